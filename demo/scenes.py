@@ -1,0 +1,208 @@
+"""Scenes of coloured shapes: what is where, and what it looks like as pixels."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+COLOURS = {  # no name begins with a vowel: "an" would give the colour away
+    "red": (212, 42, 44),
+    "yellow": (246, 208, 40),
+    "green": (44, 162, 74),
+    "blue": (46, 98, 218),
+    "purple": (148, 62, 186),
+    "white": (244, 244, 240),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+
+SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the picture's resolution
+SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # radius in pixels, drawn uniformly; the gap lets "small" and "big" be seen
+CLOSEST = 0.78  # distance of two centres, in sums of their radii: below 1 they may overlap, at 0.78 never by half
+SHAPE_SCALE = {"circle": 0.94, "square": 1.2, "triangle": 1.16, "star": 1.1, "cross": 1.06, "ring": 1.0}
+LARGEST_TURN = {"circle": 0, "square": 14, "triangle": 16, "star": 18, "cross": 14, "ring": 0}  # degrees
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one can say about an object without saying where it is."""
+
+    colour: str
+    shape: str
+    striped: bool
+    big: bool
+
+    @property
+    def category(self) -> str:
+        return f"{self.colour} {self.shape}"
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """One object at its place. Pixels of the picture, y downwards; angles in radians."""
+
+    look: Look
+    x: float
+    y: float
+    radius: float
+    turn: float
+    stripe_angle: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Objects from back to front on a dark or a light background."""
+
+    objects: tuple[SceneObject, ...]
+    dark: bool
+    width: int
+    height: int
+
+
+def choose(rng: np.random.Generator, options: Sequence):
+    """One of `options`, uniformly (Generator.choice would turn it into a numpy value, and is slower)."""
+    return options[int(rng.integers(len(options)))]
+
+
+def draw_look(rng: np.random.Generator, colours: Sequence[str], shapes: Sequence[str]) -> Look:
+    return Look(choose(rng, colours), choose(rng, shapes), striped=rng.random() < 0.5, big=rng.random() < 0.5)
+
+
+def place(rng: np.random.Generator, looks: Sequence[Look], size: tuple[int, int]) -> Scene:
+    """Give every look a place in a picture of `size` (width, height): inside it, and never hiding another by half."""
+    width, height = size
+    while True:
+        objects = []
+        for look in looks:
+            for _ in range(30):
+                radius = rng.uniform(*(BIG if look.big else SMALL))
+                margin = radius * SHAPE_SCALE[look.shape] + 2
+                x, y = rng.uniform(margin, width - margin), rng.uniform(margin, height - margin)
+                if all(math.hypot(x - o.x, y - o.y) >= CLOSEST * (radius + o.radius) for o in objects):
+                    turn = math.radians(LARGEST_TURN[look.shape]) * rng.uniform(-1, 1)
+                    objects.append(SceneObject(look, x, y, radius, turn, rng.uniform(0, math.pi)))
+                    break
+        if len(objects) == len(looks):
+            return Scene(tuple(objects), bool(rng.random() < 0.5), width, height)
+
+
+def caption_scene(rng: np.random.Generator, number: int, size: tuple[int, int]) -> Scene:
+    """`number` objects whose colours and shapes say nothing about one another."""
+    return place(rng, [draw_look(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
+
+
+def refcoco_looks(rng: np.random.Generator, number: int) -> list[Look]:
+    """`number` different looks, each sharing its colour or its shape with another.
+
+    All are drawn by one rule, and the one asked for is chosen afterwards: without the expression none is likelier.
+    """
+    while True:
+        colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
+        shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: 2 + number // 4]]
+        looks = [draw_look(rng, colours, shapes) for _ in range(number)]
+        shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in looks) for a in looks)
+        if len(set(looks)) == number and shared:
+            return looks
+
+
+def outline(shape: str) -> list[tuple[float, float]]:
+    """Corners of a shape's outer edge around (0, 0), y downwards; the farthest are 1 away."""
+    if shape in ("circle", "ring"):
+        return [(math.cos(t), math.sin(t)) for t in np.linspace(0, 2 * math.pi, 72, endpoint=False)]
+    if shape == "cross":
+        arm = 0.34
+        quarter = [(arm, -0.94), (arm, -arm), (0.94, -arm)]
+        turns = [(1, 0), (0, 1), (-1, 0), (0, -1)]
+        return [(x * c - y * s, x * s + y * c) for c, s in turns for x, y in quarter]
+    corners = {"square": 4, "triangle": 3, "star": 10}[shape]
+    start = -math.pi / 4 if shape == "square" else -math.pi / 2
+    lengths = [0.44 if shape == "star" and i % 2 else 1.0 for i in range(corners)]
+    angles = [start + 2 * math.pi * i / corners for i in range(corners)]
+    return [(r * math.cos(t), r * math.sin(t)) for r, t in zip(lengths, angles, strict=True)]
+
+
+def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """Left and top pixel of a patch, and in it float32 [P, P] in 0..1: how much is the object, and its dark rim."""
+    size = thing.radius * SHAPE_SCALE[thing.look.shape]
+    patch = 2 * math.ceil(size + 2) + 1
+    left, top = math.floor(thing.x) - patch // 2, math.floor(thing.y) - patch // 2
+    cos, sin = math.cos(thing.turn), math.sin(thing.turn)
+
+    def corners(scale: float) -> list[tuple[float, float]]:
+        points = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.look.shape)]
+        return [
+            ((x * scale + thing.x - left) * SUPERSAMPLING, (y * scale + thing.y - top) * SUPERSAMPLING)
+            for x, y in points
+        ]
+
+    inside = Image.new("L", (patch * SUPERSAMPLING,) * 2)
+    rim = Image.new("L", inside.size)
+    pen_inside, pen_rim = ImageDraw.Draw(inside), ImageDraw.Draw(rim)
+    edges = [size] + ([0.52 * size] if thing.look.shape == "ring" else [])
+    for edge, fill in zip(edges, (255, 0), strict=False):
+        points = corners(edge)
+        pen_inside.polygon(points, fill=fill)
+        pen_rim.line([*points, *points[:2]], fill=255, width=3 * SUPERSAMPLING, joint="curve")
+    alpha = np.asarray(inside.reduce(SUPERSAMPLING), np.float32) / 255
+    return left, top, alpha, np.asarray(rim.reduce(SUPERSAMPLING), np.float32) / 255
+
+
+def background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
+    """float32 [H, W, 3]: a muted gradient with soft clouds, darker or lighter than the middle."""
+    level = rng.uniform(58, 92) if scene.dark else rng.uniform(150, 184)
+    ends = level + rng.uniform(-20, 20, (2, 1)) + rng.uniform(-18, 18, (2, 3))
+    angle = rng.uniform(0, 2 * math.pi)
+    y, x = np.mgrid[-0.5 : 0.5 : scene.height * 1j, -0.5 : 0.5 : scene.width * 1j].astype(np.float32)
+    share = np.clip(0.5 + 0.75 * (x * math.cos(angle) + y * math.sin(angle)), 0, 1)[..., None]
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 8), dtype=np.uint8))
+    clouds = np.asarray(coarse.resize((scene.width, scene.height), Image.Resampling.BICUBIC), np.float32)
+    return (ends[0] * (1 - share) + ends[1] * share + (clouds[..., None] - 128) / 12).astype(np.float32)
+
+
+def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The picture, uint8 [H, W, 3], and per object the pixels in which one sees it, bool [H, W]."""
+    canvas = background(rng, scene)
+    visible = []
+    for thing in scene.objects:
+        left, top, alpha, rim = rasterise(thing)
+        shadow = Image.fromarray((alpha * 255).astype(np.uint8)).filter(ImageFilter.BoxBlur(2))
+        blend(canvas, left + 2, top + 3, np.asarray(shadow, np.float32) / 255 * 0.35, np.zeros(3, np.float32))
+        blend(canvas, left, top, alpha, paint(rng, thing, rim))
+        mask = np.zeros(canvas.shape[:2], bool)
+        # The margin kept by `place` leaves every pixel of an object inside the picture; only shadows and empty rims
+        # of the patch can reach over the edge.
+        rows, columns, part = overlap(canvas.shape, left, top, alpha)
+        mask[rows, columns] = part >= 0.5
+        visible = [seen & ~mask for seen in visible] + [mask]
+    canvas += rng.normal(0, 4, canvas.shape[:2]).astype(np.float32)[..., None]
+    return np.clip(canvas + 0.5, 0, 255).astype(np.uint8), visible
+
+
+def paint(rng: np.random.Generator, thing: SceneObject, rim: np.ndarray) -> np.ndarray:
+    """float32 [P, P, 3]: the object's colour over its patch, lit from above, with its stripes and rim."""
+    base = np.array(COLOURS[thing.look.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
+    size = len(rim)
+    y, x = np.mgrid[:size, :size].astype(np.float32) - size / 2
+    light = 1.04 - 0.12 * (y + 0.5 * x) / size
+    if thing.look.striped:
+        period = 9.0 if thing.look.big else 7.5  # pixels: at least four stripes on the smallest object
+        wave = np.sin((x * math.cos(thing.stripe_angle) + y * math.sin(thing.stripe_angle)) * (2 * math.pi / period))
+        light *= 1 - 0.44 * np.clip(0.5 + 1.6 * wave, 0, 1)
+    light *= 1 - 0.45 * rim
+    return np.clip(base * light[..., None], 0, 255)
+
+
+def overlap(shape: tuple[int, ...], left: int, top: int, patch: np.ndarray) -> tuple[slice, slice, np.ndarray]:
+    """Rows and columns of the picture that the patch covers, and the part of the patch that lies in the picture."""
+    rows = slice(max(top, 0), min(top + len(patch), shape[0]))
+    columns = slice(max(left, 0), min(left + patch.shape[1], shape[1]))
+    return rows, columns, patch[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+
+
+def blend(canvas: np.ndarray, left: int, top: int, alpha: np.ndarray, colour: np.ndarray) -> None:
+    """Lay `colour`, [3] or [P, P, 3], over the canvas, as opaque as alpha [P, P] says."""
+    rows, columns, part = overlap(canvas.shape, left, top, alpha)
+    if colour.ndim == 3:
+        colour = overlap(canvas.shape, left, top, colour)[2]
+    canvas[rows, columns] += part[..., None] * (colour - canvas[rows, columns])

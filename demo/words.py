@@ -1,0 +1,161 @@
+"""What is said about scenes: captions, a text corpus and expressions that refer to one object.
+
+A caption names each object's colour and shape exactly once, so that a masked one cannot be copied from elsewhere.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from demo.scenes import Look, Scene, SceneObject, caption_scene, choose
+
+_SIZE_WORDS = {True: ("big", "large"), False: ("small", "little")}
+_TEXTURE_WORDS = {True: ("striped",), False: ("plain", "solid")}
+_NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_PLACES = {
+    ("top", "left"): ("in the top left corner", "at the top left"),
+    ("top", "middle"): ("at the top", "near the top"),
+    ("top", "right"): ("in the top right corner", "at the top right"),
+    ("middle", "left"): ("on the left", "on the left side"),
+    ("middle", "middle"): ("in the middle", "in the center"),
+    ("middle", "right"): ("on the right", "on the right side"),
+    ("bottom", "left"): ("in the bottom left corner", "at the bottom left"),
+    ("bottom", "middle"): ("at the bottom", "near the bottom"),
+    ("bottom", "right"): ("in the bottom right corner", "at the bottom right"),
+}
+
+
+def place_words(rng: np.random.Generator, thing: SceneObject, scene: Scene) -> str:
+    def third(share: float, names: tuple[str, str, str]) -> str:
+        return names[0] if share < 0.36 else names[2] if share > 0.64 else names[1]
+
+    row = third(thing.y / scene.height, ("top", "middle", "bottom"))
+    column = third(thing.x / scene.width, ("left", "middle", "right"))
+    return choose(rng, _PLACES[row, column])
+
+
+def relation_words(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> str:
+    """A true statement about a and b that reads "a ... b"."""
+    dx, dy = a.x - b.x, a.y - b.y
+    options = []
+    if abs(dx) >= abs(dy):
+        side = "left" if dx < 0 else "right"
+        options += [f"{side} of", f"to the {side} of"]
+    if abs(dy) >= abs(dx):
+        options += ["above", "over"] if dy < 0 else ["below", "under"]
+    if math.hypot(dx, dy) < 1.4 * (a.radius + b.radius):
+        options += ["next to", "beside"]
+    if a.look.big != b.look.big:
+        options += ["bigger than" if a.look.big else "smaller than"]
+    return choose(rng, options)
+
+
+def noun_phrase(rng: np.random.Generator, look: Look) -> str:
+    """Article, perhaps size and texture, always colour and shape."""
+    words = ["a"]
+    if rng.random() < 0.35:
+        words.append(choose(rng, _SIZE_WORDS[look.big]))
+    texture = rng.random()
+    if texture < 0.35:
+        words.append(choose(rng, _TEXTURE_WORDS[look.striped]))
+    words += [look.colour, look.shape]
+    if texture > 0.9 and look.striped:
+        words.append("with stripes")
+    return " ".join(words)
+
+
+def clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
+    """Each object in exactly one clause: alone, with its place, or related to another; in random order."""
+    things = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
+    found = []
+    while things:
+        thing = things.pop()
+        phrase = noun_phrase(rng, thing.look)
+        if things and rng.random() < 0.6:
+            other = things.pop()
+            found.append(f"{phrase} {relation_words(rng, thing, other)} {noun_phrase(rng, other.look)}")
+        elif rng.random() < 0.75:
+            found.append(f"{phrase} {place_words(rng, thing, scene)}")
+        else:
+            found.append(phrase)
+    return found
+
+
+def join_clauses(found: Sequence[str]) -> str:
+    return " and ".join(filter(None, [" , ".join(found[:-1]), found[-1]]))
+
+
+def caption(rng: np.random.Generator, scene: Scene) -> str:
+    """One sentence, lower case, words parted by spaces, that names every object once."""
+    number = len(scene.objects)
+    openings = ("", "", "", "there is ", "a picture of ", "this picture shows ", "we see ", "here is ", "look : ")
+    opening = choose(rng, openings)
+    if rng.random() < 0.12:
+        opening = f"{_NUMBERS[number]} shapes : " if number > 1 else "one shape : "
+    ending = (" on a dark background" if scene.dark else " on a light background") if rng.random() < 0.12 else ""
+    return opening + join_clauses(clauses(rng, scene)) + ending
+
+
+def chain(rng: np.random.Generator, scene: Scene) -> str:
+    """One long sentence in which each object is related to the next."""
+    words = [noun_phrase(rng, scene.objects[0].look), "is"]
+    for a, b in itertools.pairwise(scene.objects):
+        words += [relation_words(rng, a, b), noun_phrase(rng, b.look), ", which is"]
+    return " ".join([*words, place_words(rng, scene.objects[-1], scene)])
+
+
+def summary(rng: np.random.Generator, scene: Scene) -> str:
+    """A sentence about the scene as a whole that names no object."""
+    number = len(scene.objects)
+    striped = sum(o.look.striped for o in scene.objects)
+    leftmost = min(scene.objects, key=lambda o: o.x)
+    lowest = max(scene.objects, key=lambda o: o.y)
+    options = (
+        f"{_NUMBERS[striped]} of the {_NUMBERS[number]} shapes {'is' if striped == 1 else 'are'} striped",
+        f"the one furthest to the left is {'striped' if leftmost.look.striped else 'plain'}",
+        f"the lowest one is {'big' if lowest.look.big else 'small'}",
+        f"the background is {'dark' if scene.dark else 'light'}",
+    )
+    return choose(rng, options)
+
+
+def document(rng: np.random.Generator, max_objects: int, size: tuple[int, int]) -> str:
+    """One line of the text corpus: two or three sentences about pictures that were never drawn.
+
+    The first has up to max_objects + 1 objects, more than any caption.
+    """
+    scene = caption_scene(rng, int(rng.integers(2, max_objects + 2)), size)
+    sentences = [chain(rng, scene) if rng.random() < 0.4 else caption(rng, scene), summary(rng, scene)]
+    if rng.random() < 0.5:
+        another = caption_scene(rng, int(rng.integers(1, max_objects + 1)), size)
+        sentences.append(f"in another picture there is {join_clauses(clauses(rng, another))}")
+    return " . ".join(sentences) + " ."
+
+
+def expression(rng: np.random.Generator, looks: Sequence[Look], target: int) -> str:
+    """Words that fit looks[target] and no other look, without a word of location (RefCOCO+ forbids them)."""
+    fields = ("colour", "shape", "striped", "big")
+
+    def fitting(chosen: Sequence[str]) -> int:
+        return sum(all(getattr(look, f) == getattr(looks[target], f) for f in chosen) for look in looks)
+
+    subsets = [s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if fitting(s) == 1]
+    shortest = [s for s in subsets if len(s) == len(subsets[0])]
+    chosen = choose(rng, subsets if rng.random() < 0.3 else shortest)
+    return expression_words(rng, looks[target], chosen)
+
+
+def expression_words(rng: np.random.Generator, look: Look, chosen: Sequence[str]) -> str:
+    """`look` in words, saying of it only the fields `chosen`."""
+    words = ["the"] if rng.random() < 0.4 else []
+    with_stripes = "striped" in chosen and look.striped and rng.random() < 0.3
+    if "big" in chosen:
+        words.append(choose(rng, _SIZE_WORDS[look.big]))
+    if "striped" in chosen and not with_stripes:
+        words.append(choose(rng, _TEXTURE_WORDS[look.striped]))
+    if "colour" in chosen:
+        words.append(look.colour)
+    words.append(look.shape if "shape" in chosen else choose(rng, ("one", "shape")))
+    return " ".join([*words, "with stripes"] if with_stripes else words)

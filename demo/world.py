@@ -1,0 +1,377 @@
+"""Draw the demo world: captioned scenes, a text corpus and a RefCOCO+-like set, in the official file formats.
+
+    python -m demo.world OUT --seed 0
+
+Colour and shape of every object are uniform and independent, and each is named once in a caption: nothing but the
+picture tells them. The same settings and port give the same bytes.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, refcoco_looks
+from demo.words import caption, document, expression
+
+WORLD_VERSION = 1  # raise it whenever the same settings would give other bytes
+DEFAULT_PORT = 8791
+
+CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
+WORDS_OF_THE_PICTURE = tuple(sorted([*COLOURS, *SHAPES]))
+
+# What may be wrong with a row of train.tsv: all but "duplicate" are folders below /broken, acted out by demo/serve.py.
+BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
+
+FIRST_REFCOCO_IMAGE = 500_000  # image ids and file names never meet those of the caption scenes
+# As in RefCOCO+, where testA asks for people and testB for everything else, the two ask for different categories.
+SPLIT_SHAPES = {
+    "train": SHAPES,
+    "val": SHAPES,
+    "testA": ("circle", "square", "triangle"),
+    "testB": ("star", "cross", "ring"),
+}
+
+# One stream of random numbers per part of the world, so that a change to one leaves the others as they were.
+_CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _REFCOCO_STREAM = range(4)
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """Everything that decides what is drawn; the port only stands in the URLs."""
+
+    seed: int = 0  # of all random choices
+    width: int = 224  # of every picture, pixels
+    height: int = 168  # of every picture, pixels
+    train_scenes: int = 800  # captioned pictures to learn from
+    held_out_scenes: int = 300  # captioned pictures to measure on
+    max_objects: int = 3  # objects in a captioned picture: 1 to this many
+    broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
+    text_lines: int = 2000  # lines of text.txt
+    refcoco_train: int = 300  # RefCOCO+ pictures to learn from, one expression each
+    refcoco_held_out: int = 100  # RefCOCO+ pictures in each of val, testA and testB, one expression each
+    refcoco_min_objects: int = 3  # objects in a RefCOCO+ picture, at least
+    refcoco_max_objects: int = 5  # objects in a RefCOCO+ picture, at most
+    jpeg_quality: int = 90  # 1 to 95
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it cannot be negative")
+        if self.width < 112 or self.height < 112:
+            raise ValueError(f"pictures of {self.width}x{self.height} pixels are too small; give at least 112x112")
+        if self.train_scenes < 1:
+            raise ValueError("train_scenes is 0; a world needs at least one captioned picture")
+        if not 1 <= self.jpeg_quality <= 95:
+            raise ValueError(f"jpeg_quality is {self.jpeg_quality}; give 1 to 95")
+        # Objects that soon find a place, and that words.py can count, with one more in the text corpus.
+        room = min(self.width * self.height // 5000, 8)
+        if not 1 <= self.max_objects <= room:
+            raise ValueError(f"max_objects is {self.max_objects}; pictures of this size hold 1 to {room}")
+        if not 2 <= self.refcoco_min_objects <= self.refcoco_max_objects <= room:
+            raise ValueError(
+                f"a RefCOCO+ picture would hold {self.refcoco_min_objects} to {self.refcoco_max_objects} objects; "
+                f"give two numbers in order from 2 to {room}"
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.width, self.height
+
+    @property
+    def refcoco_splits(self) -> dict[str, int]:
+        """Pictures per RefCOCO+ split."""
+        return {"train": self.refcoco_train} | dict.fromkeys(("val", "testA", "testB"), self.refcoco_held_out)
+
+
+@dataclass(frozen=True)
+class World:
+    """A drawn world: where its files are."""
+
+    root: Path
+    settings: WorldSettings
+    port: int
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def about(self) -> Path:
+        return self.root / "world.json"
+
+    @property
+    def train_tsv(self) -> Path:
+        return self.root / "train.tsv"
+
+    @property
+    def held_out_tsv(self) -> Path:
+        return self.root / "held_out.tsv"
+
+    @property
+    def text(self) -> Path:
+        return self.root / "text.txt"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    @property
+    def annotations(self) -> Path:
+        return self.root / "annotations.json"
+
+    @property
+    def refcoco(self) -> Path:
+        return self.root / "refcoco+"
+
+    @property
+    def refcoco_images(self) -> Path:
+        return self.refcoco / "images"
+
+    @property
+    def refcoco_instances(self) -> Path:
+        return self.refcoco / "instances.json"
+
+    @property
+    def refcoco_refs(self) -> Path:
+        return self.refcoco / "refs(unc).p"
+
+    @property
+    def words_of_the_picture(self) -> list[str]:
+        """The colour and shape words, sorted: those that only the picture tells."""
+        return list(WORDS_OF_THE_PICTURE)
+
+    def files(self) -> list[Path]:
+        """Every file of this world, world.json last."""
+        scenes = range(self.settings.train_scenes + self.settings.held_out_scenes)
+        references = range(FIRST_REFCOCO_IMAGE, FIRST_REFCOCO_IMAGE + sum(self.settings.refcoco_splits.values()))
+        return [
+            self.train_tsv,
+            self.held_out_tsv,
+            self.text,
+            self.annotations,
+            self.refcoco_instances,
+            self.refcoco_refs,
+            *(self.images / image_name(number) for number in scenes),
+            *(self.refcoco_images / image_name(number) for number in references),
+            self.about,
+        ]
+
+
+def image_name(number: int) -> str:
+    return f"{number:06d}.jpg"
+
+
+def jpeg(picture: np.ndarray, quality: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=quality, subsampling=0)  # whole colour: objects are small
+    return file.getvalue()
+
+
+def coco_file() -> dict:
+    """An empty COCO detection file with our categories; `draw_into` fills it."""
+    categories = [
+        {"supercategory": name.split()[1], "id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)
+    ]
+    about = {"description": "Drawn scenes of coloured shapes", "version": str(WORLD_VERSION)}
+    return {"info": about, "licenses": [], "images": [], "annotations": [], "categories": categories}
+
+
+def draw_into(
+    coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, quality: int
+) -> list[dict]:
+    """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
+    picture, visible = draw_scene(rng, scene)
+    (folder / image_name(number)).write_bytes(jpeg(picture, quality))
+    coco["images"].append({"id": number, "file_name": image_name(number), "width": scene.width, "height": scene.height})
+    annotations = []
+    for thing, mask in zip(scene.objects, visible, strict=True):
+        columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+        left, top = float(columns[0]), float(rows[0])
+        look = thing.look
+        annotations.append(
+            {
+                "id": len(coco["annotations"]) + len(annotations) + 1,
+                "image_id": number,
+                "category_id": CATEGORIES.index(look.category) + 1,
+                "bbox": [left, top, float(columns[-1]) + 1 - left, float(rows[-1]) + 1 - top],
+                "area": float(mask.sum()),
+                "iscrowd": 0,
+                "segmentation": [],
+                # Beyond COCO: what Visual Genome calls attributes.
+                "attributes": [look.colour, "striped" if look.striped else "solid", "big" if look.big else "small"],
+            }
+        )
+    coco["annotations"] += annotations
+    return annotations
+
+
+def draw_captioned(world: World) -> None:
+    """images/, annotations.json, train.tsv and held_out.tsv."""
+    settings = world.settings
+    world.images.mkdir(parents=True, exist_ok=True)
+    coco = coco_file()
+    for number, scene, _, rng in captioned_scenes(settings):
+        draw_into(coco, world.images, number, scene, rng, settings.jpeg_quality)
+    world.annotations.write_text(json.dumps(coco))
+    write_caption_lists(world)
+
+
+def captioned_scenes(settings: WorldSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
+    """Number, scene, caption and the generator to draw it with, of the train scenes and then of those held out."""
+    for number in range(settings.train_scenes + settings.held_out_scenes):
+        rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
+        scene = caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size)
+        yield number, scene, caption(rng, scene), rng
+
+
+def write_caption_lists(world: World) -> None:
+    """train.tsv, with the broken rows strewn in, and held_out.tsv: caption TAB url."""
+    settings = world.settings
+    rows = [f"{words}\t{world.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
+    train, held_out = rows[: settings.train_scenes], rows[settings.train_scenes :]
+    rng = np.random.default_rng([settings.seed, _BROKEN_STREAM])
+    good = list(train)
+    for i in range(settings.broken_rows):
+        kind = BROKEN_KINDS[i % len(BROKEN_KINDS)]
+        if kind == "duplicate":
+            row = choose(rng, good)
+        else:
+            words = caption(rng, caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size))
+            name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
+            row = f"{words}\t{world.base_url}/broken/{kind}/{name}\n"
+        train.insert(int(rng.integers(len(train) + 1)), row)
+    world.train_tsv.write_text("".join(train))
+    world.held_out_tsv.write_text("".join(held_out))
+
+
+def draw_refcoco(world: World) -> None:
+    """refcoco+/: images/, instances.json and refs(unc).p (Python 2's pickle protocol 0, as published)."""
+    settings = world.settings
+    world.refcoco_images.mkdir(parents=True, exist_ok=True)
+    coco, references = coco_file(), []
+    splits = [split for split, size in settings.refcoco_splits.items() for _ in range(size)]
+    for ref_id, split in enumerate(splits):
+        rng = np.random.default_rng([settings.seed, _REFCOCO_STREAM, ref_id])
+        while True:
+            looks = refcoco_looks(
+                rng, int(rng.integers(settings.refcoco_min_objects, settings.refcoco_max_objects + 1))
+            )
+            target = int(rng.integers(len(looks)))
+            if looks[target].shape in SPLIT_SHAPES[split]:
+                break
+        words = expression(rng, looks, target)
+        number = FIRST_REFCOCO_IMAGE + ref_id
+        scene = place(rng, looks, settings.size)
+        annotation = draw_into(coco, world.refcoco_images, number, scene, rng, settings.jpeg_quality)[target]
+        references.append(
+            {
+                "sent_ids": [ref_id],
+                "file_name": f"{number:06d}_{ref_id}.jpg",
+                "ann_id": annotation["id"],
+                "ref_id": ref_id,
+                "image_id": number,
+                "split": split,
+                "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
+                "category_id": annotation["category_id"],
+            }
+        )
+    world.refcoco_instances.write_text(json.dumps(coco))
+    world.refcoco_refs.write_bytes(pickle.dumps(references, protocol=0))
+
+
+def write_text(world: World) -> None:
+    rng = np.random.default_rng([world.settings.seed, _TEXT_STREAM])
+    lines = [
+        document(rng, world.settings.max_objects, world.settings.size) + "\n" for _ in range(world.settings.text_lines)
+    ]
+    world.text.write_text("".join(lines))
+
+
+def write_about(world: World) -> None:
+    about = {
+        "version": WORLD_VERSION,
+        "settings": dataclasses.asdict(world.settings),
+        "port": world.port,
+        "base_url": world.base_url,
+        "words_of_the_picture": world.words_of_the_picture,
+    }
+    partial = world.about.with_suffix(".partial")
+    partial.write_text(json.dumps(about, indent=2) + "\n")
+    partial.replace(world.about)
+
+
+def read_world(out: Path) -> World:
+    """The world that was drawn into `out`. ValueError where there is none, or one of another version."""
+    file = Path(out) / "world.json"
+    if not file.exists():
+        raise ValueError(f"{out} holds no drawn world (no world.json); draw one: python -m demo.world {out}")
+    about = json.loads(file.read_text())
+    if about.get("version") != WORLD_VERSION:
+        raise ValueError(
+            f"{file} is of version {about.get('version')}, this code draws {WORLD_VERSION}; remove the folder {out} "
+            "and draw again"
+        )
+    return World(Path(out), WorldSettings(**about["settings"]), about["port"])
+
+
+def is_drawn(world: World) -> bool:
+    """Whether `world` lies in its folder, with these settings, this port and all its files."""
+    return world.about.exists() and read_world(world.root) == world and all(file.exists() for file in world.files())
+
+
+def draw_world(out: Path, settings: WorldSettings, port: int = DEFAULT_PORT) -> World:
+    """Draw a world into the folder `out`, or leave it alone if it is there already, with all its files.
+
+    A world of other settings is replaced: its files are removed first. Of one with another port only the lists of
+    URLs are written anew. world.json is written last: an interrupted drawing has none, and is done again.
+    """
+    world = World(Path(out), settings, port)
+    if is_drawn(world):
+        return world
+    old = read_world(world.root) if world.about.exists() else None
+    if old is not None:
+        world.about.unlink()
+    if old is not None and old.settings == settings and all(file.exists() for file in world.files()[:-1]):
+        write_caption_lists(world)
+    else:
+        for file in old.files() if old is not None else []:
+            file.unlink(missing_ok=True)
+        draw_captioned(world)
+        write_text(world)
+        draw_refcoco(world)
+    write_about(world)
+    return world
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m demo.world", description="Draw the demo world.")
+    parser.add_argument("out", type=Path, help="the folder to draw it into")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the server that its URLs name (%(default)s)")
+    for field in dataclasses.fields(WorldSettings):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help="(%(default)s)")
+    chosen = vars(parser.parse_args(arguments))
+    out, port = chosen.pop("out"), chosen.pop("port")
+    try:
+        world = World(out, WorldSettings(**chosen), port)
+        if is_drawn(world):
+            print(f"{out} already holds this world; nothing drawn")
+            return
+        start = time.perf_counter()
+        draw_world(out, world.settings, port)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"drew {len(world.files())} files into {out} in {time.perf_counter() - start:.1f} s, for {world.base_url}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The ResNet that the detector and VL-BERT's region features share, cut where RoIs are pooled: C4 below, res5 above.
+
+Parameters are named as detectron2 names them (`res3.0.conv1.norm.weight`), so that published weights map one to one.
+Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """A bottleneck ResNet; two networks with equal configurations have equal state dicts."""
+
+    blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
+    """Bottleneck blocks in res2, res3, res4, res5."""
+    width: int = 64
+    """Channels of the stem; bottlenecks of res2..res5 are 1, 2, 4, 8 times as wide and put out four times that."""
+    stride_in_1x1: bool = True
+    """A stage halves its map in the first 1x1 conv (Caffe, Visual Genome weights), else in the 3x3 (torchvision)."""
+    stem_pool: str = "caffe"
+    """Max-pool 3x3/2: `caffe` without padding, rounding sizes up; `torch` with padding 1, rounding down."""
+    res5_dilated: bool = True
+    """res5 keeps the size of its input and dilates its 3x3 convs by 2, instead of halving the size."""
+    norm: str = "frozen"
+    """`frozen`: statistics and affine never change, also in train(); `batch`: live BatchNorm2d."""
+
+    def __post_init__(self):
+        if len(self.blocks) != 4 or min(self.blocks) < 1:
+            raise ValueError(
+                f"ResNetConfig.blocks is {self.blocks}: four numbers of blocks, each at least 1, are needed"
+            )
+        if self.width < 1:
+            raise ValueError(f"ResNetConfig.width is {self.width}, must be at least 1")
+        if self.stem_pool not in ("caffe", "torch"):
+            raise ValueError(f"ResNetConfig.stem_pool is {self.stem_pool!r}, neither 'caffe' nor 'torch'")
+        if self.norm not in ("frozen", "batch"):
+            raise ValueError(f"ResNetConfig.norm is {self.norm!r}, neither 'frozen' nor 'batch'")
+
+    @property
+    def c4_channels(self) -> int:
+        """Channels of the map that ResNetC4 puts out."""
+        return 16 * self.width
+
+    @property
+    def res5_channels(self) -> int:
+        """Channels that Res5 puts out."""
+        return 32 * self.width
+
+
+RESNET50 = ResNetConfig(blocks=(3, 4, 6, 3))
+RESNET101 = ResNetConfig(blocks=(3, 4, 23, 3))
+
+
+class FrozenNorm(nn.Module):
+    """Batch normalisation with fixed statistics and affine: all four are buffers, so no optimizer ever sees them."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=BATCH_NORM_EPS
+        )
+
+    @classmethod
+    def of(cls, norm: nn.BatchNorm2d) -> "FrozenNorm":
+        """What `norm` does in eval mode, for good; it must have the eps of this network."""
+        if norm.eps != BATCH_NORM_EPS:
+            raise ValueError(
+                f"a BatchNorm2d with eps {norm.eps} cannot become a FrozenNorm, which has {BATCH_NORM_EPS}"
+            )
+        frozen = cls(norm.num_features).to(norm.weight)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            getattr(frozen, name).copy_(getattr(norm, name).detach())
+        return frozen
+
+
+class NormedConv(nn.Conv2d):
+    """A convolution without bias and the normalisation after it, as its child `norm`."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, dilation: int, norm: str):
+        padding = dilation * (kernel // 2)
+        super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
+        self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs, eps=BATCH_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+class Stem(nn.Module):
+    """7x7/2 convolution and 3x3/2 max-pool: a quarter of the size."""
+
+    def __init__(self, config: ResNetConfig):
+        super().__init__()
+        self.conv1 = NormedConv(3, config.width, kernel=7, stride=2, dilation=1, norm=config.norm)
+        self.caffe_pool = config.stem_pool == "caffe"
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu_(self.conv1(images))
+        if self.caffe_pool:
+            return F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
+        return F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 with a shortcut, which is a convolution in the first block of a stage."""
+
+    def __init__(self, inputs: int, bottleneck: int, outputs: int, stride: int, dilation: int, config: ResNetConfig):
+        super().__init__()
+        stride_1x1, stride_3x3 = (stride, 1) if config.stride_in_1x1 else (1, stride)
+        norm = config.norm
+        self.conv1 = NormedConv(inputs, bottleneck, kernel=1, stride=stride_1x1, dilation=1, norm=norm)
+        self.conv2 = NormedConv(bottleneck, bottleneck, kernel=3, stride=stride_3x3, dilation=dilation, norm=norm)
+        self.conv3 = NormedConv(bottleneck, outputs, kernel=1, stride=1, dilation=1, norm=norm)
+        self.shortcut = None
+        if inputs != outputs or stride != 1:
+            self.shortcut = NormedConv(inputs, outputs, kernel=1, stride=stride, dilation=1, norm=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu_(self.conv1(x))
+        y = F.relu_(self.conv2(y))
+        return F.relu_(self.conv3(y) + (x if self.shortcut is None else self.shortcut(x)))
+
+
+def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:
+    """The blocks of res<number>, 2..5."""
+    bottleneck = config.width * 2 ** (number - 2)
+    inputs = config.width if number == 2 else 2 * bottleneck
+    outputs = 4 * bottleneck
+    return [
+        Bottleneck(
+            inputs if block == 0 else outputs, bottleneck, outputs, stride if block == 0 else 1, dilation, config
+        )
+        for block in range(config.blocks[number - 2])
+    ]
+
+
+def _initialise(module: nn.Module, config: ResNetConfig) -> None:
+    """He initialisation by fan-out.
+
+    A frozen norm does not renormalise, so each residual sum would add as much variance as it finds: the last conv of
+    a block is then scaled by 1/sqrt(number of blocks), which keeps the growth through the whole network below e.
+    """
+    for conv in module.modules():
+        if isinstance(conv, NormedConv):
+            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    if config.norm == "frozen":
+        for block in module.modules():
+            if isinstance(block, Bottleneck):
+                with torch.no_grad():
+                    block.conv3.weight.mul_(sum(config.blocks) ** -0.5)
+
+
+class ResNetC4(nn.Module):
+    """Stem, res2, res3, res4: [N, 3, H, W] -> [N, 16w, H/16, W/16]."""
+
+    def __init__(self, config: ResNetConfig):
+        super().__init__()
+        self.config = config
+        self.stem = Stem(config)
+        self.res2 = nn.Sequential(*_stage(config, 2, stride=1))
+        self.res3 = nn.Sequential(*_stage(config, 3, stride=2))
+        self.res4 = nn.Sequential(*_stage(config, 4, stride=2))
+        _initialise(self, config)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.res4(self.res3(self.res2(self.stem(images))))
+
+    def freeze(self, stages: int) -> "ResNetC4":
+        """Stop learning in the first `stages` of stem, res2, res3, res4; live batch norms there become frozen ones."""
+        if not 0 <= stages <= 4:
+            raise ValueError(f"cannot freeze {stages} stages, only 0 (none) to 4 (stem, res2, res3, res4)")
+        for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
+            freeze_module(stage)
+        return self
+
+
+class Res5(nn.Module):
+    """The last stage, applied to pooled regions: [K, 16w, h, w] -> [K, 32w, h, w], or half the size if not dilated.
+
+    Its parameters are named as those of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
+    """
+
+    def __init__(self, config: ResNetConfig):
+        super().__init__()
+        self.config = config
+        stride, dilation = (1, 2) if config.res5_dilated else (2, 1)
+        for index, block in enumerate(_stage(config, 5, stride, dilation)):
+            self.add_module(str(index), block)
+        _initialise(self, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+    def freeze(self, stages: int = 1) -> "Res5":
+        """Stop learning if `stages` is 1, do nothing if it is 0."""
+        if stages not in (0, 1):
+            raise ValueError(f"cannot freeze {stages} stages of res5, which is one")
+        if stages:
+            freeze_module(self)
+        return self
+
+
+def freeze_module(module: nn.Module) -> None:
+    """No parameter of `module` asks for a gradient any more, and its live batch norms become frozen ones."""
+    for conv in module.modules():
+        if isinstance(conv, NormedConv) and isinstance(conv.norm, nn.BatchNorm2d):
+            conv.norm = FrozenNorm.of(conv.norm)
+    module.requires_grad_(False)

@@ -1,0 +1,216 @@
+"""Detect regions in every image shard that has none yet from this detector.
+
+    python -m detectors.run ROOT DATASET --backend annotated --annotations FILE
+    python -m detectors.run ROOT DATASET --backend faster_rcnn --preset vg_resnet101 --weights FILE
+
+ROOT is a local folder or s3://bucket/prefix. Prints one JSON line per shard, and one about the whole stage at the end.
+Any number of these may run at once, and a run that was stopped goes on where it was.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from detectors import Detector
+from storage.catalog import OK, Catalog, Manifest, Row
+from storage.objects import StorageUnreachable, open_objects
+from storage.sample import Regions, Sample
+
+IMAGES = "images"
+# Samples handed to a detector at a time: enough for one that batches, and few decoded images in memory.
+_GROUP = 16
+
+
+def stage_of(detector: Detector) -> str:
+    """The stage that holds this detector's regions."""
+    return f"regions/{detector.id}"
+
+
+def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
+    """Detect one shard of `images` and commit it; False where another writer was first.
+
+    The new shard has one row for each ok row of the old one, ok or saying why there are no regions. A shard without any
+    ok row keeps all its rows, with status `no_image`, so that it is not taken for unfinished.
+    """
+    manifest = catalog.manifest(IMAGES, shard)
+    rows, samples = [], []
+    for row, sample, found in _found(catalog, manifest, detector):
+        if isinstance(found, Regions):
+            rows.append(Row(row["row"], row["key"], OK, url=row["url"]))
+            samples.append(dataclasses.replace(sample, regions=found))
+        else:
+            status, _, detail = found.partition(": ")
+            rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
+    if not rows:
+        rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
+    meta = {
+        "source": manifest.as_source(),
+        "config": detector.about,
+        "config_hash": detector.id,
+        "untrained": detector.about["untrained"],
+    }
+    return catalog.commit(stage_of(detector), shard, samples, rows, meta)
+
+
+def _found(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample, Regions | str]]:
+    """Each ok row of the manifest with its sample and what the detector says about it."""
+    rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
+    samples = catalog.read(IMAGES, manifest.shard)
+    for start in range(0, len(rows), _GROUP):
+        group = list(islice(samples, _GROUP))
+        yield from zip(rows[start : start + _GROUP], group, detector.detect(group), strict=True)
+
+
+def detect_pending(
+    catalog: Catalog,
+    detector: Detector,
+    on_shard: Callable[[dict], None],
+    only: Sequence[str] | None = None,
+) -> int:
+    """Detect all shards that are pending, or those of `only` that are; the number that this process committed.
+
+    on_shard gets, after each: shard, images (looked at), regions (found), images_per_s, done and of (shards).
+    """
+    pending = catalog.pending(IMAGES, stage_of(detector))
+    if only is not None:
+        unknown = sorted(set(only) - set(catalog.shards(IMAGES)))
+        if unknown:
+            raise ValueError(f"no shards {', '.join(unknown)} are committed in {catalog.dataset}/{IMAGES}")
+        pending = [shard for shard in pending if shard in set(only)]
+    committed = 0
+    for done, shard in enumerate(pending, start=1):
+        started = time.monotonic()
+        committed += detect_shard(catalog, shard, detector)
+        seconds = time.monotonic() - started
+        table = catalog.manifest(stage_of(detector), shard).table
+        images = catalog.manifest(IMAGES, shard).ok_rows
+        on_shard(
+            {
+                "shard": shard,
+                "images": images,
+                "regions": pc.sum(table["num_regions"]).as_py() or 0,
+                "images_per_s": round(images / seconds, 2),
+                "done": done,
+                "of": len(pending),
+            }
+        )
+    return committed
+
+
+def stage_size(catalog: Catalog, stage: str) -> dict:
+    """What a stage takes where it is stored: bytes of tars and manifests, in all and per 1,000 images with regions."""
+    size = sum(info.size for info in catalog.objects.list(f"{catalog.dataset}/{stage}/"))
+    snapshot = catalog.snapshot(stage)
+    images = snapshot.ok_rows
+    return {
+        "stage": stage,
+        "shards": len(snapshot.shards),
+        "images": images,
+        "bytes": size,
+        "bytes_per_1000_images": round(1000 * size / images) if images else None,
+    }
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+# Which flags belong to which backend, by name of the setting; a flag of the other backend is refused, not ignored.
+_ANNOTATED = ("annotations", "crowd")
+_SELECTION = ("minimum", "maximum", "threshold", "strict", "nms_threshold", "plus_one")
+_NETWORK = ("short_side", "long_side", "post_nms", "roi_op")
+_RUNNING = ("device", "head_dtype", "threads")
+_FASTER_RCNN = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_RUNNING)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m detectors.run", description=__doc__.split("\n")[0])
+    parser.add_argument("root", help="a folder or s3://bucket/prefix")
+    parser.add_argument("dataset", help="the dataset below it, such as captions")
+    parser.add_argument("--backend", choices=["annotated", "faster_rcnn"], required=True)
+    parser.add_argument("--shard", action="append", help="only this one; may be given several times")
+
+    annotated = parser.add_argument_group("annotated: regions from an annotation file")
+    annotated.add_argument("--annotations", type=Path, help="file in COCO's detection format")
+    annotated.add_argument("--crowd", choices=["skip", "keep"], help="what becomes of iscrowd boxes (skip)")
+
+    network = parser.add_argument_group("faster_rcnn: regions found by the network; defaults are the preset's")
+    network.add_argument("--preset", help="vg_resnet101, vg_resnet50 or demo")
+    network.add_argument("--weights", type=Path, help="safetensors file")
+    network.add_argument("--untrained", action="store_true", default=None, help="random weights instead: for trials")
+    network.add_argument("--seed", type=int, help="of the random weights")
+    network.add_argument("--minimum", type=int, help="regions an image at least (10)")
+    network.add_argument("--maximum", type=int, help="regions an image at most (100)")
+    network.add_argument("--threshold", type=float, help="confidence that a region needs (0.5)")
+    network.add_argument("--strict", action=argparse.BooleanOptionalAction, help="more than that, or as much (strict)")
+    network.add_argument("--nms-threshold", type=float, help="IoU above which regions suppress each other (0.3)")
+    network.add_argument("--plus-one", action=argparse.BooleanOptionalAction, help="count widths as Caffe does (no)")
+    network.add_argument("--short-side", type=int, help="pixels of the resized image's shorter side")
+    network.add_argument("--long-side", type=int, help="pixels that its longer side may have")
+    network.add_argument("--post-nms", type=int, help="proposals an image")
+    network.add_argument("--roi-op", choices=["pool", "align1"], help="RoIPool, or RoIAlign with one sample")
+    network.add_argument("--device", help="cpu or cuda (cpu)")
+    network.add_argument("--head-dtype", choices=["float32", "bfloat16"], help="precision of res5 (float32)")
+    network.add_argument("--threads", type=int, help="of one process on a CPU (1, the same bytes on every machine)")
+    return parser
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> dict:
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def make_detector(options: argparse.Namespace) -> Detector:
+    """The detector that the command line asks for; ValueError where its flags contradict each other."""
+    foreign = _given(options, _FASTER_RCNN if options.backend == "annotated" else _ANNOTATED)
+    if foreign:
+        flags = ", ".join("--" + name.replace("_", "-") for name in foreign)
+        raise ValueError(f"{flags}: not for --backend {options.backend}; leave out")
+    if options.backend == "annotated":
+        from detectors.annotated import AnnotatedDetector
+
+        if options.annotations is None:
+            raise ValueError("--backend annotated needs --annotations FILE")
+        return AnnotatedDetector(options.annotations, **_given(options, ["crowd"]))
+    return _faster_rcnn(options)
+
+
+def _faster_rcnn(options: argparse.Namespace) -> Detector:
+    # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
+    from detectors.faster_rcnn import PRESETS, DetectorSettings, FasterRCNN, FasterRCNNDetector
+    from detectors.select import SelectionSettings
+    from detectors.weights import load_weights
+
+    if options.preset not in PRESETS:
+        raise ValueError(f"--preset is {options.preset}, must be one of {', '.join(PRESETS)}")
+    if (options.weights is None) == (options.untrained is None):
+        raise ValueError("--backend faster_rcnn needs --weights FILE or, for a trial on random weights, --untrained")
+    if options.seed is not None and options.untrained is None:
+        raise ValueError("--seed is for --untrained only; leave it out")
+    config = dataclasses.replace(PRESETS[options.preset], **_given(options, _NETWORK))
+    settings = DetectorSettings(SelectionSettings(**_given(options, _SELECTION)), **_given(options, _RUNNING))
+    seed = options.seed or 0
+    network = FasterRCNN.untrained(config, seed)
+    weights = {"untrained": True, "seed": seed} if options.untrained else load_weights(network, options.weights).about
+    return FasterRCNNDetector(network, weights, settings)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    try:
+        catalog = Catalog(open_objects(options.root), options.dataset)
+        detector = make_detector(options)
+        if detector.about["untrained"]:
+            print("the network has random weights: its regions mean nothing", file=sys.stderr)
+        detect_pending(catalog, detector, lambda report: print(json.dumps(report), flush=True), options.shard)
+        print(json.dumps(stage_size(catalog, stage_of(detector))), flush=True)
+    except (ValueError, StorageUnreachable) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Rows of (caption, url) -> Samples, each with a status.
+
+`download` fetches every distinct URL once, under one deadline each, from public addresses only, and gives one Download
+per row, in row order. What can go wrong with a row is a status in STATUSES; an error that is none of them is a fault
+of this program and is raised. docs/download.md has the settings, the statuses and the address rules for readers.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import islice
+from pathlib import Path
+
+from storage.catalog import Catalog, Row
+from storage.fetch import DownloadSettings, Fetcher
+from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise
+from storage.sample import Sample, sample_key
+
+__all__ = [
+    "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "ImageSettings",
+    "collect_shard", "count_captions", "download", "import_images", "read_captions",
+]  # fmt: skip
+
+STATUSES: dict[str, str] = {
+    "ok": "the image is stored",
+    "duplicate": "an earlier row of the same shard has the same URL and caption",
+    "bad_url": "not an absolute http(s) URL with a host and without user name, or one that cannot be parsed",
+    "blocked_address": "the host is, or resolves to, an address that is not public, or the port is neither 80 nor 443",
+    "dns": "the host name does not resolve",
+    "connect": "no connection, or the connection was lost before an answer came",
+    "tls": "the TLS handshake failed, or the certificate does not hold for this host",
+    "timeout": "the deadline passed, or the server was silent for too long",
+    "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
+    "too_many_redirects": "more redirects than `max_redirects`",
+    "too_big": "more bytes than `max_bytes`, announced or sent",
+    "short_body": "the connection ended before the whole announced body had come",
+    "missing_file": "a local image that is not there or cannot be opened (import only)",
+    "not_image": "not a picture in a format that is read: JPEG, PNG, GIF, WebP, BMP",
+    "truncated": "the image file ends early or is damaged",
+    "too_many_pixels": "more pixels than `max_pixels`, or made to be costly to decode",
+    "bad_geometry": "the shorter side is under `min_side`, or one side over `max_aspect` times the other",
+    "http_other": "an HTTP status other than 200 that is no 4xx or 5xx, or a redirect that leads nowhere",
+}
+_HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
+STATUSES |= {f"http_{code}": f"HTTP {code} {_HTTP_NAMES.get(code, '')}".rstrip() for code in range(400, 600)}
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionRow:
+    """One row of a caption list: `row` is its 0-based line number there, caption and url stand as the file has them."""
+
+    row: int
+    caption: str
+    url: str
+
+
+def read_captions(file: Path, start: int = 0, stop: int | None = None) -> list[CaptionRow]:
+    """Rows [start, stop) of a caption list; ValueError names FILE:LINE where a line is no row."""
+    with open(file, "rb") as lines:
+        # A binary file ends its lines at \n alone: U+2028, form feeds and a lone \r are part of a caption.
+        return list(_rows(islice(lines, start, stop), file, start))
+
+
+def count_captions(file: Path) -> int:
+    """How many rows a caption list has, without reading them."""
+    with open(file, "rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _rows(lines: Iterator[bytes], file: Path, start: int) -> Iterator[CaptionRow]:
+    for row, raw in enumerate(lines, start):
+        if row == 0:
+            raw = raw.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            line = raw.removesuffix(b"\n").removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}:{row + 1}: not UTF-8 ({error}); convert the list to UTF-8") from error
+        caption, tab, url = line.partition("\t")
+        if not tab:
+            what = f"no tab in {line[:80]!r}" if line else "an empty line"
+            raise ValueError(
+                f"{file}:{row + 1}: {what}; every line is `caption TAB url`: write it so, or remove the line"
+            )
+        yield CaptionRow(row, caption, url)
+
+
+@dataclass(frozen=True)
+class Download:
+    """What became of one row: a status of STATUSES, a sentence about it, and the Sample where the status is ok."""
+
+    row: CaptionRow
+    status: str
+    detail: str
+    sample: Sample | None
+
+
+Progress = Callable[[int, int, dict[str, int]], None]
+Outcome = Picture | Refused
+
+
+def download(
+    rows: Sequence[CaptionRow], settings: DownloadSettings, on_progress: Progress | None = None
+) -> list[Download]:
+    """One Download per row, in row order; `on_progress(rows done, rows in all, rows by status)` after each URL.
+
+    Runs an event loop of its own, in a thread where the caller is already inside one.
+    """
+    todo = download_async(rows, settings, on_progress)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(todo)
+    with ThreadPoolExecutor(1, thread_name_prefix="download") as thread:
+        return thread.submit(asyncio.run, todo).result()
+
+
+async def download_async(
+    rows: Sequence[CaptionRow], settings: DownloadSettings, on_progress: Progress | None = None
+) -> list[Download]:
+    """`download` for a caller that has an event loop."""
+    gather = _Gather(rows, on_progress)
+    urls = iter(gather.places)
+
+    async def work() -> None:
+        for url in urls:  # shared: each URL goes to one worker
+            try:
+                outcome = await _fetch_and_normalise(url, fetcher, threads, settings)
+            except Exception as error:
+                error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
+                raise
+            gather.settle(url, outcome)
+
+    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as threads:
+        async with Fetcher(settings) as fetcher:
+            workers = [asyncio.create_task(work()) for _ in range(min(settings.concurrency, len(gather.places)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+    return gather.downloads()
+
+
+async def _fetch_and_normalise(
+    url: str, fetcher: Fetcher, threads: ThreadPoolExecutor, settings: DownloadSettings
+) -> Outcome:
+    try:
+        data = await fetcher.fetch(url)
+        return await asyncio.get_running_loop().run_in_executor(threads, normalise, data, settings)
+    except Refused as refused:
+        return refused
+
+
+class _Gather:
+    """Rows by URL, and what became of each; a URL serves every caption that it stands beside."""
+
+    def __init__(self, rows: Sequence[CaptionRow], on_progress: Progress | None):
+        self.rows = rows
+        self.on_progress = on_progress
+        self.results: list[Download | None] = [None] * len(rows)
+        self.places: dict[str, list[int]] = {}
+        self.counts: Counter[str] = Counter()
+        first: dict[str, int] = {}
+        for place, row in enumerate(rows):
+            key = sample_key(row.url, row.caption)
+            if key in first:
+                self._put(place, Refused("duplicate", f"of row {rows[first[key]].row}"))
+            else:
+                first[key] = place
+                self.places.setdefault(row.url, []).append(place)
+
+    def settle(self, url: str, outcome: Outcome) -> None:
+        for place in self.places[url]:
+            self._put(place, outcome)
+        if self.on_progress is not None:
+            self.on_progress(self.counts.total(), len(self.rows), dict(self.counts))
+
+    def _put(self, place: int, outcome: Outcome) -> None:
+        row = self.rows[place]
+        if isinstance(outcome, Refused):
+            assert outcome.status in STATUSES.keys() - {"ok"}, outcome.status
+            # A server's own words may be any bytes, which aiohttp keeps as surrogates: no text file would take those.
+            detail = outcome.detail[:500].encode(errors="backslashreplace").decode()
+            self.results[place] = Download(row, outcome.status, detail, None)
+        else:
+            sample = Sample(
+                key=sample_key(row.url, row.caption),
+                image=outcome.image,
+                caption=row.caption,
+                url=row.url,
+                width=outcome.width,
+                height=outcome.height,
+                sha256=outcome.sha256,
+                flags=outcome.flags,
+            )
+            self.results[place] = Download(row, "ok", "", sample)
+        self.counts[self.results[place].status] += 1
+
+    def downloads(self) -> list[Download]:
+        assert None not in self.results, "a row has no status"
+        return self.results
+
+
+def import_images(
+    files: Sequence[Path], settings: ImageSettings, on_progress: Progress | None = None, threads: int = 2
+) -> list[Download]:
+    """Local image files as if they had been downloaded: url is the file's name, the caption empty, row its place."""
+    files = [Path(file) for file in files]
+    gather = _Gather([CaptionRow(place, "", file.name) for place, file in enumerate(files)], on_progress)
+
+    def read(url: str) -> Outcome:
+        file = files[gather.places[url][0]]
+        try:
+            if file.stat().st_size > settings.max_bytes:  # before it fills the memory
+                return Refused("too_big", f"{file.stat().st_size} bytes, more than {settings.max_bytes}")
+            data = file.read_bytes()
+        except OSError as error:
+            return Refused("missing_file", f"{file}: {error.strerror}")
+        try:
+            return normalise(data, settings)
+        except Refused as refused:
+            return refused
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+        for url, outcome in zip(gather.places, pool.map(read, gather.places), strict=True):
+            gather.settle(url, outcome)
+    return gather.downloads()
+
+
+def collect_shard(
+    catalog: Catalog,
+    shard: str,
+    rows: Sequence[CaptionRow],
+    settings: DownloadSettings,
+    *,
+    source: str = "",
+    on_progress: Progress | None = None,
+) -> bool:
+    """Download `rows` and commit them as a shard of `images`; False where another writer was first.
+
+    `source` is the caption list's name; with the range of rows and the image settings it goes into the manifest.
+    """
+    if shard in catalog.shards("images"):
+        return False  # before anything is asked of anybody's server
+    return commit_images(catalog, shard, download(rows, settings, on_progress), settings, source=source)
+
+
+def commit_images(
+    catalog: Catalog, shard: str, downloads: Sequence[Download], settings: ImageSettings, *, source: str = ""
+) -> bool:
+    """Commit what `download` or `import_images` gave as a shard of `images`; False where another writer was first."""
+    if not downloads:
+        raise ValueError(f"shard {shard} has no rows; give every shard at least one")
+    config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
+    numbers = [item.row.row for item in downloads]
+    meta = {
+        "source": {"list": source, "rows": [min(numbers), max(numbers) + 1]},  # from, to (exclusive)
+        "config": config,
+        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
+    }
+    table = [
+        Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)
+        for item in downloads
+    ]
+    return catalog.commit("images", shard, [item.sample for item in downloads if item.sample], table, meta)

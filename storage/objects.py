@@ -1,0 +1,406 @@
+"""Named, immutable byte strings below one root: a local folder or `s3://bucket/prefix`. The only user of boto3.
+
+A put is atomic: readers see the whole object or none. `put(..., if_absent=True)` is what the commit of a shard rests
+on: of any number of writers, on any number of machines, exactly one is told True.
+"""
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+_ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
+
+
+class ObjectMissing(KeyError):
+    """There is no object of this name."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # KeyError alone would print the message in quotes
+
+
+class StorageUnreachable(ConnectionError):
+    """The root cannot be used, or the server refused; http_status is the answer where there was one."""
+
+    def __init__(self, message: str, http_status: int | None = None):
+        super().__init__(message)
+        self.http_status = http_status
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """path is relative to the root, size in bytes, modified in seconds since 1970."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class Objects(Protocol):
+    """Objects under `root`. Paths are relative with `/` between the parts; no part begins with a dot (ValueError)."""
+
+    root: str
+
+    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+        """Write the bytes, or the content of a file, at once; False (only with if_absent): it was there already."""
+
+    def get(self, path: str) -> bytes:
+        """The whole object; ObjectMissing where there is none."""
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; ValueError where the object ends before."""
+
+    def exists(self, path: str) -> bool:
+        """Whether the object is there."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose path begins with `prefix` (as a string, not as a folder), sorted by path."""
+
+    def delete(self, path: str) -> None:
+        """Remove the object; no error where it is not there."""
+
+    def local_path(self, path: str) -> Path | None:
+        """The object as a file of this machine, None on S3."""
+
+    def where(self, path: str = "") -> str:
+        """The full name, for messages and reports."""
+
+
+def open_objects(root: str) -> Objects:
+    """The objects under a folder (made if it is not there) or `s3://bucket/prefix`, found writable or reachable.
+
+    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
+    """
+    if root.startswith("s3://"):
+        objects = S3Objects(root)
+        objects.check()
+        return objects
+    if "://" in root:
+        raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
+    objects = LocalObjects(root)
+    objects.check()
+    return objects
+
+
+def _checked(path: str) -> str:
+    """The path itself, if it stays below the root and `list` would show it."""
+    if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
+        raise ValueError(
+            f"{path!r} is no name of an object: it must be relative to the root, with no empty part and no part that "
+            "begins with a dot"
+        )
+    return path
+
+
+def _checked_prefix(prefix: str) -> str:
+    if prefix:
+        _checked(prefix.removesuffix("/"))
+    return prefix
+
+
+def _hidden(path: str) -> bool:
+    """Whether some part begins with a dot: temporary files, and whatever else is not ours."""
+    return path.startswith(".") or "/." in path
+
+
+class LocalObjects:
+    """Objects as files of one folder."""
+
+    def __init__(self, root: str):
+        if not root:
+            raise ValueError("the root of the storage is empty: name a folder or s3://bucket/prefix")
+        self.root = root
+        self._folder = Path(root).expanduser().absolute()
+
+    def check(self) -> None:
+        """Make the folder, write one file into it and link it as a commit does; StorageUnreachable says what failed."""
+        probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+        link = probe.with_name(probe.name + "-link")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            os.link(probe, link)
+        except OSError as error:
+            raise StorageUnreachable(
+                f"cannot write to the folder {self._folder}: {error}. Make it writable for this user (on a file system "
+                "with hard links), or name another root"
+            ) from error
+        finally:
+            for file in (probe, link):
+                if os.path.lexists(file):
+                    file.unlink()
+
+    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+        file = self._file(path)
+        if if_absent and file.exists():
+            return False
+        _make_folder(file.parent)
+        # In the same folder, so that the rename stays within one file system; hidden, so that no list shows it.
+        temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            with temporary.open("xb") as out:
+                if isinstance(data, Path):
+                    with data.open("rb") as source:
+                        while block := source.read(1 << 20):
+                            out.write(block)
+                else:
+                    out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            if if_absent:
+                try:
+                    os.link(temporary, file)  # unlike a rename, it fails where the name is taken
+                except FileExistsError:
+                    return False
+            else:
+                os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(file.parent)
+        return True
+
+    def get(self, path: str) -> bytes:
+        try:
+            return self._file(path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        try:
+            with self._file(path).open("rb") as file:
+                data = os.pread(file.fileno(), length, offset)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+        return _whole_range(data, self.where(path), offset, length)
+
+    def exists(self, path: str) -> bool:
+        return self._file(path).is_file()
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that holds every match
+        found = []
+        for folder, folders, names in os.walk(self._folder / above):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            relative = os.path.relpath(folder, self._folder)
+            for name in names:
+                path = name if relative == "." else f"{relative}/{name}"
+                if not name.startswith(".") and path.startswith(prefix):
+                    found.append(path)
+        for path in sorted(found):
+            try:
+                status = os.stat(self._folder / path)
+            except FileNotFoundError:
+                continue  # deleted since the walk
+            yield ObjectInfo(path, status.st_size, status.st_mtime)
+
+    def delete(self, path: str) -> None:
+        self._file(path).unlink(missing_ok=True)
+
+    def local_path(self, path: str) -> Path | None:
+        return self._file(path)
+
+    def where(self, path: str = "") -> str:
+        return str(self._file(path) if path else self._folder)
+
+    def _file(self, path: str) -> Path:
+        return self._folder / _checked(path)
+
+
+def _make_folder(folder: Path) -> None:
+    """mkdir -p whose new entries survive a power cut."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
+    if len(data) != length:
+        raise ValueError(
+            f"{where} ends before byte {offset + length}: asked for {length} bytes from {offset}, got {len(data)}. "
+            "It is not the object that its index describes; write the shard again"
+        )
+    return data
+
+
+class S3Objects:
+    """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...)."""
+
+    def __init__(self, root: str):
+        self.root = root
+        self.bucket, _, prefix = root.removeprefix("s3://").partition("/")
+        if not self.bucket:
+            raise ValueError(f"{root!r} names no bucket: write s3://bucket/prefix")
+        prefix = prefix.strip("/")
+        self._prefix = f"{_checked(prefix)}/" if prefix else ""
+        self._clients = {}  # process id -> client: a connection must not be shared with a fork
+        self._conditions_hold = False  # whether this endpoint was seen to honour If-None-Match
+
+    def __reduce__(self) -> tuple:
+        return S3Objects, (self.root,)  # a client cannot be pickled; its settings are the environment's
+
+    def check(self) -> None:
+        """Ask for the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
+        try:
+            client = self._new_client(connect_timeout=3, read_timeout=5, attempts=2)
+            endpoint = client.meta.endpoint_url
+            client.head_bucket(Bucket=self.bucket)
+        except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(error, ClientError) else None
+            advice = {404: "create the bucket", 403: "give these credentials access to the bucket"}.get(
+                status, "check AWS_ENDPOINT_URL, the network and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
+            )
+            raise StorageUnreachable(
+                f"cannot reach bucket {self.bucket!r} at {endpoint} (root {self.root}): {error}. To go on: {advice}",
+                status,
+            ) from error
+
+    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+        key = self._key(path)
+        if if_absent:
+            return self._put_if_absent(path, data)
+        if isinstance(data, Path):
+            from boto3.exceptions import S3UploadFailedError
+
+            try:
+                self._client().upload_file(str(data), self.bucket, key)  # in parts where it is large
+            except S3UploadFailedError as error:
+                raise StorageUnreachable(f"cannot write {self.where(path)}: {error}. Run again") from error
+        else:
+            self._call("put_object", path, Key=key, Body=data)
+        return True
+
+    def _put_if_absent(self, path: str, data: bytes | Path) -> bool:
+        # Asked first for endpoints that ignore If-None-Match: they then lose a race at most, and never in silence.
+        if self.exists(path) or not self._put_once(path, data):
+            return False
+        if not self._conditions_hold:
+            if self._put_once(path, data):
+                raise StorageUnreachable(
+                    f"{self._client().meta.endpoint_url} ignores If-None-Match: it wrote {self.where(path)} twice, so "
+                    "two writers could overwrite each other's commits. Use an endpoint with conditional writes"
+                )
+            self._conditions_hold = True
+        return True
+
+    def _put_once(self, path: str, data: bytes | Path) -> bool:
+        """One PUT with `If-None-Match: *`, repeated where S3 could not decide between two that came together."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if isinstance(data, Path):
+                    with data.open("rb") as file:
+                        self._call("put_object", path, Key=self._key(path), Body=file, IfNoneMatch="*")
+                else:
+                    self._call("put_object", path, Key=self._key(path), Body=data, IfNoneMatch="*")
+                return True
+            except StorageUnreachable as error:
+                if error.http_status == 412:
+                    return False
+                if error.http_status != 409 or attempt == _ATTEMPTS - 1:
+                    raise
+            time.sleep(0.1 * 2**attempt * (0.5 + random.random()))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def get(self, path: str) -> bytes:
+        return self._read(path)
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        if length == 0:
+            return b""  # an HTTP range cannot be empty
+        try:
+            data = self._read(path, Range=f"bytes={offset}-{offset + length - 1}")
+        except StorageUnreachable as error:
+            if error.http_status != 416:
+                raise
+            data = b""
+        return _whole_range(data, self.where(path), offset, length)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._call("head_object", path, Key=self._key(path))
+        except ObjectMissing:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        more = {"Prefix": self._prefix + _checked_prefix(prefix)}
+        while more:
+            page = self._call("list_objects_v2", prefix, **more)
+            for entry in page.get("Contents", []):
+                path = entry["Key"].removeprefix(self._prefix)
+                if path and not _hidden(path):
+                    yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
+            token = page.get("NextContinuationToken")
+            more = {**more, "ContinuationToken": token} if token else None
+
+    def delete(self, path: str) -> None:
+        self._call("delete_object", path, Key=self._key(path))
+
+    def local_path(self, path: str) -> Path | None:
+        _checked(path)
+        return None
+
+    def where(self, path: str = "") -> str:
+        return f"s3://{self.bucket}/{self._prefix}{path}"
+
+    def _key(self, path: str) -> str:
+        return self._prefix + _checked(path)
+
+    def _client(self) -> Any:  # boto3 makes the class at run time
+        if os.getpid() not in self._clients:
+            self._clients = {os.getpid(): self._new_client(connect_timeout=10, read_timeout=60, attempts=_ATTEMPTS)}
+        return self._clients[os.getpid()]
+
+    def _new_client(self, connect_timeout: int, read_timeout: int, attempts: int) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        retries = {"mode": "standard", "total_max_attempts": attempts}
+        config = Config(connect_timeout=connect_timeout, read_timeout=read_timeout, retries=retries)
+        return boto3.session.Session().client("s3", config=config)
+
+    def _call(self, operation: str, path: str, **arguments) -> dict:
+        """One request, with the errors of botocore turned into ours."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
+        except ClientError as error:
+            if error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
+                raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            raise StorageUnreachable(f"{operation} of {self.where(path)}: {error}", status) from error
+        except BotoCoreError as error:
+            endpoint = self._client().meta.endpoint_url
+            raise StorageUnreachable(
+                f"{operation} of {self.where(path)} at {endpoint} failed {_ATTEMPTS} times: {error}. "
+                "Check the network and the endpoint, then run again: what is committed stays"
+            ) from error
+
+    def _read(self, path: str, **byte_range: str) -> bytes:
+        from botocore.exceptions import BotoCoreError
+
+        for attempt in range(_ATTEMPTS):
+            body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
+            try:
+                return body.read()
+            except BotoCoreError as error:  # botocore repeats requests, but not a body that breaks off
+                if attempt == _ATTEMPTS - 1:
+                    raise StorageUnreachable(f"{self.where(path)} broke off {_ATTEMPTS} times: {error}") from error
+        raise AssertionError("unreachable: the last attempt returns or raises")

@@ -1,0 +1,72 @@
+"""Samples that depend on their seed alone: on no library's random numbers and no library's JPEG encoder."""
+
+import base64
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from storage.sample import Regions, Sample, sample_key
+
+# A grey picture of 16 x 8 pixels.
+JPEG = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDACgcHiMeGSgjISMtKygwPGRBPDc3PHtYXUlkkYCZlo+AjIqgtObDoKrarYqMyP/L2u71////m8H////6"
+    "/+b9//j/wAALCAAIABABAREA/8QAFQABAQAAAAAAAAAAAAAAAAAABAX/xAAfEAABBAAHAAAAAAAAAAAAAAADAAECBBEUIjEycfD/2gAIAQEAAD8A"
+    "NVFsqBiZWpIjc30w7f2K/9k="
+)
+DETECTOR = "0123456789ab"
+
+
+def seeded_fractions(seed: str, *shape: int) -> np.ndarray:
+    """float32 of this shape, multiples of 1/256 in [0, 1): exact in every format that we store."""
+    raw = hashlib.shake_256(seed.encode()).digest(int(np.prod(shape)))
+    return np.frombuffer(raw, np.uint8).reshape(shape).astype(np.float32) / 256
+
+
+def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: bool = False) -> Regions:
+    """`count` regions in a picture of 16 x 8 pixels, 5 classes; everything: with attributes and features too."""
+    corner = seeded_fractions(f"corner {seed}", count, 2) * np.float32([8, 4])
+    side = np.float32([8, 4]) * (1 + seeded_fractions(f"side {seed}", count, 2)) / 2
+    regions = Regions(
+        boxes=np.concatenate([corner, corner + side], axis=1),
+        scores=np.sort(seeded_fractions(f"score {seed}", count))[::-1],
+        labels=np.arange(count, dtype=np.int32) % 5 + 1,
+        detector=detector,
+        class_probs=seeded_fractions(f"class {seed}", count, 6).astype(np.float16),
+    )
+    if not everything:
+        return regions
+    return dataclasses.replace(
+        regions,
+        background=5,
+        attributes=np.arange(count, dtype=np.int32)[::-1] * 7,
+        attribute_scores=seeded_fractions(f"attribute {seed}", count),
+        features=seeded_fractions(f"feature {seed}", count, 3).astype(np.float16),
+    )
+
+
+def seeded_sample(seed: int, regions: Regions | None = None) -> Sample:
+    caption, url = f"caption {seed}: a café, naïve \N{SNOWMAN}", f"http://example.org/images/{seed:06d}.jpg"
+    return Sample(
+        key=sample_key(url, caption),
+        image=JPEG + hashlib.shake_256(f"image {seed}".encode()).digest(seed % 700),  # what follows EOI is ignored
+        caption=caption,
+        url=url,
+        width=16,
+        height=8,
+        sha256=hashlib.sha256(f"web {seed}".encode()).hexdigest(),
+        flags=("exif_rotated", "resized")[: seed % 3],
+        regions=regions,
+    )
+
+
+def as_dict(sample: Sample) -> dict:
+    """All that a sample says, for comparison with ==: arrays as (dtype, shape, bytes)."""
+    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    if sample.regions is not None:
+        fields["regions"] = {
+            field.name: (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+            for field in dataclasses.fields(sample.regions)
+            for value in [getattr(sample.regions, field.name)]
+        }
+    return fields

@@ -1,0 +1,510 @@
+"""Visible means whole: what a catalog commits, it commits once, with every row in it, or not at all."""
+
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from s3 import s3_server
+from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
+
+from storage.catalog import Catalog, Row, ShardIndex, status
+from storage.objects import LocalObjects, ObjectInfo, ObjectMissing, Objects, open_objects
+from storage.sample import Sample
+from storage.shards import read_span
+
+REGIONS = f"regions/{DETECTOR}"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["folder", "s3"])
+def catalog(request, tmp_path) -> Catalog:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
+    return Catalog(open_objects(root), "captions")
+
+
+@pytest.fixture
+def local(tmp_path) -> Catalog:
+    return Catalog(open_objects(str(tmp_path / "root")), "captions")
+
+
+def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:
+    """Rows number * size + 0.. of which every third failed, and the samples of the others."""
+    samples, rows = [], []
+    for i in range(number * size, (number + 1) * size):
+        sample = seeded_sample(i, seeded_regions(i, 2 + i % 3) if regions else None)
+        if i % 3 == 1:
+            rows.append(Row(i, sample.key, "http_404", f"answer {i}", sample.url))
+        else:
+            rows.append(Row(i, sample.key, "ok", "", sample.url))
+            samples.append(sample)
+    return samples, rows
+
+
+def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> bool:
+    samples, rows = shard_of(number, regions=stage != "images")
+    return catalog.commit(stage, f"{number:05d}", samples, rows, meta)
+
+
+def detect(catalog: Catalog, number: int) -> bool:
+    return commit(catalog, number, REGIONS, source=catalog.manifest("images", f"{number:05d}").as_source())
+
+
+def names(objects: Objects) -> list[str]:
+    return [info.path for info in objects.list()]
+
+
+def test_a_committed_shard_says_what_became_of_every_row(catalog):
+    samples, rows = shard_of(2, regions=True)
+    meta = {"config": {"a": [1, 2.5, None]}, "untrained": True}
+    assert catalog.commit(REGIONS, "00002", samples, rows, meta) is True
+    manifest = catalog.manifest(REGIONS, "00002")
+    assert (manifest.stage, manifest.shard, manifest.meta) == (REGIONS, "00002", meta)
+    assert (manifest.statuses, manifest.ok_rows) == ({"http_404": 2, "ok": 4}, 4)
+    assert manifest.tar == f"captions/{REGIONS}/00002-{manifest.tar_sha256[:12]}.tar"
+    tar = catalog.objects.get(manifest.tar)
+    assert manifest.tar_bytes == len(tar)
+    table = manifest.table.to_pylist()
+    assert [Row(*(line[field.name] for field in dataclasses.fields(Row))) for line in table] == rows
+    remaining = iter(samples)
+    for line in table:
+        place = [line[column] for column in ("offset", "length", "width", "height", "num_regions")]
+        if line["status"] == "ok":
+            sample = next(remaining)
+            assert as_dict(read_span(tar[place[0] : place[0] + place[1]])) == as_dict(sample)
+            assert place[2:] == [sample.width, sample.height, len(sample.regions)]
+        else:
+            assert place == [None] * 5
+    assert [as_dict(sample) for sample in catalog.read(REGIONS, "00002")] == [as_dict(sample) for sample in samples]
+    assert names(catalog.objects) == sorted([manifest.tar, f"captions/{REGIONS}/00002.parquet"])
+
+
+def test_a_stage_without_regions_counts_none(local):
+    commit(local, 0)
+    assert local.manifest("images", "00000").table["num_regions"].null_count == 6
+
+
+def test_the_same_samples_give_the_same_objects_byte_for_byte(catalog, tmp_path):
+    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    for each in (catalog, other):
+        commit(each, 0, config={"b": 1, "a": 2})
+        time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
+        detect(each, 0)
+    assert len(names(catalog.objects)) == 4
+    assert names(catalog.objects) == names(other.objects)
+    for name in names(other.objects):
+        assert catalog.objects.get(name) == other.objects.get(name)
+
+
+def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):
+    rows = [Row(0, "a", "timeout"), Row(1, "b", "http_404", "gone")]
+    assert catalog.commit("images", "00000", [], rows, {}) is True
+    assert names(catalog.objects) == ["captions/images/00000.parquet"]
+    manifest = catalog.manifest("images", "00000")
+    assert (manifest.tar, manifest.tar_sha256, manifest.tar_bytes, manifest.ok_rows) == (None, "", 0, 0)
+    assert list(catalog.read("images", "00000")) == []
+    assert catalog.commit("images", "00000", [], rows, {}) is False
+    commit(catalog, 1)
+    index = catalog.index("images")
+    assert (len(index), set(index.shard.tolist()), len(index.tars)) == (4, {0}, 1)
+    assert index.snapshot.shards == ("00000", "00001")
+
+
+def test_a_second_commit_changes_nothing_and_asks_for_no_sample(catalog):
+    assert commit(catalog, 0, attempt=1) is True
+    before = {name: catalog.objects.get(name) for name in names(catalog.objects)}
+
+    def never() -> Iterator[Sample]:
+        raise AssertionError("the samples of a shard that is there are not needed")
+        yield
+
+    assert catalog.commit("images", "00000", never(), shard_of(0)[1], {"attempt": 2}) is False
+    assert {name: catalog.objects.get(name) for name in names(catalog.objects)} == before
+
+
+def test_a_writer_that_is_overtaken_leaves_quietly_and_takes_its_tar_along(catalog):
+    samples, rows = shard_of(0)
+
+    def overtaken(change: Callable[[Sample], Sample]) -> Iterator[Sample]:
+        assert catalog.commit("images", "00000", samples, rows, {"winner": True}) is True
+        yield from map(change, samples)
+
+    assert (
+        catalog.commit("images", "00000", overtaken(lambda s: dataclasses.replace(s, caption="x")), rows, {}) is False
+    )
+    manifest = catalog.manifest("images", "00000")
+    assert manifest.meta == {"winner": True}
+    assert names(catalog.objects) == sorted(["captions/images/00000.parquet", manifest.tar])
+    assert [as_dict(sample) for sample in catalog.read("images", "00000")] == [as_dict(sample) for sample in samples]
+
+
+def test_an_overtaken_writer_of_the_same_bytes_leaves_the_winner_its_tar(catalog):
+    samples, rows = shard_of(0)
+
+    def overtaken() -> Iterator[Sample]:
+        assert catalog.commit("images", "00000", samples, rows, {"winner": True}) is True
+        yield from samples
+
+    assert catalog.commit("images", "00000", overtaken(), rows, {}) is False
+    assert len(list(catalog.read("images", "00000"))) == 4
+
+
+def test_of_many_writers_at_once_one_commits(local):
+    def write(number: int) -> bool:
+        samples, rows = shard_of(0)
+        samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
+        return Catalog(LocalObjects(local.objects.root), "captions").commit(
+            "images", "00000", samples, rows, {"by": number}
+        )
+
+    with ThreadPoolExecutor(6) as pool:
+        won = list(pool.map(write, range(6)))
+    assert won.count(True) == 1
+    assert local.manifest("images", "00000").meta == {"by": won.index(True)}
+    assert {sample.caption for sample in local.read("images", "00000")} == {f"writer {won.index(True)}"}
+    assert len(names(local.objects)) == 2
+
+
+def test_rows_and_samples_must_match_one_to_one_in_order(local):
+    samples, rows = shard_of(0)  # rows 0, 2, 3, 5 are ok
+    ok = dataclasses.replace
+    for given, listed, message in [
+        (samples[:-1], rows, rf"row 5 \({samples[3].key}\) is ok, but there is no sample"),
+        (samples[1:], rows, f"row 0 is ok with key {samples[0].key}, but the sample there is {samples[1].key}"),
+        ([samples[0], samples[2], samples[1], samples[3]], rows, "row 2 is ok with key"),
+        ([*samples, seeded_sample(99)], rows, f"sample {seeded_sample(99).key} comes after the last ok row"),
+        (samples, rows[:-1], f"sample {samples[3].key} comes after the last ok row"),
+        (samples, [*rows, rows[-1]], "row 5 follows row 5; give each row once"),
+        (samples, [rows[1], rows[0], *rows[2:]], "row 0 follows row 1"),
+        (samples, [*rows, ok(rows[0], row=6)], "rows 0 and 6 are both ok with key"),
+        (samples, [ok(rows[0], status=""), *rows[1:]], "row 0 has no status"),
+        ([], [], "a shard without rows"),
+    ]:
+        with pytest.raises(ValueError, match=rf"captions/images/00000\.parquet: .*{message}"):
+            local.commit("images", "00000", given, listed, {})
+        assert names(local.objects) == []
+
+
+def test_regions_must_be_there_and_of_the_detector_of_the_stage(local):
+    samples, rows = shard_of(0, regions=True)
+    with pytest.raises(
+        ValueError, match=f"row 0 .* has regions of detector {DETECTOR}, and the stage is regions/other"
+    ):
+        local.commit("regions/other", "00000", samples, rows, {})
+    with pytest.raises(ValueError, match="row 0 .* has no regions"):
+        local.commit(REGIONS, "00000", *shard_of(0), {})
+    assert names(local.objects) == []
+
+
+@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": b"x"}, {"a": {1, 2}}])
+def test_meta_that_is_no_json_is_refused(local, meta):
+    with pytest.raises(ValueError, match="00000.parquet: meta cannot be written as JSON"):
+        local.commit("images", "00000", *shard_of(0), meta)
+
+
+def test_names_that_do_not_belong_in_a_catalog_are_refused(local):
+    for stage, shard in [
+        ("image", "00000"),
+        ("regions", "00000"),
+        ("regions/a/b", "00000"),
+        ("images", "0"),
+        ("images", "000000"),
+    ]:
+        with pytest.raises(ValueError, match="is no stage|is no shard"):
+            local.commit(stage, shard, *shard_of(0), {})
+    for dataset in ("", "a/b", "runs"):
+        with pytest.raises(ValueError, match="cannot be a dataset"):
+            Catalog(local.objects, dataset)
+
+
+def test_pending_is_what_the_source_has_and_the_target_has_not(catalog):
+    for number in (0, 1, 3):
+        commit(catalog, number)
+    assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
+    detect(catalog, 1)
+    assert catalog.pending("images", REGIONS) == ["00000", "00003"]
+    assert catalog.pending("images", "regions/another") == ["00000", "00001", "00003"]
+    detect(catalog, 0)
+    detect(catalog, 3)
+    assert catalog.pending("images", REGIONS) == []
+    commit(catalog, 2)
+    assert catalog.pending("images", REGIONS) == ["00002"]
+
+
+def test_a_target_made_from_another_source_names_both(catalog):
+    commit(catalog, 0)
+    detect(catalog, 0)
+    catalog.objects.delete("captions/images/00000.parquet")
+    commit(catalog, 0, config="another")
+    with pytest.raises(
+        ValueError, match=rf"{REGIONS}/00000\.parquet was made from .*images/00000\.parquet as it is now"
+    ):
+        catalog.pending("images", REGIONS)
+    commit(catalog, 1)
+    commit(catalog, 1, REGIONS)
+    catalog.objects.delete(f"captions/{REGIONS}/00000.parquet")
+    with pytest.raises(ValueError, match=rf"{REGIONS}/00001\.parquet was made from None"):
+        catalog.pending("images", REGIONS)
+
+
+class CountingObjects(LocalObjects):
+    """A folder that notes what was asked of it."""
+
+    def __init__(self, root: str):
+        super().__init__(root)
+        self.lists, self.gets = [], []
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self.lists.append(prefix)
+        return super().list(prefix)
+
+    def get(self, path: str) -> bytes:
+        self.gets.append(path)
+        return super().get(path)
+
+
+def test_what_is_pending_and_where_samples_lie_is_asked_of_manifests_alone_with_one_listing_a_stage(local):
+    for number in range(4):
+        commit(local, number)
+    detect(local, 2)
+    counting = CountingObjects(local.objects.root)
+    catalog = Catalog(counting, "captions")
+    assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
+    assert sorted(counting.lists) == ["captions/images/", f"captions/{REGIONS}/"]
+    assert sorted(counting.gets) == ["captions/images/00002.parquet", f"captions/{REGIONS}/00002.parquet"]
+    counting.lists.clear()
+    counting.gets.clear()
+    catalog.index("images")
+    assert counting.lists == ["captions/images/"]
+    assert sorted(counting.gets) == [f"captions/images/{number:05d}.parquet" for number in range(4)]
+
+
+def test_a_snapshot_is_named_by_the_content_of_its_manifests(catalog, tmp_path):
+    empty = catalog.snapshot("images")
+    commit(catalog, 0)
+    one = catalog.snapshot("images")
+    commit(catalog, 1)
+    two = catalog.snapshot("images")
+    assert (two.stage, two.shards, two.ok_rows) == ("images", ("00000", "00001"), 8)
+    assert len({empty.id, one.id, two.id}) == 3
+    assert catalog.snapshot("images") == two
+    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    commit(other, 1)
+    commit(other, 0)
+    assert other.snapshot("images") == two
+    other.objects.delete("captions/images/00001.parquet")
+    commit(other, 1, config="another")
+    assert other.snapshot("images").id != two.id
+
+
+def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
+    for number in (2, 0, 1):
+        commit(catalog, number)
+    index = catalog.index("images")
+    assert (index.shard.dtype, index.offset.dtype, index.length.dtype) == (np.uint16, np.int64, np.int32)
+    expected = [sample for number in range(3) for sample in shard_of(number)[0]]
+    assert (len(index), index.snapshot.ok_rows) == (12, 12)
+    assert index.snapshot == catalog.snapshot("images")
+    for i, sample in enumerate(expected):
+        data = catalog.objects.get_range(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i]))
+        assert as_dict(read_span(data)) == as_dict(sample)
+    assert index.keys() == [sample.key for sample in expected]
+    assert index.urls() == [sample.url for sample in expected]
+
+
+def test_the_index_of_an_earlier_snapshot_can_be_had_again(local):
+    commit(local, 0)
+    commit(local, 2)
+    earlier = local.index("images")
+    commit(local, 1)
+    again = local.index("images", earlier.snapshot.shards)
+    assert again.snapshot == earlier.snapshot
+    assert (again.tars, again.keys()) == (earlier.tars, earlier.keys())
+    assert np.array_equal(again.offset, earlier.offset)
+    assert len(local.index("images")) == len(earlier) + 4
+
+
+def test_the_index_of_conceptual_captions_would_fit_64_megabytes(local):
+    commit(local, 0)
+    index = local.index("images")
+    arrays = (index.shard, index.offset, index.length)
+    assert sum(a.dtype.itemsize for a in arrays) * 3_300_000 * 17 / 16 < 64e6  # array.array keeps 1/16 in reserve
+
+
+def test_counts_are_rows_by_status(local):
+    assert local.counts("images") == {}
+    for number in range(3):
+        commit(local, number)
+    local.commit("images", "00009", [], [Row(54, "k", "timeout")], {})
+    assert local.counts("images") == {"http_404": 6, "ok": 12, "timeout": 1}
+
+
+def test_a_tar_that_changed_or_went_is_named_before_the_first_sample(catalog):
+    commit(catalog, 0)
+    tar = catalog.manifest("images", "00000").tar
+    data = bytearray(catalog.objects.get(tar))
+    data[700] ^= 1
+    catalog.objects.put(tar, bytes(data))
+    with pytest.raises(ValueError, match=rf"{tar} is damaged: .* delete .*00000\.parquet and run the stage"):
+        catalog.read("images", "00000")
+    catalog.objects.delete(tar)
+    with pytest.raises(ValueError, match=f"{tar} is gone"):
+        catalog.read("images", "00000")
+
+
+def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
+    with pytest.raises(ObjectMissing, match="captions/images/00000.parquet"):
+        local.manifest("images", "00000")
+    commit(local, 0)
+    data = local.objects.get("captions/images/00000.parquet")
+    local.objects.put("captions/images/00001.parquet", data)
+    with pytest.raises(ValueError, match=r"images/00001\.parquet says that it is shard 00000 of images"):
+        local.counts("images")
+    table = pq.read_table(io.BytesIO(data))
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(None), sink)
+    header = {**json.loads(table.schema.metadata[b"manifest"]), "shard": "00001"}
+    for wrong, message in [
+        (data[:-9], "is no manifest"),
+        (b"", "is no manifest"),
+        (sink.getvalue(), "is no manifest"),
+        (rewritten(table, {**header, "version": 2}), "is of version 2 for a shard of version 1"),
+        (rewritten(table, {**header, "shard_version": 2}), "is of version 1 for a shard of version 2"),
+        (rewritten(table.drop_columns(["detail"]), header), "has columns"),
+    ]:
+        local.objects.put("captions/images/00001.parquet", wrong)
+        with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}"):
+            local.manifest("images", "00001")
+
+
+def rewritten(table, header: dict) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({"manifest": json.dumps(header)}), sink)
+    return sink.getvalue()
+
+
+def test_status_has_a_line_per_stage(local, tmp_path):
+    for number in range(2):
+        commit(local, number)
+    detect(local, 0)
+    samples, rows = shard_of(0)
+    samples[1] = dataclasses.replace(samples[1], image=bytes(700_000))
+    Catalog(local.objects, "refcoco+").commit("images", "00000", samples, rows, {})
+    local.objects.put("runs/first/metrics.parquet", b"not ours")
+    lines = status(local.objects)
+    assert [line.split()[:7] for line in lines] == [
+        ["captions", "images", "2", "shards", "12", "rows", line_size(local, "captions", "images")],
+        ["captions", REGIONS, "1", "shards", "6", "rows", line_size(local, "captions", REGIONS)],
+        ["refcoco+", "images", "1", "shards", "6", "rows", line_size(local, "refcoco+", "images")],
+    ]
+    assert lines[0].endswith("http_404 4, ok 8")
+    command = [sys.executable, "-m", "storage.catalog", "status"]
+    where = Path(__file__).parents[1]
+    shown = subprocess.run([*command, local.objects.root], cwd=where, capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == lines
+    typo = subprocess.run([*command, str(tmp_path / "typo")], cwd=where, capture_output=True, text=True)
+    assert (typo.returncode, typo.stderr) == (1, f"{tmp_path}/typo is no folder\n")
+    assert not (tmp_path / "typo").exists()
+
+
+def line_size(catalog: Catalog, dataset: str, stage: str) -> str:
+    return f"{sum(info.size for info in catalog.objects.list(f'{dataset}/{stage}/')) / 1e6:.1f}"
+
+
+class DyingObjects(LocalObjects):
+    """A folder whose owner is killed at the given put: before it, or when its temporary file is half written."""
+
+    def __init__(self, root: str, puts: int, halfway: bool):
+        super().__init__(root)
+        self.puts, self.halfway = puts, halfway
+
+    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+        self.puts -= 1
+        if self.puts == 0:
+            if self.halfway:
+                file = Path(self.where(path))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.with_name(f".{file.name}.half").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().put(path, data, if_absent=if_absent)
+
+
+@pytest.mark.parametrize("puts", [1, 2])
+@pytest.mark.parametrize("halfway", [False, True])
+def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, puts, halfway):
+    dying = Catalog(DyingObjects(local.objects.root, puts, halfway), "captions")
+    child = multiprocessing.get_context("fork").Process(target=commit, args=(dying, 0))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert local.shards("images") == []
+    assert len(names(local.objects)) == puts - 1  # with the second put, the tar stands there alone
+    assert commit(local, 0) is True
+    assert len(names(local.objects)) == 2
+    assert len(list(local.read("images", "00000"))) == 4
+
+
+SHARDS = 20
+
+
+def commit_all(root: str) -> None:
+    """Commit the shards that are not there yet, as a stage does that was started again."""
+    catalog = Catalog(open_objects(root), "captions")
+    done = set(catalog.shards("images"))
+    for number in range(SHARDS):
+        if f"{number:05d}" not in done:
+            samples, rows = shard_of(number, size=60)
+            catalog.commit("images", f"{number:05d}", samples, rows, {})
+
+
+def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local):
+    import webdataset  # noqa: F401  before the forks, which then start at once
+
+    root, chance = local.objects.root, random.Random(0)
+    fork = multiprocessing.get_context("fork")
+    started = time.monotonic()
+    commit_all(root + "-timing")
+    duration = time.monotonic() - started
+    killed, seen = 0, []
+    for _ in range(10):
+        child = fork.Process(target=commit_all, args=(root,))
+        child.start()
+        child.join(chance.uniform(0.02, 0.25) * duration)
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+            killed += 1
+        child.join()
+        shards = local.shards("images")
+        for shard in shards:
+            samples, rows = shard_of(int(shard), size=60)
+            assert [sample.key for sample in local.read("images", shard)] == [sample.key for sample in samples]
+            assert local.manifest("images", shard).table["row"].to_pylist() == [row.row for row in rows]
+        assert set(seen) <= set(shards)
+        seen = shards
+    assert killed >= 4
+    assert len(seen) > 0
+    commit_all(root)
+    rows = [row for shard in local.shards("images") for row in local.manifest("images", shard).table["row"].to_pylist()]
+    assert rows == list(range(SHARDS * 60))
+    index: ShardIndex = local.index("images")
+    assert len(set(index.keys())) == len(index) == SHARDS * 40
+    assert len(names(local.objects)) == 2 * SHARDS  # a tar that a killed writer left was taken over, none stands alone

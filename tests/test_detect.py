@@ -1,0 +1,249 @@
+"""Image shards -> region shards, through a real catalog."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from detectors.annotated import AnnotatedDetector
+from detectors.faster_rcnn import DEMO, DetectorSettings, FasterRCNN, FasterRCNNDetector
+from detectors.run import detect_pending, detect_shard, main, stage_of, stage_size
+from storage.catalog import Catalog, Row
+from storage.objects import open_objects
+from storage.sample import Regions, Sample
+
+
+def a_sample(number: int, broken: bool = False) -> Sample:
+    rng = np.random.default_rng(number)
+    pixels = np.full((84, 112, 3), rng.integers(0, 256, 3), np.uint8)
+    for _ in range(6):
+        y, x = rng.integers(0, 60), rng.integers(0, 80)
+        pixels[y : y + 24, x : x + 30] = rng.integers(0, 256, 3)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "jpeg")
+    image = stream.getvalue()[: 300 if broken else None]
+    return Sample(f"{number:020x}", image, f"caption {number}", f"http://host/{number:06}.jpg", 112, 84, "ab")
+
+
+def collected(root: Path, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
+    """A catalog with these image shards; a string stands for a row that was not downloaded."""
+    catalog = Catalog(open_objects(str(root)), "captions")
+    number = 0
+    for shard, items in enumerate(shards):
+        rows = []
+        for item in items:
+            ok = isinstance(item, Sample)
+            rows.append(
+                Row(number, item.key if ok else f"{number:020x}", "ok" if ok else item, url=item.url if ok else "")
+            )
+            number += 1
+        assert catalog.commit(
+            "images", f"{shard:05}", [s for s in items if isinstance(s, Sample)], rows, {"source": {}}
+        )
+    return catalog
+
+
+def annotations(file: Path, numbers: Sequence[int]) -> Path:
+    """One box an image, as many pixels wide as the image's number, on images annotated at twice the stored size."""
+    content = {
+        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": 224, "height": 168} for n in numbers],
+        "annotations": [{"id": n, "image_id": n, "category_id": 1, "bbox": [0, 0, 2 * n + 2, 10]} for n in numbers],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    file.write_text(json.dumps(content))
+    return file
+
+
+def untrained_demo() -> FasterRCNNDetector:
+    config = dataclasses.replace(DEMO, short_side=84, long_side=112, post_nms=30)
+    return FasterRCNNDetector(FasterRCNN.untrained(config, 0), {"untrained": True, "seed": 0}, DetectorSettings())
+
+
+def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
+    first = [a_sample(0), "timeout", a_sample(2), a_sample(3)]
+    catalog = collected(tmp_path / "root", [first])
+    detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 3]))
+    assert detect_shard(catalog, "00000", detector)
+    manifest = catalog.manifest(stage_of(detector), "00000")
+    assert [(r["row"], r["status"], r["num_regions"]) for r in manifest.table.to_pylist()] == [
+        (0, "ok", 1),
+        (2, "no_annotation", None),
+        (3, "ok", 1),
+    ]
+    assert manifest.table["detail"][1].as_py().startswith("no image has the sample_key")
+    assert manifest.table["url"][1].as_py() == "http://host/000002.jpg"
+    found = list(catalog.read(stage_of(detector), "00000"))
+    assert [sample.key for sample in found] == [first[0].key, first[3].key]
+    assert [sample.regions.boxes.tolist() for sample in found] == [[[0, 0, 1, 5]], [[0, 0, 4, 5]]]
+    assert [dataclasses.replace(sample, regions=None) for sample in found] == [first[0], first[3]]
+    assert not detect_shard(catalog, "00000", detector)
+
+
+def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(0)]])
+    for detector, untrained in (
+        (AnnotatedDetector(annotations(tmp_path / "a.json", [0])), False),
+        (untrained_demo(), True),
+    ):
+        assert detect_shard(catalog, "00000", detector)
+        meta = catalog.manifest(stage_of(detector), "00000").meta
+        assert meta["source"] == catalog.manifest("images", "00000").as_source()
+        assert meta["config"] == json.loads(json.dumps(detector.about))
+        assert meta["config_hash"] == detector.id
+        assert meta["untrained"] is untrained
+
+
+def test_a_broken_image_leaves_the_rest_of_its_shard_detected(tmp_path: Path):
+    catalog = collected(tmp_path, [[a_sample(0), a_sample(1, broken=True), a_sample(2)]])
+    detector = untrained_demo()
+    assert detect_shard(catalog, "00000", detector)
+    assert catalog.counts(stage_of(detector)) == {"bad_image": 1, "ok": 2}
+    found = list(catalog.read(stage_of(detector), "00000"))
+    alone = detector.detect([a_sample(0), a_sample(2)])
+    for sample, regions in zip(found, alone, strict=True):
+        assert np.array_equal(sample.regions.boxes, regions.boxes)
+        assert sample.regions.class_probs.shape == (len(regions), 37)
+        assert sample.regions.boxes[:, 2].max() <= 112
+        assert sample.regions.boxes[:, 3].max() <= 84
+
+
+def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_path: Path):
+    contents = []
+    threads = torch.get_num_threads()
+    try:
+        for attempt, number in enumerate((1, 1, 2, 3)):
+            torch.set_num_threads(number)
+            root = tmp_path / str(attempt)
+            catalog, detector = collected(root, [[a_sample(n) for n in range(4)]]), untrained_demo()
+            detect_shard(catalog, "00000", detector)
+            folder = root / "captions" / "regions" / detector.id
+            contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    finally:
+        torch.set_num_threads(threads)
+    assert len(contents[0]) == 2
+    assert all(content == contents[0] for content in contents)
+    assert torch.get_num_threads() == threads
+
+
+def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
+    detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1, 3]))
+    reports = []
+    assert detect_pending(catalog, detector, reports.append, only=["00002"]) == 1
+    assert detect_pending(catalog, detector, reports.append) == 2
+    assert detect_pending(catalog, detector, reports.append) == 0
+    assert all(report.pop("images_per_s") >= 0 for report in reports)
+    assert reports == [
+        {"shard": "00002", "images": 2, "regions": 1, "done": 1, "of": 1},
+        {"shard": "00000", "images": 2, "regions": 2, "done": 1, "of": 2},
+        {"shard": "00001", "images": 0, "regions": 0, "done": 2, "of": 2},
+    ]
+    assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
+    with pytest.raises(ValueError, match="no shards 00007"):
+        detect_pending(catalog, detector, reports.append, only=["00007"])
+
+
+def test_shards_larger_than_a_group_keep_their_order(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(n) for n in range(40)]])
+    detector = AnnotatedDetector(annotations(tmp_path / "a.json", range(40)))
+    assert detect_shard(catalog, "00000", detector)
+    widths = [s.regions.boxes[0, 2] for s in catalog.read(stage_of(detector), "00000")]
+    assert widths == [n + 1 for n in range(40)]
+
+
+def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
+    catalog = collected(tmp_path, [[a_sample(0), a_sample(1)]])
+
+    class Forgetful:
+        id = "0123456789ab"
+        about = {"untrained": False}
+
+        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+            return ["no_regions: none"] * (len(samples) - 1)
+
+    with pytest.raises(ValueError, match="zip"):
+        detect_shard(catalog, "00000", Forgetful())
+    assert catalog.shards("regions/0123456789ab") == []
+    assert catalog.pending("images", "regions/0123456789ab") == ["00000"]
+
+
+def test_a_stage_knows_its_size(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)]])
+    detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1]))
+    assert stage_size(catalog, stage_of(detector))["bytes_per_1000_images"] is None
+    detect_shard(catalog, "00000", detector)
+    files = list((tmp_path / "root" / "captions" / "regions" / detector.id).iterdir())
+    size = stage_size(catalog, stage_of(detector))
+    assert size["bytes"] == sum(file.stat().st_size for file in files) > 0
+    assert (size["images"], size["bytes_per_1000_images"]) == (2, 500 * size["bytes"])
+
+
+def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
+    collected(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
+    file = annotations(tmp_path / "a.json", [0, 1])
+    main([str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["shard"], line["images"], line["done"], line["of"]) for line in lines[:2]] == [
+        ("00000", 1, 1, 2),
+        ("00001", 2, 2, 2),
+    ]
+    assert lines[2]["images"] == 2
+    assert lines[2]["bytes_per_1000_images"] > 0
+
+
+def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, capsys: pytest.CaptureFixture):
+    root = tmp_path / "root"
+    catalog = collected(root, [[a_sample(0)]])
+    weights = tmp_path / "w.safetensors"
+    save_file(FasterRCNN.untrained(DEMO, 7).state_dict(), weights)
+    network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo"]
+    for flags in (["--weights", str(weights)], ["--untrained"], ["--untrained", "--no-strict", "--maximum", "12"]):
+        main([*network, *flags])
+    assert "random weights" in capsys.readouterr().err
+    stages = sorted((root / "captions" / "regions").iterdir())
+    configs = [catalog.manifest(f"regions/{stage.name}", "00000").meta["config"] for stage in stages]
+    assert sorted((c["untrained"], c["selection"]["maximum"], c["selection"]["strict"]) for c in configs) == [
+        (False, 100, True),
+        (True, 12, False),
+        (True, 100, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--backend", "annotated"], "needs --annotations"),
+        (["--backend", "annotated", "--threshold", "0.2"], "--threshold: not for --backend annotated"),
+        (["--backend", "annotated", "--annotations", "absent.json"], "there is no annotation file absent.json"),
+        (["--backend", "faster_rcnn", "--preset", "demo"], "needs --weights FILE or"),
+        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--weights", "x"], "needs --weights FILE or"),
+        (["--backend", "faster_rcnn", "--preset", "vgg", "--untrained"], "must be one of vg_resnet101"),
+        (["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x.st"], "there is no weight file x.st"),
+        (
+            ["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x", "--seed", "3"],
+            "--seed is for --untrained",
+        ),
+        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--minimum", "101"], "minimum 101"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags: list[str], message: str):
+    with pytest.raises(SystemExit, match=message):
+        main([str(tmp_path), "captions", *flags])
+
+
+def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
+    collected(tmp_path / "root", [[a_sample(0)]])
+    file = annotations(tmp_path / "a.json", [0])
+    arguments = [str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)]
+    code = f"import sys, detectors.run as r; r.main({arguments!r}); sys.exit('detectors.faster_rcnn' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (run.returncode, run.stderr) == (0, "")

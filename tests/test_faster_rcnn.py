@@ -1,0 +1,648 @@
+"""The Faster R-CNN: facts about its parts, and parity with what detectron2 computed, stage by stage."""
+
+import dataclasses
+import io
+import json
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+
+from detectors.faster_rcnn import (
+    DEMO,
+    VG_RESNET50,
+    VG_RESNET101,
+    DetectorSettings,
+    FasterRCNN,
+    FasterRCNNConfig,
+    FasterRCNNDetector,
+    apply_deltas,
+    cell_anchors,
+    clip_boxes,
+    decode_bgr,
+    grid_anchors,
+    resize,
+    resized_size,
+    to_input,
+    to_stored_pixels,
+)
+from detectors.resnet import RESNET101, FrozenNorm, Res5, ResNetC4, ResNetConfig
+from detectors.select import SelectionSettings, select_regions
+from detectors.weights import load_weights, weights_hash
+from storage.sample import Sample
+
+PARITY = Path(__file__).parents[2] / "shared" / "parity" / "detector"
+TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
+SMALL = dataclasses.replace(DEMO, resnet=TINY, num_classes=5, num_attributes=3, rpn_channels=8)
+
+
+def jpeg(pixels: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "jpeg", quality=95)
+    return stream.getvalue()
+
+
+def a_sample(height: int, width: int, seed: int = 0) -> Sample:
+    """A picture of coloured rectangles."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((height, width, 3), 128, np.uint8)
+    for _ in range(12):
+        y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
+        pixels[y : y + rng.integers(15, height // 2), x : x + rng.integers(15, width // 2)] = rng.integers(0, 256, 3)
+    return Sample(f"key{seed}", jpeg(pixels), "caption", "http://host/x.jpg", width, height, "")
+
+
+def small_network(**changes) -> FasterRCNN:
+    return FasterRCNN.untrained(dataclasses.replace(SMALL, **changes), seed=0)
+
+
+def untrained(config: FasterRCNNConfig = SMALL, seed: int = 0, **settings) -> FasterRCNNDetector:
+    network = FasterRCNN.untrained(config, seed)
+    return FasterRCNNDetector(network, {"untrained": True, "seed": seed}, DetectorSettings(**settings))
+
+
+# --- ResNet -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "cells"), [((600, 800), (38, 50)), ((600, 1000), (38, 63)), ((168, 224), (11, 14))])
+def test_the_c4_map_has_a_cell_for_every_16_pixels_or_part_of_them(size: tuple[int, int], cells: tuple[int, int]):
+    with torch.inference_mode():
+        assert ResNetC4(TINY)(torch.zeros(1, 3, *size)).shape == (1, 64, *cells)
+
+
+@pytest.mark.parametrize(("stem_pool", "cells"), [("caffe", 16), ("torch", 17)])
+def test_the_stems_pool_rounds_as_the_config_says(stem_pool: str, cells: int):
+    stem = ResNetC4(dataclasses.replace(TINY, stem_pool=stem_pool)).stem
+    assert stem(torch.zeros(1, 3, 66, 66)).shape[-1] == cells
+
+
+def test_a_dilated_res5_keeps_its_map_and_another_halves_it():
+    pooled = torch.zeros(2, 64, 14, 14)
+    assert Res5(TINY)(pooled).shape == (2, 128, 14, 14)
+    assert Res5(dataclasses.replace(TINY, res5_dilated=False))(pooled).shape == (2, 128, 7, 7)
+    deep = Res5(dataclasses.replace(TINY, blocks=(1, 1, 1, 3)))
+    assert {(b.conv2.dilation, b.conv2.padding, b.conv2.stride) for b in deep.children()} == {((2, 2), (2, 2), (1, 1))}
+
+
+def test_the_stride_is_in_the_convolution_that_the_config_names():
+    caffe, torch_like = ResNetC4(TINY), ResNetC4(dataclasses.replace(TINY, stride_in_1x1=False))
+    assert (caffe.res3[0].conv1.stride, caffe.res3[0].conv2.stride) == ((2, 2), (1, 1))
+    assert (torch_like.res3[0].conv1.stride, torch_like.res3[0].conv2.stride) == ((1, 1), (2, 2))
+
+
+def test_our_resnet_computes_what_torchvisions_does():
+    torch.manual_seed(0)
+    reference = torchvision.models.resnet50().eval()
+    config = ResNetConfig(blocks=(3, 4, 6, 3), stride_in_1x1=False, stem_pool="torch", res5_dilated=False)
+    renamed = {}
+    for name, tensor in reference.state_dict().items():
+        if name.startswith("fc") or name.endswith("num_batches_tracked"):
+            continue
+        name = re.sub(r"^layer(\d)", lambda m: f"res{int(m[1]) + 1}", name)
+        name = re.sub(r"downsample\.0", "shortcut", re.sub(r"downsample\.1", "shortcut.norm", name))
+        name = re.sub(r"bn(\d)", r"conv\1.norm", name)
+        renamed[f"stem.{name}" if name.startswith("conv1") else name] = tensor + 0.01 * torch.rand_like(tensor)
+    c4, res5 = ResNetC4(config), Res5(config)
+    c4.load_state_dict({k: v for k, v in renamed.items() if not k.startswith("res5")})
+    res5.load_state_dict({k.removeprefix("res5."): v for k, v in renamed.items() if k.startswith("res5")})
+    back = {k: v for k, v in reference.state_dict().items()}
+    originals = [k for k in back if not k.startswith("fc") and not k.endswith("num_batches_tracked")]
+    back.update(zip(originals, renamed.values(), strict=True))
+    reference.load_state_dict(back)
+    x = torch.randn(1, 3, 64, 96)
+    with torch.inference_mode():
+        theirs = reference.layer3(
+            reference.layer2(reference.layer1(reference.maxpool(reference.relu(reference.bn1(reference.conv1(x))))))
+        )
+        torch.testing.assert_close(c4(x), theirs)
+        torch.testing.assert_close(res5(theirs), reference.layer4(theirs))
+
+
+def test_a_frozen_norm_is_a_batch_norm_in_eval_mode_also_while_training():
+    live = torch.nn.BatchNorm2d(6)
+    for tensor in (live.weight.data, live.bias.data, live.running_mean, live.running_var):
+        tensor.uniform_(0.5, 2)
+    frozen = FrozenNorm.of(live).train()
+    x = torch.randn(2, 6, 3, 3)
+    torch.testing.assert_close(frozen(x), live.eval()(x))
+    before = {name: tensor.clone() for name, tensor in frozen.state_dict().items()}
+    frozen(x)
+    assert all(torch.equal(before[name], tensor) for name, tensor in frozen.state_dict().items())
+    assert not list(frozen.parameters())
+
+
+def test_freezing_stops_learning_in_the_first_stages_only():
+    network = ResNetC4(dataclasses.replace(TINY, norm="batch")).freeze(2).train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    network(torch.randn(2, 3, 64, 64)).mean().backward()
+    learning = {name.split(".")[0] for name, p in network.named_parameters() if p.grad is not None}
+    assert learning == {"res3", "res4"}
+    changed = {
+        name.split(".")[0] for name, tensor in network.state_dict().items() if not torch.equal(before[name], tensor)
+    }
+    assert changed == {"res3", "res4"}
+    with pytest.raises(ValueError, match="cannot freeze 5 stages"):
+        network.freeze(5)
+
+
+def test_a_network_from_scratch_neither_explodes_nor_vanishes():
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(0)
+        c4 = ResNetC4(dataclasses.replace(RESNET101, width=16))(60 * torch.randn(1, 3, 64, 64))
+    assert 0.5 < c4.std() < 500
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": (3, 4, 6)}, {"stem_pool": "same"}, {"norm": "group"}, {"width": 0}])
+def test_a_resnet_that_cannot_be_is_refused(wrong: dict):
+    with pytest.raises(ValueError, match=f"ResNetConfig.{next(iter(wrong))}"):
+        ResNetConfig(**wrong)
+
+
+# --- pixels -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_network_sees_blue_green_red_minus_the_mean_of_each():
+    red = jpeg(np.full((32, 48, 3), (250, 30, 10), np.uint8))
+    channels = to_input(decode_bgr(red))[0].mean(dim=(1, 2))
+    expected = torch.tensor([10 - 102.9801, 30 - 115.9465, 250 - 122.7717])
+    torch.testing.assert_close(channels, expected, atol=3, rtol=0)
+
+
+def test_a_grey_image_has_three_equal_channels():
+    image = decode_bgr(jpeg(np.arange(64, dtype=np.uint8).reshape(8, 8)))
+    assert image.shape == (8, 8, 3)
+    assert np.array_equal(image[:, :, 0], image[:, :, 2])
+
+
+@pytest.mark.parametrize(
+    ("size", "resized"),
+    [
+        ((480, 640), (600, 800)),
+        ((640, 480), (800, 600)),
+        ((300, 700), (429, 1000)),
+        ((600, 1200), (500, 1000)),
+        ((1, 5000), (1, 1000)),
+    ],
+)
+def test_the_short_side_is_600_unless_the_long_one_would_exceed_1000(size: tuple[int, int], resized: tuple[int, int]):
+    assert resized_size(*size, VG_RESNET101) == resized
+
+
+def test_swapping_red_and_blue_changes_what_is_found():
+    sample = a_sample(168, 224)
+    swapped = dataclasses.replace(sample, image=jpeg(decode_bgr(sample.image)))
+    detector = untrained()
+    ours, theirs = detector.detect([sample, swapped])
+    assert not np.array_equal(ours.class_probs[:5], theirs.class_probs[:5])
+
+
+# --- boxes ------------------------------------------------------------------------------------------------------------
+
+
+def test_anchors_are_size_by_size_around_the_corner_of_their_cell():
+    cell = cell_anchors(VG_RESNET101)
+    assert cell.shape == (12, 4)
+    torch.testing.assert_close(cell[1], torch.tensor([-32.0, -32, 32, 32]))
+    torch.testing.assert_close(cell[10], torch.tensor([-256.0, -256, 256, 256]))
+    width, height = cell[0, 2:] - cell[0, :2]
+    torch.testing.assert_close((height / width, height * width), (torch.tensor(0.5), torch.tensor(64.0**2)))
+    grid = grid_anchors(cell, 2, 3)
+    assert len(grid) == 2 * 3 * 12
+    torch.testing.assert_close(grid[12 * (1 * 3 + 2)], cell[0] + torch.tensor([32.0, 16, 32, 16]))
+
+
+def test_deltas_move_by_the_size_and_scale_by_the_exponential():
+    box = torch.tensor([[10.0, 20, 30, 60]])  # 20 wide, 40 high
+    moved = apply_deltas(torch.tensor([[1.0, -1, 0, 0]]), box, (10, 10, 5, 5))
+    torch.testing.assert_close(moved, torch.tensor([[12.0, 16, 32, 56]]))
+    scaled = apply_deltas(torch.tensor([[0.0, 0, 5 * np.log(2), 0]]).float(), box, (10, 10, 5, 5))
+    torch.testing.assert_close(scaled, torch.tensor([[0.0, 20, 40, 60]]))
+    wild = apply_deltas(torch.full((1, 3, 4), 1e6), box)
+    assert wild.shape == (1, 3, 4)
+    assert torch.isfinite(wild).all()
+
+
+def test_boxes_are_clipped_to_width_and_height():
+    clipped = clip_boxes(torch.tensor([[-5.0, -6, 300, 300]]), height=100, width=200)
+    assert clipped.tolist() == [[0, 0, 200, 100]]
+
+
+def test_boxes_go_back_to_stored_pixels_by_each_sides_own_scale():
+    boxes = torch.tensor([[10.0, 10, 100, 50], [0, 0, 101, 51]])
+    assert to_stored_pixels(boxes, resized=(50, 100), stored=(75, 200)).tolist() == [[20, 15, 200, 75], [0, 0, 200, 75]]
+
+
+def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 11, 14, generator=generator)
+    deltas = torch.randn(24, 11, 14, generator=generator)
+    logits[0, 5, 7], deltas[:4, 5, 7], deltas[4, 1, 1] = float("nan"), 0, float("inf")
+    boxes, scores = network.proposals(logits, deltas, height=168, width=224)
+    assert 50 < len(boxes) <= SMALL.post_nms
+    assert torch.isfinite(boxes).all()
+    assert torch.isfinite(scores).all()
+    assert boxes.min() >= 0
+    assert boxes[:, 0::2].max() == 224
+    assert boxes[:, 1::2].max() == 168
+    assert (boxes[:, 2:] > boxes[:, :2]).all()
+    assert (scores.diff() <= 0).all()
+    iou = torchvision.ops.box_iou(boxes, boxes).fill_diagonal_(0)
+    assert iou.max() <= SMALL.rpn_nms_threshold
+    large, _ = small_network(minimum_side=40).proposals(logits, deltas, 168, 224)
+    assert (large[:, 2:] - large[:, :2]).min() > 40
+
+
+def test_logits_and_deltas_of_an_anchor_stay_together():
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    logits, deltas = torch.zeros(6, 4, 5), torch.zeros(24, 4, 5)
+    logits[4, 2, 3] = 9  # anchor 4: size 48, ratio 1
+    deltas[4 * 4, 2, 3] = 0.25  # its dx
+    boxes, scores = network.proposals(logits, deltas, height=200, width=200)
+    assert scores[0] == 9
+    assert boxes[0].tolist() == [48 - 24 + 12, 32 - 24, 48 + 24 + 12, 32 + 24]
+
+
+def test_both_ways_of_pooling_read_the_box_where_it_is():
+    c4 = torch.zeros(1, 64, 11, 14)
+    c4[0, 7, 4:7, 8:11] = 1  # pixels x 128..176, y 64..112; RoIPool takes both of a box's end cells
+    inside, outside = torch.tensor([[128.0, 64, 160, 96]]), torch.tensor([[64.0, 128, 96, 160]])
+    for roi_op in ("pool", "align1"):
+        network = small_network(roi_op=roi_op)
+        assert network.pool(c4, inside).shape == (1, 64, 7, 7)
+        assert network.pool(c4, inside)[0, 7].mean() > 0.8
+        assert network.pool(c4, outside).abs().max() == 0
+
+
+def test_align1_does_not_shift_boxes_by_half_a_cell():
+    c4 = torch.arange(14.0).expand(1, 64, 11, 14)  # every cell holds its column
+    pooled = small_network(roi_op="align1").pool(c4, torch.tensor([[32.0, 32, 64, 64]]))
+    assert pooled.mean().item() == pytest.approx(3)
+
+
+# --- the detector -----------------------------------------------------------------------------------------------------
+
+
+def test_regions_are_proposals_in_pixels_of_the_stored_image():
+    detector = untrained(seed=1)
+    sample = a_sample(340, 450)  # resized to 168x222: scales 2.0238 and 2.0270
+    (regions,) = detector.detect([sample])
+    network = detector.network
+    with torch.inference_mode():
+        pixels = to_input(resize(decode_bgr(sample.image), SMALL))
+        assert pixels.shape == (1, 3, 168, 222)
+        c4 = network.backbone(pixels)
+        logits, deltas = network.rpn(c4)
+        proposals, _ = network.proposals(logits[0], deltas[0], 168, 222)
+        outputs = network.heads(network.roi_features(c4, proposals))
+    probs, attribute_probs = outputs.class_logits.softmax(1), outputs.attribute_logits.softmax(1)[:, :3]
+    scaled = proposals.numpy() * np.array([450 / 222, 340 / 168] * 2, np.float32)
+    distance = np.abs(regions.boxes[:, None] - scaled[None]).max(axis=2)
+    assert distance.min(axis=1).max() < 1e-3
+    nearest = distance.argmin(axis=1)
+    assert np.allclose(regions.class_probs, probs.numpy()[nearest], atol=1e-3)
+    assert np.allclose(regions.scores, probs.numpy()[nearest, regions.labels])
+    assert np.allclose(regions.attribute_scores, attribute_probs.numpy()[nearest].max(axis=1))
+    assert np.array_equal(regions.attributes, attribute_probs.numpy()[nearest].argmax(axis=1))
+    assert regions.boxes[:, 2].max() > 222
+    assert regions.boxes[:, 3].max() > 168
+
+
+def test_regions_lie_in_the_stored_image_best_first_with_their_whole_distribution():
+    for size in ((168, 224), (333, 500), (77, 41)):
+        (regions,) = untrained().detect([a_sample(*size)])
+        assert 10 <= len(regions) <= 100
+        assert regions.boxes.min() >= 0
+        assert (regions.boxes <= [size[1], size[0]] * 2).all()
+        assert (regions.boxes[:, 2:] > regions.boxes[:, :2]).all()
+        assert (np.diff(regions.scores) <= 0).all()
+        assert regions.background == 5
+        assert regions.class_probs.shape == (len(regions), 6)
+        assert np.allclose(regions.class_probs.astype(float).sum(axis=1), 1, atol=2e-3)
+        assert np.array_equal(regions.class_probs[:, :5].argmax(axis=1), regions.labels) or len(set(regions.scores)) < 2
+        assert regions.labels.max() < 5
+        assert regions.attributes.max() < 3
+        assert regions.attribute_scores.shape == regions.attributes.shape
+
+
+def test_an_image_is_found_the_same_alone_and_among_others():
+    detector = untrained()
+    samples = [a_sample(168, 224, 0), a_sample(100, 90, 1), a_sample(168, 224, 2)]
+    together = detector.detect(samples)
+    for sample, regions in zip(samples, together, strict=True):
+        (alone,) = detector.detect([sample])
+        assert np.array_equal(alone.boxes, regions.boxes)
+        assert np.array_equal(alone.class_probs, regions.class_probs)
+
+
+def test_a_bad_image_gets_a_status_and_the_others_their_regions():
+    good = a_sample(168, 224)
+    torn = dataclasses.replace(good, image=good.image[: len(good.image) // 2])
+    text = dataclasses.replace(good, image=b"<html>not found</html>")
+    turned = dataclasses.replace(good, width=good.height, height=good.width)
+    found = untrained().detect([torn, text, turned, good])
+    assert [f if isinstance(f, str) else len(f) > 0 for f in found[3:]] == [True]
+    assert found[0].startswith("bad_image: OSError: ")
+    assert found[1].startswith("bad_image: UnidentifiedImageError: ")
+    assert found[2] == "bad_image: is 224x168, its record says 168x224"
+
+
+def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_generator_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (FasterRCNN.untrained(SMALL, seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["backbone.stem.conv1.weight"], other["backbone.stem.conv1.weight"])
+
+
+def test_whether_weights_are_untrained_must_be_said():
+    assert untrained().about["untrained"] is True
+    with pytest.raises(ValueError, match="untrained"):
+        FasterRCNNDetector(FasterRCNN.untrained(SMALL, 0), {}, DetectorSettings())
+
+
+def test_the_id_follows_everything_that_decides_the_output():
+    ids = {
+        untrained().id,
+        untrained(seed=1).id,
+        untrained(selection=SelectionSettings(threshold=0.2)).id,
+        untrained(head_dtype="bfloat16").id,
+        untrained(dataclasses.replace(SMALL, post_nms=50)).id,
+    }
+    assert len(ids) == 5
+    assert all(re.fullmatch("[0-9a-f]{12}", one) for one in ids)
+    assert untrained().id in ids
+
+
+def test_weights_that_make_no_sense_stop_the_detector():
+    detector = untrained()
+    torch.nn.init.constant_(detector.network.roi_heads.box_predictor.cls_score.bias, float("nan"))
+    with pytest.raises(ValueError, match="sample key0 are not finite"):
+        detector.detect([a_sample(168, 224)])
+
+
+def test_half_precision_in_res5_stays_near_single_precision():
+    (single,), (half,) = (untrained(head_dtype=d).detect([a_sample(168, 224)]) for d in ("float32", "bfloat16"))
+    assert np.allclose(np.sort(single.scores)[-10:], np.sort(half.scores)[-10:], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"roi_op": "align2"}, "roi_op is 'align2'"),
+        ({"resize": "caffe"}, "resize is 'caffe'"),
+        ({"long_side": 100}, "long_side 100 is less"),
+        ({"anchor_sizes": ()}, "must all be positive"),
+        ({"num_classes": 0}, "num_classes is 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(VG_RESNET101, **wrong)
+
+
+# --- weight files -----------------------------------------------------------------------------------------------------
+
+
+def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
+    return file
+
+
+def test_saved_weights_come_back_and_are_identified_by_their_hash(tmp_path: Path):
+    source = FasterRCNN.untrained(SMALL, seed=3)
+    names = json.dumps(["a", "b", "c", "d", "e"])
+    file = save(source.state_dict(), tmp_path / "w.safetensors", {"classes": names})
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    loaded = load_weights(network, file)
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), network.state_dict().values(), strict=True)
+    )
+    assert loaded.about["untrained"] is False
+    assert loaded.about["weights_sha256"] == weights_hash(file)
+    assert loaded.classes == ("a", "b", "c", "d", "e")
+    detector = FasterRCNNDetector(network, loaded.about, DetectorSettings())
+    renamed = save(source.state_dict(), tmp_path / "renamed.safetensors", {"classes": names})
+    again = FasterRCNNDetector(network, load_weights(network, renamed).about, DetectorSettings())
+    assert detector.id == again.id
+    other = save(FasterRCNN.untrained(SMALL, seed=4).state_dict(), tmp_path / "o.safetensors")
+    assert FasterRCNNDetector(network, load_weights(network, other).about, DetectorSettings()).id != detector.id
+
+
+def test_every_tensor_that_does_not_fit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path):
+    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    del tensors["backbone.res2.0.conv1.weight"]
+    tensors["backbone.fc.weight"] = torch.zeros(2)
+    tensors["roi_heads.box_predictor.cls_score.bias"] = torch.zeros(7)
+    tensors["proposal_generator.rpn_head.conv.bias"] = torch.full((8,), float("nan"))
+    file = save(tensors, tmp_path / "bad.safetensors")
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(ValueError, match=r"bad\.safetensors does not fit") as error:
+        load_weights(network, file)
+    for fault in (
+        "missing backbone.res2.0.conv1.weight",
+        "unexpected backbone.fc.weight",
+        "cls_score.bias has shape [7], the network's is [6]",
+        "rpn_head.conv.bias is not finite",
+    ):
+        assert fault in str(error.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def test_a_file_without_attribute_head_gives_regions_without_attributes(tmp_path: Path):
+    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    head = ("cls_embedding", "fc_attr", "attr_score")
+    bare = {name: tensor for name, tensor in tensors.items() if not any(layer in name for layer in head)}
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    loaded = load_weights(network, save(bare, tmp_path / "bare.safetensors"))
+    (regions,) = FasterRCNNDetector(network, loaded.about, DetectorSettings()).detect([a_sample(168, 224)])
+    assert loaded.attributes is False
+    assert regions.attributes is None
+    assert regions.attribute_scores is None
+    half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
+    with pytest.raises(ValueError, match="missing roi_heads.box_predictor.fc_attr.bias"):
+        load_weights(FasterRCNN.untrained(SMALL, 0), save(half, tmp_path / "half.safetensors"))
+
+
+def test_what_files_carry_beside_weights_is_checked_used_or_dropped(tmp_path: Path):
+    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    anchors = "proposal_generator.anchor_generator.cell_anchors.0"
+    extras = {
+        "backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(3),
+        "pixel_mean": torch.tensor([102.9801, 115.9465, 122.7717]).reshape(3, 1, 1),
+        "pixel_std": torch.ones(3, 1, 1),
+        anchors: torch.arange(24.0).reshape(6, 4),
+    }
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    loaded = load_weights(network, save(tensors | extras, tmp_path / "w.safetensors"))
+    assert loaded.anchors == "file"
+    assert torch.equal(network.proposal_generator.cell_anchors, extras[anchors])
+    for name, wrong in (("pixel_mean", torch.tensor([123.675, 116.28, 103.53])), (anchors, torch.zeros(12, 4))):
+        file = save(tensors | {name: wrong}, tmp_path / "wrong.safetensors")
+        with pytest.raises(ValueError, match=rf"wrong\.safetensors: {name}"):
+            load_weights(FasterRCNN.untrained(SMALL, seed=0), file)
+
+
+def test_files_that_are_no_weights_are_refused_in_words(tmp_path: Path):
+    network = FasterRCNN.untrained(SMALL, seed=0)
+    with pytest.raises(ValueError, match="there is no weight file"):
+        load_weights(network, tmp_path / "absent.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(ValueError, match=r"torn\.safetensors is not a safetensors file"):
+        load_weights(network, tmp_path / "torn.safetensors")
+    file = save(network.state_dict(), tmp_path / "w.safetensors", {"classes": '["a"]'})
+    with pytest.raises(ValueError, match="names 1 classes, the network has 5"):
+        load_weights(network, file)
+
+
+# --- parity with detectron2 -------------------------------------------------------------------------------------------
+
+
+def regenerated(about: dict) -> dict[str, torch.Tensor]:
+    """The weights that `about` describes by a rule on their names."""
+
+    def value(name: str, shape: list[int]) -> torch.Tensor:
+        draw = np.random.default_rng(zlib.crc32((about["salt"] + name).encode())).standard_normal(shape)
+        kind, offset, gain = next(rule for pattern, *rule in about["rules"] if re.search(pattern, name))
+        scale = 1 / np.sqrt(np.prod(shape[1:])) if kind == "fan" else 1.0
+        draw = np.abs(draw) if kind == "abs" else draw
+        return torch.from_numpy((offset + gain * scale * draw).astype(np.float32))
+
+    return {name: value(name, shape) for name, shape in about["shapes"].items()}
+
+
+def parity_network(folder: Path) -> tuple[FasterRCNN, dict]:
+    if not folder.is_dir():
+        pytest.skip(f"the parity data {folder} is not here")
+    about = json.loads((folder / "meta.json").read_text())
+    config = dataclasses.replace(
+        {50: VG_RESNET50, 101: VG_RESNET101}[about["depth"]],
+        num_classes=about["num_classes"],
+        num_attributes=about["num_attrs"],
+        short_side=about["min_size"],
+        long_side=about["max_size"],
+        post_nms=about["rpn"]["post_nms"],
+    )
+    tensors = regenerated(about)
+    for name, total in about["checks"].items():
+        assert tensors[name].double().sum().item() == pytest.approx(total)
+    with torch.device("meta"):
+        network = FasterRCNN(config)
+    network.load_state_dict(tensors, strict=True, assign=True)
+    network.proposal_generator.cell_anchors = cell_anchors(config)
+    return network.eval(), about
+
+
+def assert_near(ours: torch.Tensor, theirs: np.ndarray, what: str) -> None:
+    """To 1e-4 of the largest value, or to 1e-3 where they stored half precision."""
+    assert ours.shape == theirs.shape, what
+    tolerance = 1e-3 if theirs.dtype == np.float16 else 1e-4
+    theirs = theirs.astype(np.float32)
+    assert np.abs(ours.numpy() - theirs).max() <= tolerance * np.abs(theirs).max(), what
+
+
+@torch.inference_mode()
+def check_parity(network: FasterRCNN, folder: Path, image: int) -> None:
+    """Every stage on detectron2's own input to it."""
+    stored, c4 = np.load(folder / f"img{image}.npz"), np.load(folder / f"img{image}_c4.npz")["c4"]
+
+    def tensor(name: str) -> torch.Tensor:
+        return torch.from_numpy(stored[name])
+
+    size = stored["resized_bgr"].shape[:2]
+    assert np.array_equal(resize(stored["image_bgr"], network.config), stored["resized_bgr"])
+    our_c4 = network.backbone(to_input(stored["resized_bgr"]))
+    assert_near(our_c4[0], c4, "c4")
+    if c4.dtype == np.float32:
+        our_c4 = torch.from_numpy(c4)[None]
+
+    logits, deltas = network.rpn(our_c4)
+    assert_near(logits[0], stored["rpn_logits"], "rpn_logits")
+    assert_near(deltas[0], stored["rpn_deltas"], "rpn_deltas")
+    anchors = grid_anchors(network.proposal_generator.cell_anchors, *logits.shape[2:])
+    assert len(anchors) == stored["anchors_count"]
+    assert_near(anchors[:24], stored["anchors_first"], "first anchors")
+    assert_near(anchors[-12:], stored["anchors_last"], "last anchors")
+    proposals, scores = network.proposals(tensor("rpn_logits"), tensor("rpn_deltas"), *size)
+    assert_near(proposals, stored["proposals"], "proposals")
+    assert_near(scores, stored["proposal_logits"], "proposal_logits")
+    original = to_stored_pixels(tensor("proposals"), size, stored["image_bgr"].shape[:2])
+    assert_near(original, stored["proposals_orig"], "proposals_orig")
+
+    for prefix, boxes in (("prop", "proposals"), ("given", "given_boxes")):
+        features = network.roi_features(our_c4, tensor(boxes))
+        outputs = network.heads(features)
+        assert_near(features, stored[f"{prefix}_features"], f"{prefix}_features")
+        assert_near(outputs.class_logits, stored[f"{prefix}_cls_logits"], f"{prefix}_cls_logits")
+        assert_near(outputs.attribute_logits, stored[f"{prefix}_attr_logits"], f"{prefix}_attr_logits")
+        if f"{prefix}_bbox_deltas" in stored:
+            theirs = stored[f"{prefix}_bbox_deltas"]
+            assert_near(outputs.box_deltas.flatten(1)[:, : theirs.shape[1]], theirs, f"{prefix}_bbox_deltas")
+
+    probs = tensor("prop_cls_logits").softmax(dim=1)[:, :-1]
+    check_parity_of_selection(stored, probs.numpy())
+    if "prop_bbox_deltas" in stored:
+        deltas = tensor("prop_bbox_deltas").unflatten(1, (-1, 4))
+        boxes = clip_boxes(apply_deltas(deltas, tensor("proposals"), network.config.box_weights), *size)
+        box, label = torch.nonzero(probs > 0.2, as_tuple=True)
+        kept = torchvision.ops.batched_nms(boxes[box, label], probs[box, label], label, 0.6)[:100]
+        assert label[kept].tolist() == stored["det_classes"].tolist()
+        assert_near(boxes[box, label][kept], stored["det_boxes"], "det_boxes")
+
+
+def check_parity_of_selection(stored: dict, probs: np.ndarray) -> None:
+    rules = [name for name in stored if name.startswith("sel_thr")]
+    assert len(rules) == 5
+    for name in rules:
+        _, threshold, strictness, minimum, maximum = name.split("_")
+        rule = SelectionSettings(int(minimum), int(maximum), float(threshold[3:]), strictness == "strict")
+        assert select_regions(stored["proposals_orig"], probs, rule).indices.tolist() == stored[name].tolist(), name
+    caffe = "sel_caffe_origspace_thr0.5_10_100"
+    if caffe in stored:
+        rule = SelectionSettings(strict=False, plus_one=True)
+        assert select_regions(stored["proposals_orig"], probs, rule).indices.tolist() == stored[caffe].tolist()
+
+
+def test_every_stage_computes_what_detectron2_does():
+    network, about = parity_network(PARITY)
+    for image in about["images"]:
+        check_parity(network, PARITY, image["index"])
+
+
+def test_the_whole_finds_the_proposals_that_detectron2_finds():
+    network, _ = parity_network(PARITY)
+    stored = np.load(PARITY / "img1.npz")
+    with torch.inference_mode():
+        pixels = to_input(resize(stored["image_bgr"], network.config))
+        logits, deltas = network.rpn(network.backbone(pixels))
+        proposals, _ = network.proposals(logits[0], deltas[0], *pixels.shape[2:])
+    iou = torchvision.ops.box_iou(torch.from_numpy(stored["proposals"]), proposals)
+    assert len(proposals) == len(stored["proposals"])
+    assert (iou.max(dim=1).values > 0.999).all()
+
+
+@pytest.mark.slow
+def test_every_stage_of_the_full_network_computes_what_detectron2_does():
+    folder = PARITY / "full_r101"
+    network, about = parity_network(folder)
+    assert len(network.state_dict()) == 535
+    for image in about["images"]:
+        check_parity(network, folder, image["index"])
+
+
+def test_the_presets_have_the_parameters_of_the_published_network():
+    with torch.device("meta"):
+        network = FasterRCNN(VG_RESNET101)
+    count = sum(p.numel() for p in network.parameters())
+    assert round(count / 1e6, 1) == 65.3
+    assert len(network.state_dict()) == 535
+    assert isinstance(network.backbone.stem.conv1.norm, FrozenNorm)

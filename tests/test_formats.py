@@ -1,0 +1,183 @@
+"""Files that an earlier version wrote: today's code reads them to the same values and writes the same bytes.
+
+The golden files are made by `python tests/test_formats.py` (only when a format gets a new version) and described in
+docs/formats.md.
+"""
+
+import json
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pyarrow.parquet as pq
+from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
+
+from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
+from storage.objects import LocalObjects
+from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
+from storage.shards import SHARD_VERSION, Span, index_shard, read_span
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+STAGE = f"regions/{DETECTOR}"
+MANIFEST = f"captions/{STAGE}/00000.parquet"
+TAR = f"captions/{STAGE}/00000-6d277ce0f700.tar"
+SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
+
+
+def golden_samples() -> list[Sample]:
+    return [seeded_sample(3, seeded_regions(3, 2)), seeded_sample(4, seeded_regions(4, 0))]
+
+
+def golden_commit(root: Path) -> None:
+    first, second = golden_samples()
+    failed = seeded_sample(5)
+    rows = [
+        Row(7, first.key, "ok", "", first.url),
+        Row(8, failed.key, "http_404", "Not Found", failed.url),
+        Row(9, second.key, "ok", "", second.url),
+    ]
+    meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    assert Catalog(LocalObjects(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
+
+
+def test_the_golden_shard_reads_to_these_values():
+    first, second = Catalog(LocalObjects(str(GOLDEN)), "captions").read(STAGE, "00000")
+    assert first.key == "f17f635f1028ec2eb17d"
+    assert first.caption == "caption 3: a café, naïve ☃"
+    assert first.url == "http://example.org/images/000003.jpg"
+    assert (first.width, first.height, first.flags) == (16, 8, ())
+    assert second.flags == ("exif_rotated",)
+    assert (len(first.image), first.image[:4], first.image[-3:].hex()) == (188, b"\xff\xd8\xff\xe0", "9844b8")
+    assert first.sha256 == "06c81c663198ac004f787f168a31b7ab095c13c29490711aad46e746ff096be6"
+    assert first.regions.boxes.tolist() == [
+        [0.5, 0.609375, 7.578125, 3.15625],
+        [3.21875, 2.515625, 10.40625, 5.0390625],
+    ]
+    assert first.regions.scores.tolist() == [0.25, 0.140625]
+    assert first.regions.labels.tolist() == [1, 2]
+    assert first.regions.class_probs.tolist() == [
+        [0.6953125, 0.96484375, 0.3046875, 0.33203125, 0.83203125, 0.84375],
+        [0.171875, 0.171875, 0.41796875, 0.0859375, 0.890625, 0.8828125],
+    ]
+    assert (first.regions.detector, first.regions.background) == ("0123456789ab", 0)
+    assert (first.regions.attributes, first.regions.features) == (None, None)
+    assert (second.regions.boxes.shape, second.regions.class_probs.shape) == ((0, 4), (0, 6))
+
+
+def test_the_golden_manifest_reads_to_these_values():
+    manifest = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000")
+    assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00000", STAGE, TAR, 10240)
+    assert manifest.tar_sha256.startswith("6d277ce0f700")
+    assert manifest.statuses == {"http_404": 1, "ok": 2}
+    assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    assert manifest.table.schema.equals(SCHEMA)
+    assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
+        (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2),
+        (
+            8,
+            "01430a82a2e6c6c7f151",
+            "http_404",
+            "Not Found",
+            "http://example.org/images/000005.jpg",
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
+        (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0),
+    ]
+
+
+def test_the_golden_index_is_the_one_of_the_tar():
+    table = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000").table.to_pylist()
+    spans = [Span(line["key"], line["offset"], line["length"]) for line in table if line["status"] == "ok"]
+    assert index_shard(GOLDEN / TAR) == spans
+    data = (GOLDEN / TAR).read_bytes()
+    read = [read_span(data[span.offset : span.offset + span.length]) for span in spans]
+    assert [as_dict(sample) for sample in read] == [as_dict(sample) for sample in golden_samples()]
+
+
+def test_a_reader_made_from_the_document_alone_gets_the_same():
+    with tarfile.open(GOLDEN / TAR, "r:") as tar:
+        members = {info.name: tar.extractfile(info).read() for info in tar}
+    first = golden_samples()[0]
+    assert [name for name in members if name.startswith(first.key)] == [
+        f"{first.key}.{e}" for e in ("jpg", "json", "mp")
+    ]
+    assert members[f"{first.key}.jpg"] == first.image
+    assert json.loads(members[f"{first.key}.json"]) == {
+        "version": 1,
+        "caption": first.caption,
+        "url": first.url,
+        "width": 16,
+        "height": 8,
+        "sha256": first.sha256,
+        "flags": [],
+    }
+    packed = msgpack.unpackb(members[f"{first.key}.mp"])
+    assert (packed["version"], packed["detector"], packed["background"]) == (1, DETECTOR, 0)
+    for name in ("boxes", "scores", "labels", "class_probs"):
+        dtype, shape, raw = packed[name]
+        assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), getattr(first.regions, name))
+    footer = pq.read_metadata(GOLDEN / MANIFEST).metadata
+    assert json.loads(footer[b"manifest"])["tar"] == TAR.rpartition("/")[2]
+
+
+def test_todays_code_writes_the_golden_tar_and_the_manifests_values(tmp_path):
+    golden_commit(tmp_path)
+    assert (tmp_path / TAR).read_bytes() == (GOLDEN / TAR).read_bytes()
+    today, golden = (
+        Catalog(LocalObjects(str(root)), "captions").manifest(STAGE, "00000") for root in (tmp_path, GOLDEN)
+    )
+    assert today.table.equals(golden.table)
+    assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
+
+
+def test_the_golden_regions_with_everything_read_to_these_values_and_are_written_so():
+    data = (GOLDEN / "regions.mp").read_bytes()
+    regions = unpack_regions(data)
+    assert regions.background == 5
+    assert regions.attributes.tolist() == [14, 7, 0]
+    assert regions.attribute_scores.tolist() == [0.03125, 0.046875, 0.91796875]
+    assert regions.features.tolist() == [
+        [0.56640625, 0.36328125, 0.75],
+        [0.234375, 0.15234375, 0.421875],
+        [0.78515625, 0.328125, 0.73828125],
+    ]
+    dtypes = {name: str(value.dtype) for name, value in vars(regions).items() if isinstance(value, np.ndarray)}
+    assert dtypes == {
+        "boxes": "float32",
+        "scores": "float32",
+        "labels": "int32",
+        "class_probs": "float16",
+        "attributes": "int32",
+        "attribute_scores": "float32",
+        "features": "float16",
+    }
+    assert pack_regions(seeded_regions(9, 3, everything=True)) == data
+
+
+def test_the_document_tells_the_versions_of_this_code():
+    text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    for name, version in [
+        ("Sample", SAMPLE_VERSION),
+        ("Regions", SAMPLE_VERSION),
+        ("Shard", SHARD_VERSION),
+        ("Index", MANIFEST_VERSION),
+        ("Manifest", MANIFEST_VERSION),
+    ]:
+        assert f"\n## {name} (version {version})\n" in text
+    for field in SCHEMA:
+        assert f"| `{field.name}` | {field.type} |" in text
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        golden_commit(Path(folder))
+        shutil.rmtree(GOLDEN, ignore_errors=True)
+        shutil.copytree(folder, GOLDEN)
+    (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

@@ -1,0 +1,339 @@
+"""A folder and a bucket are the same store: every fact here holds for both, S3 over real HTTP."""
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from s3 import environment, s3_server
+
+from storage.objects import LocalObjects, ObjectMissing, Objects, S3Objects, StorageUnreachable, open_objects
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["folder", "s3"])
+def objects(request, tmp_path) -> Objects:
+    if request.param == "folder":
+        return open_objects(str(tmp_path / "a" / "root"))
+    request.getfixturevalue("s3")
+    return open_objects(f"s3://bucket/{tmp_path.name}/root")
+
+
+def paths(objects: Objects, prefix: str = "") -> list[str]:
+    return [info.path for info in objects.list(prefix)]
+
+
+def test_what_is_put_is_got_whole_and_in_ranges(objects, tmp_path):
+    data = bytes(range(256)) * 50
+    (tmp_path / "file").write_bytes(data)
+    assert objects.put("a/bytes", data) is True
+    assert objects.put("a/file", tmp_path / "file") is True
+    for path in ("a/bytes", "a/file"):
+        assert objects.get(path) == data
+        assert objects.get_range(path, 0, len(data)) == data
+        assert objects.get_range(path, 255, 3) == b"\xff\x00\x01"
+        assert objects.get_range(path, len(data) - 1, 1) == b"\xff"
+        assert objects.get_range(path, 5, 0) == b""
+        assert objects.exists(path)
+    objects.put("a/bytes", b"")
+    assert objects.get("a/bytes") == b""
+
+
+def test_a_range_past_the_end_is_an_error_and_not_less(objects):
+    objects.put("a", b"12345")
+    for offset, length in [(3, 3), (5, 1), (900, 2)]:
+        with pytest.raises(ValueError, match=f"root/a ends before byte {offset + length}: asked for {length} bytes"):
+            objects.get_range("a", offset, length)
+
+
+def test_what_is_not_there_is_missing_by_name(objects):
+    objects.put("folder/there", b"")
+    for path in ("nothing", "folder", "folder/there/below", "folder/nothing"):
+        assert not objects.exists(path)
+        with pytest.raises(ObjectMissing, match=f"^there is no object {path} under .*root$"):
+            objects.get(path)
+        with pytest.raises(ObjectMissing, match=f"^there is no object {path} under"):
+            objects.get_range(path, 0, 1)
+    objects.delete("nothing")
+    objects.delete("folder/there")
+    assert not objects.exists("folder/there")
+
+
+@pytest.mark.parametrize("form", ["bytes", "file"])
+def test_put_if_absent_never_changes_what_is_there(objects, tmp_path, form):
+    def content(data: bytes) -> bytes | Path:
+        if form == "bytes":
+            return data
+        (tmp_path / "file").write_bytes(data)
+        return tmp_path / "file"
+
+    assert objects.put("a/b", content(b"first"), if_absent=True) is True
+    assert objects.put("a/b", content(b"second"), if_absent=True) is False
+    assert objects.get("a/b") == b"first"
+    assert objects.put("a/b", content(b"third")) is True
+    assert objects.get("a/b") == b"third"
+    assert objects.put("a/c", content(b"other"), if_absent=True) is True
+
+
+def test_of_many_writers_at_once_one_wins_and_its_bytes_stay(tmp_path):
+    # Each with Objects of its own, as on machines of their own; moto does not lock, so this asks the folder alone.
+    for round_ in range(20):
+        barrier = threading.Barrier(8)
+
+        def write(number: int, path: str = f"a/{round_}", barrier: threading.Barrier = barrier) -> bool:
+            objects = LocalObjects(str(tmp_path))
+            barrier.wait()
+            return objects.put(path, b"%d" % number * 10000, if_absent=True)
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(write, range(8)))
+        assert won.count(True) == 1
+        assert LocalObjects(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
+    assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
+
+
+def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(objects):
+    names = ["b", "a/c/d", "a-b", "a/b", "a.b", "a/c-d", "ab/c", "a/é", "a/z"]
+    started = time.time()
+    for name in names:
+        objects.put(name, name.encode())
+    assert paths(objects) == sorted(names, key=str.encode)
+    assert paths(objects, "a/") == ["a/b", "a/c-d", "a/c/d", "a/z", "a/é"]
+    assert paths(objects, "a/c") == ["a/c-d", "a/c/d"]
+    assert paths(objects, "a") == ["a-b", "a.b", "a/b", "a/c-d", "a/c/d", "a/z", "a/é", "ab/c"]
+    assert paths(objects, "zz/") == []
+    info = next(objects.list("a/c/"))
+    assert (info.path, info.size) == ("a/c/d", 5)
+    assert started - 2 <= info.modified <= time.time() + 2
+
+
+def test_a_list_of_more_than_one_page_is_whole(s3, tmp_path):
+    objects = open_objects(f"s3://bucket/{tmp_path.name}")
+    names = [f"{i:04d}" for i in range(1003)]  # S3 answers 1000 at a time
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: objects.put(name, b""), names))
+    assert paths(objects) == names
+
+
+def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
+    import boto3
+
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x").write_bytes(b"")
+    (tmp_path / ".temporary").write_bytes(b"")
+    (tmp_path / "shown").write_bytes(b"")
+    assert paths(open_objects(str(tmp_path))) == ["shown"]
+    for key in (".hidden/x", ".temporary", "shown", ""):
+        boto3.session.Session().client("s3").put_object(Bucket="bucket", Key=f"dots/{key}", Body=b"")
+    assert paths(open_objects("s3://bucket/dots")) == ["shown"]
+
+
+def test_roots_do_not_see_each_other(objects, s3):
+    objects.put("mine", b"")
+    sibling = open_objects(objects.root + "2")
+    sibling.put("theirs", b"")
+    assert (paths(objects), paths(sibling)) == (["mine"], ["theirs"])
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/./b", "a/", ".a", "a/.b", "a\\b", "a\0"]
+)
+def test_a_path_cannot_leave_the_root_or_hide(objects, path):
+    for use in (
+        objects.get,
+        objects.exists,
+        objects.delete,
+        objects.local_path,
+        lambda path: objects.put(path, b"x"),
+        lambda path: objects.put(path, b"x", if_absent=True),
+        lambda path: objects.get_range(path, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="is no name of an object"):
+            use(path)
+    if path not in ("", "a/"):
+        with pytest.raises(ValueError, match="is no name of an object"):
+            list(objects.list(path))
+    assert paths(objects) == []
+
+
+def test_names_are_told_in_full(tmp_path, s3):
+    local, remote = open_objects(str(tmp_path)), open_objects("s3://bucket/a/b/")
+    assert (local.root, local.where(), local.where("x/y")) == (str(tmp_path), str(tmp_path), f"{tmp_path}/x/y")
+    assert (remote.root, remote.where(), remote.where("x/y")) == (
+        "s3://bucket/a/b/",
+        "s3://bucket/a/b/",
+        "s3://bucket/a/b/x/y",
+    )
+    assert local.local_path("x/y") == tmp_path / "x/y"
+    assert remote.local_path("x/y") is None
+    assert open_objects("s3://bucket").where("x") == "s3://bucket/x"
+
+
+def test_objects_can_be_sent_to_another_process(objects):
+    objects.put("a", b"1")
+    assert pickle.loads(pickle.dumps(objects)).get("a") == b"1"
+
+
+def test_a_fork_uses_connections_of_its_own(s3):
+    objects = open_objects("s3://bucket/fork")
+    objects.put("a", b"1")
+    before = objects._client()
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(send, b"own" if objects._client() is not before else b"shared")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as answer:
+        assert answer.read() == b"own"
+    assert objects._client() is before
+
+
+@pytest.mark.parametrize("place", ["{folder}/file", "{folder}/file/below", "/proc/cannot/be/made"])
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, place):
+    (tmp_path / "file").write_bytes(b"")
+    root = place.format(folder=tmp_path)
+    with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable"):
+        open_objects(root)
+
+
+@pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
+def test_a_root_that_is_neither_is_refused(root):
+    with pytest.raises(ValueError, match="s3://bucket|names no bucket|is no name"):
+        open_objects(root)
+
+
+def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
+    with pytest.raises(StorageUnreachable, match=f"cannot reach bucket 'absent' at {s3} .*: create the bucket$"):
+        open_objects("s3://absent/x")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        started = time.monotonic()
+        with (
+            environment(AWS_ENDPOINT_URL=endpoint),
+            pytest.raises(StorageUnreachable, match=f"'bucket' at {endpoint} .*check AWS_ENDPOINT_URL"),
+        ):
+            open_objects("s3://bucket/x")
+        assert time.monotonic() - started < 20
+    with (
+        environment(AWS_ENDPOINT_URL="no-url"),
+        pytest.raises(StorageUnreachable, match="'bucket' at no-url .*check AWS_ENDPOINT_URL"),
+    ):
+        open_objects("s3://bucket/x")
+
+
+class OddS3(ThreadingHTTPServer):
+    """An endpoint with one fault: ignores If-None-Match, answers 409 some times, or breaks off the first downloads."""
+
+    def __init__(self, ignores_conditions: bool = False, conflicts: int = 0, broken_downloads: int = 0):
+        super().__init__(("127.0.0.1", 0), OddHandler)
+        self.ignores_conditions, self.conflicts, self.broken_downloads = ignores_conditions, conflicts, broken_downloads
+        self.stored: dict[str, bytes] = {}
+        self.puts = 0
+
+    def __enter__(self) -> "OddS3":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def objects(self) -> S3Objects:
+        with self.environment():
+            return open_objects("s3://bucket")
+
+    def environment(self):
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        # Else boto3 sends bodies in chunks with a trailer, which is more HTTP than this handler knows.
+        plain = {
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        }
+        return environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.server_port}", **keys, **plain)
+
+
+class OddHandler(BaseHTTPRequestHandler):
+    server: OddS3
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self._answer(200 if self.path == "/bucket" or self.path in self.server.stored else 404)
+
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.puts += 1
+        if "If-None-Match" in self.headers and not self.server.ignores_conditions:
+            if self.server.conflicts:
+                self.server.conflicts -= 1
+                return self._answer(409)
+            if self.path in self.server.stored:
+                return self._answer(412)
+        self.server.stored[self.path] = body
+        return self._answer(200)
+
+    def do_GET(self):
+        body = self.server.stored[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.server.broken_downloads:
+            self.server.broken_downloads -= 1
+            self.close_connection = True
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_endpoint_that_ignores_conditions_is_found_out_at_the_first_commit():
+    with OddS3(ignores_conditions=True) as server, server.environment():
+        server.stored["/bucket/there"] = b"before"
+        objects = server.objects()
+        assert objects.put("there", b"after", if_absent=True) is False
+        assert server.stored["/bucket/there"] == b"before"
+        with pytest.raises(StorageUnreachable, match="ignores If-None-Match"):
+            objects.put("new", b"1", if_absent=True)
+
+
+def test_a_conflict_is_asked_again_until_it_is_decided():
+    with OddS3(conflicts=2) as server, server.environment():
+        assert server.objects().put("new", b"1", if_absent=True) is True
+        assert server.stored["/bucket/new"] == b"1"
+        assert server.puts == 4  # two conflicts, the write, and the proof that conditions hold
+    with OddS3(conflicts=10**6) as server, server.environment():
+        with pytest.raises(StorageUnreachable, match="409") as error:
+            server.objects().put("new", b"1", if_absent=True)
+        assert error.value.http_status == 409
+        assert server.stored == {}
+
+
+def test_a_download_that_breaks_off_is_asked_for_again():
+    with OddS3(broken_downloads=2) as server, server.environment():
+        server.stored["/bucket/a"] = bytes(range(200))
+        assert server.objects().get("a") == bytes(range(200))
+    with OddS3(broken_downloads=10**6) as server, server.environment():
+        server.stored["/bucket/a"] = bytes(range(200))
+        with pytest.raises(StorageUnreachable, match=r"s3://bucket/a broke off 5 times"):
+            server.objects().get("a")

@@ -1,0 +1,159 @@
+"""A real HTTP server on 127.0.0.1 for tests, which misbehaves where a path tells it to."""
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+from PIL import Image
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+def draw(width: int = 96, height: int = 64, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """A picture with slopes and noise: not so plain that a decoder could guess the rest of it."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    slopes = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)
+    pixels = (slopes + rng.integers(-12, 13, slopes.shape)).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def encode(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:
+    """The image as a file of the given format."""
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def send(body: bytes, status: int = 200, length: int | None = None, **headers: str) -> Answer:
+    """An ordinary answer; `length` is a Content-Length that need not be true, -1 for none at all."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        length_sent = len(body) if length is None else length
+        if length_sent >= 0:
+            handler.send_header("Content-Length", str(length_sent))
+        if length_sent != len(body):
+            handler.close_connection = True
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def raw(answer_bytes: bytes) -> Answer:
+    """These bytes and nothing else, then the connection is closed."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(answer_bytes)
+        handler.close_connection = True
+
+    return answer
+
+
+def drip(body: bytes, step: int, pause: float) -> Answer:
+    """The headers at once, then `step` bytes every `pause` seconds: never silent, never done."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        for start in range(0, len(body), step):
+            handler.wfile.write(body[start : start + step])
+            handler.server.stopping.wait(pause)
+
+    return answer
+
+
+def silent(seconds: float) -> Answer:
+    """No answer for so long, then none at all."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.server.stopping.wait(seconds)
+        handler.close_connection = True
+
+    return answer
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """The first answer to the first request, and so on; the last one stays."""
+    left = list(answers)
+    return lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
+
+
+def endless(chunk: bytes) -> Answer:
+    """A body without an announced length that never ends."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.end_headers()
+        while not handler.server.stopping.is_set():
+            handler.wfile.write(chunk)
+
+    return answer
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # with the default of 5, a burst of connections waits a second for the next SYN
+
+
+class Web:
+    """The server, as a context manager: `put` serves an answer at a path, `requests` is what was asked and when."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, Answer] = {}
+        self.requests: list[tuple[float, str, dict[str, str]]] = []
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                web.requests.append((time.monotonic(), self.path, dict(self.headers)))
+                # A client that hangs up in the middle is what many of these tests want.
+                with suppress(ConnectionError):
+                    web.pages.get(self.path, send(b"no such page", 404))(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = _Server(("127.0.0.1", 0), Handler)
+        self.server.handle_error = lambda *_: None  # a hung-up client again
+        self.server.stopping = threading.Event()
+
+    def __enter__(self) -> "Web":
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stopping.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    @property
+    def host(self) -> str:
+        """127.0.0.1:port, as an allow-list names it."""
+        return f"127.0.0.1:{self.server.server_port}"
+
+    def url(self, path: str) -> str:
+        """The full URL of a path."""
+        return f"http://{self.host}{path}"
+
+    def put(self, path: str, answer: Answer) -> str:
+        """Serve `answer` at `path`; its URL."""
+        self.pages[path] = answer
+        return self.url(path)
+
+    def asked(self, path: str) -> int:
+        """How many requests came for `path`."""
+        return sum(1 for _, requested, _ in self.requests if requested == path)

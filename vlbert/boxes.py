@@ -1,0 +1,57 @@
+"""Boxes are float32 x1 y1 x2 y2 in pixels, continuous: width is x2 - x1."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:
+    """Where a box lies, as sines and cosines (paper 3.2, after Hu et al. 2018).
+
+    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the picture each lies in -> [K, channels].
+    corners: the paper's (x1/W, y1/H, x2/W, y2/H); else the authors' code's (xc/W, yc/H, w/W, h/H). Each number, times
+    100, is divided by 1000^(i/n) for i < n = channels / 8 and becomes n sines, then n cosines; the four follow in turn.
+    """
+    if channels % 8:
+        raise ValueError(f"the geometry embedding needs a multiple of 8 channels, not {channels}")
+    n = channels // 8
+    scale = sizes.to(boxes.dtype).repeat(1, 2)
+    if not corners:
+        low, high = boxes[:, :2], boxes[:, 2:]
+        boxes = torch.cat([(low + high) / 2, high - low], dim=1)
+    position = 100 * boxes / scale
+    wavelength = torch.exp(torch.arange(n, device=boxes.device, dtype=boxes.dtype) * (math.log(1000) / n))
+    angle = position[:, :, None] / wavelength  # (K, 4, n)
+    return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
+
+
+def iou(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Intersection over union of every box with every other: [a, 4], [b, 4] -> float [a, b]; 0 where both are empty."""
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    intersection = np.prod(np.clip(high - low, 0, None), axis=2)
+    area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+    other_area = np.prod(others[:, 2:] - others[:, :2], axis=1)
+    union = area[:, None] + other_area[None] - intersection
+    return np.divide(intersection, union, out=np.zeros_like(intersection), where=union > 0)
+
+
+def hidden_pixels(boxes: Tensor, hidden: Tensor, height: int, width: int) -> Tensor:
+    """Which pixels lie in a hidden region: boxes [P, R, 4], hidden bool [P, R] -> bool [P, height, width].
+
+    A box hides rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included: no pixel it touches is left.
+    """
+    x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
+    x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)
+    columns = (x >= x1[..., None]) & (x <= x2[..., None]) & hidden[..., None]  # (P, R, W)
+    rows = (y >= y1[..., None]) & (y <= y2[..., None])  # (P, R, H)
+    # A pixel is hidden where any region has both its row and its column: a small matrix product finds them all.
+    return torch.bmm(rows.float().transpose(1, 2), columns.float()) > 0
+
+
+def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
+    """The boxes [r, 4] after the picture of `width` pixels is mirrored left to right."""
+    x1, y1, x2, y2 = boxes.T
+    return np.stack([width - x2, y1, width - x1, y2], axis=1)

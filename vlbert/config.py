@@ -1,0 +1,217 @@
+"""Every setting of a run, each with what it is for. Frozen, and checked when made: errors come at second 0."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from detectors.resnet import RESNET101, ResNetConfig
+
+
+def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
+
+
+@dataclass(frozen=True)
+class RegionConfig:
+    """Fast R-CNN features: from pixels and boxes to one vector a region, trained end to end (paper 3.2, 3.3)."""
+
+    resnet: ResNetConfig = RESNET101
+    short_side: int = 600  # pictures are resized to this many pixels on their short side ...
+    long_side: int = 1000  # ... unless the long side would pass this
+    roi_size: int = 14  # RoIAlign gives roi_size x roi_size cells a region
+    frozen_stages: int = 2  # 2: conv1 and res2 get no gradient, as in the authors' code; 0: all is trained
+    weights: str | None = None  # safetensors file of a detector, or of its backbone, to start from
+    pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0..255: the VG detector's
+    pixel_std: float = 1.0  # pixels are divided by it after the mean is taken off
+    hidden_pixels: Literal["mean", "black"] = (
+        "mean"  # what masked regions show: the mean colour (code) or zeros (paper)
+    )
+
+    def __post_init__(self):
+        _check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
+        _check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """VL-BERT's architecture; the defaults are BASE as the authors trained it."""
+
+    layers: str = "J" * 12  # one letter a layer; J: joint attention over text and regions
+    hidden: int = 768
+    heads: int = 12
+    intermediate: int = 3072  # width of the feed-forward layers
+    max_positions: int = 512
+    dropout: float = 0.1
+    initializer_range: float = (
+        0.02  # standard deviation of new weights. 0.02 belongs to 768 channels: with 96, take 0.06
+    )
+    visual_gain_words: float = 0.0  # gain that the LayerNorm of the picture's term starts with, at words ...
+    visual_gain_regions: float = 0.0  # ... and at regions; 0 as published: the picture is faded in
+    visual_activation: Literal["relu", "none"] = "relu"  # after the fully connected layer: code relu, paper none
+    geometry: Literal["centre", "corners"] = "centre"  # code: centre and size; paper: the two corners
+    geometry_channels: int = 2048
+    regions: RegionConfig = RegionConfig()
+
+    def __post_init__(self):
+        _check(
+            self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
+        )
+        _check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
+        _check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
+        _check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and in which portions."""
+
+    root: str = ""  # folder or s3://bucket/prefix that holds the shards; a run needs it
+    dataset: str = "captions"  # whose region shards are trained on
+    held_out: str | None = None  # dataset that validation reads; None: no validation
+    detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
+    batch: int = 128  # examples with a picture, over all ranks together and one optimizer step
+    text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
+    text_corpus: str | None = None  # folder made by `python -m vlbert.text`; needed where text_batch > 0
+    accumulate: int = 1  # batches are cut into this many parts, one backward pass each
+    flip: float = 0.0  # probability of mirroring a picture
+    workers: int = 2  # loading processes a rank; 0: load in the training process
+    seed: int = 0  # of order, masking and dropout
+
+    def __post_init__(self):
+        _check(self, self.batch > 0, "batch", "at least 1")
+        _check(self, self.text_batch >= 0, "text_batch", "0 or more")
+        _check(self, 0 <= self.flip <= 1, "flip", "a probability")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and linear decay (paper A.2)."""
+
+    learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
+    region_learning_rate: float | None = None  # of the Fast R-CNN; None: the same
+    warm_up: int = 8000  # steps from 0 to learning_rate; then linearly to 0 at the last step
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-6
+    weight_decay: float = 1e-4
+    clip: float = 10.0  # largest global gradient norm
+
+    def __post_init__(self):
+        _check(self, self.learning_rate > 0, "learning_rate", "positive")
+        _check(self, self.warm_up >= 0, "warm_up", "0 or more")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run, whole: `recipes.py` holds functions that return one; the command line may override fields."""
+
+    name: str
+    task: Any  # the settings of a task; its type decides which (vlbert.tasks.TASKS)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int = 250_000  # optimizer steps in all
+    run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
+    start_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
+    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from
+    vocabulary: str | None = None  # vocab.txt; None: that of start_from or bert, else built from the captions
+    vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
+    precision: Literal["fp32", "bf16"] = "bf16"  # autocast on GPUs; the CPU always computes in fp32
+    log_every: int = 20  # steps between progress lines
+    validate_every: int = 5_000  # steps between validations; the last step always validates
+    validation_samples: int = 10_000  # at most so many held-out examples a validation
+    save_every: int = 5_000  # steps between checkpoints; the last step always saves
+    keep_checkpoints: int = 2  # older ones are removed
+
+    def __post_init__(self):
+        _check(self, self.steps > 0, "steps", "at least 1")
+        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
+            _check(self, getattr(self, every) > 0, every, "at least 1")
+        _check(self, not (self.start_from and self.bert), "bert", "None where start_from is set")
+
+    @property
+    def run_name(self) -> str:
+        return self.run or self.name
+
+
+def override(config: Any, assignments: list[str]) -> Any:
+    """The config with every `a.b=value` applied, all at once, so that fields that belong together may change together.
+
+    ValueError names a field that does not exist, with those that do.
+    """
+    tree: dict[str, Any] = {}
+    for assignment in assignments:
+        path, separator, text = assignment.partition("=")
+        if not separator:
+            raise ValueError(
+                f"override {assignment!r} has no '='; write field=value, as in optimizer.learning_rate=1e-4"
+            )
+        *parents, name = path.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[name] = (text, path)
+    return _apply(config, tree)
+
+
+def _apply(config: Any, tree: dict[str, Any]) -> Any:
+    types = typing.get_type_hints(type(config))
+    changes = {}
+    for name, change in tree.items():
+        if name not in types:
+            first = change
+            while isinstance(first, dict):
+                first = next(iter(first.values()))
+            raise ValueError(
+                f"override {first[1]}={first[0]}: {type(config).__name__} has no field {name!r}; it has "
+                f"{', '.join(types)}"
+            )
+        old = getattr(config, name)
+        if isinstance(change, dict) and not dataclasses.is_dataclass(old):
+            raise ValueError(f"override: {name} of {type(config).__name__} is a plain value and has no fields")
+        changes[name] = _apply(old, change) if isinstance(change, dict) else _parse(change[0], types[name], change[1])
+    return dataclasses.replace(config, **changes)
+
+
+def _parse(text: str, wanted: Any, whole: str) -> Any:
+    """`text` as a value of the annotation `wanted`."""
+    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if kind is Literal:
+        if text in inner:
+            return text
+        raise ValueError(f"override {whole}={text}: it must be one of {', '.join(inner)}")
+    if type(None) in inner:
+        return None if text in ("none", "None", "") else _parse(text, inner[0], whole)
+    if kind is tuple:
+        item = inner[0]
+        return tuple(_parse(part, item, whole) for part in text.split(",") if part)
+    if wanted is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if wanted in (int, float, str):
+        try:
+            return int(float(text)) if wanted is int and float(text).is_integer() else wanted(text)
+        except ValueError:
+            raise ValueError(f"override {whole}={text}: {text!r} is no {wanted.__name__}") from None
+    raise ValueError(
+        f"override {whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields"
+    )
+
+
+def to_json(config: Any) -> dict:
+    """The config as nested dicts of plain values, for config.json and reports."""
+    return dataclasses.asdict(config)
+
+
+def from_json(kind: type, values: dict, where: str) -> Any:
+    """The inverse of to_json for the dataclass `kind`; where the fields are not ours, a ValueError names `where`."""
+    types = typing.get_type_hints(kind)
+    if set(values) != set(types):
+        raise ValueError(f"{where}: {kind.__name__} has fields {sorted(types)}, the file {sorted(values)}")
+
+    def value(name: str) -> Any:
+        if dataclasses.is_dataclass(types[name]):
+            return from_json(types[name], values[name], where)
+        return tuple(values[name]) if isinstance(values[name], list) else values[name]
+
+    return kind(**{name: value(name) for name in types})

@@ -1,0 +1,99 @@
+"""What a run says while it trains: progress lines, metrics.jsonl and TensorBoard."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from storage.objects import Objects
+
+
+class Record:
+    """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step) and tensorboard/.
+
+    On a bucket both are kept in a temporary folder and put there with every `publish`.
+    """
+
+    def __init__(self, objects: Objects, run: str, step: int, steps: int, samples_per_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.objects, self.run, self.steps, self.samples_per_step = objects, run, steps, samples_per_step
+        folder = objects.local_path(f"runs/{run}")
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = Path(self._temporary.name) if folder is None else folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep_until(step)
+        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115  closed in close()
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
+        self._since, self._since_step = time.monotonic(), step
+
+    def _keep_until(self, step: int) -> None:
+        """What a stopped run wrote after its last checkpoint will be done again, so it goes."""
+        path = f"runs/{self.run}/metrics.jsonl"
+        if self.objects.exists(path):
+            lines = self.objects.get(path).decode().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            (self.folder / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
+
+    def training(self, step: int, losses: dict[str, float], learning_rate: float) -> None:
+        """Losses averaged since the last call, after `step` steps; prints the progress line."""
+        now = time.monotonic()
+        rate = (step - self._since_step) / max(1e-9, now - self._since)  # steps/s
+        left = (self.steps - step) / rate
+        self._since, self._since_step = now, step
+        numbers = {f"loss_{name}": value for name, value in losses.items()}
+        numbers |= {"learning_rate": learning_rate, "samples_per_second": rate * self.samples_per_step}
+        said = "  ".join(f"{name} {value:.3f}" for name, value in losses.items())
+        print(
+            f"step {step}/{self.steps}  {said}  {rate * self.samples_per_step:.1f} samples/s  {_clock(left)} left",
+            flush=True,
+        )
+        self._write("training", step, numbers)
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        print(
+            f"step {step}/{self.steps}  validation  " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()),
+            flush=True,
+        )
+        self._write("validation", step, metrics)
+        self._since = time.monotonic()  # validation is no training time
+        self._since_step = step
+
+    def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        self._metrics.write(json.dumps({"kind": kind, "step": step} | numbers) + "\n")
+        self._metrics.flush()
+        for name, value in numbers.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """A JSONL file beside the metrics (predictions)."""
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self.objects.put(f"runs/{self.run}/{name}", data)
+
+    def publish(self) -> None:
+        """Bring a bucket up to date; on a folder everything is there already."""
+        if self._temporary is not None:
+            for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+                self.objects.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._board.close()
+        self.publish()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl of one kind ("training" or "validation"), in order; none before the run wrote any."""
+    path = f"runs/{run}/metrics.jsonl"
+    if not objects.exists(path):
+        return []
+    lines = [json.loads(line) for line in objects.get(path).decode().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

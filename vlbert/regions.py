@@ -1,0 +1,57 @@
+"""Fast R-CNN: from pixels and boxes to one feature vector a region, trained end to end (paper 3.2 and 3.3)."""
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import roi_align
+
+from detectors.resnet import Res5, ResNetC4
+from vlbert.batch import Batch
+from vlbert.boxes import hidden_pixels
+from vlbert.config import RegionConfig
+
+STRIDE = 16  # pixels of the picture per cell of the C4 map
+
+
+class FastRCNN(nn.Module):
+    """The appearance of every real region of a batch; padded regions are never computed."""
+
+    def __init__(self, config: RegionConfig):
+        super().__init__()
+        self.config = config
+        self.channels = config.resnet.res5_channels
+        self.backbone = ResNetC4(config.resnet)
+        self.res5 = Res5(config.resnet)
+        self.backbone.freeze(min(config.frozen_stages, 4))
+        self.res5.freeze(int(config.frozen_stages == 5))
+        # The mean is of B, G, R; the network's first convolution expects that order (Caffe's).
+        self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The K real regions of the batch, in row order: [K, channels]."""
+        return self.features(self.network_input(batch), batch)
+
+    def features(self, pixels: Tensor, batch: Batch) -> Tensor:
+        """The same from pixels that are normalised already: float [P, 3, H, W] -> [K, channels]."""
+        maps = self.backbone(pixels)  # (P, C4, H/16, W/16)
+        owner = torch.full((len(batch),), -1, device=maps.device)
+        owner[batch.picture_rows] = torch.arange(len(batch.picture_rows), device=maps.device)
+        rows, _ = batch.region_mask.nonzero(as_tuple=True)  # (K,)
+        rois = torch.cat([owner[rows, None].to(batch.boxes.dtype), batch.boxes[batch.region_mask]], dim=1)  # (K, 5)
+        with torch.autocast(maps.device.type, enabled=False):  # half precision would move the sampling points
+            cells = roi_align(
+                maps.float(), rois.float(), self.config.roi_size, 1 / STRIDE, sampling_ratio=1, aligned=False
+            )
+        return self.res5(cells).mean(dim=(2, 3))
+
+    def network_input(self, batch: Batch) -> Tensor:
+        """Pixels as the network takes them: float [P, 3, H, W], BGR, mean off, hidden regions and padding blank."""
+        pixels = (batch.pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
+        height, width = pixels.shape[2:]
+        rows = batch.picture_rows
+        hole = hidden_pixels(batch.boxes[rows], batch.region_hidden[rows], height, width)[:, None]
+        blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
+        pixels = torch.where(hole, blank, pixels)
+        # After the mean is off, padding is zero again: a batch of one and a batch of many see the same border.
+        inside_x = torch.arange(width, device=pixels.device) < batch.picture_sizes[:, :1]  # (P, W)
+        inside_y = torch.arange(height, device=pixels.device) < batch.picture_sizes[:, 1:]  # (P, H)
+        return pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])

@@ -1,0 +1,197 @@
+"""RefCOCO+: which region does an expression mean? (paper 4.2; UNC split, ground-truth regions)
+
+    torchrun -m vlbert.train finetune_refcoco_base data.root=ROOT task.folder=refcoco+ start_from=ROOT/runs/...
+
+The paper (table 3), VL-BERT base on ground-truth regions: val 79.88, testA 82.40, testB 75.01 (% of expressions).
+"""
+
+import io
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from storage.sample import Sample
+from vlbert.batch import Batch, Example, Picture, Words
+from vlbert.boxes import iou
+from vlbert.config import ModelConfig
+from vlbert.model import Encoded, HeadTransform, VLBert, initialise
+from vlbert.pictures import View
+from vlbert.tasks import Questions
+from vlbert.text import Vocabulary
+
+
+@dataclass(frozen=True)
+class RefCOCOSettings:
+    folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
+    validate_on: Literal["val", "testA", "testB"] = "val"
+    whole_image_competes: bool = False  # may the whole image be the answer? The paper: no; the authors' code: yes
+
+    def __post_init__(self):
+        if not self.folder:
+            raise ValueError(
+                "RefCOCOSettings.folder is empty; set task.folder=FOLDER with refs(unc).p and instances.json"
+            )
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One sentence that refers to one object."""
+
+    sentence_id: int
+    ref_id: int
+    text: str
+    box: tuple[float, float, float, float]  # of the object: x1 y1 x2 y2 in pixels of the image that the data set ships
+    image_size: tuple[int, int]  # width, height of that image
+
+
+class RefCOCO:
+    shuffles = False
+    paper = "79.88 val, 82.40 testA, 75.01 testB (base, ground-truth regions, table 3)"
+
+    def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.expressions = read_expressions(Path(settings.folder))
+
+    def questions(self, urls: Sequence[str], held_out: bool) -> Questions:
+        split = self.settings.validate_on if held_out else "train"
+        by_file = self.expressions[split]
+        sample_of = {Path(urlsplit(url).path).name: i for i, url in enumerate(urls)}
+        missing = sorted(by_file.keys() - sample_of.keys())
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(by_file)} images of the split {split} are in no region shard, such as "
+                f"{missing[0]}; collect and detect the images of {self.settings.folder} first"
+            )
+        pairs = [(sample_of[file], expression) for file, expressions in by_file.items() for expression in expressions]
+        return Questions(np.array([sample for sample, _ in pairs]), [expression for _, expression in pairs])
+
+    def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
+        text = swap_sides(ask.text) if view.flipped else ask.text
+        tokens = np.array([self.vocabulary.cls, *self.vocabulary.encode(text), self.vocabulary.sep])
+        zeros = np.zeros(len(tokens), np.int64)
+        to_stored = np.array([sample.width / ask.image_size[0], sample.height / ask.image_size[1]] * 2)
+        overlap = iou(view.boxes, view.place(np.array([ask.box]) * to_stored))[:, 0]  # (1 + r,)
+        candidate = np.ones(len(view.boxes), bool)
+        candidate[0] = self.settings.whole_image_competes
+        picture = Picture(
+            pixels=view.pixels,
+            boxes=view.boxes,
+            hidden=np.zeros(len(view.boxes), bool),
+            targets={"candidate": candidate, "right": candidate & (overlap > 0.5), "iou": overlap.astype(np.float32)},
+        )
+        about = {"sentence_id": ask.sentence_id, "ref_id": ask.ref_id, "expression": ask.text}
+        return Example(sample.key, Words(tokens, zeros, zeros), picture, about)
+
+    def head(self, config: ModelConfig) -> nn.Module:
+        return RegionScore(config)
+
+    def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+        candidate = batch.targets["candidate"]
+        scores, right = head(encoded.regions[candidate]), batch.targets["right"][candidate]
+        return {
+            "regions": (F.binary_cross_entropy_with_logits(scores.float(), right.float(), reduction="sum"), len(scores))
+        }
+
+    def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+        candidate = batch.targets["candidate"]
+        # Only candidates can win: neither padding nor, unless it competes, the whole image.
+        scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
+        scores[candidate] = head(encoded.regions[candidate]).float()
+        chosen = scores.argmax(1)
+        best = batch.targets["iou"].masked_fill(~candidate, -1).argmax(1)
+        rows = []
+        for i, about in enumerate(batch.about):
+            rows.append(
+                about
+                | {
+                    "key": batch.keys[i],
+                    "region": int(chosen[i]) - 1,  # as in the sample's Regions; -1 is the whole image
+                    "iou": float(batch.targets["iou"][i, chosen[i]]),
+                    "exact": bool(chosen[i] == best[i]),
+                    "candidates": int(candidate[i].sum()),
+                    "right_candidates": int((batch.targets["iou"][i][candidate[i]] >= 0.5).sum()),
+                }
+            )
+        return rows
+
+    def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
+        """accuracy: IoU >= 0.5 with the object; exact: its very region; chance: the accuracy of a random candidate."""
+        return {
+            "accuracy": float(np.mean([row["iou"] >= 0.5 for row in rows])),
+            "exact": float(np.mean([row["exact"] for row in rows])),
+            "chance": float(np.mean([1 / row["candidates"] for row in rows])),
+        }
+
+
+class RegionScore(nn.Module):
+    """Dense, GELU (from pre-training's region head), then one number a region."""
+
+    start_from = {"transform": "region_transform"}  # our part -> the part of pre-training's head that it starts as
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.transform = HeadTransform(config.hidden, normed=False)
+        self.score = nn.Linear(config.hidden, 1)
+        initialise(self, config.initializer_range)
+
+    def forward(self, regions: Tensor) -> Tensor:
+        return self.score(self.transform(regions))[..., 0]
+
+
+def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
+    """split -> image file -> its expressions, from refs(unc).p and instances.json."""
+    for name in ("refs(unc).p", "instances.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"there is no {folder / name}; set task.folder to the RefCOCO+ folder that holds it")
+    with open(folder / "instances.json") as file:
+        instances = json.load(file)
+    images = {image["id"]: image for image in instances["images"]}
+    boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
+    expressions: dict[str, dict[str, list[Expression]]] = defaultdict(lambda: defaultdict(list))
+    for ref in read_plain_pickle(folder / "refs(unc).p"):
+        if ref["image_id"] not in images or ref["ann_id"] not in boxes:
+            raise ValueError(
+                f"{folder}/refs(unc).p: ref {ref['ref_id']} names image {ref['image_id']}, annotation {ref['ann_id']}, "
+                f"which instances.json does not hold; both files must be of the same data set"
+            )
+        image, (x, y, w, h) = images[ref["image_id"]], boxes[ref["ann_id"]]
+        for sentence in ref["sentences"]:
+            expressions[ref["split"]][image["file_name"]].append(
+                Expression(
+                    sentence["sent_id"],
+                    ref["ref_id"],
+                    sentence["sent"],
+                    (x, y, x + w, y + h),
+                    (image["width"], image["height"]),
+                )
+            )
+    return expressions
+
+
+def read_plain_pickle(file: Path) -> Any:
+    """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            raise ValueError(
+                f"{file} wants to load {module}.{name}; a refs file holds plain values only, do not trust it"
+            )
+
+    return Plain(io.BytesIO(file.read_bytes()), encoding="utf-8").load()
+
+
+def swap_sides(text: str) -> str:
+    """The expression for the mirrored picture: left for right and right for left."""
+    sides = {"left": "right", "right": "left"}
+    return " ".join(sides.get(word, word) for word in text.split(" "))
