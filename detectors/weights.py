@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
+from detectors.resnet import Res5, ResNetC4
 
 _ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 _ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
@@ -75,6 +76,22 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
         network.proposal_generator.cell_anchors.copy_(anchors)
     source = "generated" if anchors is None else "file"
     return Loaded(Path(file).name, weights_hash(file), attributes, source, classes)
+
+
+def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
+    """Put the ResNet of a detector's weight file into VL-BERT's region features; the detector's heads are left out.
+
+    ValueError names the file and every tensor that is missing, unexpected or of a wrong shape.
+    """
+    tensors, _ = _read(file)
+    for module, prefix in ((backbone, "backbone."), (res5, "roi_heads.res5.")):
+        ours = module.state_dict()
+        found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        found = {name: tensor for name, tensor in found.items() if name in ours or not _COUNTER.search(name)}
+        # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
+        counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if _COUNTER.search(name)}
+        _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
+        module.load_state_dict({**counters, **found}, strict=True)
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -22,6 +22,7 @@ class DetectorSettings:
     threshold: float | None = None  # faster_rcnn: confidence that a region needs
     device: str | None = None  # faster_rcnn: cpu or cuda
     threads: int | None = None  # faster_rcnn: of its process, on a CPU
+    silence: float | None = 86_400.0  # seconds without a finished shard: it hangs
 
     def __post_init__(self):
         if self.backend == "annotated" and not self.annotations:

@@ -2,11 +2,12 @@
 
 Between the flow and its child stands this file as a program of its own (standard library only), in a session of its
 own. It adopts every descendant of the child (PR_SET_CHILD_SUBREAPER), even those that left the child's session, as the
-ranks of torchrun do. When the pipe on its standard input closes, which also `kill -9` of the flow does, it ends them
-all: SIGTERM, a grace period, SIGKILL. The child's output goes through a pipe of its own: a child that held the flow's
-stdout would keep whoever reads that waiting. Linux only (prctl, /proc).
+ranks of torchrun do. When the flow's end of the socket on its standard input closes, which also `kill -9` of the flow
+does, it ends them all: SIGTERM, a grace period, SIGKILL. The child's output goes through a pipe of its own: a child
+that held the flow's stdout would keep whoever reads that waiting. Linux only (prctl, /proc).
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -14,6 +15,7 @@ import resource
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -38,10 +40,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Finished:
-    """A child that ended well: how long it took, and the most memory that one process of its tree had.
-
-    The kernel counts what the flow itself had when it started the child, so peak_bytes is never under that.
-    """
+    """A child that ended well: how long it took, and the most memory that one process of its tree had."""
 
     seconds: float
     peak_bytes: int
@@ -72,7 +71,7 @@ def run_child(
     grace: float = GRACE,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run `command` to its end and hand every line of its output (stdout and stderr) to `on_line`; blank lines are left out.
+    """Run `command` to its end; `on_line` gets every line of its output (stdout and stderr) that is not blank.
 
     timeout: seconds it may take; silence: seconds without any output; grace: seconds between SIGTERM and SIGKILL;
     environment: variables set for it beside ours. ChildFailed where it fails, ChildTimedOut where it takes too long. No
@@ -82,7 +81,7 @@ def run_child(
     started = heard = time.monotonic()
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     lines = _Lines()
-    process = _start(command, subprocess.PIPE, grace, environment)
+    process, lifeline = _start(command, subprocess.PIPE, grace, environment)
     output, reason = process.stdout.fileno(), None
     try:
         while reason is None:
@@ -99,48 +98,52 @@ def run_child(
                     on_line(line)
                 if not data:
                     break
-            elif _has_ended(process):  # killed from outside, and somebody else still holds the pipe
+            elif process.poll() is not None:  # killed from outside, and somebody else still holds the pipe
                 break
     finally:
-        usage = _stop(process, grace, lambda data: tail.extend(lines.feed(data)))
+        peak_bytes = _stop(process, lifeline, grace, lambda data: tail.extend(lines.feed(data)))
     if reason is not None:
         raise ChildTimedOut(command, process.returncode, [*tail, *lines.rest()], reason)
     if process.returncode:
         raise ChildFailed(command, process.returncode, [*tail, *lines.rest()], _how(process.returncode))
-    return Finished(time.monotonic() - started, usage.ru_maxrss * 1024)
+    return Finished(time.monotonic() - started, peak_bytes)
 
 
 @contextmanager
 def background(
     command: Sequence[str], log: Path, *, grace: float = GRACE, environment: Mapping[str, str] | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Run `command` beside the `with` block, its output in the file `log`; yields a function that says if it still runs."""
+    """Run `command` beside the `with` block, its output in the file `log`; yields a function: does it still run?"""
     command = [str(part) for part in command]
     with open(log, "ab") as file:
-        process = _start(command, file, grace, environment)
+        process, lifeline = _start(command, file, grace, environment)
     try:
-        yield lambda: not _has_ended(process)
+        yield lambda: process.poll() is None
     finally:
-        _stop(process, grace, lambda data: None)
+        _stop(process, lifeline, grace, lambda data: None)
 
 
 def _start(
     command: list[str], output: int | BinaryIO, grace: float, environment: Mapping[str, str] | None
-) -> subprocess.Popen:
+) -> tuple[subprocess.Popen, socket.socket]:
+    """The process between us and the child, and our end of the socket: it closes, and all is ended."""
     if sys.platform != "linux":
         raise RuntimeError(f"child processes are supervised with prctl and /proc, which {sys.platform} has not")
     if threading.current_thread() is not threading.main_thread():
         # A signal interrupts the main thread alone, and the parent-death signal comes when the starting thread ends.
         raise RuntimeError("a child must be started from the main thread: call the stage directly, not by .submit()")
-    return subprocess.Popen(
-        # -I -S: nothing of the environment or of site-packages can hinder it, and it starts in 20 ms.
-        [sys.executable, "-I", "-S", __file__, str(grace), *command],
-        stdin=subprocess.PIPE,  # nothing is ever written: that it closes is the message
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-        start_new_session=True,
-    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            # -I -S: nothing of the environment or of site-packages can hinder it, and it starts in 20 ms.
+            [sys.executable, "-I", "-S", __file__, str(grace), *command],
+            stdin=theirs,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            start_new_session=True,
+        )
+    return process, ours
 
 
 def _until(now: float, started: float, timeout: float | None, heard: float, silence: float | None) -> float:
@@ -157,35 +160,29 @@ def _readable(descriptor: int, seconds: float) -> bool:
     return bool(select.select([descriptor], [], [], seconds)[0])
 
 
-def _has_ended(process: subprocess.Popen) -> bool:
-    """Whether it ended; it is left for `_stop` to reap, which asks for its resource usage."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _stop(process: subprocess.Popen, grace: float, on_output: Callable[[bytes], None]) -> resource.struct_rusage:
-    """Let the supervisor end its tree if it has not yet, and reap it."""
-    process.stdin.close()
-    deadline = time.monotonic() + grace + _KILL_SECONDS
-    while not _has_ended(process):
-        if time.monotonic() > deadline:
-            process.kill()
-        elif process.stdout is None:
-            time.sleep(0.02)
-        elif _readable(process.stdout.fileno(), 0.1):
-            data = os.read(process.stdout.fileno(), 2**16)
-            on_output(data)
-            if not data:
+def _stop(process: subprocess.Popen, lifeline: socket.socket, grace: float, on_output: Callable[[bytes], None]) -> int:
+    """Have the tree ended if it has not yet, and reap the process; the peak memory in bytes, 0 if it was killed."""
+    with lifeline:
+        lifeline.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + grace + _KILL_SECONDS
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+            elif process.stdout is None or not _readable(process.stdout.fileno(), 0.02):
                 time.sleep(0.02)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+            else:
+                on_output(os.read(process.stdout.fileno(), 2**16))
+        report = lifeline.recv(64)
     if process.stdout is not None:
-        process.stdout.close()
-    return usage
+        with process.stdout:
+            while _readable(process.stdout.fileno(), 0) and (data := os.read(process.stdout.fileno(), 2**16)):
+                on_output(data)
+    return int(report or b"0")
 
 
 def _how(returncode: int) -> str:
     if returncode < 0:
-        return f"it was killed by {signal.Signals(-returncode).name}"
+        return f"it was killed by signal {-returncode} ({signal.strsignal(-returncode)})"
     return f"it failed with exit status {returncode}"
 
 
@@ -215,7 +212,7 @@ def _supervise(command: list[str], grace: float) -> int:
     """Run `command` until it ends, the flow is gone or a signal comes; end all that is left; its wait status."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Beside the pipe: a process that the flow forked, without exec, would hold the pipe open.
+    # Beside the socket: a process that the flow forked, without exec, would hold its end open.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     awake, waker = os.pipe()
     for end in (awake, waker):
@@ -234,6 +231,8 @@ def _supervise(command: list[str], grace: float) -> int:
         if sys.stdin.fileno() in ready or (awake in ready and _STOP & set(os.read(awake, 4096))):
             break
     _end_descendants(grace, statuses)
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        os.write(sys.stdin.fileno(), str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024).encode())
     return statuses[child]
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -430,6 +431,12 @@ def line_size(catalog: Catalog, dataset: str, stage: str) -> str:
     return f"{sum(info.size for info in catalog.objects.list(f'{dataset}/{stage}/')) / 1e6:.1f}"
 
 
+def in_folder(folder: str, work: Callable, *arguments: object) -> None:
+    """For a process that will be killed: its temporary files go where pytest clears up."""
+    tempfile.tempdir = folder
+    work(*arguments)
+
+
 class DyingObjects(LocalObjects):
     """A folder whose owner is killed at the given put: before it, or when its temporary file is half written."""
 
@@ -450,9 +457,9 @@ class DyingObjects(LocalObjects):
 
 @pytest.mark.parametrize("puts", [1, 2])
 @pytest.mark.parametrize("halfway", [False, True])
-def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, puts, halfway):
+def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, tmp_path, puts, halfway):
     dying = Catalog(DyingObjects(local.objects.root, puts, halfway), "captions")
-    child = multiprocessing.get_context("fork").Process(target=commit, args=(dying, 0))
+    child = multiprocessing.get_context("fork").Process(target=in_folder, args=(str(tmp_path), commit, dying, 0))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -476,7 +483,7 @@ def commit_all(root: str) -> None:
             catalog.commit("images", f"{number:05d}", samples, rows, {})
 
 
-def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local):
+def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local, tmp_path):
     import webdataset  # noqa: F401  before the forks, which then start at once
 
     root, chance = local.objects.root, random.Random(0)
@@ -486,7 +493,7 @@ def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local):
     duration = time.monotonic() - started
     killed, seen = 0, []
     for _ in range(10):
-        child = fork.Process(target=commit_all, args=(root,))
+        child = fork.Process(target=in_folder, args=(str(tmp_path), commit_all, root))
         child.start()
         child.join(chance.uniform(0.02, 0.25) * duration)
         if child.is_alive():

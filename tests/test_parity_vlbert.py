@@ -1,4 +1,4 @@
-"""Our model beside figures that the authors' code produced (../shared/parity/vlbert): the same weights, the same numbers.
+"""Our model beside figures that the authors' code produced (../shared/parity/vlbert): same weights, same numbers.
 
 One case here, end to end from pixels with a text-only row; all cases and all gradients come with the parity benchmark.
 """

@@ -51,7 +51,8 @@ class FastRCNN(nn.Module):
         hole = hidden_pixels(batch.boxes[rows], batch.region_hidden[rows], height, width)[:, None]
         blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
         pixels = torch.where(hole, blank, pixels)
-        # After the mean is off, padding is zero again: a batch of one and a batch of many see the same border.
+        # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
+        # where a picture ends in a batch of larger ones, as in the authors' code; batches of one size avoid that.
         inside_x = torch.arange(width, device=pixels.device) < batch.picture_sizes[:, :1]  # (P, W)
         inside_y = torch.arange(height, device=pixels.device) < batch.picture_sizes[:, 1:]  # (P, H)
         return pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])

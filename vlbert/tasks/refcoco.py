@@ -36,12 +36,6 @@ class RefCOCOSettings:
     validate_on: Literal["val", "testA", "testB"] = "val"
     whole_image_competes: bool = False  # may the whole image be the answer? The paper: no; the authors' code: yes
 
-    def __post_init__(self):
-        if not self.folder:
-            raise ValueError(
-                "RefCOCOSettings.folder is empty; set task.folder=FOLDER with refs(unc).p and instances.json"
-            )
-
 
 @dataclass(frozen=True)
 class Expression:

@@ -1,0 +1,572 @@
+"""Write ROOT/report.html: what a demo run did and what the model learned, on one page that needs no network.
+
+    python -m demo.report ROOT
+
+Every number is read from the files below ROOT. What is not there yet is said in its place on the page.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
+
+from demo.scenes import COLOURS, SHAPES
+from demo.world import World, read_world
+from storage.catalog import OK, Catalog
+from storage.download import STATUSES
+from storage.objects import Objects, open_objects
+from storage.sample import Sample
+from vlbert.boxes import iou
+from vlbert.checkpoint import checkpoints, read_state
+from vlbert.data import region_stage
+from vlbert.record import read_metrics
+from vlbert.tasks.refcoco import RefCOCO, read_expressions
+
+CAPTIONS, HELD_OUT, REFCOCO = DATASETS = ("captions", "held-out", "refcoco+")
+DATASETS_ARE = {CAPTIONS: "to learn from", HELD_OUT: "to measure on", REFCOCO: "to fine-tune on and to measure on"}
+ROLES = {"pretrain": "pre-training", "with": "fine-tuning with pre-training", "without": "fine-tuning without"}
+
+SCENES = 8  # held-out scenes that are shown
+RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # RefCOCO+ examples; where there are fewer of one kind, more of the other
+MOST_BOXES, MOST_NAMES = 12, 6  # drawn in one scene: a network finds up to 100 regions
+LONGEST_TEXT = 300  # characters of a caption, URL or detail
+PICTURE_SIDE = 480  # pixels of the longer side of a picture on the page, which shows it at about half that
+NAME_SIZE = 20  # pixels of the names drawn into it
+RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape; every caption names both equally
+
+GREEN, RED, OTHERS = (
+    (27, 175, 122),
+    (227, 73, 72),
+    (255, 255, 255),
+)  # the object that is meant, a wrong choice, the rest
+BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
+# Colours of lines in charts: matplotlib draws with these, the page replaces them by CSS variables (light and dark).
+_GRID = "#010101"
+_CHART_COLOURS = {_GRID: "grid"}
+_CHART_COLOURS |= {f"#0{i}0{i}0{i}": name for i, name in enumerate(("blue", "orange", "aqua", "violet", "muted"), 2)}
+_BY_NAME = {name: colour for colour, name in _CHART_COLOURS.items()}
+
+
+class NotThereYet(Exception):
+    """What a part of the page needs is not there; the message says what and, where it is known, what makes it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the page: what it shows or, in `missing`, why there is nothing to show."""
+
+    content: Any = None
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is read of one run: the lines of metrics.jsonl by kind, predictions.jsonl and its newest checkpoint.
+
+    steps is the number that the recipe asks for and stage the held-out regions that were read; both are known from the
+    first checkpoint on, and None before.
+    """
+
+    name: str
+    training: list[dict]
+    validations: list[dict]
+    predictions: list[dict]
+    steps: int | None
+    stage: str | None
+
+    @property
+    def last(self) -> dict:
+        if not self.validations:
+            raise NotThereYet(f"run {self.name} has not validated yet")
+        return self.validations[-1]
+
+    @property
+    def progress(self) -> str:
+        """How far the numbers of `last` are from those of the finished run."""
+        step = self.last["step"]
+        if self.steps is None:
+            return f"after {step:,} steps; the run has no checkpoint yet"
+        return f"after {step:,} steps" if step >= self.steps else f"not finished: step {step:,} of {self.steps:,}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: points (step, value); `value` is what the legend says beside the name."""
+
+    name: str
+    colour: str
+    points: list[tuple[float, float]]
+    value: str = ""
+    dashed: bool = False
+
+
+def write_report(root: Path, world: World, timings: list[tuple[str, float]], runs: dict[str, str]) -> Path:
+    """Write ROOT/report.html and, for later calls, ROOT/timings.json; returns the page.
+
+    timings: (stage, seconds) in order. runs: `pretrain`, `with` and `without` (pre-training) -> name below ROOT/runs.
+    """
+    unknown = sorted(runs.keys() - ROLES.keys())
+    if unknown:
+        raise ValueError(f"runs has {', '.join(unknown)}; it takes {', '.join(ROLES)}")
+    stages = [{"stage": stage, "seconds": seconds} for stage, seconds in timings]
+    _write(root / "timings.json", json.dumps({"stages": stages, "runs": runs}, indent=1) + "\n")
+    return write_page(root, world, timings, runs)
+
+
+def write_page(root: Path, world: World, timings: Sequence[tuple[str, float]], runs: dict[str, str]) -> Path:
+    """Write ROOT/report.html alone."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "cut": cut, "size": size_words, "whole": "{:,}".format}
+    objects = open_objects(str(root))
+    read = {role: part(read_run, objects, runs, role) for role in ROLES}
+    tables = {dataset: part(statuses, objects, dataset) for dataset in DATASETS}
+    page = environment.get_template("report.html.j2").render(
+        world=world.settings,
+        tables=tables,
+        meanings=STATUSES,
+        datasets_are=DATASETS_ARE,
+        grounding=part(grounding, read["pretrain"]),
+        scores={role: part(score, read[role]) for role in ("with", "without")},
+        chance=part(chance, read),
+        paper=RefCOCO.paper,
+        scenes=part(held_out_scenes, objects, world, read),
+        losses=part(loss_chart, read["pretrain"]),
+        watched=part(grounding_chart, read["pretrain"]),
+        fine_tuning_losses=part(fine_tuning_chart, read, "training", "loss_regions"),
+        fine_tuning_accuracy=part(fine_tuning_chart, read, "validation", "accuracy"),
+        examples=part(examples, objects, world, read),
+        seconds=part(seconds, timings),
+        places=places(root, world, runs),
+    )
+    file = root / "report.html"
+    _write(file, page)
+    return file
+
+
+def part(build: Callable[..., Any], *arguments: Any) -> Part:
+    """What `build` returns, or why it is not there yet; any other error is one of the program and is raised."""
+    try:
+        return Part(build(*(_content(argument) if isinstance(argument, Part) else argument for argument in arguments)))
+    except NotThereYet as reason:
+        return Part(missing=str(reason))
+
+
+def _content(of: Part) -> Any:
+    if of.missing:
+        raise NotThereYet(of.missing)
+    return of.content
+
+
+# --- what the files say -----------------------------------------------------------------------------------------------
+
+
+def read_run(objects: Objects, runs: dict[str, str], role: str) -> Run:
+    if role not in runs:
+        raise NotThereYet(f"no run is named for {ROLES[role]}")
+    name = runs[role]
+    training, validations = (read_metrics(objects, name, kind) for kind in ("training", "validation"))
+    if not training and not validations:
+        raise NotThereYet(f"run {name} ({ROLES[role]}) has written no metrics")
+    predictions, path = [], f"runs/{name}/predictions.jsonl"
+    if objects.exists(path):
+        predictions = [json.loads(line) for line in objects.get(path).decode().splitlines()]
+    steps, stage, saved = None, None, checkpoints(objects, name)
+    if saved:
+        steps = json.loads(objects.get(f"{saved[-1]}/config.json"))["recipe"]["steps"]
+        stage = (read_state(objects, saved[-1])["held_out"] or {}).get("stage")
+    return Run(name, training, validations, predictions, steps, stage)
+
+
+def statuses(objects: Objects, dataset: str) -> dict:
+    """Of a dataset's images: how many rows, how many stored, and by status the count and the first row."""
+    catalog, found = Catalog(objects, dataset), {}
+    for shard in catalog.shards("images"):
+        table = catalog.manifest("images", shard).table.select(["status", "detail", "url"])
+        for row in table.to_pylist():
+            entry = found.setdefault(row["status"], {"count": 0, "url": row["url"], "detail": row["detail"]})
+            entry["count"] += 1
+    if not found:
+        raise NotThereYet(f"no image shard of {dataset} is committed")
+    counts = dict(sorted(found.items(), key=lambda item: (item[0] != OK, -item[1]["count"], item[0])))
+    rows, stored = (sum(e["count"] for s, e in counts.items() if s == OK or not only) for only in (False, True))
+    return {"rows": rows, "stored": stored, "statuses": counts}
+
+
+def grounding(run: Run) -> dict:
+    """Accuracies at masked words and regions, with the right picture and with another's; and how many were asked."""
+    rows = []
+    for name, what in (("watched", "colour and shape words"), ("words", "all words"), ("regions", "hidden regions")):
+        metric = f"{name}_accuracy"
+        if metric in run.last and f"{metric}_shuffled" in run.last:
+            asked = sum(row.get(name, 0) for row in run.predictions)
+            rows.append({"what": what, "right": run.last[metric], "other": run.last[f"{metric}_shuffled"], "n": asked})
+    if not rows or "watched_accuracy" not in run.last:
+        raise NotThereYet(f"run {run.name} did not report colour and shape words (task.watched_words)")
+    return {"rows": rows, "random": RANDOM_GUESS, "progress": run.progress}
+
+
+def score(run: Run) -> dict:
+    """Accuracies of a fine-tuned run; n: expressions asked."""
+    return {
+        "accuracy": run.last["accuracy"],
+        "exact": run.last["exact"],
+        "progress": run.progress,
+        "n": len(run.predictions),
+    }
+
+
+def chance(read: dict[str, Part]) -> float:
+    """Accuracy of a random candidate: the same for both runs."""
+    for role in ("with", "without"):
+        if not read[role].missing and read[role].content.validations:
+            return read[role].content.last["chance"]
+    raise NotThereYet("no fine-tuning run has validated yet")
+
+
+def seconds(timings: Sequence[tuple[str, float]]) -> dict:
+    if not timings:
+        raise NotThereYet("no stage was timed (timings.json names none)")
+    longest = max(value for _, value in timings) or 1
+    rows = [{"stage": stage, "seconds": value, "share": value / longest} for stage, value in timings]
+    return {"rows": rows, "total": sum(value for _, value in timings)}
+
+
+def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
+    """What lies where below the root, with its size; only what exists."""
+    found = [(os.path.relpath(world.root, root), "the drawn world: pictures, caption lists, annotations, expressions")]
+    for dataset in DATASETS:
+        found.append(
+            (f"{dataset}/images", f"{dataset}: downloaded pictures with their captions; manifests say the rest")
+        )
+        stages = sorted(path.name for path in (root / dataset / "regions").glob("*") if path.is_dir())
+        found += [
+            (f"{dataset}/regions/{name}", f"{dataset}: the same with regions of detector {name}") for name in stages
+        ]
+    found += [
+        (f"runs/{runs[role]}", f"{ROLES[role]}: checkpoints, metrics, predictions") for role in ROLES if role in runs
+    ]
+    found.append(("timings.json", "the seconds and names on this page"))
+    rows = []
+    for path, what in found:
+        files = [f for f in [root / path, *(root / path).rglob("*")] if f.is_file()]
+        if files:
+            rows.append(
+                {"path": path, "what": what, "files": len(files), "bytes": sum(f.stat().st_size for f in files)}
+            )
+    return rows
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def held_out_scenes(objects: Objects, world: World, read: dict[str, Part]) -> dict:
+    """The first held-out scenes with their regions drawn on, and where the regions come from."""
+    catalog, stage = Catalog(objects, HELD_OUT), stage_of(objects, HELD_OUT, read["pretrain"])
+    names = class_names(world)
+    shown = []
+    for sample in islice(samples_of(catalog, stage), SCENES):
+        labels = [names.get(label, f"class {label}") for label in sample.regions.labels_background_first().tolist()]
+        boxes = [
+            (box, BOX_COLOURS[i % len(BOX_COLOURS)], labels[i] if i < MOST_NAMES else "")
+            for i, box in enumerate(sample.regions.boxes[:MOST_BOXES])
+        ]
+        shown.append({"picture": draw_boxes(sample, boxes), "caption": sample.caption, "labels": labels})
+    if not shown:
+        raise NotThereYet(f"no scene of {HELD_OUT}/{stage} has regions")
+    return {"shown": shown, "origin": origin(catalog, stage), "most_boxes": MOST_BOXES}
+
+
+def examples(objects: Objects, world: World, read: dict[str, Part]) -> dict:
+    """RefCOCO+ expressions of the run with pre-training: the first right and the first wrong ones, drawn."""
+    run = _content(read["with"])
+    if not run.predictions:
+        raise NotThereYet(f"run {run.name} has written no predictions")
+    if not world.refcoco_refs.is_file():
+        raise NotThereYet(f"there is no {os.path.relpath(world.refcoco_refs, objects.root)}, which says what is meant")
+    sentences = {
+        expression.sentence_id: expression
+        for by_file in read_expressions(world.refcoco).values()
+        for expressions in by_file.values()
+        for expression in expressions
+    }
+    without = {} if read["without"].missing else {p["sentence_id"]: p for p in read["without"].content.predictions}
+    catalog, stage = Catalog(objects, REFCOCO), stage_of(objects, REFCOCO, read["with"])
+    chosen = some_right_some_wrong(run.predictions)
+    samples, wanted = {}, {prediction["key"] for prediction in chosen}
+    for sample in samples_of(catalog, stage):
+        if sample.key in wanted:
+            samples[sample.key] = sample
+        if len(samples) == len(wanted):
+            break
+    shown = []
+    for prediction in chosen:
+        sample, expression = samples.get(prediction["key"]), sentences.get(prediction["sentence_id"])
+        if sample is None or expression is None or expression.text != prediction["expression"]:
+            raise NotThereYet(
+                f"sentence {prediction['sentence_id']} of run {run.name} is not among the expressions or its picture "
+                f"not in {REFCOCO}/{stage}: the run belongs to another world"
+            )
+        other = without.get(prediction["sentence_id"])
+        shown.append(
+            {
+                "picture": draw_choice(sample, expression.box, expression.image_size, prediction, run.name),
+                "expression": prediction["expression"],
+                "right": prediction["iou"] >= 0.5,
+                "iou": prediction["iou"],
+                "candidates": prediction["candidates"],
+                "without_right": None if other is None else other["iou"] >= 0.5,
+            }
+        )
+    return {"shown": shown, "n": len(run.predictions), "origin": origin(catalog, stage), "progress": run.progress}
+
+
+def some_right_some_wrong(predictions: Sequence[dict]) -> list[dict]:
+    """The first right ones, then the first wrong ones, of each as many as there is room for."""
+    right = [prediction for prediction in predictions if prediction["iou"] >= 0.5]
+    wrong = [prediction for prediction in predictions if prediction["iou"] < 0.5]
+    room = RIGHT_SHOWN + WRONG_SHOWN
+    wrong = wrong[: max(WRONG_SHOWN, room - len(right))]
+    return right[: room - len(wrong)] + wrong
+
+
+def draw_choice(sample: Sample, meant: Sequence[float], size: Sequence[int], prediction: dict, run: str) -> str:
+    """All candidates, the object that is meant and, where it is another, the chosen one; a data URI."""
+    scale = np.array([sample.width / size[0], sample.height / size[1]] * 2)
+    meant = np.array(meant) * scale
+    boxes, number = sample.regions.boxes, prediction["region"]
+    if number >= len(boxes):
+        raise NotThereYet(f"run {run} chose region {number} of {sample.key}, which has {len(boxes)}: other regions")
+    chosen = boxes[number] if number >= 0 else np.array([0, 0, sample.width, sample.height], np.float32)
+    overlap = float(iou(chosen[None], meant[None])[0, 0])
+    if abs(overlap - prediction["iou"]) > 0.05:  # resizing rounds; other regions differ by more
+        raise NotThereYet(
+            f"region {number} of {sample.key} overlaps the object by {overlap:.2f}, run {run} says "
+            f"{prediction['iou']:.2f}: the run read other regions"
+        )
+    drawn = [(box, OTHERS, "") for i, box in enumerate(boxes[:MOST_BOXES]) if i != number]
+    if prediction["iou"] >= 0.5:
+        return draw_boxes(sample, [*drawn, (chosen, GREEN, "chosen, right")])
+    return draw_boxes(sample, [*drawn, (meant, GREEN, "meant"), (chosen, RED, "chosen")])
+
+
+def draw_boxes(sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]]) -> str:
+    """The picture with (box in its pixels, colour, name or "") drawn on, the last on top; a JPEG as a data URI."""
+    factor = PICTURE_SIDE / max(sample.width, sample.height)
+    width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
+    picture = Image.open(io.BytesIO(sample.image)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(NAME_SIZE)
+    scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
+    for (x1, y1, x2, y2), (_, colour, _) in zip(scaled, boxes, strict=True):
+        line = 2 if colour == OTHERS else 4
+        # A dark rim on both sides parts the line from any colour below it.
+        for grow, outline, thickness in ((1, (0, 0, 0), line + 2), (0, colour, line)):
+            corners = [max(0, x1 - grow), max(0, y1 - grow), min(width - 1, x2 + grow), min(height - 1, y2 + grow)]
+            draw.rectangle(corners, outline=outline, width=thickness)
+    taken = []
+    for box, (_, colour, name) in zip(scaled, boxes, strict=True):  # after all boxes: no line crosses a name
+        if name:
+            taken.append(_name_place(box, draw.textlength(name, font) + 12, width, height, taken))
+            left, top, right, bottom = taken[-1]
+            draw.rectangle(taken[-1], fill=colour)
+            ink = (255, 255, 255) if sum(colour) < 420 else (0, 0, 0)
+            draw.text((left + 6, (top + bottom) / 2), name, fill=ink, font=font, anchor="lm")
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=90, subsampling=0)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _name_place(box: Sequence[int], length: float, width: int, height: int, taken: Sequence[tuple]) -> tuple:
+    """Where the name of a box goes: above, below or inside it, the first that is in the picture and meets no other."""
+    x1, y1, _, y2 = box
+    left, tall = min(max(0, x1 - 1), max(0, width - length)), NAME_SIZE + 6
+    places = [(left, top, left + length, top + tall) for top in (y1 - tall - 2, y2 + 2, y1)]
+
+    def free(place: tuple) -> bool:
+        clear = all(place[0] >= t[2] or place[2] <= t[0] or place[1] >= t[3] or place[3] <= t[1] for t in taken)
+        return clear and place[1] >= 0 and place[3] <= height
+
+    return next((place for place in places if free(place)), places[-1])
+
+
+def stage_of(objects: Objects, dataset: str, run: Part) -> str:
+    """The regions that the run was measured on; before its first checkpoint, the only ones there are."""
+    if not run.missing and run.content.stage:
+        return run.content.stage
+    try:
+        return region_stage(objects, dataset, None)
+    except ValueError as error:
+        raise NotThereYet(str(error)) from error
+
+
+def samples_of(catalog: Catalog, stage: str) -> Iterator[Sample]:
+    for shard in catalog.shards(stage):
+        yield from catalog.read(stage, shard)
+
+
+def origin(catalog: Catalog, stage: str) -> dict:
+    """Who found the regions of a stage, as its manifests say."""
+    shards = catalog.shards(stage)
+    if not shards:
+        raise NotThereYet(f"no shard of {catalog.dataset}/{stage} is committed")
+    metas = [catalog.manifest(stage, shard).meta for shard in shards]
+    return {
+        "backend": metas[0]["config"]["backend"],
+        "untrained": any(meta["untrained"] for meta in metas),
+        "stage": f"{catalog.dataset}/{stage}",
+    }
+
+
+def class_names(world: World) -> dict[int, str]:
+    """Label with the background at 0 -> name: the categories of annotations.json in the order of their ids."""
+    if not world.annotations.is_file():
+        raise NotThereYet(f"there is no {world.annotations.name} in the world, which names the classes")
+    categories = json.loads(world.annotations.read_text())["categories"]
+    names = [category["name"] for category in sorted(categories, key=lambda category: category["id"])]
+    return dict(enumerate(names, start=1))
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def loss_chart(run: Run) -> dict:
+    names = {"loss_words": ("masked words", "blue"), "loss_regions": ("masked regions", "aqua")}
+    names |= {"loss_text_words": ("masked words of text alone", "violet")}
+    lines = [line(name, colour, run.training, metric, "{:.2f}") for metric, (name, colour) in names.items()]
+    return chart("Pre-training: losses", lines, "nats per masked word or region")
+
+
+def grounding_chart(run: Run) -> dict:
+    grounding(run)  # says what is missing, if anything
+    right = line("right picture", "blue", run.validations, "watched_accuracy", "{:.0%}")
+    other = line("another picture", "orange", run.validations, "watched_accuracy_shuffled", "{:.0%}")
+    steps = run.validations[0]["step"], run.last["step"]
+    guess = Line("random guess", "muted", [(s, RANDOM_GUESS) for s in steps], f"{RANDOM_GUESS:.0%}", dashed=True)
+    return chart("Pre-training: colour and shape words filled in", [right, other, guess], "% right, held out")
+
+
+def fine_tuning_chart(read: dict[str, Part], kind: str, metric: str) -> dict:
+    """Both fine-tuning runs, or the one there is."""
+    runs = {role: read[role].content for role in ("with", "without") if not read[role].missing}
+    lines = []
+    for role, run in runs.items():
+        values = run.training if kind == "training" else run.validations
+        name, colour = {"with": ("with pre-training", "blue"), "without": ("without", "orange")}[role]
+        lines.append(line(name, colour, values, metric, "{:.2f}" if kind == "training" else "{:.0%}"))
+    lines = [one for one in lines if one.points]
+    if not lines:
+        raise NotThereYet("no fine-tuning run has written " + ("a loss" if kind == "training" else "an accuracy"))
+    if kind == "training":
+        return chart("Fine-tuning: loss", lines, "nats per candidate region")
+    steps = [step for one in lines for step, _ in one.points]
+    value = chance(read)
+    lines.append(Line("chance", "muted", [(min(steps), value), (max(steps), value)], f"{value:.0%}", dashed=True))
+    return chart("Fine-tuning: right object found", lines, "% of expressions, held out")
+
+
+def line(name: str, colour: str, values: Sequence[dict], metric: str, form: str) -> Line:
+    points = [(value["step"], value[metric]) for value in values if metric in value]
+    return Line(name, colour, points, form.format(points[-1][1]) if points else "")
+
+
+def chart(title: str, lines: Sequence[Line], unit: str) -> dict:
+    """Inline SVG whose colours are CSS variables, with what the page says beside it; `%` in `unit` means shares."""
+    lines = [one for one in lines if one.points]
+    if not lines:
+        raise NotThereYet(f"no values for the chart {title!r} are written")
+    style = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8.5}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(5, 2.9), layout="constrained")
+        axes = figure.add_subplot()
+        for one in lines:
+            steps, values = np.array(one.points, float).T
+            markers = {"marker": "o", "markersize": 3.5} if len(steps) < 15 and not one.dashed else {}
+            values = 100 * values if "%" in unit else values
+            axes.plot(steps, values, "--" if one.dashed else "-", color=_BY_NAME[one.colour], linewidth=1.8, **markers)
+        axes.set_xlabel("optimizer steps")
+        axes.set_ylabel(unit)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0, top=100 if "%" in unit else None)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.tick_params(length=0)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.spines["bottom"].set_color(_GRID)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    return {"title": title, "svg": Markup(_themed(file.getvalue(), title)), "lines": lines}
+
+
+def _themed(svg: str, title: str) -> str:
+    """matplotlib's SVG for use inside HTML: no prolog, no fixed size, ids of its own, colours by CSS variable."""
+    svg = svg[svg.index("<svg") :]
+    size = re.search(r'viewBox="[^"]+"', svg)[0]
+    svg = re.sub(r"<svg[^>]*>", f'<svg {size} aria-hidden="true">', svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL).replace("xlink:href", "href")
+    prefix = re.sub(r"\W+", "-", title.lower())
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    return re.sub(r"#(0[1-6])\1\1", lambda found: f"var(--{_CHART_COLOURS[found[0]]})", svg)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}\N{NARROW NO-BREAK SPACE}%"
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
+
+
+def size_words(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
+
+
+def _write(file: Path, text: str) -> None:
+    """At once, so that nobody opens half a page."""
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m demo.report", description="Write ROOT/report.html anew.")
+    parser.add_argument("root", type=Path, help="the folder of a demo run; ROOT/world holds the drawn world")
+    root = parser.parse_args(arguments).root
+    about, file = {"stages": [], "runs": {}}, root / "timings.json"
+    if file.is_file():
+        about = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        print(f"there is no {file}, which names the runs and their seconds: the page will lack them", file=sys.stderr)
+    try:
+        world = read_world(root / "world")
+        page = write_page(root, world, [(one["stage"], one["seconds"]) for one in about["stages"]], about["runs"])
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main()

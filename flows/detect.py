@@ -1,0 +1,99 @@
+"""Detect: every image shard that has no regions of this detector yet gets them, in a child process."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pyarrow.compute as pc
+from prefect import flow, get_run_logger
+
+from flows.artifacts import publish, table_of_counts
+from flows.settings import Dataset
+from flows.supervisor import run_child
+from storage.catalog import Catalog
+from storage.objects import open_objects
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What a dataset's regions are now; new_shards were added by this run, peak_bytes is the child's memory."""
+
+    dataset: str
+    detector: str
+    shards: int
+    new_shards: int
+    images: int
+    regions: int
+    untrained: bool
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def stage(self) -> str:
+        return f"regions/{self.detector}"
+
+
+def detect(root: str, dataset: Dataset, say: Callable[[str], None] = print) -> Detected:
+    """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread."""
+    started, reports = time.monotonic(), []
+
+    def on_line(line: str) -> None:
+        report = _as_report(line)
+        if report is None:
+            say(f"{dataset.name}: {line}")
+            return
+        reports.append(report)
+        if "done" in report:
+            say(
+                f"{dataset.name}: shard {report['shard']}, {report['done']} of {report['of']}: {report['images']} "
+                f"images, {report['regions']} regions, {report['images_per_s']:.1f} images/s"
+            )
+
+    command = [sys.executable, "-m", "detectors.run", root, dataset.name, *dataset.detector.flags()]
+    finished = run_child(command, on_line, silence=dataset.detector.silence)
+    *shards, whole = reports
+    catalog = Catalog(open_objects(root), dataset.name)
+    detected = _look(catalog, whole["stage"], len(shards), time.monotonic() - started, finished.peak_bytes)
+    if not shards:
+        say(f"{dataset.name}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
+    if detected.untrained:
+        say(f"{dataset.name}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
+    return detected
+
+
+def _as_report(line: str) -> dict | None:
+    """A line of JSON that the detector printed; None for any other."""
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
+    """The whole stage as its manifests tell it."""
+    manifests = [catalog.manifest(stage, shard) for shard in catalog.shards(stage)]
+    return Detected(
+        dataset=catalog.dataset,
+        detector=stage.removeprefix("regions/"),
+        shards=len(manifests),
+        new_shards=new_shards,
+        images=sum(manifest.ok_rows for manifest in manifests),
+        regions=sum(pc.sum(manifest.table["num_regions"]).as_py() or 0 for manifest in manifests),
+        untrained=any(manifest.meta["untrained"] for manifest in manifests),
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+    )
+
+
+@flow(name="detect-regions", flow_run_name="{dataset.name}")
+def detect_flow(root: str, dataset: Dataset) -> Detected:
+    """Find regions in the images of one dataset."""
+    logger = get_run_logger()
+    detected = detect(root, dataset, logger.info)
+    if detected.untrained:
+        logger.warning("the regions of %s come from an UNTRAINED detector", dataset.name)
+    publish("regions", dataset.name, table_of_counts(Catalog(open_objects(root), dataset.name), detected.stage))
+    return detected

@@ -1,0 +1,78 @@
+import dataclasses
+
+import pytest
+from tiny import as_overrides, tiny_recipe
+
+from vlbert.config import ModelConfig, from_json, override, to_json
+from vlbert.recipes import RECIPES
+from vlbert.train import check_complete
+
+
+def test_overrides_reach_every_depth_and_keep_the_types():
+    recipe = override(
+        RECIPES["pretrain_vlbert_base"](),
+        [
+            "steps=1e3",
+            "optimizer.learning_rate=3e-4",
+            "model.regions.resnet.blocks=3,4,6,3",
+            "task.words.whole_words=false",
+            "task.max_elements=none",
+            "model.geometry=corners",
+            "task.watched_words=red,blue",
+            "optimizer.betas=0.9,0.98",
+        ],
+    )
+    assert (recipe.steps, recipe.optimizer.learning_rate) == (1000, 3e-4)
+    assert recipe.model.regions.resnet.blocks == (3, 4, 6, 3)
+    assert recipe.task.words.whole_words is False
+    assert recipe.task.max_elements is None
+    assert recipe.model.geometry == "corners"
+    assert recipe.task.watched_words == ("red", "blue")
+    assert recipe.optimizer.betas == (0.9, 0.98)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("optimiser.learning_rate=1", "Recipe has no field 'optimiser'"),
+        ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has learning_rate"),
+        ("steps", "has no '='"),
+        ("steps=many", "'many' is no int"),
+        ("model.geometry=polar", "one of centre, corners"),
+        ("steps.more=1", "plain value"),
+        ("model=small", "set its fields"),
+        ("model.heads=7", "ModelConfig.heads is 7; it must be a divisor of hidden = 768"),
+        ("task.words.masked=1.5", "shares"),
+        ("steps=0", "Recipe.steps is 0"),
+    ],
+)
+def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
+    with pytest.raises(ValueError, match=".*") as error:
+        override(RECIPES["pretrain_vlbert_base"](), [assignment])
+    assert says in str(error.value)
+
+
+def test_fields_that_belong_together_may_change_together():
+    recipe = override(RECIPES["pretrain_vlbert_base"](), ["model.hidden=96", "model.heads=8"])
+    assert (recipe.model.hidden, recipe.model.heads) == (96, 8)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_are_named_as_their_function_and_survive_json(name):
+    recipe = RECIPES[name]()
+    assert recipe.name == name
+    assert from_json(ModelConfig, to_json(recipe)["model"], "here") == recipe.model
+    with pytest.raises(ValueError, match="data.root is not set"):
+        check_complete(recipe)
+
+
+def test_a_configuration_of_another_version_is_refused():
+    values = to_json(ModelConfig())
+    del values["heads"]
+    with pytest.raises(ValueError, match="config.json: ModelConfig has fields"):
+        from_json(ModelConfig, values, "config.json")
+
+
+def test_as_overrides_is_the_inverse_of_override(tmp_path):
+    base, tiny = RECIPES["pretrain_vlbert_demo"](), tiny_recipe(tmp_path)
+    assert override(base, as_overrides(tiny, base)) == dataclasses.replace(tiny, name=base.name)

@@ -1,0 +1,72 @@
+"""The order of dependence, flows -> vlbert -> detectors -> storage, and where prefect, boto3 and detectron2 stand."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "storage": {"storage"},
+    "detectors": {"detectors", "storage"},
+    "vlbert": {"vlbert", "detectors", "storage"},
+    "flows": {"flows", "vlbert", "detectors", "storage"},
+}
+ONLY_IN = {"prefect": "flows/", "boto3": "storage/objects.py", "detectron2": "detectors/detectron2.py"}
+# In vlbert, these alone may import detectors: region features, prediction, and the configuration that names the ResNet.
+KNOW_DETECTORS = {
+    "vlbert/regions.py",
+    "vlbert/predict.py",
+    "vlbert/config.py",
+    "vlbert/recipes.py",
+    "vlbert/train.py",  # starts from a detector's weights
+}
+FILES = sorted(path.relative_to(ROOT) for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+HOUSE = {*MAY_IMPORT, "demo", "benchmarks", "tests"}
+
+
+def imported(file: Path) -> set[str]:
+    """Every module that the file imports anywhere, in functions too."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import; name the package"
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_imports_only_what_stands_to_its_right(file):
+    packages = {name.split(".")[0] for name in imported(file)}
+    assert packages & HOUSE <= MAY_IMPORT[file.parts[0]]
+    for package, place in ONLY_IN.items():
+        assert package not in packages or str(file).startswith(place)
+    if file.parts[0] == "vlbert" and "detectors" in packages:
+        assert str(file) in KNOW_DETECTORS
+    if file.parts[0] == "storage":
+        assert "torch" not in packages
+
+
+def test_training_needs_none_of_the_packages_that_other_rooms_need():
+    """vlbert.train imports where only torch, torchvision, transformers, numpy, pyarrow, msgpack, pillow are there."""
+    program = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in %r:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import vlbert.train
+print("imported")
+"""
+    absent = ["aiohttp", "boto3", "botocore", "fastapi", "jinja2", "matplotlib", "prefect", "simplejpeg", "tensorboard"]
+    run = subprocess.run(
+        [sys.executable, "-c", program % [*absent, "webdataset"]], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert run.stdout.strip() == "imported", run.stderr

@@ -1,0 +1,252 @@
+"""What must hold of the model whatever its weights: padding, order of regions, hidden pixels, BERT inside."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny import CLASSES, TINY_MODEL, tiny_sample
+from transformers import BertConfig, BertForPreTraining
+
+from vlbert.batch import Batch, Example, Words, collate
+from vlbert.bert import start_from_bert
+from vlbert.config import ModelConfig
+from vlbert.model import TaskModel, VLBert, count_parameters
+from vlbert.pictures import view
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.text import SPECIALS, Vocabulary
+
+LETTERS = Vocabulary(
+    [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+)
+TASK = Pretraining(PretrainingSettings(), LETTERS, len(CLASSES))
+
+
+def example(number: int, regions: int = 2) -> Example:
+    sample = tiny_sample(number, regions)
+    return TASK.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+
+
+@pytest.fixture(scope="module")
+def model() -> TaskModel:
+    torch.manual_seed(0)
+    return TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK).eval()
+
+
+def encode(model: TaskModel, *examples: Example) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    batch = collate(examples)
+    with torch.no_grad():
+        encoded = model.vlbert(batch)
+    return batch, encoded.text, encoded.regions
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-6) -> None:
+    assert a.shape == b.shape
+    assert float((a - b).abs().max()) < tolerance
+
+
+def test_padding_changes_nothing(model):
+    small, large = example(1, regions=1), example(2, regions=3)
+    text_only = TASK.text_example("text", LETTERS.encode("abc defghijklmnopqrstuvwxyz" * 2), np.random.default_rng(0))
+    batch, text, regions = encode(model, small, large, text_only)
+    for row, alone in enumerate((small, large, text_only)):
+        single, its_text, its_regions = encode(model, alone)
+        close(text[row][batch.text_mask[row]], its_text[0][single.text_mask[0]])
+        if alone.picture:
+            close(regions[row][batch.region_mask[row]], its_regions[0][single.region_mask[0]])
+
+
+def test_the_order_of_regions_changes_no_text_and_only_the_order_of_regions(model):
+    given = example(5, regions=3)
+    order = np.array([0, 3, 1, 2])
+    shuffled = dataclasses.replace(
+        given,
+        picture=dataclasses.replace(
+            given.picture, boxes=given.picture.boxes[order], hidden=given.picture.hidden[order]
+        ),
+    )
+    _, text, regions = encode(model, given)
+    _, other_text, other_regions = encode(model, shuffled)
+    close(text, other_text)
+    close(regions[:, order], other_regions)
+
+
+def test_the_order_of_words_does_matter(model):
+    given = example(5)
+    tokens = given.words.tokens.copy()
+    tokens[1], tokens[4] = tokens[4], tokens[1]
+    assert tokens[1] != tokens[4]
+    swapped = dataclasses.replace(given, words=dataclasses.replace(given.words, tokens=tokens))
+    assert float((encode(model, given)[2] - encode(model, swapped)[2]).abs().max()) > 1e-3
+
+
+def test_what_lies_in_a_hidden_region_cannot_be_seen_anywhere(model):
+    given = example(5, regions=2)
+    hidden = dataclasses.replace(
+        given, picture=dataclasses.replace(given.picture, hidden=np.array([False, True, False]))
+    )
+    x1, y1, x2, y2 = given.picture.boxes[1].astype(int)
+    painted = hidden.picture.pixels.clone()
+    painted[:, y1 : y2 + 1, x1 : x2 + 1] = torch.randint(0, 255, painted[:, y1 : y2 + 1, x1 : x2 + 1].shape).byte()
+    other = dataclasses.replace(hidden, picture=dataclasses.replace(hidden.picture, pixels=painted))
+    for a, b in zip(encode(model, hidden)[1:], encode(model, other)[1:], strict=True):
+        assert torch.equal(a, b)
+    seen = dataclasses.replace(
+        given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool), pixels=painted)
+    )
+    original = dataclasses.replace(given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool)))
+    assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
+
+
+def test_the_network_sees_blue_green_red_with_the_mean_of_each_taken_off(model):
+    batch = collate([example(1)])
+    batch.pixels[:] = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
+    batch.region_hidden[:] = False
+    seen = model.vlbert.fast_rcnn.network_input(batch)[0, :, 5, 5] * TINY_MODEL.regions.pixel_std
+    close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
+
+
+def test_hidden_pixels_show_the_mean_or_black(model):
+    batch = collate([example(1)])
+    batch.region_hidden[:] = False
+    batch.region_hidden[0, 1] = True
+    x1, y1 = batch.boxes[0, 1, :2].long().tolist()
+    network = model.vlbert.fast_rcnn
+    assert network.network_input(batch)[0, :, y1, x1].tolist() == [0, 0, 0]
+    black = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, hidden_pixels="black"))
+    seen = VLBert(black, len(LETTERS)).fast_rcnn.network_input(batch)[0, :, y1, x1] * TINY_MODEL.regions.pixel_std
+    close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), tolerance=1e-4)
+
+
+def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
+    given = example(5, regions=2)
+    looks = np.zeros_like(given.words.looks_at)
+    looks[2] = 2
+    tied = dataclasses.replace(given, words=dataclasses.replace(given.words, looks_at=looks))
+    batch = collate([given, tied])
+    with torch.no_grad():
+        appearance = model.vlbert.fast_rcnn(batch)
+        embedded, _ = model.vlbert.embedding(batch, appearance)
+    differs = (embedded[0] - embedded[1]).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [2]
+
+
+def test_all_regions_share_the_position_behind_the_text_and_end_follows():
+    model = VLBert(TINY_MODEL, len(LETTERS)).eval()
+    embedding = model.embedding
+    with torch.no_grad():
+        for name, part in embedding.named_parameters():
+            if name != "positions.weight":
+                part.zero_()
+        embedding.norm.weight.fill_(1)
+        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden])
+    batch = collate([example(1, regions=2)])
+    length = int(batch.text_mask.sum())
+    assert length + 1 < TINY_MODEL.hidden
+    with torch.no_grad():
+        embedded, _ = embedding(batch, model.fast_rcnn(batch))
+    assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
+
+
+def test_the_picture_is_silent_at_first_where_its_gain_is_zero():
+    torch.manual_seed(0)
+    config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
+    model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
+    a, b = example(1), example(2)
+    unmasked = [dataclasses.replace(e.picture, hidden=np.zeros(3, bool)) for e in (a, b)]
+    with_its_own = encode(model, Example("x", a.words, unmasked[0]))[1]
+    with_another = encode(model, Example("x", a.words, unmasked[1]))[1]
+    close(with_its_own, with_another)
+
+
+def test_every_parameter_that_is_trained_gets_a_gradient(model):
+    text = TASK.text_example("text", LETTERS.encode("some more text"), np.random.default_rng(0))
+    fresh = TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK)
+    losses = fresh(collate([example(1, 3), example(2, 3), text]))
+    sum(loss for loss, _ in losses.values()).backward()
+    assert not [name for name, p in fresh.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_nothing_asked_is_a_loss_of_zero_and_not_nan(model):
+    settings = dataclasses.replace(TASK.settings, words=dataclasses.replace(TASK.settings.words, probability=0.0))
+    silent = Pretraining(
+        dataclasses.replace(settings, regions=dataclasses.replace(settings.regions, probability=0.0)),
+        LETTERS,
+        len(CLASSES),
+    )
+    sample = tiny_sample(1)
+    batch = collate([silent.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(0))])
+    assert {name: (float(loss.detach()), count) for name, (loss, count) in model(batch).items()} == {
+        "words": (0.0, 0),
+        "text_words": (0.0, 0),
+        "regions": (0.0, 0),
+    }
+
+
+def test_frozen_stages_and_norms_take_no_gradient():
+    regions = dataclasses.replace(TINY_MODEL.regions, frozen_stages=2)
+    frozen = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS))
+    trained = {name for name, p in frozen.named_parameters() if p.requires_grad}
+    assert not [
+        name for name in trained if ".stem." in name or ".res2." in name or ".norm." in name.split("res")[-1] * 0
+    ]
+    assert any(".res3." in name for name in trained)
+    assert count_parameters(frozen)[1] < count_parameters(frozen)[0]
+
+
+def test_a_row_longer_than_the_position_table_is_named(model):
+    words = LETTERS.encode("a " * 70)
+    zeros = np.zeros(len(words), np.int64)
+    with pytest.raises(ValueError, match="sample long: 70 word pieces, .* max_positions = 64"):
+        model.vlbert(collate([Example("long", Words(words, zeros, zeros))]))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> tuple[str, BertForPreTraining]:
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=len(LETTERS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    bert = BertForPreTraining(config).eval()
+    folder = tmp_path_factory.mktemp("bert")
+    bert.save_pretrained(folder)
+    return str(folder), bert
+
+
+def test_started_from_bert_and_seeing_nothing_it_is_bert(bert):
+    """Text alone, the picture's term silent and [END] out of sight: Hugging Face's BERT to the last digits."""
+    folder, theirs = bert
+    config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0)
+    ours = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
+    start_from_bert(ours.vlbert, ours.head, folder)
+    tokens = torch.from_numpy(LETTERS.encode("some words of text that bert reads"))[None]
+    batch = collate([Example("a", Words(tokens[0].numpy(), np.zeros_like(tokens[0]), np.zeros_like(tokens[0])))])
+    with torch.no_grad():
+        embedded, mask = ours.vlbert.embedding(batch, torch.zeros(0, ours.vlbert.fast_rcnn.channels))
+        mask[:, -1] = False
+        text = ours.vlbert.encoder(embedded, mask)[:, : tokens.shape[1]]
+        expected = theirs.bert(tokens).last_hidden_state
+        close(text, expected, tolerance=1e-5)
+        words = ours.head.word_transform(text) @ ours.vlbert.embedding.words.weight.T + ours.head.word_bias
+        close(words, theirs(tokens).prediction_logits, tolerance=1e-4)
+
+
+def test_a_bert_of_another_shape_is_refused(bert):
+    ours = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, layers="J"), len(LETTERS)), TASK)
+    with pytest.raises(ValueError, match="layers 2.*the recipe's model has"):
+        start_from_bert(ours.vlbert, ours.head, bert[0])
+
+
+def test_new_weights_are_spread_as_the_configuration_says():
+    torch.manual_seed(0)
+    model = VLBert(ModelConfig(layers="J", initializer_range=0.02, regions=TINY_MODEL.regions), 1000)
+    assert float(model.embedding.words.weight.std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.encoder.layers[0].query.weight.std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.encoder.layers[0].query.bias.abs().max()) == 0
+    assert float(model.embedding.visual_norm_words.weight.abs().max()) == 0

@@ -1,0 +1,66 @@
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import TINY_MODEL, tiny_sample
+
+from storage.sample import Regions
+from vlbert.config import RegionConfig
+from vlbert.pictures import resized, view
+
+AS_STORED = TINY_MODEL.regions
+LARGER = RegionConfig(short_side=128, long_side=400)
+
+
+def test_a_picture_of_the_right_size_is_only_decoded():
+    sample = tiny_sample(3)
+    seen = view(sample, AS_STORED, flip=False)
+    pillow = np.asarray(Image.open(io.BytesIO(sample.image)).convert("RGB")).transpose(2, 0, 1)
+    assert seen.pixels.dtype == torch.uint8
+    assert np.abs(seen.pixels.numpy().astype(int) - pillow).max() <= 3, "another JPEG decoder may round differently"
+    np.testing.assert_array_equal(seen.boxes[1:], sample.regions.boxes)
+    assert seen.boxes[0].tolist() == [0, 0, 95, 63]
+
+
+def test_boxes_grow_with_the_picture():
+    sample = tiny_sample(3)
+    seen = view(sample, LARGER, flip=False)
+    assert tuple(seen.pixels.shape) == (3, 128, 192)
+    np.testing.assert_allclose(seen.boxes[1:], sample.regions.boxes * 2)
+    assert seen.boxes[0].tolist() == [0, 0, 191, 127]
+    np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
+
+
+def test_a_red_square_stays_under_its_box_when_the_picture_is_mirrored():
+    picture = Image.new("RGB", (96, 64), (0, 0, 255))
+    picture.paste((255, 0, 0), (8, 16, 40, 48))
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=95)
+    sample = tiny_sample(0, regions=1)
+    regions = Regions(np.array([[8, 16, 40, 48]], np.float32), np.ones(1, np.float32), np.ones(1, np.int32), "x", 0)
+    sample = dataclasses.replace(sample, image=data.getvalue(), regions=regions)
+    for flip, x in ((False, 8), (True, 96 - 40)):
+        seen = view(sample, AS_STORED, flip)
+        assert seen.boxes[1].tolist() == [x, 16, x + 32, 48]
+        inside = seen.pixels[:, 20:44, x + 4 : x + 28].float().mean((1, 2))
+        assert inside[0] > 230, "RGB: red is the first channel"
+        assert inside[2] < 30
+        assert (seen.pixels[:, :, :4] if not flip else seen.pixels[:, :, -4:]).float().mean((1, 2))[2] > 230
+
+
+def test_a_long_picture_is_bounded_by_its_long_side():
+    assert resized(300, 400, 600, 1000) == (600, 800)
+    assert resized(100, 400, 600, 1000) == (250, 1000)
+    assert resized(400, 100, 600, 1000) == (1000, 250)
+    assert resized(600, 600, 600, 1000) == (600, 600)
+
+
+def test_a_sample_that_cannot_be_seen_is_named():
+    sample = tiny_sample(1)
+    with pytest.raises(ValueError, match=f"sample {sample.key} has no regions; run the detection stage"):
+        view(dataclasses.replace(sample, regions=None), AS_STORED, False)
+    with pytest.raises(ValueError, match=f"sample {sample.key} .*does not decode"):
+        view(dataclasses.replace(sample, image=b"<html>"), AS_STORED, False)

@@ -1,0 +1,143 @@
+"""A root with a few drawn samples and a recipe that trains on it in seconds."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from detectors.resnet import ResNetConfig
+from storage.catalog import Catalog, Row
+from storage.objects import open_objects
+from storage.sample import Regions, Sample, sample_key
+from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+from vlbert.masking import RegionMasking, WordMasking
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.text import make_corpus
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 80, 220), "white": (240, 240, 240)}
+SHAPES = ("square", "circle")
+CLASSES = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+DETECTOR = "00000000beef"
+SIZE = (96, 64)  # width, height
+
+
+def tiny_sample(number: int, regions: int = 2) -> Sample:
+    """One or more coloured shapes on grey, with a caption that names them."""
+    rng = np.random.default_rng(number)
+    picture = Image.new("RGB", SIZE, (120, 120, 120))
+    draw = ImageDraw.Draw(picture)
+    boxes, labels, words = [], [], []
+    for place in range(regions):
+        side = int(rng.integers(18, 28))
+        x = place * SIZE[0] // regions + int(rng.integers(0, SIZE[0] // regions - side))
+        y = int(rng.integers(0, SIZE[1] - side))
+        label = int(rng.integers(len(CLASSES)))
+        colour, shape = CLASSES[label].split()
+        (draw.rectangle if shape == "square" else draw.ellipse)([x, y, x + side - 1, y + side - 1], COLOURS[colour])
+        boxes.append([x, y, x + side, y + side])
+        labels.append(1 + label)
+        words.append(f"a {colour} {shape}")
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=95)
+    caption, url = " and ".join(words), f"http://example.org/{number:06d}.jpg"
+    class_probs = np.zeros((regions, 1 + len(CLASSES)), np.float16)
+    class_probs[np.arange(regions), labels] = 1
+    return Sample(
+        key=sample_key(url, caption),
+        image=data.getvalue(),
+        caption=caption,
+        url=url,
+        width=SIZE[0],
+        height=SIZE[1],
+        sha256="0" * 64,
+        regions=Regions(
+            boxes=np.array(boxes, np.float32),
+            scores=np.ones(regions, np.float32),
+            labels=np.array(labels, np.int32),
+            detector=DETECTOR,
+            class_probs=class_probs,
+        ),
+    )
+
+
+def commit_samples(root: Path, dataset: str, samples: list[Sample], per_shard: int = 8) -> None:
+    """Region shards of `samples` under root/dataset."""
+    catalog = Catalog(open_objects(str(root)), dataset)
+    for start in range(0, len(samples), per_shard):
+        part = samples[start : start + per_shard]
+        rows = [Row(start + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(part)]
+        assert catalog.commit(f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, meta={"untrained": False})
+
+
+def tiny_root(folder: Path, samples: int = 24, held_out: int = 8) -> Path:
+    """A root with the datasets `captions` and `held-out`, and a text corpus with its vocabulary in root/text."""
+    root = folder / "root"
+    commit_samples(root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)])
+    commit_samples(root, "held-out", [tiny_sample(1000 + i, regions=1 + i % 3) for i in range(held_out)])
+    lines = folder / "lines.txt"
+    lines.write_text("".join(f"{tiny_sample(i).caption} and {tiny_sample(i + 1).caption}\n" for i in range(20)))
+    make_corpus(root / "text", [lines], vocabulary=None, size=120, captions=[])
+    return root
+
+
+TINY_MODEL = ModelConfig(
+    layers="JJ",
+    hidden=32,
+    heads=4,
+    intermediate=64,
+    max_positions=64,
+    dropout=0.1,
+    initializer_range=0.1,
+    visual_gain_words=0.5,
+    visual_gain_regions=1.0,
+    geometry_channels=32,
+    regions=RegionConfig(
+        resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False),
+        short_side=64,
+        long_side=96,
+        roi_size=4,
+        frozen_stages=0,
+        pixel_std=60.0,
+    ),
+)
+
+
+def tiny_recipe(root: Path, **changes: object) -> Recipe:
+    """Pre-training in seconds: dropout on, all norms frozen, so that one process and two compute the same."""
+    recipe = Recipe(
+        name="tiny",
+        task=PretrainingSettings(
+            words=WordMasking(probability=0.3), regions=RegionMasking(probability=0.4, hidden=0.5), text_length=12
+        ),
+        model=TINY_MODEL,
+        data=DataConfig(
+            root=str(root), held_out="held-out", batch=8, text_batch=4, text_corpus=str(root / "text"), workers=0
+        ),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=2),
+        steps=6,
+        vocabulary=str(root / "text" / "vocab.txt"),
+        log_every=1,
+        validate_every=100,
+        validation_samples=8,
+        save_every=3,
+    )
+    return dataclasses.replace(recipe, **changes)
+
+
+def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:
+    """The command line's overrides that turn the recipe `of` into `recipe` (its name aside)."""
+
+    def differing(now: object, before: object, path: str) -> list[str]:
+        if dataclasses.is_dataclass(now):
+            fields = [field.name for field in dataclasses.fields(now) if not (path == "" and field.name == "name")]
+            return [
+                line
+                for name in fields
+                for line in differing(getattr(now, name), getattr(before, name), f"{path}.{name}" if path else name)
+            ]
+        text = ",".join(map(str, now)) if isinstance(now, tuple) else str(now)
+        return [] if now == before else [f"{path}={text}"]
+
+    return differing(recipe, of, "")
