@@ -240,9 +240,7 @@ def gates(road: "Road") -> list[str]:
     grounding = road.pretrained.metrics["watched_accuracy_grounding"]
     accuracy = {trained.run: trained.metrics["accuracy"] for trained in road.finetuned}
     with_it, without, chance = accuracy[RUNS["with"]], accuracy[RUNS["without"]], road.finetuned[0].metrics["chance"]
-    say(
-        f"grounding {grounding:.3f}; RefCOCO+ {with_it:.3f} with pre-training, {without:.3f} without, {chance:.3f} by chance"
-    )
+    print(f"grounding {grounding:.3f}; RefCOCO+ {with_it:.3f} pre-trained, {without:.3f} not, {chance:.3f} by chance")
     checks = [
         (grounding >= LEAST_GROUNDING, f"grounding is {grounding:.3f}, under {LEAST_GROUNDING}: it does not look"),
         (with_it > chance, f"RefCOCO+ with pre-training is {with_it:.3f}, not over chance ({chance:.3f})"),

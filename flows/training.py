@@ -48,7 +48,8 @@ def train(
     command += ["-m", "vlbert.train", recipe, *(f"{name}={value}" for name, value in given.items()), *overrides]
     finished = run_child(
         command,
-        paced(lambda line: say(f"{run}: {line}"), _PROGRESS_SECONDS),
+        # Some lines begin with the run's name as it is.
+        paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"), _PROGRESS_SECONDS),
         timeout=processes.timeout,
         silence=processes.silence,
         environment=processes.environment,
@@ -66,7 +67,7 @@ def train(
 
 def paced(say: Callable[[str], None], seconds: float) -> Callable[[str], None]:
     """`say`, but of progress lines at most one in `seconds`: a flow's log is kept in a database."""
-    last = -seconds
+    last = time.monotonic() - seconds
 
     def on_line(line: str) -> None:
         nonlocal last
@@ -77,5 +78,4 @@ def paced(say: Callable[[str], None], seconds: float) -> Callable[[str], None]:
             last = now
         say(line)
 
-    last = time.monotonic() - seconds
     return on_line

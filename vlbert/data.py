@@ -65,15 +65,16 @@ class ShardSamples:
 def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
     """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
     prefix = f"{dataset}/regions/"
+    where = objects.where(f"{dataset}/regions")
     found = {info.path.removeprefix(prefix).split("/")[0] for info in objects.list(prefix) if "/" in info.path}
     if detector is None and len(found) == 1:
         return f"regions/{found.pop()}"
     if detector in found:
         return f"regions/{detector}"
     if not found:
-        raise ValueError(f"{objects.where(prefix)} holds no region shards; run the detection stage first")
+        raise ValueError(f"{where} holds no region shards; run the detection stage first")
     wanted = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
-    raise ValueError(f"{objects.where(prefix)} holds {wanted} {', '.join(sorted(found))}")
+    raise ValueError(f"{where} holds {wanted} {', '.join(sorted(found))}")
 
 
 def open_samples(

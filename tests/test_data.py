@@ -1,0 +1,234 @@
+"""Which sample is seen when: a pure function of seed and step, whatever the ranks and workers."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from s3 import s3_server
+from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from storage.catalog import Catalog, Row
+from storage.objects import open_objects
+from vlbert.batch import Batch
+from vlbert.data import (
+    CAPTIONS,
+    ShardSamples,
+    TrainingData,
+    ValidationData,
+    batches,
+    generator,
+    mix,
+    open_samples,
+    order,
+    region_stage,
+    take,
+)
+from vlbert.distributed import World
+from vlbert.tasks import make_task
+from vlbert.text import TextCorpus, Vocabulary
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tiny_root(tmp_path_factory.mktemp("data"), samples=20)
+
+
+def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData:
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, **changes)
+    samples, _ = open_samples(open_objects(str(root)), "captions", None)
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
+    corpus = TextCorpus(root / "text", vocabulary)
+    questions = task.questions(samples.urls, held_out=False)
+    return TrainingData(samples, questions, task, config, TINY_MODEL.regions, rank, size, corpus)
+
+
+def captions(batch: Batch) -> list[str]:
+    return [key for key in batch.keys if not key.startswith("text-")]
+
+
+def rows_of(batch: Batch) -> dict[str, tuple]:
+    """Everything that one sample became, by key."""
+    rows, picture_of = {}, {row: i for i, row in enumerate(batch.picture_rows.tolist())}
+    for i, key in enumerate(batch.keys):
+        words, regions = batch.text_mask[i], batch.region_mask[i]
+        pixels = batch.pixels[picture_of[i]].sum().item() if i in picture_of else 0
+        rows[key] = (
+            batch.tokens[i][words].tolist(),
+            batch.targets["word_asked"][i][words].tolist(),
+            batch.boxes[i][regions].tolist(),
+            batch.region_hidden[i][regions].tolist(),
+            pixels,
+        )
+    return rows
+
+
+def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
+    data = training_data(root)  # 20 samples, 8 a step: the epoch ends in the middle of the third step
+    keys = [key for step in range(5) for key in captions(data[step][0])]
+    first, second = keys[:20], keys[20:40]
+    everything = {data.samples.sample(i).key for i in range(20)}
+    assert set(first) == everything
+    assert set(second) == everything
+    assert first != second
+
+
+def test_order_depends_on_seed_epoch_and_stream():
+    orders = [order(*which, 1000) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    for one in orders:
+        assert sorted(one.tolist()) == list(range(1000))
+    assert len({tuple(one.tolist()) for one in orders}) == 4
+    for one in orders:  # a random permutation has one fixed point on average
+        assert (one == np.arange(1000)).sum() < 8
+    # Part of the contract with old checkpoints: the same on every machine, for ever.
+    assert order(0, CAPTIONS, 0, 8).tolist() == GOLDEN_ORDER
+    assert mix(1, 2, 3) == GOLDEN_MIX
+
+
+GOLDEN_ORDER = [5, 0, 7, 2, 6, 4, 3, 1]
+GOLDEN_MIX = 9812528628958509896
+
+
+def test_take_goes_over_the_border_of_an_epoch():
+    taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
+    assert [epoch for epoch, _ in taken] == [0, 0, 0, 1, 1, 1]
+    assert [number for _, number in taken] == [*order(3, CAPTIONS, 0, 8)[5:], *order(3, CAPTIONS, 1, 8)[:3]]
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_the_world_and_accumulation_only_deal_out_the_same_samples(root, size, accumulate):
+    whole = training_data(root)
+    parts = [training_data(root, rank, size, accumulate=accumulate) for rank in range(size)]
+    for step in (0, 2):  # 2: over the border of the epoch
+        expected = rows_of(whole[step][0])
+        dealt = [rows_of(batch) for data in parts for batch in data[step]]
+        assert len(dealt) == size * accumulate
+        assert {len(rows) for rows in dealt} == {12 // size // accumulate}
+        assert {key: row for rows in dealt for key, row in rows.items()} == expected
+
+
+def test_masks_differ_between_epochs_and_not_between_runs(root):
+    data = training_data(root)
+    first = {key: row for step in range(3) for key, row in rows_of(data[step][0]).items()}
+    again = {key: row for step in range(3) for key, row in rows_of(training_data(root)[step][0]).items()}
+    assert first == again
+    later = {key: row for step in range(3, 5) for key, row in rows_of(data[step][0]).items()}
+    differing = [key for key in later if key in first and later[key][1] != first[key][1]]
+    assert len(differing) > 5
+
+
+def test_workers_change_nothing_and_keep_the_order(root):
+    data = training_data(root)
+    alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
+    with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
+    assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
+
+
+def test_randomness_is_the_samples_own():
+    draws = [generator(*which).random() for which in ((0, 0, 0, "a"), (0, 0, 0, "b"), (0, 0, 1, "a"), (1, 0, 0, "a"))]
+    assert len(set(draws)) == 4
+    assert generator(0, 0, 0, "a").random() == draws[0]
+    assert generator(0, 0, 0, "a", question=1).random() != draws[0]
+
+
+def test_a_batch_that_the_world_does_not_divide_is_refused_before_anything_is_read(root):
+    with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
+        training_data(root, 0, 3)
+    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.accumulate = 8"):
+        training_data(root, 0, 1, accumulate=8)
+
+
+def test_text_rows_stand_beside_the_captions(root):
+    batch = training_data(root)[0][0]
+    assert len(batch.keys) == 12
+    assert [key.startswith("text-") for key in batch.keys] == [False] * 8 + [True] * 4
+    assert batch.region_mask[8:].sum() == 0
+    assert (batch.text_mask[8:].sum(1) == 12).all(), "text_length"
+
+
+def validation(root, rank: int = 0, size: int = 1, shuffled: bool = False, limit: int = 7) -> ValidationData:
+    data = training_data(root)
+    return ValidationData(
+        data.samples,
+        data.questions,
+        data.task,
+        data.config,
+        TINY_MODEL.regions,
+        World(rank, size, CPU),
+        limit,
+        shuffled,
+    )
+
+
+def test_validation_asks_the_same_questions_in_every_world(root):
+    alone = [key for batch in validation(root) for key in batch.keys]
+    assert len(alone) == len(set(alone)) == 7
+    two = [key for rank in range(2) for batch in validation(root, rank, 2) for key in batch.keys]
+    assert Counter(two) == Counter(alone)
+
+
+def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
+    right, wrong = validation(root), validation(root, shuffled=True)
+    picture_of = {}
+    for batch in right:
+        for i, key in enumerate(batch.keys):
+            picture_of[key] = batch.boxes[i][batch.region_mask[i]].tolist()
+    others = []
+    for batch, same in zip(wrong, right, strict=True):
+        assert batch.keys == same.keys
+        assert torch.equal(batch.tokens, same.tokens)
+        for i, key in enumerate(batch.keys):
+            boxes = batch.boxes[i][batch.region_mask[i]].tolist()
+            assert boxes != picture_of[key]
+            others.append(boxes)
+    assert sorted(others) == sorted(picture_of.values()), "each picture is shown once"
+
+
+def test_samples_read_through_the_index_are_those_that_were_written(root):
+    samples, pinned = open_samples(open_objects(str(root)), "captions", None)
+    assert len(samples) == 20
+    written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
+    assert samples.urls == [sample.url for sample in written]
+    assert [samples.sample(i).image for i in range(20)] == [sample.image for sample in written]
+    assert pinned["stage"] == "regions/00000000beef"
+    assert pinned["shards"] == ["00000", "00001", "00002"]
+
+
+def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
+    objects = open_objects(str(tmp_path))
+    _, pinned = open_samples(objects, "captions", None)
+    new = tiny_sample(99)
+    Catalog(objects, "captions").commit(
+        "regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {}
+    )
+    assert len(open_samples(objects, "captions", None)[0]) == 9
+    assert len(open_samples(objects, "captions", None, pinned)[0]) == 8
+    with pytest.raises(ValueError, match="have changed"):
+        open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16})
+
+
+def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
+    objects = open_objects(str(tmp_path))
+    with pytest.raises(ValueError, match="holds no region shards; run the detection stage"):
+        region_stage(objects, "captions", None)
+    commit_samples(tmp_path, "captions", [tiny_sample(0)])
+    assert region_stage(objects, "captions", None) == "regions/00000000beef"
+    with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
+        region_stage(objects, "captions", "ffff")
+
+
+def test_samples_come_from_a_bucket_too():
+    with s3_server("shards"):
+        objects = open_objects("s3://shards/root")
+        written = [tiny_sample(i) for i in range(3)]
+        rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
+        Catalog(objects, "captions").commit("regions/00000000beef", "00000", written, rows, {})
+        samples, _ = open_samples(objects, "captions", None)
+        assert isinstance(samples, ShardSamples)
+        assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

@@ -1,0 +1,468 @@
+"""The report of a demo run: a page made of real shards and hand-written runs, read as a browser would."""
+
+import base64
+import dataclasses
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from demo.report import BOX_COLOURS, GREEN, RED, main, write_report
+from demo.world import World, WorldSettings, draw_world
+from detectors.annotated import AnnotatedDetector
+from detectors.run import detect_shard, stage_of
+from storage.catalog import OK, Catalog, Row
+from storage.download import read_captions
+from storage.objects import open_objects
+from storage.sample import Sample, sample_key
+from vlbert.boxes import iou
+from vlbert.tasks.refcoco import read_expressions
+
+TINY = WorldSettings(
+    train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, refcoco_train=1, refcoco_held_out=6
+)
+HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
+RUNS = {"pretrain": "first-run", "with": "second-run", "without": "third-run"}
+LINE = r'<path d="([^"]+)"[^>]*?stroke: var\(--(blue|orange|aqua|violet|muted)\)'
+TIMINGS = [("download", 4.25), ("pre-training", 131.5)]
+
+
+class Page(HTMLParser):
+    """What is asserted about a page: its words, its attributes, what it would fetch, its pictures."""
+
+    VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.source = file.read_text(encoding="utf-8")
+        self.pieces, self.fetched, self.tags, self.open, self.styles = [], [], [], [], []
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+        self.text = re.sub(r"\s+", " ", " ".join(self.pieces))
+        self.pictures = [url for url in self.fetched if url.startswith("data:image/jpeg")]
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action"):
+                self.fetched.append(value)
+            self.styles += [value] if name == "style" or (value and "url(" in value) else []
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.styles if self.open and self.open[-1] == "style" else self.pieces).append(data)
+
+    def between(self, start: str, end: str) -> str:
+        return self.text.partition(start)[2].partition(end)[0]
+
+
+def pixels(picture: str) -> np.ndarray:
+    raw = base64.b64decode(picture.partition("base64,")[2])
+    return np.asarray(Image.open(io.BytesIO(raw)).convert("RGB"), np.int64)
+
+
+def sides_near(drawn: np.ndarray, colour: Sequence[int], box: np.ndarray) -> list[float]:
+    """Which part of each side of the box (in pixels of a 224 x 168 picture) has about this colour: 2 pixels deep."""
+    x1, y1, x2, y2 = (round(float(number) * 480 / 224) for number in box)
+    x, y = slice(x1 + 6, x2 - 6), slice(y1 + 6, y2 - 6)
+    strips = (drawn[y, x1 + 1 : x1 + 3], drawn[y, x2 - 2 : x2], drawn[y1 + 1 : y1 + 3, x], drawn[y2 - 2 : y2, x])
+    return [float((np.abs(strip - colour).max(axis=-1) < 60).mean()) for strip in strips]
+
+
+def commit_images(
+    root: Path, dataset: str, rows: Sequence[tuple[str, str, bytes | None]], failed: Sequence[Row]
+) -> None:
+    """A shard of (caption, url, JPEG), then the rows that failed."""
+    samples = [
+        Sample(sample_key(url, caption), image, caption, url, *Image.open(io.BytesIO(image)).size, "ab")
+        for caption, url, image in rows
+    ]
+    ok = [Row(i, sample.key, OK, url=sample.url) for i, sample in enumerate(samples)]
+    assert Catalog(open_objects(str(root)), dataset).commit("images", "00000", samples, [*ok, *failed], {"source": {}})
+
+
+def write_run(root: Path, run: str, lines: Sequence[dict], predictions: Sequence[dict], steps: int, stage: str) -> None:
+    """What vlbert.train leaves of a run, as far as the report reads it."""
+    checkpoint = root / "runs" / run / "step-0000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps({"recipe": {"steps": steps}}))
+    (checkpoint / "state.json").write_text(json.dumps({"step": 40, "held_out": {"stage": stage}}))
+    for name, rows in (("metrics.jsonl", lines), ("predictions.jsonl", predictions)):
+        (checkpoint.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def training(step: int, **losses: float) -> dict:
+    return {"kind": "training", "step": step, "learning_rate": 0.1, "samples_per_second": 9.0} | losses
+
+
+def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[dict]:
+    """Predictions for the val expressions of the world, each `right` or `wrong`, as vlbert writes them."""
+    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "refcoco+").read(stage, "00000")}
+    rows = []
+    for (file, (expression,)), how in zip(read_expressions(world.refcoco)["val"].items(), choose, strict=False):
+        sample = samples[file]
+        overlaps = iou(sample.regions.boxes, np.array([expression.box]))[:, 0]
+        region = int(overlaps.argmax() if how == "right" else overlaps.argmin())
+        rows.append(
+            {
+                "sentence_id": expression.sentence_id,
+                "ref_id": expression.ref_id,
+                "expression": expression.text,
+                "key": sample.key,
+                "region": region,
+                "iou": float(overlaps[region]),
+                "exact": how == "right",
+                "candidates": len(sample.regions),
+                "right_candidates": 1,
+            }
+        )
+    return rows
+
+
+def watched(right: float, other: float) -> dict:
+    accuracies = {"words": (0.8125, 0.6875), "watched": (right, other), "regions": (0.5625, 0.0625)}
+    return {
+        f"{name}_accuracy{suffix}": value
+        for name, values in accuracies.items()
+        for suffix, value in zip(("", "_shuffled"), values, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
+    """A root with all shards and all runs; copy it before changing anything."""
+    root = tmp_path_factory.mktemp("demo") / "root"
+    world = draw_world(root / "world", TINY)
+    named = {
+        row.url.rpartition("/")[2]: row for tsv in (world.train_tsv, world.held_out_tsv) for row in read_captions(tsv)
+    }
+
+    def rows(tsv: Path) -> list[tuple[str, str, bytes]]:
+        return [(r.caption, r.url, (world.images / r.url.rpartition("/")[2]).read_bytes()) for r in read_captions(tsv)]
+
+    assert len(named) == 13
+    dead = "http://127.0.0.1:8791/broken/404/000099.jpg"
+    failed = [
+        Row(10, "a" * 20, "http_404", "HTTP 404 Not Found", dead),
+        Row(11, "b" * 20, "http_404", "HTTP 404 Not Found", dead + "?second"),
+        Row(12, "c" * 20, "bad_url", '<b onclick="x()">', "javascript:alert(1)//<i>"),
+    ]
+    commit_images(root, "captions", rows(world.train_tsv), failed)
+    held_out = rows(world.held_out_tsv)
+    commit_images(root, "held-out", [(HOSTILE, *held_out[0][1:]), *held_out[1:]], [])
+    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.refcoco_images.iterdir())]
+    commit_images(root, "refcoco+", pictures, [])
+    objects = open_objects(str(root))
+    scenes, referred = AnnotatedDetector(world.annotations), AnnotatedDetector(world.refcoco_instances)
+    for dataset, detector in (("captions", scenes), ("held-out", scenes), ("refcoco+", referred)):
+        assert detect_shard(Catalog(objects, dataset), "00000", detector)
+
+    losses = [training(s, loss_words=5 / s, loss_text_words=6 / s, loss_regions=4 / s) for s in (10, 20, 30, 40)]
+    lines = [
+        *losses,
+        {"kind": "validation", "step": 20} | watched(0.25, 0.1875),
+        {"kind": "validation", "step": 40} | watched(0.9375, 0.1406),
+    ]
+    counts = [{"key": str(i), "words": 7, "watched": 3, "regions": 1} for i in range(10)]
+    write_run(root, "first-run", lines, counts, 40, stage_of(scenes))
+    fine_tuning = [training(s, loss_regions=0.7 / s) for s in (10, 20, 40)]
+    for run, accuracy, exact, how in (
+        ("second-run", 0.8125, 0.7969, ["right", "wrong", "right", "right", "right", "wrong"]),
+        ("third-run", 0.4219, 0.3906, ["wrong", "wrong", "right", "wrong", "wrong", "wrong"]),
+    ):
+        measured = {"kind": "validation", "step": 40, "accuracy": accuracy, "exact": exact, "chance": 0.2656}
+        write_run(
+            root, run, [*fine_tuning, measured], asked(root, world, stage_of(referred), how), 40, stage_of(referred)
+        )
+    return root, world
+
+
+@pytest.fixture
+def root(made: tuple[Path, World], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made[0], tmp_path / "root"))
+
+
+@pytest.fixture
+def world(root: Path) -> World:
+    return World(root / "world", TINY, 8791)
+
+
+@pytest.fixture(scope="module")
+def page(made: tuple[Path, World]) -> Page:
+    return Page(write_report(*made, TIMINGS, RUNS))
+
+
+def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
+    look = page.between("Does it look?", "Does that help?")
+    assert re.findall(r"(right picture|another’s picture|random guess) (\d+)\s%", look) == [
+        ("right picture", "94"),
+        ("another’s picture", "14"),
+        ("random guess", "17"),
+    ]
+    assert "30 hidden words, after 40 steps" in look
+    assert re.findall(r"(\d+)\s%", page.between("Does that help?", "Pictures downloaded")) == ["81", "42", "27"]
+    assert "3 of 6 rows of the caption list" in page.text
+    assert page.between("Time, all stages together", "Draw").startswith(" 136 seconds")
+    assert "4.2" in page.between("Seconds, places", "where, below")
+    assert "131.5" in page.between("Seconds, places", "where, below")
+    table = page.between("difference", "What the model got")
+    assert re.findall(r"[+-]?\d+\.\d", table) == [
+        *("93.8", "14.1", "+79.7"),
+        *("81.2", "68.8", "+12.5"),
+        *("56.2", "6.2", "+50.0"),
+    ]
+    got = page.between("exactly the best region", "For context")
+    assert re.findall(r"\d+\.\d", got) == ["81.2", "79.7", "42.2", "39.1", "26.6"]
+    assert "79.88 val" in page.text
+    assert "not there yet" not in page.text
+
+
+def test_the_page_asks_nobody_for_anything(page: Page):
+    assert page.fetched
+    assert all(url.startswith(("data:image/", "#")) for url in page.fetched)
+    addresses = re.findall(r"url\(([^)]*)\)", " ".join(page.styles))
+    assert all(address.startswith("#") for address in addresses)
+    assert "@import" not in page.source
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert "default-src 'none'" in page.source
+
+
+def test_every_reference_inside_the_page_leads_to_one_place(page: Page):
+    ids = re.findall(r'\sid="([^"]+)"', page.source)
+    assert len(ids) == len(set(ids))
+    wanted = {url[1:] for url in page.fetched if url.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", page.source))
+    assert wanted
+    assert wanted <= set(ids)
+
+
+def test_every_status_has_its_count_its_meaning_and_its_first_row(page: Page):
+    rows = page.between("What was downloaded", "Pictures the model never")
+    assert "captions to learn from: 3 of 6 rows stored" in rows
+    assert "held-out to measure on: 10 of 10 rows stored" in rows
+    order = re.findall(r"(ok|http_404|bad_url) (\d+) ", rows)
+    assert order[:3] == [("ok", "3"), ("http_404", "2"), ("bad_url", "1")]
+    assert "HTTP 404 Not Found http://127.0.0.1:8791/broken/404/000099.jpg HTTP 404 Not Found" in rows
+    assert "?second" not in rows
+
+
+def test_hostile_strings_stand_on_the_page_as_words(page: Page):
+    assert HOSTILE in page.text
+    assert "javascript:alert(1)//<i>" in page.text
+    assert '<b onclick="x()">' in page.text
+    assert "<script" not in page.source
+    assert "<b onclick" not in page.source
+    assert "evil.example" not in " ".join(page.fetched)
+
+
+def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, made: tuple[Path, World]):
+    root, world = made
+    section = page.between("with their regions", "How it learned")
+    assert "ground truth from the annotation file" in section
+    catalog = Catalog(open_objects(str(root)), "held-out")
+    (folder,) = (root / "held-out" / "regions").iterdir()
+    samples = list(catalog.read(f"regions/{folder.name}", "00000"))
+    coco = json.loads(world.annotations.read_text())
+    names = {c["id"]: c["name"] for c in coco["categories"]}
+    first = [names[a["category_id"]] for a in coco["annotations"] if a["image_id"] == TINY.train_scenes]
+    assert f"{len(first)} region" in section.partition(HOSTILE)[2][:20]
+    assert section.partition(HOSTILE)[2].partition(": ")[2].startswith(", ".join(first))
+    assert len(page.pictures) == 8 + 6
+    alone = 0
+    for sample, picture in zip(samples, page.pictures[:8], strict=False):
+        drawn = pixels(picture)
+        for box, colour in zip(sample.regions.boxes, BOX_COLOURS, strict=False):
+            sides = sides_near(drawn, colour, box)
+            assert sum(sides) / 4 > 0.5  # names and later boxes may cover parts
+            if len(sample.regions) == 1:
+                alone += 1
+                assert min(sides) > 0.9
+    assert alone
+
+
+def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple[Path, World]):
+    root, world = made
+    section = page.between("not picked by hand", "Seconds, places")
+    assert re.findall(r"[✓✗] (\w+)", section) == ["right"] * 4 + ["wrong"] * 2
+    assert re.findall(r"Without pre-training: (\w+)", section) == ["wrong", "right", "wrong", "wrong", "wrong", "wrong"]
+    (stage,) = (root / "refcoco+" / "regions").iterdir()
+    how = ["right", "wrong", "right", "right", "right", "wrong"]
+    rows = asked(root, world, f"regions/{stage.name}", how)
+    rows = [row for row in rows if row["iou"] >= 0.5] + [row for row in rows if row["iou"] < 0.5]
+    samples = {s.key: s for s in Catalog(open_objects(str(root)), "refcoco+").read(f"regions/{stage.name}", "00000")}
+    meant = {e.sentence_id: e.box for es in read_expressions(world.refcoco)["val"].values() for e in es}
+    for row, picture in zip(rows, page.pictures[8:], strict=True):
+        assert f"“{row['expression']}”" in section
+        drawn = pixels(picture)
+        chosen = samples[row["key"]].regions.boxes[row["region"]]
+        boxes = [(meant[row["sentence_id"]], GREEN)] + ([] if row["iou"] >= 0.5 else [(chosen, RED)])
+        for box, colour in boxes:
+            assert sum(sides_near(drawn, colour, box)) / 4 > 0.5, (row, colour)
+
+
+def test_charts_hold_every_point_and_their_colours_follow_the_theme(page: Page):
+    assert page.tags.count("svg") == 4
+    charts = re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL)
+    points = [
+        [(path.count("L") + 1, colour) for path, colour in re.findall(LINE, chart) if path.count("L")]
+        for chart in charts
+    ]
+    assert points == [
+        [(4, "blue"), (4, "aqua"), (4, "violet")],
+        [(2, "blue"), (2, "orange"), (2, "muted")],
+        [(3, "blue"), (3, "orange")],
+        [(2, "muted")],
+    ]
+    assert not re.search(r"#0[1-6]0[1-6]0[1-6]", page.source)
+    for unit in ("optimizer steps", "nats per masked word or region", "% right, held out", "nats per candidate region"):
+        assert unit in page.text
+    assert re.findall(
+        r"(right picture|another picture|random guess) (\d+%)", page.between("words filled in", "Fine-tun")
+    ) == [
+        ("right picture", "94%"),
+        ("another picture", "14%"),
+        ("random guess", "17%"),
+    ]
+
+
+def test_places_are_below_the_folder_of_the_page_and_exist(page: Page, made: tuple[Path, World]):
+    table = page.between("where, below the folder of this page", "How to go on")
+    (stage,) = (made[0] / "held-out" / "regions").iterdir()
+    for path in ("world", "captions/images", f"held-out/regions/{stage.name}", "runs/second-run", "timings.json"):
+        assert f" {path} " in table
+    assert str(made[0]) not in page.source
+
+
+def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
+    page = Page(write_report(tmp_path, World(tmp_path / "world", TINY, 8791), [], {}))
+    assert page.tags.count("img") == page.tags.count("svg") == 0
+    for words in (
+        "no run is named for pre-training",
+        "no run is named for fine-tuning with pre-training",
+        "no run is named for fine-tuning without",
+        "no image shard of captions is committed",
+        "no image shard of held-out is committed",
+        "no fine-tuning run has validated yet",
+        "no stage was timed",
+    ):
+        assert f"not there yet: {words}" in page.text
+    assert "not there yet:" in page.between("with their regions", "How it learned")
+
+
+def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, world: World):
+    shutil.rmtree(root / "runs" / "third-run")
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert "not there yet: run third-run (fine-tuning without) has written no metrics" in page.text
+    assert re.findall(r"(\d+)\s%", page.between("Does that help?", "Pictures downloaded")) == ["81", "27"]
+    assert len(page.pictures) == 14
+    assert "Without pre-training:" not in page.text
+    shutil.rmtree(root / "runs" / "second-run")
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert len(page.pictures) == 8
+    assert page.tags.count("svg") == 2
+    assert "not there yet: run second-run (fine-tuning with pre-training) has written no metrics" in page.text
+
+
+def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, world: World):
+    config = root / "runs" / "first-run" / "step-0000040" / "config.json"
+    config.write_text(json.dumps({"recipe": {"steps": 1300}}))
+    metrics = root / "runs" / "second-run" / "metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if "validation" not in line))
+    (root / "runs" / "second-run" / "predictions.jsonl").unlink()
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert "not finished: step 40 of 1,300" in page.between("Does it look?", "Does that help?")
+    assert "not there yet: run second-run has not validated yet" in page.text
+    assert "not there yet: run second-run has written no predictions" in page.text
+    assert "with pre-training 0.02" in page.between("Fine-tuning: loss", "Fine-tuning: right object")
+
+
+def test_predictions_on_other_regions_are_not_drawn(root: Path, world: World):
+    file = root / "runs" / "second-run" / "predictions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for change, message in (
+        ({"region": 40}, "chose region 40 of"),
+        ({"iou": 0.75, "region": min(range(3), key=lambda r: r == rows[0]["region"])}, "the run read other regions"),
+        ({"expression": "the other one"}, "the run belongs to another world"),
+        ({"key": "0" * 20}, "the run belongs to another world"),
+    ):
+        file.write_text("".join(json.dumps(row | (change if i == 0 else {})) + "\n" for i, row in enumerate(rows)))
+        page = Page(write_report(root, world, TIMINGS, RUNS))
+        assert message in page.between("For context", "Seconds, places")
+        assert len(page.pictures) == 8
+
+
+def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: World):
+    catalog = Catalog(open_objects(str(root)), "held-out")
+    known = AnnotatedDetector(world.annotations)
+
+    class Untrained:
+        id = "0123456789ab"
+        about = {"backend": "faster_rcnn", "untrained": True}
+
+        def detect(self, samples: Sequence[Sample]) -> list:
+            return [dataclasses.replace(regions, detector=self.id) for regions in known.detect(samples)]
+
+    assert detect_shard(catalog, "00000", Untrained())
+    state = root / "runs" / "first-run" / "step-0000040" / "state.json"
+    state.write_text(json.dumps({"step": 40, "held_out": {"stage": "regions/0123456789ab"}}))
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert "These regions mean nothing." in page.between("with their regions", "How it learned")
+    assert "held-out/regions/0123456789ab" in page.text
+    shutil.rmtree(root / "runs" / "first-run")  # now nothing says which of the two detectors was used
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert "not there yet:" in page.between("with their regions", "How it learned")
+    assert len(page.pictures) == 6
+
+
+def test_a_damaged_shard_stops_the_report(root: Path, world: World):
+    (tar,) = (root / "held-out" / "regions").glob("*/*.tar")
+    tar.write_bytes(tar.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged"):
+        write_report(root, world, TIMINGS, RUNS)
+
+
+def test_the_command_writes_the_same_page_again(root: Path, world: World):
+    file = write_report(root, world, TIMINGS, RUNS)
+    before = file.read_bytes()
+    file.unlink()
+    run = subprocess.run(
+        [sys.executable, "-m", "demo.report", str(root)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == f"wrote {file}\n"
+    assert file.read_bytes() == before
+    assert json.loads((root / "timings.json").read_text())["runs"] == RUNS
+
+
+def test_the_command_does_without_timings_but_not_without_a_world(root: Path, capsys: pytest.CaptureFixture):
+    (root / "timings.json").unlink(missing_ok=True)
+    main([str(root)])
+    assert "which names the runs" in capsys.readouterr().err
+    assert not (root / "timings.json").exists()
+    assert "no run is named for pre-training" in Page(root / "report.html").text
+    (root / "world" / "world.json").unlink()
+    with pytest.raises(SystemExit, match="holds no drawn world"):
+        main([str(root)])
+
+
+def test_runs_that_the_page_has_no_place_for_are_refused(root: Path, world: World):
+    with pytest.raises(ValueError, match="runs has without-pretraining; it takes pretrain, with, without"):
+        write_report(root, world, TIMINGS, RUNS | {"without-pretraining": "x"})

@@ -1,0 +1,262 @@
+"""The training program: one process and two, stopped and resumed, on a folder and on a bucket, and what it refuses."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from s3 import s3_server
+from safetensors.torch import load_file
+from tiny import TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from storage.objects import open_objects
+from vlbert.checkpoint import checkpoints, read_checkpoint, read_state
+from vlbert.config import Recipe
+from vlbert.distributed import World
+from vlbert.optim import learning_rate_factor
+from vlbert.recipes import RECIPES
+from vlbert.record import read_metrics
+from vlbert.train import train
+
+ALONE = World(0, 1, torch.device("cpu"))
+HOUSE = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tiny_root(tmp_path_factory.mktemp("train"))
+
+
+def run(root: Path, name: str, **changes) -> Recipe:
+    recipe = tiny_recipe(root, run=name, **changes)
+    train(recipe, ALONE)
+    return recipe
+
+
+def losses(root: Path, name: str) -> list[tuple]:
+    kept = ("loss_words", "loss_text_words", "loss_regions")
+    lines = read_metrics(open_objects(str(root)), name, "training")
+    return [(line["step"], *(line.get(loss) for loss in kept)) for line in lines]
+
+
+def weights(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(root / "runs" / name / f"step-{step:07d}" / "model.safetensors")
+
+
+def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
+    recipe = tiny_recipe(root, run=name, **changes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", "vlbert.train", "pretrain_vlbert_demo"]
+    command += [*as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]()), *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def six_steps(root) -> list[tuple]:
+    """The run that others are held against: six steps without a break."""
+    run(root, "whole")
+    return losses(root, "whole")
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(root, six_steps):
+    run(root, "again")
+    assert losses(root, "again") == six_steps
+    recipe = tiny_recipe(root)
+    run(root, "other", data=dataclasses.replace(recipe.data, seed=1))
+    assert losses(root, "other") != six_steps
+    assert np.isfinite(np.array(six_steps, float)).all()
+
+
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(root, six_steps, capsys):
+    run(root, "stopped", steps=6, save_every=3)
+    # As if it had been killed in step 5: the last checkpoint is gone, the metrics run ahead of the one before.
+    for file in (root / "runs" / "stopped" / "step-0000006").iterdir():
+        file.unlink()
+    metrics = root / "runs" / "stopped" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-10])
+    capsys.readouterr()
+    run(root, "stopped")
+    assert "goes on from" in capsys.readouterr().out
+    assert losses(root, "stopped") == six_steps
+    whole, resumed = weights(root, "whole", 6), weights(root, "stopped", 6)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_finished_run_says_so_and_does_nothing(root, six_steps, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")}
+    metrics = train(tiny_recipe(root, run="whole"), ALONE)
+    assert "whole is complete" in capsys.readouterr().out
+    assert "words_accuracy" in metrics
+    assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
+
+
+def test_two_processes_compute_what_one_computes(root, six_steps):
+    model = dataclasses.replace(TINY_MODEL, dropout=0.0)  # dropout draws anew on every rank
+    run(root, "one", model=model)
+    result = torchrun(root, "two", 2, model=model)
+    assert result.returncode == 0, result.stderr[-3000:]
+    np.testing.assert_allclose(np.array(losses(root, "two")), np.array(losses(root, "one")), rtol=2e-5)
+    one, two = weights(root, "one", 6), weights(root, "two", 6)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-4)
+    progress = [line for line in result.stdout.splitlines() if line.startswith("step 6/6  regions")]
+    assert len(progress) == 1, "one rank speaks"
+    assert "samples/s" in progress[0]
+    assert "left" in progress[0]
+
+
+def test_a_run_may_go_on_with_another_number_of_processes(root):
+    model = dataclasses.replace(TINY_MODEL, dropout=0.0)
+    run(root, "from-one", model=model)
+    for file in (root / "runs" / "from-one" / "step-0000006").iterdir():
+        file.unlink()
+    result = torchrun(root, "from-one", 2, model=model)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "goes on from" in result.stdout
+    assert [line[0] for line in losses(root, "from-one")] == [1, 2, 3, 4, 5, 6]
+    run(root, "one-alone", model=model)
+    np.testing.assert_allclose(np.array(losses(root, "from-one")), np.array(losses(root, "one-alone")), rtol=2e-5)
+
+
+def test_accumulation_sees_the_same_samples_and_learns_alike(root):
+    recipe = tiny_recipe(root)
+    model = dataclasses.replace(TINY_MODEL, dropout=0.0)
+    run(root, "parts", model=model, data=dataclasses.replace(recipe.data, accumulate=2))
+    run(root, "at-once", model=model)
+    # The mean of two means is not the mean, so alike and no more.
+    np.testing.assert_allclose(
+        np.array(losses(root, "parts"))[:, 1:], np.array(losses(root, "at-once"))[:, 1:], rtol=0.1
+    )
+
+
+def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
+    objects = open_objects(str(root))
+    folder = checkpoints(objects, "whole")[-1]
+    assert folder == "runs/whole/step-0000006"
+    names = {path.name for path in (root / folder).iterdir()}
+    assert names == {"config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"}
+    state = read_state(objects, folder)
+    assert state["step"] == 6
+    assert (state["samples_consumed"], state["text_consumed"], state["seed"]) == (48, 24, 0)
+    assert state["data"]["shards"] == ["00000", "00001", "00002"]
+    saved = read_checkpoint(objects, folder)
+    assert saved.model_config == TINY_MODEL
+    assert saved.vocabulary.text() == (root / "text" / "vocab.txt").read_text()
+    assert saved.num_classes == 8
+
+
+def test_only_the_newest_checkpoints_are_kept(root):
+    run(root, "kept", save_every=1, keep_checkpoints=2)
+    assert sorted(path.name for path in (root / "runs" / "kept").glob("step-*/state.json")) == ["state.json"] * 2
+    assert checkpoints(open_objects(str(root)), "kept") == ["runs/kept/step-0000005", "runs/kept/step-0000006"]
+
+
+def test_validation_stands_beside_shuffled_pictures(root, six_steps):
+    line = read_metrics(open_objects(str(root)), "whole", "validation")[-1]
+    assert line["step"] == 6
+    for name in ("words_accuracy", "regions_accuracy"):
+        assert line[f"{name}_grounding"] == pytest.approx(line[name] - line[f"{name}_shuffled"])
+    predictions = [json.loads(row) for row in (root / "runs" / "whole" / "predictions.jsonl").read_text().splitlines()]
+    assert len({row["key"] for row in predictions}) == 8
+
+
+def test_tensorboard_holds_the_curves(root, six_steps):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(root / "runs" / "whole" / "tensorboard"))
+    board.Reload()
+    found = {event.step: event.value for event in board.Scalars("training/loss_words")}
+    assert found == pytest.approx({step: words for step, words, _, _ in six_steps})
+
+
+def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, six_steps, tmp_path):
+    from test_refcoco import write_refcoco
+
+    from vlbert.tasks.refcoco import RefCOCOSettings
+
+    samples = [tiny_sample(i, regions=3) for i in range(8)]
+    commit_samples(root, "refcoco+", samples)
+    write_refcoco(tmp_path / "refcoco+", samples)
+    base = tiny_recipe(root)
+    data = dataclasses.replace(base.data, dataset="refcoco+", held_out="refcoco+", batch=4, text_batch=0, seed=5)
+    changes = {
+        "task": RefCOCOSettings(str(tmp_path / "refcoco+")),
+        "data": data,
+        "steps": 1,
+        "vocabulary": None,
+        "start_from": str(root / "runs" / "whole" / "step-0000006"),
+        "optimizer": dataclasses.replace(base.optimizer, learning_rate=1e-12, warm_up=0),
+    }
+    run(root, "tuned", **changes)
+    before, after = weights(root, "whole", 6), weights(root, "tuned", 1)
+    shared = [name for name in before if name.startswith("vlbert.")]
+    assert shared
+    assert all(torch.allclose(before[name].float(), after[name].float(), atol=1e-7) for name in shared)
+    transform = "head.transform.dense.weight"
+    assert torch.allclose(before["head.region_transform.dense.weight"], after[transform], atol=1e-7)
+    assert (root / "runs" / "tuned" / "step-0000001" / "vocab.txt").read_text() == (root / "text/vocab.txt").read_text()
+    metrics = read_metrics(open_objects(str(root)), "tuned", "validation")[-1]
+    assert 0 <= metrics["accuracy"] <= 1
+    assert metrics["chance"] == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="another architecture than recipe tiny: heads differ"):
+        run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, heads=2))
+
+
+def test_a_run_goes_on_only_as_it_began(root, six_steps):
+    recipe = tiny_recipe(root, run="whole", steps=8)
+    with pytest.raises(ValueError, match="was trained with optimizer.learning_rate = 0.002, the recipe says 0.5"):
+        train(dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, learning_rate=0.5)), ALONE)
+    with pytest.raises(ValueError, match="data.batch = 8, the recipe says 4"):
+        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch=4)), ALONE)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_no_checkpoint(root):
+    recipe = tiny_recipe(root, run="broken", save_every=1)
+    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e30, clip=1e30, warm_up=0)
+    with pytest.raises(FloatingPointError, match="no checkpoint is written"):
+        train(dataclasses.replace(recipe, optimizer=optimizer, steps=20), ALONE)
+    for folder in checkpoints(open_objects(str(root)), "broken"):
+        assert read_state(open_objects(str(root)), folder)["step"] < 20
+
+
+def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
+    with s3_server("models"):
+        objects = open_objects("s3://models/demo")
+        for file in (root / "captions", root / "held-out"):
+            for path in sorted(p for p in file.rglob("*") if p.is_file()):
+                objects.put(str(path.relative_to(root)), path)
+        recipe = tiny_recipe(root)
+        recipe = tiny_recipe(root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run="cloud")
+        train(recipe, ALONE)
+        assert checkpoints(objects, "cloud") == ["runs/cloud/step-0000002"]
+        assert [line["step"] for line in read_metrics(objects, "cloud", "training")] == [1, 2]
+        assert any("tensorboard/events" in info.path for info in objects.list("runs/cloud/"))
+        train(dataclasses.replace(recipe, steps=3), ALONE)
+        assert [line["step"] for line in read_metrics(objects, "cloud", "training")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["optimiser.rate=1"], "Recipe has no field 'optimiser'"),
+        (["data.root="], "data.root is not set"),
+        (["data.batch=7", "data.text_batch=0"], "data.batch = 7 cannot be shared by 2 processes"),
+    ],
+)
+def test_what_is_wrong_is_said_on_the_command_line(root, more, says):
+    result = torchrun(root, "refused", 2 if "batch" in says else 1, *more)
+    assert result.returncode != 0
+    assert says in result.stderr
+    assert not (root / "runs" / "refused").exists()
+
+
+def test_the_learning_rate_rises_and_falls_in_straight_lines():
+    factors = [learning_rate_factor(step, steps=10, warm_up=4) for step in range(10)]
+    assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert learning_rate_factor(0, 5, 0) == 1
