@@ -138,12 +138,21 @@ def wait_for(url: str, runs: Callable[[], bool], log: Path) -> None:
 
 def walk(root: Path, world: World, seed: int, processes: int) -> tuple["Road", float]:
     """Run the flow `pretrain-vlbert` on the world; what it came to, and its seconds."""
-    from flows.pipeline import pretrain_vlbert  # here, because it imports prefect: see prefect_server
+    from prefect.events.worker import EventsWorker  # here, because what it reads is set by prefect_server
+
+    from flows.pipeline import pretrain_vlbert
 
     parameters = flow_parameters(root, world, seed, processes)
     started = time.monotonic()
-    with show_stages():
-        road = pretrain_vlbert(**parameters)
+    try:
+        with show_stages():
+            road = pretrain_vlbert(**parameters)
+    finally:
+        # Prefect sends logs and events in the background; what it still has when the server stops, it would try to
+        # send for a minute more.
+        for handler in logging.getLogger("prefect.flow_runs").handlers:
+            handler.flush()
+        EventsWorker.drain_all(timeout=5)
     return road, time.monotonic() - started
 
 

@@ -47,7 +47,7 @@ MOST_BOXES, MOST_NAMES = 12, 6  # drawn in one scene: a network finds up to 100 
 LONGEST_TEXT = 300  # characters of a caption, URL or detail
 PICTURE_SIDE = 480  # pixels of the longer side of a picture on the page, which shows it at about half that
 NAME_SIZE = 20  # pixels of the names drawn into it
-RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape; every caption names both equally
+RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape, which captions name equally often
 
 GREEN, RED, OTHERS = (
     (27, 175, 122),
@@ -475,7 +475,7 @@ def fine_tuning_chart(read: dict[str, Part], kind: str, metric: str) -> dict:
         lines.append(line(name, colour, values, metric, "{:.2f}" if kind == "training" else "{:.0%}"))
     lines = [one for one in lines if one.points]
     if not lines:
-        raise NotThereYet("no fine-tuning run has written " + ("a loss" if kind == "training" else "an accuracy"))
+        raise NotThereYet(f"no fine-tuning run has written its {metric}")
     if kind == "training":
         return chart("Fine-tuning: loss", lines, "nats per candidate region")
     steps = [step for one in lines for step, _ in one.points]

@@ -56,8 +56,9 @@ class WorldSettings:
     max_objects: int = 3  # objects in a captioned picture: 1 to this many
     broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
     text_lines: int = 2000  # lines of text.txt
-    refcoco_train: int = 300  # RefCOCO+ pictures to learn from, one expression each
-    refcoco_held_out: int = 100  # RefCOCO+ pictures in each of val, testA and testB, one expression each
+    refcoco_train: int = 400  # RefCOCO+ pictures to learn from
+    refcoco_held_out: int = 100  # RefCOCO+ pictures in each of val, testA and testB
+    refcoco_refs: int = 2  # objects of a RefCOCO+ picture that an expression refers to, at most; one expression each
     refcoco_min_objects: int = 3  # objects in a RefCOCO+ picture, at least
     refcoco_max_objects: int = 5  # objects in a RefCOCO+ picture, at most
     jpeg_quality: int = 90  # 1 to 95
@@ -260,31 +261,32 @@ def draw_refcoco(world: World) -> None:
     world.refcoco_images.mkdir(parents=True, exist_ok=True)
     coco, references = coco_file(), []
     splits = [split for split, size in settings.refcoco_splits.items() for _ in range(size)]
-    for ref_id, split in enumerate(splits):
-        rng = np.random.default_rng([settings.seed, _REFCOCO_STREAM, ref_id])
-        while True:
-            looks = refcoco_looks(
-                rng, int(rng.integers(settings.refcoco_min_objects, settings.refcoco_max_objects + 1))
-            )
-            target = int(rng.integers(len(looks)))
-            if looks[target].shape in SPLIT_SHAPES[split]:
-                break
-        words = expression(rng, looks, target)
-        number = FIRST_REFCOCO_IMAGE + ref_id
+    for picture, split in enumerate(splits):
+        rng = np.random.default_rng([settings.seed, _REFCOCO_STREAM, picture])
+        eligible = []
+        while not eligible:
+            number = int(rng.integers(settings.refcoco_min_objects, settings.refcoco_max_objects + 1))
+            looks = refcoco_looks(rng, number)
+            eligible = [i for i, look in enumerate(looks) if look.shape in SPLIT_SHAPES[split]]
+        targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.refcoco_refs]]
+        expressions = [expression(rng, looks, target) for target in targets]
+        number = FIRST_REFCOCO_IMAGE + picture
         scene = place(rng, looks, settings.size)
-        annotation = draw_into(coco, world.refcoco_images, number, scene, rng, settings.jpeg_quality)[target]
-        references.append(
-            {
-                "sent_ids": [ref_id],
-                "file_name": f"{number:06d}_{ref_id}.jpg",
-                "ann_id": annotation["id"],
-                "ref_id": ref_id,
-                "image_id": number,
-                "split": split,
-                "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
-                "category_id": annotation["category_id"],
-            }
-        )
+        annotations = draw_into(coco, world.refcoco_images, number, scene, rng, settings.jpeg_quality)
+        for target, words in zip(targets, expressions, strict=True):
+            ref_id = len(references)
+            references.append(
+                {
+                    "sent_ids": [ref_id],
+                    "file_name": f"{number:06d}_{ref_id}.jpg",
+                    "ann_id": annotations[target]["id"],
+                    "ref_id": ref_id,
+                    "image_id": number,
+                    "split": split,
+                    "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
+                    "category_id": annotations[target]["category_id"],
+                }
+            )
     world.refcoco_instances.write_text(json.dumps(coco))
     world.refcoco_refs.write_bytes(pickle.dumps(references, protocol=0))
 

@@ -1,5 +1,6 @@
 """What the stages are told: typed, frozen, checked when made, and shown as a form in the flow UI."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ class DetectorSettings:
     minimum: int | None = None  # faster_rcnn: regions an image at least
     maximum: int | None = None  # faster_rcnn: regions an image at most
     threshold: float | None = None  # faster_rcnn: confidence that a region needs
+    short_side: int | None = None  # faster_rcnn: pixels of the resized image's shorter side
+    post_nms: int | None = None  # faster_rcnn: proposals an image
     device: str | None = None  # faster_rcnn: cpu or cuda
     threads: int | None = None  # faster_rcnn: of its process, on a CPU
     silence: float | None = 86_400.0  # seconds without a finished shard: it hangs
@@ -30,9 +33,10 @@ class DetectorSettings:
 
     def flags(self) -> list[str]:
         """As `python -m detectors.run` takes them."""
-        values = ("annotations", "preset", "weights", "minimum", "maximum", "threshold", "device", "threads")
+        ours = ("backend", "untrained", "silence")
+        values = [field.name for field in dataclasses.fields(self) if field.name not in ours]
         given = [(name, getattr(self, name)) for name in values if getattr(self, name) is not None]
-        flags = [f"--backend={self.backend}", *(f"--{name}={value}" for name, value in given)]
+        flags = [f"--backend={self.backend}", *(f"--{name.replace('_', '-')}={value}" for name, value in given)]
         return [*flags, "--untrained"] if self.untrained else flags
 
 

@@ -375,8 +375,11 @@ def test_references_match_the_instances(drawn):
     references = load_references(drawn)
     coco = json.loads(drawn.refcoco_instances.read_text())
     by_id = {a["id"]: a for a in coco["annotations"]}
-    splits = collections.Counter(reference["split"] for reference in references)
-    assert splits == {"train": 90, "val": 30, "testA": 30, "testB": 30}
+    split_of = {reference["image_id"]: reference["split"] for reference in references}
+    assert collections.Counter(split_of.values()) == {"train": 90, "val": 30, "testA": 30, "testB": 30}
+    asked_of = collections.Counter(reference["image_id"] for reference in references)
+    assert set(asked_of.values()) == {1, 2}, "two objects, or the only one of the split's shapes"
+    assert all(split_of[reference["image_id"]] == reference["split"] for reference in references)
     for reference in references:
         annotation = by_id[reference["ann_id"]]
         assert annotation["image_id"] == reference["image_id"]
@@ -386,7 +389,7 @@ def test_references_match_the_instances(drawn):
         asked = {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
         assert shape in asked
         assert all(s["tokens"] == s["sent"].split() for s in reference["sentences"])
-    for field in ("ref_id", "image_id", "ann_id"):
+    for field in ("ref_id", "ann_id"):
         assert len({reference[field] for reference in references}) == len(references)
     caption_images = {image["file_name"] for image in json.loads(drawn.annotations.read_text())["images"]}
     assert not caption_images & {image["file_name"] for image in coco["images"]}

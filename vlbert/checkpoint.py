@@ -125,8 +125,10 @@ def load_optimizer(objects: Objects, folder: str, model: nn.Module, optimizer: t
     for entry, tensor in tensors.items():
         name, _, quantity = entry.rpartition("/")
         parameter = parameters[name]
-        # AdamW keeps its step count on the CPU, its moments beside the parameter.
-        optimizer.state[parameter][quantity] = tensor if quantity == "step" else tensor.to(parameter.device)
+        if quantity != "step":
+            # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
+            tensor = torch.empty_like(parameter).copy_(tensor)
+        optimizer.state[parameter][quantity] = tensor.to(parameter.device)
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
