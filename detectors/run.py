@@ -78,6 +78,9 @@ def detect_pending(
 
     on_shard gets, after each: shard, images (looked at), regions (found), images_per_s, done and of (shards).
     """
+    if not catalog.shards(IMAGES):
+        where = catalog.objects.where(f"{catalog.dataset}/{IMAGES}")
+        raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
     pending = catalog.pending(IMAGES, stage_of(detector))
     if only is not None:
         unknown = sorted(set(only) - set(catalog.shards(IMAGES)))

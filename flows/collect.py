@@ -1,18 +1,20 @@
 """Collect: a caption list, or a folder of images, becomes committed shards of the stage `images`.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. What is committed is not
-asked for again; a list that changed under its committed shards is an error, for it would mix two lists in one dataset.
+asked for again. A list may grow: its new rows make new shards. A list that changed under its committed shards is an
+error, for it would mix two lists in one dataset.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from prefect import flow, get_run_logger, task
@@ -27,6 +29,7 @@ from storage.download import (
     Download,
     ImageSettings,
     commit_images,
+    count_captions,
     download_async,
     import_images,
     read_captions,
@@ -69,8 +72,9 @@ def collect(
     started = time.monotonic()
     run_group = run_group or collect_group
     catalog = Catalog(open_objects(root), dataset.name)
-    parts = plan(dataset)
-    done = check_committed(catalog, parts, dataset)
+    done = {shard: catalog.manifest(IMAGES, shard).meta for shard in catalog.shards(IMAGES)}
+    parts = plan(dataset, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
+    check_committed(done, parts, dataset)
     missing = [part for part in parts if part.shard not in done]
     origin = dataset.captions or dataset.images
     if missing:
@@ -86,11 +90,16 @@ def collect(
     return Collected(dataset.name, len(parts), len(missing), counts, time.monotonic() - started)
 
 
-def plan(dataset: Dataset) -> list[Part]:
-    """The shards that the dataset's list makes, in order. ValueError where it is empty or makes more than 100,000."""
+def plan(dataset: Dataset, stops: Mapping[str, int]) -> list[Part]:
+    """The shards that the dataset's list makes, in order; `stops` says where committed ones end, by shard.
+
+    ValueError where it is empty, makes more than 100,000 or has a line that is no row (FILE:LINE).
+    """
+    if dataset.captions:
+        count_captions(Path(dataset.captions))  # every line is looked at before the first image is asked for
     parts = []
-    for start, chunk in _chunks(dataset):
-        digest = hashlib.sha256(b"".join(chunk)).hexdigest()
+    for start, chunk in _chunks(dataset, stops):
+        digest = hashlib.sha256(b"\n".join(chunk)).hexdigest()
         source = f"{Path(dataset.captions or dataset.images).name} sha256:{digest}"
         parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source))
     if not parts:
@@ -100,19 +109,28 @@ def plan(dataset: Dataset) -> list[Part]:
     return parts
 
 
-def _chunks(dataset: Dataset) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first row, what identifies each row) by shard; of images the name and the size, not the pixels."""
+def _chunks(dataset: Dataset, stops: Mapping[str, int]) -> Iterator[tuple[int, list[bytes]]]:
+    """(number of the first row, what identifies each row) by shard."""
+    with contextlib.closing(_rows(dataset)) as rows:
+        start = 0
+        for number in itertools.count():
+            stop = stops.get(f"{number:05}", start + dataset.rows_per_shard)
+            chunk = list(itertools.islice(rows, max(0, stop - start)))
+            if not chunk:
+                return
+            yield start, chunk
+            start += len(chunk)
+
+
+def _rows(dataset: Dataset) -> Iterator[bytes]:
+    """What identifies each row: the line of the list; of an image its name and size, not its pixels."""
     if dataset.captions:
         with open(dataset.captions, "rb") as lines:
-            start = 0
-            while chunk := list(islice(lines, dataset.rows_per_shard)):
-                yield start, chunk
-                start += len(chunk)
+            for line in lines:
+                yield line.removesuffix(b"\n")  # which the last line gets only when the list grows
     else:
-        files = image_files(dataset.images)
-        for start in range(0, len(files), dataset.rows_per_shard):
-            chunk = files[start : start + dataset.rows_per_shard]
-            yield start, [f"{file.name}\t{file.stat().st_size}\n".encode() for file in chunk]
+        for file in image_files(dataset.images):
+            yield f"{file.name}\t{file.stat().st_size}".encode()
 
 
 def image_files(folder: str) -> list[Path]:
@@ -122,19 +140,17 @@ def image_files(folder: str) -> list[Path]:
     return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in _SUFFIXES)
 
 
-def check_committed(catalog: Catalog, parts: Sequence[Part], dataset: Dataset) -> set[str]:
-    """The committed shards. ValueError where one was made of other rows, or with other image settings, than now."""
+def check_committed(done: Mapping[str, dict], parts: Sequence[Part], dataset: Dataset) -> None:
+    """ValueError where a committed shard (its meta, by shard) has other rows, or other image settings, than now."""
     expected = {part.shard: part for part in parts}
     wanted = {field.name: getattr(dataset.download, field.name) for field in dataclasses.fields(ImageSettings)}
-    done = catalog.shards(IMAGES)
-    for shard in done:
-        meta = catalog.manifest(IMAGES, shard).meta
+    for shard, meta in done.items():
         rows, digest = meta["source"]["rows"], meta["source"]["list"].rpartition(" ")[2]
         part = expected.get(shard)
         if part is None or [part.start, part.stop] != rows or part.source.rpartition(" ")[2] != digest:
             now = f"rows {part.start} to {part.stop} of {part.source}" if part else f"only {len(parts)} shards"
             raise ValueError(
-                f"{catalog.dataset}: the list changed under committed shards: shard {shard} holds rows {rows[0]} to "
+                f"{dataset.name}: the list changed under committed shards: shard {shard} holds rows {rows[0]} to "
                 f"{rows[1]} of {meta['source']['list']}, now it would be {now}. Collect the new list as another "
                 "dataset, or set the old list and rows_per_shard again"
             )
@@ -143,10 +159,9 @@ def check_committed(catalog: Catalog, parts: Sequence[Part], dataset: Dataset) -
                 f"{k} {meta['config'].get(k)}, now {v}" for k, v in wanted.items() if meta["config"].get(k) != v
             ]
             raise ValueError(
-                f"{catalog.dataset}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
+                f"{dataset.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
                 "Set them back, or collect another dataset"
             )
-    return set(done)
 
 
 def collect_group(root: str, dataset: Dataset, parts: Sequence[Part]) -> dict[str, int]:

@@ -70,9 +70,9 @@ def read_captions(file: Path, start: int = 0, stop: int | None = None) -> list[C
 
 
 def count_captions(file: Path) -> int:
-    """How many rows a caption list has, without reading them."""
+    """How many rows a caption list has; ValueError names FILE:LINE where a line is no row, before any work is done."""
     with open(file, "rb") as lines:
-        return sum(1 for _ in lines)
+        return sum(1 for _ in _rows(lines, file, 0))
 
 
 def _rows(lines: Iterator[bytes], file: Path, start: int) -> Iterator[CaptionRow]:

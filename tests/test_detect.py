@@ -240,6 +240,12 @@ def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags
         main([str(tmp_path), "captions", *flags])
 
 
+def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):
+    file = annotations(tmp_path / "a.json", [0])
+    with pytest.raises(SystemExit, match=r"no shard is committed in .*typo/images; collect the images first"):
+        main([str(tmp_path / "root"), "typo", "--backend", "annotated", "--annotations", str(file)])
+
+
 def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
     collected(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])

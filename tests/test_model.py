@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny import CLASSES, TINY_MODEL, tiny_sample
+from safetensors.torch import save_file
+from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
 from transformers import BertConfig, BertForPreTraining
 
+from detectors.faster_rcnn import DEMO, FasterRCNN
 from vlbert.batch import Batch, Example, Words, collate
 from vlbert.bert import start_from_bert
 from vlbert.config import ModelConfig
@@ -15,6 +17,7 @@ from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.pictures import view
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
+from vlbert.train import make_model
 
 LETTERS = Vocabulary(
     [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
@@ -131,6 +134,19 @@ def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
     assert differs.nonzero().flatten().tolist() == [2]
 
 
+def test_a_hidden_region_has_a_token_of_its_own(model):
+    given = example(5, regions=2)
+    batches = []
+    for hidden in ([False, False, False], [False, True, False]):
+        picture = dataclasses.replace(given.picture, hidden=np.array(hidden))
+        batches.append(collate([dataclasses.replace(given, picture=picture)]))
+    with torch.no_grad():
+        same_look = model.vlbert.fast_rcnn(batches[0])
+        seen, masked = (model.vlbert.embedding(batch, same_look)[0][0] for batch in batches)
+    differs = (seen - masked).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [given.words.tokens.size + 1]
+
+
 def test_all_regions_share_the_position_behind_the_text_and_end_follows():
     model = VLBert(TINY_MODEL, len(LETTERS)).eval()
     embedding = model.embedding
@@ -194,6 +210,25 @@ def test_frozen_stages_and_norms_take_no_gradient():
     assert count_parameters(frozen)[1] < count_parameters(frozen)[0]
 
 
+def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
+    network = FasterRCNN.untrained(DEMO, seed=3)
+    file = tmp_path / "detector.safetensors"
+    save_file(network.state_dict(), file)
+    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file))
+    recipe = dataclasses.replace(tiny_recipe(tmp_path), model=dataclasses.replace(TINY_MODEL, regions=regions))
+    started = make_model(recipe, TASK, LETTERS, None, print).vlbert.fast_rcnn
+    for name, tensor in network.backbone.state_dict().items():
+        assert torch.equal(started.backbone.state_dict()[name], tensor)
+    for name, tensor in network.roi_heads.res5.state_dict().items():
+        assert torch.equal(started.res5.state_dict()[name], tensor)
+    other = dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, weights=str(file))),
+    )
+    with pytest.raises(ValueError, match="detector.safetensors does not fit the network"):
+        make_model(other, TASK, LETTERS, None, print)
+
+
 def test_a_row_longer_than_the_position_table_is_named(model):
     words = LETTERS.encode("a " * 70)
     zeros = np.zeros(len(words), np.int64)
@@ -246,7 +281,7 @@ def test_a_bert_of_another_shape_is_refused(bert):
 def test_new_weights_are_spread_as_the_configuration_says():
     torch.manual_seed(0)
     model = VLBert(ModelConfig(layers="J", initializer_range=0.02, regions=TINY_MODEL.regions), 1000)
-    assert float(model.embedding.words.weight.std()) == pytest.approx(0.02, rel=0.02)
-    assert float(model.encoder.layers[0].query.weight.std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.embedding.words.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.encoder.layers[0].query.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.bias.abs().max()) == 0
     assert float(model.embedding.visual_norm_words.weight.abs().max()) == 0

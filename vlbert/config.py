@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from detectors.resnet import RESNET101, ResNetConfig
+from detectors.resnet import ResNetConfig
 
 
 def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
@@ -17,7 +17,9 @@ def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
 class RegionConfig:
     """Fast R-CNN features: from pixels and boxes to one vector a region, trained end to end (paper 3.2, 3.3)."""
 
-    resnet: ResNetConfig = RESNET101
+    resnet: ResNetConfig = ResNetConfig(
+        stem_pool="torch"
+    )  # ResNet-101; the authors pad its first pool, detectors do not
     short_side: int = 600  # pictures are resized to this many pixels on their short side ...
     long_side: int = 1000  # ... unless the long side would pass this
     roi_size: int = 14  # RoIAlign gives roi_size x roi_size cells a region

@@ -10,7 +10,7 @@ BASE = ModelConfig()
 LARGE = ModelConfig(layers="J" * 24, hidden=1024, heads=16, intermediate=4096)
 
 # Small enough to learn from 800 drawn scenes in three minutes on two cores. What decides: N(0, 0.02) leaves attention
-# of 96 channels inert, so weights start wider; and a picture that is faded in from gain 0 comes too late
+# of 96 channels inert, so weights start wider; and a picture faded in from gain 0 comes too late
 DEMO = ModelConfig(
     layers="J" * 3,
     hidden=96,
@@ -87,11 +87,11 @@ def pretrain_vlbert_demo() -> Recipe:
         model=DEMO,
         data=DataConfig(held_out="held-out", batch=32, text_batch=8, workers=0),
         optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warm_up=50, weight_decay=1e-2),
-        steps=1_300,
+        steps=1_000,
         vocabulary_size=500,
         log_every=20,
         validate_every=200,
-        validation_samples=150,
+        validation_samples=300,
         save_every=200,
     )
 
@@ -103,10 +103,12 @@ def finetune_refcoco_demo() -> Recipe:
         task=RefCOCOSettings(),
         model=DEMO,
         data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, workers=0),
-        optimizer=OptimizerConfig(learning_rate=5e-4, warm_up=20, weight_decay=1e-2, clip=1.0),
-        steps=150,
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4, region_learning_rate=1e-4, warm_up=20, weight_decay=1e-2, clip=1.0
+        ),
+        steps=100,
         log_every=10,
-        validate_every=50,
+        validate_every=25,
         validation_samples=1_000,
         save_every=50,
     )
