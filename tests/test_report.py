@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.report import BOX_COLOURS, GREEN, RED, main, write_report
+from demo.pictures import BOX_COLOURS, GREEN, RED
+from demo.report import main, write_report
 from demo.world import World, WorldSettings, draw_world
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard, stage_of
@@ -28,7 +29,7 @@ from vlbert.boxes import iou
 from vlbert.tasks.refcoco import read_expressions
 
 TINY = WorldSettings(
-    train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, refcoco_train=1, refcoco_held_out=6
+    train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, refcoco_train=1, refcoco_held_out=6, refcoco_refs=1
 )
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
 RUNS = {"pretrain": "first-run", "with": "second-run", "without": "third-run"}
@@ -364,7 +365,9 @@ def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
         "no stage was timed",
     ):
         assert f"not there yet: {words}" in page.text
-    assert "not there yet:" in page.between("with their regions", "How it learned")
+    section = page.between("with their regions", "How it learned")
+    where = tmp_path / "held-out" / "regions"
+    assert f"not there yet: {where} holds no region shards; run the detection stage first" in section
 
 
 def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, world: World):
@@ -428,7 +431,10 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
     assert "held-out/regions/0123456789ab" in page.text
     shutil.rmtree(root / "runs" / "first-run")  # now nothing says which of the two detectors was used
     page = Page(write_report(root, world, TIMINGS, RUNS))
-    assert "not there yet:" in page.between("with their regions", "How it learned")
+    section = page.between("with their regions", "How it learned")
+    both = ", ".join(sorted([Untrained.id, known.id]))
+    where = root / "held-out" / "regions"
+    assert f"not there yet: {where} holds several detectors, set data.detector to one of {both}" in section
     assert len(page.pictures) == 6
 
 
