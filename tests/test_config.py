@@ -44,6 +44,12 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("model.heads=7", "ModelConfig.heads is 7; it must be a divisor of hidden = 768"),
         ("task.words.masked=1.5", "shares"),
         ("steps=0", "Recipe.steps is 0"),
+        ("data.accumulate=0", "DataConfig.accumulate is 0"),
+        ("data.seed=-1", "DataConfig.seed is -1"),
+        ("task.max_elements=2", "max_elements is 2"),
+        ("optimizer.clip=0", "OptimizerConfig.clip is 0"),
+        ("optimizer.betas=0.9", "two numbers"),
+        ("model.regions.pixel_mean=1,2", "three numbers"),
     ],
 )
 def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
@@ -66,11 +72,14 @@ def test_recipes_are_named_as_their_function_and_survive_json(name):
         check_complete(recipe)
 
 
-def test_a_configuration_of_another_version_is_refused():
+def test_a_configuration_may_be_older_and_not_newer():
     values = to_json(ModelConfig())
     del values["heads"]
-    with pytest.raises(ValueError, match="config.json: ModelConfig has fields"):
-        from_json(ModelConfig, values, "config.json")
+    assert from_json(ModelConfig, values, "config.json") == ModelConfig(), (
+        "a field younger than the file has its default"
+    )
+    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; the file is of a newer version"):
+        from_json(ModelConfig, values | {"eyes": 2}, "config.json")
 
 
 def test_as_overrides_is_the_inverse_of_override(tmp_path):

@@ -12,17 +12,19 @@ from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from vlbert.batch import Batch
+from vlbert.config import DataConfig
 from vlbert.data import (
     CAPTIONS,
     ShardSamples,
     TrainingData,
     ValidationData,
     batches,
+    check_shares,
     generator,
     mix,
     open_samples,
-    order,
     region_stage,
+    shuffled,
     take,
 )
 from vlbert.distributed import World
@@ -30,6 +32,7 @@ from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +43,12 @@ def root(tmp_path_factory):
 def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData:
     recipe = tiny_recipe(root)
     config = dataclasses.replace(recipe.data, **changes)
-    samples, _ = open_samples(open_objects(str(root)), "captions", None)
+    samples, _ = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
     corpus = TextCorpus(root / "text", vocabulary)
-    questions = task.questions(samples.urls, held_out=False)
-    return TrainingData(samples, questions, task, config, TINY_MODEL.regions, rank, size, corpus)
+    questions = task.questions(samples, held_out=False)
+    return TrainingData(samples, questions, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
 
 
 def captions(batch: Batch) -> list[str]:
@@ -78,26 +81,41 @@ def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
     assert first != second
 
 
+def epoch_of(seed: int, stream: int, epoch: int, n: int) -> list[int]:
+    return shuffled(np.arange(n), seed, stream, epoch, n).tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 1025])
+def test_an_epoch_is_a_permutation_whatever_its_length(n):
+    assert sorted(epoch_of(0, CAPTIONS, 0, n)) == list(range(n))
+
+
 def test_order_depends_on_seed_epoch_and_stream():
-    orders = [order(*which, 1000) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
-    for one in orders:
-        assert sorted(one.tolist()) == list(range(1000))
-    assert len({tuple(one.tolist()) for one in orders}) == 4
-    for one in orders:  # a random permutation has one fixed point on average
-        assert (one == np.arange(1000)).sum() < 8
+    orders = [epoch_of(*which, 1000) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    assert len({tuple(one) for one in orders}) == 4
+    for one in orders:  # a random permutation has one fixed point on average, and no drift
+        assert (np.array(one) == np.arange(1000)).sum() < 8
+        assert abs(np.corrcoef(one, np.arange(1000))[0, 1]) < 0.15
+        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.15
     # Part of the contract with old checkpoints: the same on every machine, for ever.
-    assert order(0, CAPTIONS, 0, 8).tolist() == GOLDEN_ORDER
+    assert epoch_of(0, CAPTIONS, 0, 12) == GOLDEN_ORDER
     assert mix(1, 2, 3) == GOLDEN_MIX
 
 
-GOLDEN_ORDER = [5, 0, 7, 2, 6, 4, 3, 1]
+GOLDEN_ORDER = [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
 GOLDEN_MIX = 9812528628958509896
+
+
+def test_a_batch_late_in_a_long_epoch_is_found_at_once():
+    taken = take(consumed=10**10, count=256, seed=0, stream=CAPTIONS, n=3 * 10**9)
+    assert len(set(taken)) == 256
+    assert all(epoch == 3 and 0 <= number < 3 * 10**9 for epoch, number in taken)
 
 
 def test_take_goes_over_the_border_of_an_epoch():
     taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
     assert [epoch for epoch, _ in taken] == [0, 0, 0, 1, 1, 1]
-    assert [number for _, number in taken] == [*order(3, CAPTIONS, 0, 8)[5:], *order(3, CAPTIONS, 1, 8)[:3]]
+    assert [number for _, number in taken] == [*epoch_of(3, CAPTIONS, 0, 8)[5:], *epoch_of(3, CAPTIONS, 1, 8)[:3]]
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (4, 1), (1, 2), (2, 2)])
@@ -136,11 +154,11 @@ def test_randomness_is_the_samples_own():
     assert generator(0, 0, 0, "a", question=1).random() != draws[0]
 
 
-def test_a_batch_that_the_world_does_not_divide_is_refused_before_anything_is_read(root):
+def test_a_batch_that_the_world_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
-        training_data(root, 0, 3)
+        check_shares(DataConfig(batch=8), world_size=3)
     with pytest.raises(ValueError, match="data.text_batch = 4 .*data.accumulate = 8"):
-        training_data(root, 0, 1, accumulate=8)
+        check_shares(DataConfig(batch=8, text_batch=4, accumulate=8), world_size=1)
 
 
 def test_text_rows_stand_beside_the_captions(root):
@@ -151,46 +169,46 @@ def test_text_rows_stand_beside_the_captions(root):
     assert (batch.text_mask[8:].sum(1) == 12).all(), "text_length"
 
 
-def validation(root, rank: int = 0, size: int = 1, shuffled: bool = False, limit: int = 7) -> ValidationData:
+def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
     data = training_data(root)
-    return ValidationData(
-        data.samples,
-        data.questions,
-        data.task,
-        data.config,
-        TINY_MODEL.regions,
-        World(rank, size, CPU),
-        limit,
-        shuffled,
-    )
+    world = World(rank, size, CPU)
+    return list(ValidationData(data.samples, data.questions, data.task, data.config, TINY_MODEL.regions, world, limit))
 
 
-def test_validation_asks_the_same_questions_in_every_world(root):
-    alone = [key for batch in validation(root) for key in batch.keys]
-    assert len(alone) == len(set(alone)) == 7
-    two = [key for rank in range(2) for batch in validation(root, rank, 2) for key in batch.keys]
-    assert Counter(two) == Counter(alone)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_validation_asks_the_same_questions_in_every_world_and_in_the_same_order(root, size):
+    alone = [key for right, _ in validation(root) for key in right.keys]
+    assert len(set(alone)) == len(alone) == 7
+    assert [key for rank in range(size) for right, _ in validation(root, rank, size) for key in right.keys] == alone
+    shown = [row for _, other in validation(root) for row in rows_of(other).items()]
+    assert [
+        row for rank in range(size) for _, other in validation(root, rank, size) for row in rows_of(other).items()
+    ] == shown
+
+
+def test_without_a_limit_every_question_is_asked_once(root):
+    asked = Counter(key for right, _ in validation(root, limit=None) for key in right.keys)
+    assert set(asked.values()) == {1}
+    assert len(asked) == 20
 
 
 def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
-    right, wrong = validation(root), validation(root, shuffled=True)
-    picture_of = {}
-    for batch in right:
-        for i, key in enumerate(batch.keys):
-            picture_of[key] = batch.boxes[i][batch.region_mask[i]].tolist()
-    others = []
-    for batch, same in zip(wrong, right, strict=True):
-        assert batch.keys == same.keys
-        assert torch.equal(batch.tokens, same.tokens)
-        for i, key in enumerate(batch.keys):
-            boxes = batch.boxes[i][batch.region_mask[i]].tolist()
+    picture_of, others = {}, []
+    for right, _ in validation(root):
+        for i, key in enumerate(right.keys):
+            picture_of[key] = right.boxes[i][right.region_mask[i]].tolist()
+    for right, other in validation(root):
+        assert other.keys == right.keys
+        assert torch.equal(other.tokens, right.tokens)
+        for i, key in enumerate(other.keys):
+            boxes = other.boxes[i][other.region_mask[i]].tolist()
             assert boxes != picture_of[key]
             others.append(boxes)
     assert sorted(others) == sorted(picture_of.values()), "each picture is shown once"
 
 
 def test_samples_read_through_the_index_are_those_that_were_written(root):
-    samples, pinned = open_samples(open_objects(str(root)), "captions", None)
+    samples, pinned = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
     assert len(samples) == 20
     written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
     assert samples.urls == [sample.url for sample in written]
@@ -202,15 +220,28 @@ def test_samples_read_through_the_index_are_those_that_were_written(root):
 def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
     objects = open_objects(str(tmp_path))
-    _, pinned = open_samples(objects, "captions", None)
+    _, pinned = open_samples(objects, "captions", None, None, ALONE)
     new = tiny_sample(99)
     Catalog(objects, "captions").commit(
         "regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {}
     )
-    assert len(open_samples(objects, "captions", None)[0]) == 9
-    assert len(open_samples(objects, "captions", None, pinned)[0]) == 8
+    assert len(open_samples(objects, "captions", None, None, ALONE)[0]) == 9
+    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8
     with pytest.raises(ValueError, match="have changed"):
-        open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16})
+        open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
+
+
+def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
+    objects = open_objects(str(tmp_path))
+    tars = sorted((tmp_path / "captions" / "regions" / "00000000beef").glob("*.tar"))
+    whole = tars[1].read_bytes()
+    tars[1].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"{tars[1].name} has .* bytes, its manifest needs .*: it is torn or gone"):
+        open_samples(objects, "captions", None, None, ALONE)
+    tars[1].unlink()
+    with pytest.raises(ValueError, match=f"{tars[1].name} has 0 bytes"):
+        open_samples(objects, "captions", None, None, ALONE)
 
 
 def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
@@ -228,7 +259,7 @@ def test_samples_come_from_a_bucket_too():
         objects = open_objects("s3://shards/root")
         written = [tiny_sample(i) for i in range(3)]
         rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
-        Catalog(objects, "captions").commit("regions/00000000beef", "00000", written, rows, {})
-        samples, _ = open_samples(objects, "captions", None)
+        Catalog(objects, "captions").commit("regions/00000000beef", "00000", written, rows, {"untrained": False})
+        samples, _ = open_samples(objects, "captions", None, None, ALONE)
         assert isinstance(samples, ShardSamples)
         assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
-from transformers import BertConfig, BertForPreTraining
+from transformers import BertConfig, BertForPreTraining, BertTokenizer
 
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from vlbert.batch import Batch, Example, Words, collate
-from vlbert.bert import start_from_bert
+from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.config import ModelConfig
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.pictures import view
@@ -214,19 +214,19 @@ def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
     network = FasterRCNN.untrained(DEMO, seed=3)
     file = tmp_path / "detector.safetensors"
     save_file(network.state_dict(), file)
-    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file))
+    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file), untrained=False)
     recipe = dataclasses.replace(tiny_recipe(tmp_path), model=dataclasses.replace(TINY_MODEL, regions=regions))
-    started = make_model(recipe, TASK, LETTERS, None, print).vlbert.fast_rcnn
+    started = make_model(recipe, TASK, LETTERS, None, None, print).vlbert.fast_rcnn
     for name, tensor in network.backbone.state_dict().items():
         assert torch.equal(started.backbone.state_dict()[name], tensor)
     for name, tensor in network.roi_heads.res5.state_dict().items():
         assert torch.equal(started.res5.state_dict()[name], tensor)
     other = dataclasses.replace(
         recipe,
-        model=dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, weights=str(file))),
+        model=dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(regions, resnet=TINY_MODEL.regions.resnet)),
     )
     with pytest.raises(ValueError, match="detector.safetensors does not fit the network"):
-        make_model(other, TASK, LETTERS, None, print)
+        make_model(other, TASK, LETTERS, None, None, print)
 
 
 def test_a_row_longer_than_the_position_table_is_named(model):
@@ -251,6 +251,8 @@ def bert(tmp_path_factory) -> tuple[str, BertForPreTraining]:
     bert = BertForPreTraining(config).eval()
     folder = tmp_path_factory.mktemp("bert")
     bert.save_pretrained(folder)
+    (folder / "letters.txt").write_text(LETTERS.text())
+    BertTokenizer(str(folder / "letters.txt")).save_pretrained(folder)
     return str(folder), bert
 
 
@@ -259,7 +261,7 @@ def test_started_from_bert_and_seeing_nothing_it_is_bert(bert):
     folder, theirs = bert
     config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0)
     ours = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
-    start_from_bert(ours.vlbert, ours.head, folder)
+    start_from_bert(ours.vlbert, ours.head, folder, LETTERS)
     tokens = torch.from_numpy(LETTERS.encode("some words of text that bert reads"))[None]
     batch = collate([Example("a", Words(tokens[0].numpy(), np.zeros_like(tokens[0]), np.zeros_like(tokens[0])))])
     with torch.no_grad():
@@ -275,7 +277,19 @@ def test_started_from_bert_and_seeing_nothing_it_is_bert(bert):
 def test_a_bert_of_another_shape_is_refused(bert):
     ours = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, layers="J"), len(LETTERS)), TASK)
     with pytest.raises(ValueError, match="layers 2.*the recipe's model has"):
-        start_from_bert(ours.vlbert, ours.head, bert[0])
+        start_from_bert(ours.vlbert, ours.head, bert[0], LETTERS)
+
+
+def test_a_bert_of_another_vocabulary_or_with_capitals_is_refused(bert, tmp_path):
+    ours = TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK)
+    other = Vocabulary([*LETTERS.pieces[:5], *reversed(LETTERS.pieces[5:])])
+    with pytest.raises(ValueError, match="every word would get the weights of another"):
+        start_from_bert(ours.vlbert, ours.head, bert[0], other)
+    (tmp_path / "letters.txt").write_text(LETTERS.text())
+    BertTokenizer(str(tmp_path / "letters.txt"), do_lower_case=False).save_pretrained(tmp_path)
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a cased BERT"):
+        bert_vocabulary(str(tmp_path))
 
 
 def test_new_weights_are_spread_as_the_configuration_says():
@@ -283,5 +297,5 @@ def test_new_weights_are_spread_as_the_configuration_says():
     model = VLBert(ModelConfig(layers="J", initializer_range=0.02, regions=TINY_MODEL.regions), 1000)
     assert float(model.embedding.words.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
-    assert float(model.encoder.layers[0].query.bias.abs().max()) == 0
-    assert float(model.embedding.visual_norm_words.weight.abs().max()) == 0
+    assert float(model.encoder.layers[0].query.bias.detach().abs().max()) == 0
+    assert float(model.embedding.visual_norm_words.weight.detach().abs().max()) == 0

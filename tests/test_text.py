@@ -30,7 +30,9 @@ def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
         for c in ("bigger", "smaller")
     ]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
-    program = "import sys; from vlbert.text import Vocabulary; print(Vocabulary.build(open(sys.argv[1]), 90).hash)"
+    program = (
+        "import sys; from vlbert.text import Vocabulary; print(Vocabulary.build(lambda: open(sys.argv[1]), 90).hash)"
+    )
     hashes = {
         subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "lines.txt")], capture_output=True, text=True, check=True
@@ -38,10 +40,17 @@ def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
         for _ in range(3)
     }
     assert len(hashes) == 1
-    built = Vocabulary.build(lines, 90)
+    built = Vocabulary.build(lambda: lines, 90)
     assert len(built) <= 90
     assert built.pieces[:5] == list(SPECIALS)
     assert "[UNK]" not in built.decode(built.encode(lines[0]))
+
+
+def test_a_vocabulary_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="there is no word in the texts"):
+        Vocabulary.build(lambda: ["", " "], 100)
+    with pytest.raises(ValueError, match="26 different letters, which take 57 pieces .* 40 at most"):
+        Vocabulary.build(lambda: ["abcdefghijklmnopqrstuvwxyz"], 40)
 
 
 def test_a_vocabulary_survives_its_file(tmp_path):

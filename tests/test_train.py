@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from s3 import s3_server
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.objects import open_objects
@@ -21,6 +21,7 @@ from vlbert.distributed import World
 from vlbert.optim import learning_rate_factor
 from vlbert.recipes import RECIPES
 from vlbert.record import read_metrics
+from vlbert.text import make_corpus
 from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -204,7 +205,7 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
     metrics = read_metrics(open_objects(str(root)), "tuned", "validation")[-1]
     assert 0 <= metrics["accuracy"] <= 1
     assert metrics["chance"] == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="another architecture than recipe tiny: heads differ"):
+    with pytest.raises(ValueError, match="another architecture than recipe tiny: model.heads is 4 there and 2 here"):
         run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, heads=2))
 
 
@@ -216,13 +217,52 @@ def test_a_run_goes_on_only_as_it_began(root, six_steps):
         train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch=4)), ALONE)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_no_checkpoint(root):
-    recipe = tiny_recipe(root, run="broken", save_every=1)
-    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e30, clip=1e30, warm_up=0)
-    with pytest.raises(FloatingPointError, match="no checkpoint is written"):
-        train(dataclasses.replace(recipe, optimizer=optimizer, steps=20), ALONE)
-    for folder in checkpoints(open_objects(str(root)), "broken"):
-        assert read_state(open_objects(str(root)), folder)["step"] < 20
+def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(root):
+    run(root, "broken", steps=2, save_every=1)
+    recipe = tiny_recipe(root, run="broken", save_every=1, steps=3)
+    objects = open_objects(str(root))
+    file = root / "runs" / "broken" / "step-0000002" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["vlbert.embedding.words.weight"][:] = torch.inf
+    save_file(tensors, file)
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is not finite; nothing was changed by it"):
+        train(recipe, ALONE)
+    assert checkpoints(objects, "broken")[-1].endswith("step-0000002")
+
+
+def test_what_a_run_started_from_is_not_needed_to_go_on(root, six_steps):
+    run(root, "source", steps=1)
+    source = root / "runs" / "source" / "step-0000001"
+    changes = {"start_from": str(source), "vocabulary": None}
+    run(root, "heir", steps=2, **changes)
+    for file in source.iterdir():
+        file.unlink()
+    train(tiny_recipe(root, run="heir", steps=3, **changes), ALONE)
+    assert [line[0] for line in losses(root, "heir")] == [1, 2, 3]
+    with pytest.raises(ValueError, match="was trained with start_from = .*, the recipe says None"):
+        train(tiny_recipe(root, run="heir", steps=4), ALONE)
+
+
+def test_a_run_goes_on_with_its_own_text_corpus(root, six_steps, tmp_path):
+    other = tmp_path / "text"
+    (tmp_path / "lines.txt").write_text("a red square\n" * 20)
+    make_corpus(other, [tmp_path / "lines.txt"], root / "text" / "vocab.txt", 0, [])
+    recipe = tiny_recipe(root, run="whole", steps=8)
+    with pytest.raises(ValueError, match="is not the corpus that .*whole/step-0000006 was trained with"):
+        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, text_corpus=str(other))), ALONE)
+
+
+def test_random_weights_are_used_only_where_the_recipe_says_so(root):
+    regions = dataclasses.replace(TINY_MODEL.regions, untrained=False)
+    with pytest.raises(ValueError, match="no weights to start from; give model.regions.weights=FILE"):
+        run(root, "unsaid", model=dataclasses.replace(TINY_MODEL, regions=regions))
+
+
+def test_regions_of_an_untrained_detector_are_announced(tmp_path, capsys):
+    root = tiny_root(tmp_path, untrained=True)
+    run(root, "trial", steps=1)
+    assert "WARNING: the regions come from an UNTRAINED detector" in capsys.readouterr().out
+    assert read_state(open_objects(str(root)), "runs/trial/step-0000001")["data"]["untrained"] is True
 
 
 def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):

@@ -9,8 +9,9 @@ Legend of shape letters, used in every file of vlbert/:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,15 +97,19 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`; pixels travel as uint8."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(value):
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory, from which GPUs copy while they compute; DataLoader calls it."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        def changed(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: move(v) for name, v in value.items()}
-            return value
+                return {name: changed(v) for name, v in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
 
-        return Batch(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
 def collate(examples: Sequence[Example]) -> Batch:

@@ -20,21 +20,29 @@ _LAYER = {
 
 
 def bert_vocabulary(name: str) -> Vocabulary:
-    """The vocabulary of a Hugging Face BERT."""
+    """The vocabulary of a Hugging Face BERT; ValueError where it tells capitals apart, which ours does not."""
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(name).get_vocab()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if not getattr(tokenizer, "do_lower_case", True):
+        raise ValueError(f"{name} is a cased BERT; captions are lower-cased here, take an uncased one")
+    ids = tokenizer.get_vocab()
     return Vocabulary(sorted(ids, key=ids.get), where=name)
 
 
-def start_from_bert(vlbert: VLBert, head: nn.Module, name: str) -> None:
+def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> None:
     """Copy embeddings, encoder and, where `head` predicts words, the masked language model's head.
 
     [END], [IMG], segment C, the visual parts and everything the task adds keep their own initialisation.
-    ValueError where the BERT is of another shape.
+    ValueError where the BERT is of another shape, or of another vocabulary than the run's.
     """
     from transformers import AutoModelForMaskedLM
 
+    if bert_vocabulary(name).pieces != vocabulary.pieces:
+        raise ValueError(
+            f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
+            f"vocabulary=FILE with {name}'s own vocab.txt, or bert=none"
+        )
     bert = AutoModelForMaskedLM.from_pretrained(name)
     theirs = bert.state_dict()
     prefix = "bert."

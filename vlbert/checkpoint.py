@@ -24,8 +24,8 @@ class Checkpoint:
     """What was read of one: `model` holds the tensors by name, "vlbert.*" and "head.*"."""
 
     where: str
-    step: int
     config: dict
+    state: dict  # state.json: step, seed, samples consumed, the shards that were read
     model_config: ModelConfig
     vocabulary: Vocabulary
     model: dict[str, Tensor]
@@ -89,8 +89,8 @@ def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
         raise ValueError(f"{where} is of version {config.get('version')}, this code reads {CHECKPOINT_VERSION}")
     return Checkpoint(
         where=where,
-        step=read_state(objects, folder)["step"],
         config=config,
+        state=read_state(objects, folder),
         model_config=from_json(ModelConfig, config["model"], f"{where}/config.json"),
         vocabulary=Vocabulary(objects.get(f"{folder}/vocab.txt").decode().splitlines(), where=f"{where}/vocab.txt"),
         model=load(objects.get(f"{folder}/model.safetensors")),
@@ -98,7 +98,7 @@ def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
 
 
 def read_state(objects: Objects, folder: str) -> dict[str, Any]:
-    """state.json: step, snapshot, seed, samples consumed, and what else the run put there."""
+    """state.json: step, seed, samples consumed, the shards that were read."""
     return json.loads(objects.get(f"{folder}/state.json"))
 
 

@@ -24,7 +24,8 @@ class RegionConfig:
     long_side: int = 1000  # ... unless the long side would pass this
     roi_size: int = 14  # RoIAlign gives roi_size x roi_size cells a region
     frozen_stages: int = 2  # 2: conv1 and res2 get no gradient, as in the authors' code; 0: all is trained
-    weights: str | None = None  # safetensors file of a detector, or of its backbone, to start from
+    weights: str | None = None  # safetensors file of a detector whose ResNet (backbone and res5) to start from
+    untrained: bool = False  # start from random weights: said in so many words, or refused
     pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0..255: the VG detector's
     pixel_std: float = 1.0  # pixels are divided by it after the mean is taken off
     hidden_pixels: Literal["mean", "black"] = (
@@ -34,6 +35,10 @@ class RegionConfig:
     def __post_init__(self):
         _check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
         _check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
+        _check(self, self.roi_size > 0, "roi_size", "at least 1")
+        _check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
+        _check(self, self.pixel_std > 0, "pixel_std", "positive")
+        _check(self, not (self.weights and self.untrained), "untrained", "false where weights are named")
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,9 @@ class DataConfig:
     def __post_init__(self):
         _check(self, self.batch > 0, "batch", "at least 1")
         _check(self, self.text_batch >= 0, "text_batch", "0 or more")
+        _check(self, self.accumulate > 0, "accumulate", "at least 1")
+        _check(self, self.workers >= 0, "workers", "0 or more")
+        _check(self, self.seed >= 0, "seed", "0 or more")
         _check(self, 0 <= self.flip <= 1, "flip", "a probability")
 
 
@@ -102,6 +110,8 @@ class OptimizerConfig:
     def __post_init__(self):
         _check(self, self.learning_rate > 0, "learning_rate", "positive")
         _check(self, self.warm_up >= 0, "warm_up", "0 or more")
+        _check(self, self.clip > 0, "clip", "positive")
+        _check(self, len(self.betas) == 2, "betas", "two numbers")
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class Recipe:
     """One run, whole: `recipes.py` holds functions that return one; the command line may override fields."""
 
     name: str
-    task: Any  # the settings of a task; its type decides which (vlbert.tasks.TASKS)
+    task: Any  # the settings of a task; its type decides which (vlbert.tasks.make_task)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -122,7 +132,7 @@ class Recipe:
     precision: Literal["fp32", "bf16"] = "bf16"  # autocast on GPUs; the CPU always computes in fp32
     log_every: int = 20  # steps between progress lines
     validate_every: int = 5_000  # steps between validations; the last step always validates
-    validation_samples: int = 10_000  # at most so many held-out examples a validation
+    validation_samples: int | None = 10_000  # at most so many held-out examples a validation; None: all
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
     keep_checkpoints: int = 2  # older ones are removed
 
@@ -130,6 +140,7 @@ class Recipe:
         _check(self, self.steps > 0, "steps", "at least 1")
         for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
             _check(self, getattr(self, every) > 0, every, "at least 1")
+        _check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
         _check(self, not (self.start_from and self.bert), "bert", "None where start_from is set")
 
     @property
@@ -153,6 +164,8 @@ def override(config: Any, assignments: list[str]) -> Any:
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
+            if not isinstance(branch, dict):
+                raise ValueError(f"override {assignment}: {parent} is given a value and fields at once; give one")
         branch[name] = (text, path)
     return _apply(config, tree)
 
@@ -206,14 +219,18 @@ def to_json(config: Any) -> dict:
 
 
 def from_json(kind: type, values: dict, where: str) -> Any:
-    """The inverse of to_json for the dataclass `kind`; where the fields are not ours, a ValueError names `where`."""
+    """The inverse of to_json for the dataclass `kind`. A field that is missing is younger than the file and takes its
+    default; ValueError names `where` and the fields that we do not know."""
     types = typing.get_type_hints(kind)
-    if set(values) != set(types):
-        raise ValueError(f"{where}: {kind.__name__} has fields {sorted(types)}, the file {sorted(values)}")
+    unknown = sorted(values.keys() - types.keys())
+    if unknown:
+        raise ValueError(
+            f"{where}: {kind.__name__} has no field {', '.join(unknown)}; the file is of a newer version of this code"
+        )
 
     def value(name: str) -> Any:
         if dataclasses.is_dataclass(types[name]):
             return from_json(types[name], values[name], where)
         return tuple(values[name]) if isinstance(values[name], list) else values[name]
 
-    return kind(**{name: value(name) for name in types})
+    return kind(**{name: value(name) for name in values})

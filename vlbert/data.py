@@ -1,11 +1,10 @@
 """What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
 
 The whole state of the data in a checkpoint is {snapshot, seed, samples consumed}: samples are numbered through all
-epochs, sample c is question order(seed, epoch)[c mod n] of epoch c div n, and step s takes s*batch .. (s+1)*batch - 1.
+epochs, sample c is question shuffled(c mod n) of epoch c div n, and step s takes samples s*batch .. (s+1)*batch - 1.
 """
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from storage.sample import Sample
 from storage.shards import read_span
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig, RegionConfig
-from vlbert.distributed import World
+from vlbert.distributed import World, from_first
 from vlbert.pictures import view
 from vlbert.tasks import Questions, Task
 from vlbert.text import TextCorpus
@@ -42,10 +41,11 @@ class ShardSamples:
 
     def __init__(self, objects: Objects, index: ShardIndex):
         self.objects, self.index = objects, index
-        self._files: dict[str, int] = {}  # open file descriptors; pread has no position, so forked workers share them
+        self._check_sizes()
 
     @functools.cached_property
     def urls(self) -> list[str]:
+        """The URL of every sample; long at full size, so only tasks that need it ask."""
         return self.index.urls()
 
     def __len__(self) -> int:
@@ -54,12 +54,21 @@ class ShardSamples:
     def sample(self, number: int) -> Sample:
         index = self.index
         tar, offset, length = index.tars[index.shard[number]], int(index.offset[number]), int(index.length[number])
-        local = self.objects.local_path(tar)
-        if local is None:
-            return read_span(self.objects.get_range(tar, offset, length))
-        if tar not in self._files:
-            self._files[tar] = os.open(local, os.O_RDONLY)
-        return read_span(os.pread(self._files[tar], length, offset))
+        data = self.objects.get_range(tar, offset, length)
+        return read_span(data, name=f"{self.objects.where(tar)} at byte {offset}")
+
+    def _check_sizes(self) -> None:
+        """One listing tells now, not at hour 9, that a tar is gone or torn."""
+        ends = np.zeros(len(self.index.tars), np.int64)
+        np.maximum.at(ends, self.index.shard, self.index.offset + self.index.length)
+        folders = {tar.rpartition("/")[0] for tar in self.index.tars}
+        sizes = {info.path: info.size for folder in sorted(folders) for info in self.objects.list(f"{folder}/")}
+        for tar, end in zip(self.index.tars, ends.tolist(), strict=True):
+            if sizes.get(tar, 0) < end:
+                raise ValueError(
+                    f"{self.objects.where(tar)} has {sizes.get(tar, 0)} bytes, its manifest needs {end}: it is torn or "
+                    f"gone; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
+                )
 
 
 def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
@@ -78,24 +87,36 @@ def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
 
 
 def open_samples(
-    objects: Objects, dataset: str, detector: str | None, pinned: dict | None = None
+    objects: Objects, dataset: str, detector: str | None, pinned: dict | None, world: World
 ) -> tuple[ShardSamples, dict]:
-    """(samples, what a checkpoint pins): all shards that are committed now or, resuming, exactly those of `pinned`."""
-    stage = region_stage(objects, dataset, detector) if pinned is None else pinned["stage"]
-    index = Catalog(objects, dataset).index(stage, None if pinned is None else pinned["shards"])
-    if pinned is not None and index.snapshot.id != pinned["snapshot"]:
+    """(samples, what a checkpoint pins): all shards that are committed now or, resuming, exactly those of `pinned`.
+
+    Rank 0 looks what is committed, for all: a detector may commit another shard meanwhile.
+    """
+    catalog = Catalog(objects, dataset)
+    if pinned is None:
+        found = None
+        if world.first:
+            stage = region_stage(objects, dataset, detector)
+            snapshot = catalog.snapshot(stage)
+            if not snapshot.ok_rows:
+                where = objects.where(f"{dataset}/{stage}")
+                raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
+            found = {
+                "dataset": dataset,
+                "stage": stage,
+                "snapshot": snapshot.id,
+                "shards": list(snapshot.shards),
+                "untrained": catalog.manifest(stage, snapshot.shards[0]).meta["untrained"],
+            }
+        pinned = from_first(found, world)
+    index = catalog.index(pinned["stage"], pinned["shards"])
+    if index.snapshot.id != pinned["snapshot"]:
         raise ValueError(
-            f"{objects.where(dataset)}/{stage}: the shards that the checkpoint was trained on have changed (snapshot "
-            f"{index.snapshot.id}, not {pinned['snapshot']}); put them back, or start another run with run=NAME"
+            f"{objects.where(dataset)}/{pinned['stage']}: the shards that the checkpoint was trained on have changed "
+            f"(snapshot {index.snapshot.id}, not {pinned['snapshot']}); put them back, or start another run: run=NAME"
         )
-    if not len(index):
-        raise ValueError(f"{objects.where(dataset)}/{stage} holds no sample; see its manifests for what failed and why")
-    return ShardSamples(objects, index), {
-        "dataset": dataset,
-        "stage": stage,
-        "snapshot": index.snapshot.id,
-        "shards": list(index.snapshot.shards),
-    }
+    return ShardSamples(objects, index), pinned
 
 
 def mix(*numbers: int) -> int:
@@ -114,22 +135,49 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-@functools.lru_cache(maxsize=4)
-def order(seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
-    """The permutation of 0..n-1 in which epoch `epoch` takes its n questions: int64 [n]."""
-    start = np.uint64(mix(seed, stream, epoch))
-    return np.argsort(_splitmix(np.arange(n, dtype=np.uint64) ^ start), kind="stable")
+def shuffled(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
+    """Which of n questions stand at `places` of epoch `epoch`: int64, a permutation of 0..n-1 over all n places.
+
+    Computed place by place (a Feistel network, walked until it falls below n), so that an epoch of any length needs
+    neither memory nor time before its first batch.
+    """
+    half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
+    low = np.uint64(2**half - 1)
+    keys = [np.uint64(mix(seed, stream, epoch, number)) for number in range(4)]
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & low
+        for key in keys:
+            left, right = right, left ^ (_splitmix(right ^ key) & low)
+        result[outside] = (left << np.uint64(half)) | right
+        outside = result >= n
+    return result.astype(np.int64)
 
 
 def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
     """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between."""
-    epochs = [divmod(c, n) for c in range(consumed, consumed + count)]
-    return [(epoch, int(order(seed, stream, epoch, n)[place])) for epoch, place in epochs]
+    epochs, places = np.divmod(np.arange(consumed, consumed + count), n)
+    numbers = np.empty(count, np.int64)
+    for epoch in np.unique(epochs):
+        numbers[epochs == epoch] = shuffled(places[epochs == epoch], seed, stream, int(epoch), n)
+    return list(zip(epochs.tolist(), numbers.tolist(), strict=True))
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
     """The randomness of one sample in one epoch: the same on every rank and worker."""
     return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
+
+
+def check_shares(config: DataConfig, world_size: int) -> None:
+    """ValueError where the batch cannot be dealt out evenly over processes and parts."""
+    parts = world_size * config.accumulate
+    for name in ("batch", "text_batch"):
+        if getattr(config, name) % parts:
+            raise ValueError(
+                f"data.{name} = {getattr(config, name)} cannot be shared by {world_size} processes x "
+                f"data.accumulate = {config.accumulate}; choose a multiple of {parts}"
+            )
 
 
 class TrainingData(Dataset):
@@ -142,21 +190,12 @@ class TrainingData(Dataset):
         task: Task,
         config: DataConfig,
         regions: RegionConfig,
-        rank: int,
-        world_size: int,
+        world: World,
         corpus: TextCorpus | None = None,
     ):
-        parts = world_size * config.accumulate
-        for name in ("batch", "text_batch"):
-            if getattr(config, name) % parts:
-                raise ValueError(
-                    f"data.{name} = {getattr(config, name)} cannot be shared by {world_size} processes x "
-                    f"data.accumulate = {config.accumulate}; choose a multiple of {parts}"
-                )
-        if not len(questions):
-            raise ValueError(f"there is nothing to train on: {len(samples)} samples ask no question")
+        check_shares(config, world.size)
         self.samples, self.questions, self.task, self.corpus = samples, questions, task, corpus
-        self.config, self.regions, self.rank, self.world_size = config, regions, rank, world_size
+        self.config, self.regions, self.rank, self.world_size = config, regions, world.rank, world.size
 
     def __getitem__(self, step: int) -> list[Batch]:
         pairs = self._share(step, self.config.batch, CAPTIONS, len(self.questions))
@@ -187,9 +226,10 @@ class TrainingData(Dataset):
 
 
 class ValidationData(Dataset):
-    """data[i] is batch i of this rank's share of the held-out questions; they are asked the same in every validation.
+    """data[i] is this rank's i-th batch of held-out questions; they are asked the same in every validation.
 
-    shuffled: every text meets the picture of the next question's sample, the pairing that must tell nothing.
+    Each item is [batch] or, where the task shuffles, [batch, the same texts with the pictures of other questions]: the
+    text of question i with the picture of question i + 1, in an order that is random and the same in every world.
     """
 
     def __init__(
@@ -200,32 +240,33 @@ class ValidationData(Dataset):
         config: DataConfig,
         regions: RegionConfig,
         world: World,
-        limit: int,
-        shuffled: bool,
+        limit: int | None,
     ):
-        # The same random subset on every call, else the first scenes of a sorted list would stand for all.
-        chosen = np.sort(order(config.seed, VALIDATION, 0, len(questions))[:limit])
-        self.numbers, self.partners = chosen[world.rank :: world.size], np.roll(chosen, -1)[world.rank :: world.size]
+        count = len(questions) if limit is None else min(limit, len(questions))
+        self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
+        share = -(-count // world.size)
+        self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
         self.samples, self.questions, self.task = samples, questions, task
-        self.config, self.regions, self.shuffled = config, regions, shuffled
+        self.config, self.regions = config, regions
         self.size = max(1, config.batch // world.size // config.accumulate)
 
     def __len__(self) -> int:
-        return -(-len(self.numbers) // self.size)
+        return -(-(self.stop - self.start) // self.size)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> list[Batch]:
         if index >= len(self):
             raise IndexError(index)
-        part = slice(index * self.size, (index + 1) * self.size)
-        examples = [self._example(n) for n in self.numbers[part]]
-        if self.shuffled:
-            others = [self._example(n) for n in self.partners[part]]
-            examples = [
-                Example(e.key, e.words, other.picture, e.about) for e, other in zip(examples, others, strict=True)
-            ]
-        return collate(examples)
+        start = self.start + index * self.size
+        places = range(start, min(start + self.size, self.stop))
+        if not self.task.shuffles:
+            return [collate([self._example(place) for place in places])]
+        *examples, after = [self._example(place % len(self.numbers)) for place in range(start, places.stop + 1)]
+        pictures = [e.picture for e in [*examples[1:], after]]
+        others = [Example(e.key, e.words, other, e.about) for e, other in zip(examples, pictures, strict=True)]
+        return [collate(examples), collate(others)]
 
-    def _example(self, number: int) -> Example:
+    def _example(self, place: int) -> Example:
+        number = int(self.numbers[place])
         sample = self.samples.sample(int(self.questions.samples[number]))
         ask = None if self.questions.asks is None else self.questions.asks[number]
         rng = generator(self.config.seed, VALIDATION, 0, sample.key, 0 if ask is None else number)
@@ -240,6 +281,8 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         batch_size=None,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
+        # Forked workers share the index and the mapped corpus; to others they would be copied.
+        multiprocessing_context="fork" if workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=_one_thread if workers else None,
     )

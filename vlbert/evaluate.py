@@ -20,29 +20,20 @@ def validate(
     """
     was_training = model.training
     model.eval()
-    metrics, predictions = {}, []
-    for shuffled in (False, True) if model.task.shuffles else (False,):
-        data = ValidationData(
-            samples,
-            questions,
-            model.task,
-            recipe.data,
-            recipe.model.regions,
-            world,
-            recipe.validation_samples,
-            shuffled,
-        )
-        rows = []
-        for batch in batches(data, range(len(data)), recipe.data.workers, world.device):
+    data = ValidationData(
+        samples, questions, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
+    )
+    right, other = [], []
+    for parts in batches(data, range(len(data)), recipe.data.workers, world.device):
+        for rows, batch in zip((right, other), parts, strict=False):  # without shuffling there is one part
             with autocast(recipe, world):
                 rows += model.predict(batch.to(world.device))
-        rows = gather_rows(rows, world)
-        if not shuffled:
-            metrics, predictions = model.task.metrics(rows), rows
-        else:
-            other = model.task.metrics(rows)
-            metrics |= {f"{name}_shuffled": value for name, value in other.items()}
-            metrics |= {f"{name}_grounding": metrics[name] - value for name, value in other.items()}
+    predictions = gather_rows(right, world)
+    metrics = model.task.metrics(predictions)
+    if model.task.shuffles:
+        shuffled = model.task.metrics(gather_rows(other, world))
+        metrics |= {f"{name}_shuffled": value for name, value in shuffled.items()}
+        metrics |= {f"{name}_grounding": metrics[name] - value for name, value in shuffled.items()}
     model.train(was_training)
     return metrics, predictions
 

@@ -40,12 +40,11 @@ class VLBert(nn.Module):
 
     def forward(self, batch: Batch) -> Encoded:
         """Batch (see vlbert/batch.py) -> Encoded. ValueError where a row is longer than the position table."""
-        longest = int(batch.text_mask.sum(dim=1).max()) + 2
-        if longest > self.config.max_positions:
+        if batch.tokens.shape[1] + 2 > self.config.max_positions:
             row = int(batch.text_mask.sum(dim=1).argmax())
             raise ValueError(
-                f"sample {batch.keys[row]}: {longest - 2} word pieces, regions and [END] need {longest} positions, "
-                f"the model has max_positions = {self.config.max_positions}"
+                f"sample {batch.keys[row]}: {batch.tokens.shape[1]} word pieces, regions and [END] need "
+                f"{batch.tokens.shape[1] + 2} positions, the model has max_positions = {self.config.max_positions}"
             )
         appearance = (
             self.fast_rcnn(batch)

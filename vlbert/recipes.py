@@ -28,7 +28,8 @@ DEMO = ModelConfig(
         short_side=168,
         long_side=224,
         roi_size=7,
-        frozen_stages=0,  # there are no detector weights to keep
+        frozen_stages=0,
+        untrained=True,  # there are no detector weights to start from, and none to keep
     ),
 )
 
@@ -68,6 +69,7 @@ def finetune_refcoco_base() -> Recipe:
         data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=256),
         optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=500, clip=1.0),
         steps=9_400,
+        validation_samples=None,
         validate_every=470,
         save_every=470,
     )
@@ -109,7 +111,7 @@ def finetune_refcoco_demo() -> Recipe:
         steps=100,
         log_every=10,
         validate_every=25,
-        validation_samples=1_000,
+        validation_samples=None,
         save_every=50,
     )
 

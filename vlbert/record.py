@@ -25,7 +25,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_until(step)
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115  closed in close()
-        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step)
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0)
         self._since, self._since_step = time.monotonic(), step
 
     def _keep_until(self, step: int) -> None:
@@ -90,7 +90,9 @@ def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]
     path = f"runs/{run}/metrics.jsonl"
     if not objects.exists(path):
         return []
-    lines = [json.loads(line) for line in objects.get(path).decode().splitlines()]
+    text = objects.get(path).decode()
+    whole = text[: text.rfind("\n") + 1]  # a run that writes just now, or was killed, may leave half a line
+    lines = [json.loads(line) for line in whole.splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 

@@ -4,11 +4,12 @@ python -m vlbert.text OUT --vocabulary vocab.txt FILES...     tokenise a text-on
 """
 
 import argparse
+import array
 import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from storage.download import read_captions
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CORPUS_VERSION = 1
+_LINES_AT_ONCE = 1000  # lines that are tokenised together, on all cores
 
 
 class Vocabulary:
@@ -47,18 +49,27 @@ class Vocabulary:
         return cls(Path(file).read_text(encoding="utf-8").splitlines(), where=str(file))
 
     @classmethod
-    def build(cls, texts: Iterable[str], size: int) -> "Vocabulary":
-        """At most `size` pieces, learned from `texts`; the same texts give the same vocabulary."""
+    def build(cls, texts: Callable[[], Iterable[str]], size: int) -> "Vocabulary":
+        """At most `size` pieces, learned from what two calls of `texts` give; the same texts give the same vocabulary.
+
+        ValueError where there is no word in them, or `size` has no room for their letters.
+        """
         from tokenizers import BertWordPieceTokenizer
 
         trainer = BertWordPieceTokenizer(lowercase=True)
-        texts = [trainer.normalize(text) for text in texts]
-        alphabet = sorted({letter for text in texts for letter in text if not letter.isspace()})
+        alphabet = sorted({letter for text in texts() for letter in trainer.normalize(text) if not letter.isspace()})
+        if not alphabet:
+            raise ValueError("no vocabulary can be built: there is no word in the texts; name a vocab.txt")
+        if len(SPECIALS) + 2 * len(alphabet) > size:
+            raise ValueError(
+                f"the texts hold {len(alphabet)} different letters, which take {len(SPECIALS) + 2 * len(alphabet)} "
+                f"pieces before the first word, and the vocabulary is to have {size} at most; give it more"
+            )
         # The trainer numbers letters in the order of a hash map, and breaks ties by number: with the letters given
         # first, in order, the same texts give the same pieces.
         letters = [*alphabet, *(f"##{letter}" for letter in alphabet)]
         trainer.train_from_iterator(
-            texts, vocab_size=size, min_frequency=2, special_tokens=[*SPECIALS, *letters], show_progress=False
+            texts(), vocab_size=size, min_frequency=2, special_tokens=[*SPECIALS, *letters], show_progress=False
         )
         ids = trainer.get_vocab()
         return cls(sorted(ids, key=ids.get))
@@ -77,6 +88,10 @@ class Vocabulary:
     def encode(self, text: str) -> np.ndarray:
         """int64 [t]: the word pieces of `text`, without special tokens."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """The pieces of each text, on all cores."""
+        return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text that the pieces spell, special tokens and all."""
@@ -106,7 +121,8 @@ class TextCorpus:
                 f"{folder} was made with version {about['version']} and vocabulary {about['vocabulary']}, this run has "
                 f"{CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `python -m vlbert.text`"
             )
-        self.offsets = np.fromfile(folder / "offsets.i64", dtype="<i8")
+        self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
+        self.offsets = np.memmap(folder / "offsets.i64", dtype="<i8", mode="r", shape=(about["lines"] + 1,))
         self.tokens = np.memmap(folder / "tokens.u16", dtype="<u2", mode="r", shape=(about["tokens"],))
 
     def __len__(self) -> int:
@@ -129,13 +145,13 @@ def encode_corpus(lines: Iterable[str], vocabulary: Vocabulary, folder: Path, ma
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} pieces; the corpus format holds ids up to 65535")
     folder.mkdir(parents=True, exist_ok=True)
-    offsets = [0]
+    lines, offsets = iter(lines), array.array("q", [0])
     with open(folder / "tokens.u16", "wb") as file:
-        for line in lines:
-            ids = vocabulary.encode(line)
-            if len(ids):
-                ids.astype("<u2").tofile(file)
-                offsets.append(offsets[-1] + len(ids))
+        while portion := list(itertools.islice(lines, _LINES_AT_ONCE)):
+            for ids in vocabulary.encode_many(portion):
+                if ids:
+                    np.array(ids, dtype="<u2").tofile(file)
+                    offsets.append(offsets[-1] + len(ids))
     if len(offsets) == 1:
         raise ValueError(f"{folder}: the corpus has no line with a word in it")
     np.array(offsets, dtype="<i8").tofile(folder / "offsets.i64")
@@ -168,8 +184,11 @@ def make_corpus(
     if vocabulary:
         words = Vocabulary.read(vocabulary)
     else:
-        captioned = (row.caption for file in captions for row in read_captions(file))
-        words = Vocabulary.build(itertools.chain(captioned, _lines(files)), size)
+
+        def texts() -> Iterator[str]:
+            return itertools.chain((row.caption for file in captions for row in read_captions(file)), _lines(files))
+
+        words = Vocabulary.build(texts, size)
     (folder / "vocab.txt").write_text(words.text(), encoding="utf-8")
     return encode_corpus(_lines(files), words, folder, made_of), True
 
@@ -182,7 +201,10 @@ def _hash(file: Path) -> str:
 def _lines(files: Iterable[Path]) -> Iterator[str]:
     for file in files:
         with open(file, encoding="utf-8") as lines:
-            yield from lines
+            try:
+                yield from lines
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 ({error}); convert it") from error
 
 
 def main() -> None:

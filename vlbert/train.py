@@ -8,14 +8,14 @@ optimizer.learning_rate=1e-4. A run that was stopped goes on from its last check
 
 import argparse
 import contextlib
-import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from storage.objects import Objects, open_objects
+from storage.objects import Objects, StorageUnreachable, open_objects
 from vlbert import distributed
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (
@@ -24,12 +24,11 @@ from vlbert.checkpoint import (
     load_model,
     load_optimizer,
     read_checkpoint,
-    read_state,
     remove_old,
     save_checkpoint,
 )
-from vlbert.config import Recipe, override, to_json
-from vlbert.data import ShardSamples, TrainingData, batches, mix, open_samples
+from vlbert.config import ModelConfig, Recipe, override, to_json
+from vlbert.data import ShardSamples, TrainingData, batches, check_shares, mix, open_samples
 from vlbert.distributed import World
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
@@ -42,45 +41,53 @@ from vlbert.text import TextCorpus, Vocabulary
 
 def train(recipe: Recipe, world: World) -> dict[str, float]:
     """The whole run, or the rest of it; returns the metrics of the last validation."""
+    check_shares(recipe.data, world.size)
     objects = open_objects(recipe.data.root)
     say = print if world.first else lambda *_: None
-    saved = checkpoints(objects, recipe.run_name)
-    resumed = saved[-1] if saved else None
-    state = read_state(objects, resumed) if resumed else {"step": 0, "data": None, "held_out": None}
+    saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
+    resumed = read_checkpoint(objects, saved[-1]) if saved else None
+    state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
+    check_complete(recipe, resumed)
+    if resumed and state["step"] >= recipe.steps:
+        say(f"{recipe.run_name} is complete: {resumed.where} has step {state['step']} of {recipe.steps}")
+        validations = read_metrics(objects, recipe.run_name, "validation")
+        return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
     if resumed:
-        check_same_run(recipe, read_checkpoint(objects, resumed))
-        if state["step"] >= recipe.steps:
-            say(f"{recipe.run_name} is complete: {objects.where(resumed)} has step {state['step']} of {recipe.steps}")
-            validations = read_metrics(objects, recipe.run_name, "validation")
-            return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
-        say(f"{recipe.run_name} goes on from {objects.where(resumed)}")
+        say(f"{recipe.run_name} goes on from {resumed.where}")
 
-    samples, pinned = open_samples(objects, recipe.data.dataset, recipe.data.detector, state["data"])
+    samples, pinned = open_samples(objects, recipe.data.dataset, recipe.data.detector, state["data"], world)
     held_out, held_out_pinned = None, None
     if recipe.data.held_out:
-        held_out, held_out_pinned = open_samples(objects, recipe.data.held_out, recipe.data.detector, state["held_out"])
-    start_from = read_checkpoint(*_split_checkpoint(recipe.start_from)) if recipe.start_from else None
-    vocabulary = choose_vocabulary(recipe, objects, resumed, start_from, samples)
+        dataset = recipe.data.held_out
+        held_out, held_out_pinned = open_samples(objects, dataset, recipe.data.detector, state["held_out"], world)
+    start_from = read_checkpoint(*_split_checkpoint(recipe.start_from)) if recipe.start_from and not resumed else None
+    vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = samples.sample(0).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
-    questions = task.questions(samples.urls, held_out=False)
-    asked = task.questions(held_out.urls, held_out=True) if held_out else None
+    questions = task.questions(samples, held_out=False)
+    asked = task.questions(held_out, held_out=True) if held_out else None
     corpus = TextCorpus(recipe.data.text_corpus, vocabulary) if recipe.data.text_batch else None
-    data = TrainingData(samples, questions, task, recipe.data, recipe.model.regions, world.rank, world.size, corpus)
+    if resumed and corpus and corpus.hash != state["text"]:
+        raise ValueError(
+            f"{recipe.data.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or "
+            "start another run: run=NAME"
+        )
+    data = TrainingData(samples, questions, task, recipe.data, recipe.model.regions, world, corpus)
 
-    model = make_model(recipe, task, vocabulary, start_from, say).to(world.device)
+    model = make_model(recipe, task, vocabulary, start_from, resumed, say).to(world.device)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
-        load_model(model, read_checkpoint(objects, resumed).model, objects.where(resumed))
-        load_optimizer(objects, resumed, model, optimizer)
-    parallel = model
-    if world.size > 1:
-        parallel = DistributedDataParallel(model)
+        load_optimizer(objects, saved[-1], model, optimizer)
+    parallel = DistributedDataParallel(model) if world.size > 1 else model
     everything, trainable = count_parameters(model)
     say(
         f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples (snapshot {pinned['snapshot']}), "
         f"{everything / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
     )
+    if pinned["untrained"]:
+        say("WARNING: the regions come from an UNTRAINED detector (random weights)")
+    if not held_out:
+        say("there will be no validation: data.held_out names no dataset")
 
     per_step = recipe.data.batch + recipe.data.text_batch
     record = Record(objects, recipe.run_name, state["step"], recipe.steps, per_step) if world.first else None
@@ -97,7 +104,12 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
                     losses = parallel(part.to(world.device))
                 loss = mean_losses(losses, world, since_log) / len(parts)
                 (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
+                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -105,7 +117,7 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
         last = done == recipe.steps
         saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
         if saves or done % recipe.log_every == 0:
-            averages = average_losses(since_log, world, done)
+            averages = average_losses(since_log, world)
             since_log.clear()
             if record:
                 record.training(done, averages, optimizer.param_groups[0]["lr"])
@@ -118,20 +130,22 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
             progress = {
                 "data": pinned,
                 "held_out": held_out_pinned,
+                "text": corpus.hash if corpus else None,
                 "seed": recipe.data.seed,
                 "samples_consumed": done * recipe.data.batch,
                 "text_consumed": done * recipe.data.text_batch,
             }
+            record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
             folder = save_checkpoint(
                 objects, recipe.run_name, done, recipe, model, optimizer, vocabulary, num_classes, progress
             )
             remove_old(objects, recipe.run_name, recipe.keep_checkpoints)
-            record.publish()
             print(f"step {done}/{recipe.steps}  saved {objects.where(folder)}", flush=True)
         if saves:
             distributed.wait_for_all(world)
     if record:
         record.close()
+        print(f"the paper: {task.paper}", flush=True)
     return metrics
 
 
@@ -149,42 +163,44 @@ def mean_losses(losses: dict[str, tuple[torch.Tensor, int]], world: World, since
     return total
 
 
-def average_losses(since_log: Counter, world: World, step: int) -> dict[str, float]:
-    """Losses a question since the last log, over all ranks. FloatingPointError where one is not finite."""
+def average_losses(since_log: Counter, world: World) -> dict[str, float]:
+    """Losses a question since the last log, over all ranks."""
     names = sorted({name for name, _ in since_log})
     sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
     counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
-    averages = {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
-    broken = [name for name, value in averages.items() if not math.isfinite(value)]
-    if broken:
-        raise FloatingPointError(
-            f"the loss {broken[0]} is {averages[broken[0]]} at step {step}; no checkpoint is written. Lower "
-            "optimizer.learning_rate or optimizer.clip, and start again: the run goes on from its last checkpoint"
-        )
-    return averages
+    return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
 
 
 def make_model(
-    recipe: Recipe, task: Task, vocabulary: Vocabulary, start_from: Checkpoint | None, say: callable
+    recipe: Recipe,
+    task: Task,
+    vocabulary: Vocabulary,
+    start_from: Checkpoint | None,
+    resumed: Checkpoint | None,
+    say: Callable[[str], None],
 ) -> TaskModel:
-    """The model with the weights that the recipe starts from; the same on every rank."""
-    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)
+    """The model with the weights of the checkpoint that goes on or, in a new run, those that the recipe starts from."""
+    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
+    if resumed:
+        load_model(model, resumed.model, resumed.where)
+        return model
     if recipe.model.regions.weights and not start_from:
         from detectors.weights import load_resnet
 
         load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
         say(f"Fast R-CNN from {recipe.model.regions.weights}")
     if recipe.bert:
-        start_from_bert(model.vlbert, model.head, recipe.bert)
+        start_from_bert(model.vlbert, model.head, recipe.bert, vocabulary)
         say(f"words and encoder from {recipe.bert}")
     if start_from:
-        ours = {k.removeprefix("vlbert."): v for k, v in start_from.model.items() if k.startswith("vlbert.")}
-        if start_from.model_config != recipe.model:
-            differing = [k for k, v in to_json(recipe.model).items() if to_json(start_from.model_config)[k] != v]
+        differing = differing_fields(architecture(recipe.model), architecture(start_from.model_config))
+        if differing:
             raise ValueError(
-                f"{start_from.where} has another architecture than recipe {recipe.name}: {', '.join(differing)} differ"
+                f"{start_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
+                f"{differing[0][2]} there and {differing[0][1]} here"
             )
+        ours = {k.removeprefix("vlbert."): v for k, v in start_from.model.items() if k.startswith("vlbert.")}
         load_model(model.vlbert, ours, start_from.where)
         for part, source in getattr(model.head, "start_from", {}).items():
             prefix = f"head.{source}."
@@ -195,23 +211,50 @@ def make_model(
     return model
 
 
-def choose_vocabulary(
-    recipe: Recipe, objects: Objects, resumed: str | None, start_from: Checkpoint | None, samples: ShardSamples
-) -> Vocabulary:
-    """That of the run itself, the checkpoint it starts from, the file named, BERT's, or one built from the captions."""
-    if resumed:
-        return read_checkpoint(objects, resumed).vocabulary
-    if start_from:
-        return start_from.vocabulary
+# Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
+_FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
+_FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
+_FREE |= {"regions.weights", "regions.untrained"}
+
+
+def architecture(config: ModelConfig) -> dict[str, object]:
+    """The fields, dotted, that two models must share for one to take the other's weights."""
+    return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}
+
+
+def flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """Nested dicts as one with dotted names; sequences as lists, as JSON gives them back."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
+    """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
+    return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
+
+
+def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
+    """That of the checkpoint, else of the file that is named, else BERT's, else one built from the captions."""
+    if checkpoint:
+        return checkpoint.vocabulary
     if recipe.vocabulary:
         return Vocabulary.read(recipe.vocabulary)
     if recipe.bert:
         return bert_vocabulary(recipe.bert)
-    return Vocabulary.build((samples.sample(i).caption for i in range(len(samples))), recipe.vocabulary_size)
+    pieces = None
+    if world.first:  # it reads every sample, once is enough
+        captions = [samples.sample(i).caption for i in range(len(samples))]
+        pieces = Vocabulary.build(lambda: captions, recipe.vocabulary_size).pieces
+    return Vocabulary(distributed.from_first(pieces, world))
 
 
-def check_complete(recipe: Recipe) -> None:
-    """What no recipe can know and every run must say."""
+def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
+    """What no recipe can know and every run must say, and that a run goes on as it began; else a ValueError."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -219,27 +262,24 @@ def check_complete(recipe: Recipe) -> None:
             f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with `python "
             "-m vlbert.text` and give data.text_corpus=FOLDER, or train without text-only rows: data.text_batch=0"
         )
-
-
-def check_same_run(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """A run goes on only as it began. ValueError names the first field that differs."""
-    now = to_json(recipe)
-    before = checkpoint.config["recipe"]
-    for group in ("task", "model", "data", "optimizer"):
-        for name, value in now[group].items():
-            free = group == "data" and name in ("root", "workers", "text_corpus")
-            if not free and _plain(value) != before[group].get(name):
-                raise ValueError(
-                    f"{checkpoint.where} was trained with {group}.{name} = {before[group].get(name)}, the recipe says "
-                    f"{value}; set it back, or start another run with run=NAME"
-                )
-
-
-def _plain(value: object) -> object:
-    """As JSON gives it back: tuples are lists."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+    regions = recipe.model.regions
+    if not (regions.weights or regions.untrained or recipe.start_from or resumed):
+        raise ValueError(
+            "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
+            "or start_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
+        )
+    if not resumed:
+        return
+    fixed = ("task", "model", "data", "optimizer", "start_from", "bert")
+    free = {"data.root", "data.workers", "data.text_corpus"}
+    for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
+        if name == "start_from" and now and before:  # the same checkpoint may lie under another root
+            now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
+        if name.split(".")[0] in fixed and name not in free and now != before:
+            raise ValueError(
+                f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
+                "another run: run=NAME"
+            )
 
 
 def _split_checkpoint(path: str) -> tuple[Objects, str]:
@@ -265,8 +305,9 @@ def main(arguments: list[str] | None = None) -> None:
     world = distributed.start()
     try:
         train(recipe, world)
-    finally:
-        distributed.stop(world)
+    except (ValueError, FloatingPointError, StorageUnreachable) as error:
+        sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
+    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """A task says what one sample becomes, which parameters are new, what the losses are, and what is reported.
 
-Adding one: a file here with a settings dataclass and a class of the methods below, and a line in TASKS.
+Adding one: a file here with a settings dataclass and a class of the methods below, and a line in make_task.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from vlbert.config import ModelConfig
 from vlbert.model import Encoded, VLBert
 from vlbert.pictures import View
 from vlbert.text import Vocabulary
+
+if TYPE_CHECKING:
+    from vlbert.data import Samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +40,8 @@ class Task(Protocol):
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int): ...
 
-    def questions(self, urls: Sequence[str], held_out: bool) -> Questions:
-        """The questions on the samples with these urls, of the split to learn from or of the one held out."""
+    def questions(self, samples: "Samples", held_out: bool) -> Questions:
+        """The questions on these samples (vlbert.data), of the split to learn from or of the one held out."""
 
     def example(self, sample: Sample, view: View, ask: Any, rng: np.random.Generator) -> Example:
         """What one question becomes: its words and picture, what is hidden in them and what is asked for."""

@@ -9,6 +9,7 @@ of the text-only corpus and 70 % of masked regions for the base model.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from vlbert.pictures import View
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
 
+if TYPE_CHECKING:
+    from vlbert.data import Samples
+
 
 @dataclass(frozen=True)
 class PretrainingSettings:
@@ -33,6 +37,12 @@ class PretrainingSettings:
     #                                 The authors' code: 64; the paper: up to 100 regions (None: no limit)
     text_length: int = 64  # pieces of a text-only row
     watched_words: tuple[str, ...] = ()  # words whose accuracy is reported by itself: those that only the picture tells
+
+    def __post_init__(self):
+        if self.max_elements is not None and self.max_elements < 3:
+            raise ValueError(f"max_elements is {self.max_elements}; [CLS], [SEP] and the whole image alone are 3")
+        if self.text_length < 1:
+            raise ValueError(f"text_length is {self.text_length}; it must be at least 1")
 
 
 class Pretraining:
@@ -49,8 +59,8 @@ class Pretraining:
             raise ValueError(f"watched_words: {', '.join(missing)} are no whole pieces of the vocabulary")
         self.watched = torch.tensor(watched, dtype=torch.int64)
 
-    def questions(self, urls: Sequence[str], held_out: bool) -> Questions:
-        return Questions(np.arange(len(urls)))
+    def questions(self, samples: "Samples", held_out: bool) -> Questions:
+        return Questions(np.arange(len(samples)))
 
     def example(self, sample: Sample, view: View, ask: None, rng: np.random.Generator) -> Example:
         tokens, count = self._cut(self.vocabulary.encode(sample.caption), len(sample.regions))
@@ -122,10 +132,10 @@ class Pretraining:
         )
         rows = [Counter() for _ in range(len(batch))]
         for row, is_right, is_watched in zip(word_rows, right.tolist(), watched.tolist(), strict=True):
-            rows[row].update(words=1, words_right=is_right)
-            rows[row].update(watched=is_watched, watched_right=is_watched and is_right)
+            rows[row].update(words=1, words_right=int(is_right))
+            rows[row].update(watched=int(is_watched), watched_right=int(is_watched and is_right))
         for row, is_right, is_hidden in zip(region_rows, region_right.tolist(), hidden.tolist(), strict=True):
-            rows[row].update(regions=is_hidden, regions_right=is_hidden and is_right)
+            rows[row].update(regions=int(is_hidden), regions_right=int(is_hidden and is_right))
         return [{"key": key} | dict(row) for key, row in zip(batch.keys, rows, strict=True)]
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:

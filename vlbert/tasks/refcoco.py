@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,6 +28,9 @@ from vlbert.model import Encoded, HeadTransform, VLBert, initialise
 from vlbert.pictures import View
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
+
+if TYPE_CHECKING:
+    from vlbert.data import Samples
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,14 @@ class RefCOCO:
         self.vocabulary = vocabulary
         self.expressions = read_expressions(Path(settings.folder))
 
-    def questions(self, urls: Sequence[str], held_out: bool) -> Questions:
+    def questions(self, samples: "Samples", held_out: bool) -> Questions:
         split = self.settings.validate_on if held_out else "train"
+        if split not in self.expressions:
+            raise ValueError(
+                f"{self.settings.folder}/refs(unc).p has no split {split}, only {', '.join(sorted(self.expressions))}"
+            )
         by_file = self.expressions[split]
-        sample_of = {Path(urlsplit(url).path).name: i for i, url in enumerate(urls)}
+        sample_of = {Path(urlsplit(url).path).name: i for i, url in enumerate(samples.urls)}
         missing = sorted(by_file.keys() - sample_of.keys())
         if missing:
             raise ValueError(
@@ -103,24 +110,20 @@ class RefCOCO:
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         scores[candidate] = head(encoded.regions[candidate]).float()
         chosen = scores.argmax(1)
+        iou = batch.targets["iou"].gather(1, chosen[:, None])[:, 0]
         best = batch.targets["iou"].masked_fill(~candidate, -1).argmax(1)
-        rows = []
-        for i, about in enumerate(batch.about):
-            rows.append(
-                about
-                | {
-                    "key": batch.keys[i],
-                    "region": int(chosen[i]) - 1,  # as in the sample's Regions; -1 is the whole image
-                    "iou": float(batch.targets["iou"][i, chosen[i]]),
-                    "exact": bool(chosen[i] == best[i]),
-                    "candidates": int(candidate[i].sum()),
-                    "right_candidates": int((batch.targets["iou"][i][candidate[i]] >= 0.5).sum()),
-                }
-            )
-        return rows
+        columns = {
+            "key": batch.keys,
+            "region": (chosen - 1).tolist(),  # as in the sample's Regions; -1 is the whole image
+            "iou": iou.tolist(),
+            "exact": ((chosen == best) & (iou > 0)).tolist(),
+            "candidates": candidate.sum(1).tolist(),
+        }
+        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [about | row for about, row in zip(batch.about, found, strict=True)]
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """accuracy: IoU >= 0.5 with the object; exact: its very region; chance: the accuracy of a random candidate."""
+        """accuracy: IoU >= 0.5 with the object; exact: the region that fits it best; chance: mean of 1 / candidates."""
         return {
             "accuracy": float(np.mean([row["iou"] >= 0.5 for row in rows])),
             "exact": float(np.mean([row["exact"] for row in rows])),
@@ -170,7 +173,7 @@ def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
                     (image["width"], image["height"]),
                 )
             )
-    return expressions
+    return {split: dict(by_file) for split, by_file in expressions.items()}
 
 
 def read_plain_pickle(file: Path) -> Any:

@@ -1,0 +1,111 @@
+"""The checkpoint as a format: a golden one must stay readable and be written again byte for byte."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from detectors.resnet import ResNetConfig
+from storage.objects import open_objects
+from vlbert.checkpoint import checkpoints, load_model, load_optimizer, read_checkpoint, remove_old, save_checkpoint
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
+from vlbert.model import TaskModel, VLBert
+from vlbert.optim import make_optimizer
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.text import SPECIALS, Vocabulary
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+FOLDER = "runs/golden/step-0000003"
+WORDS = Vocabulary([*SPECIALS, "red", "##dish"])
+RECIPE = Recipe(
+    name="golden",
+    task=PretrainingSettings(),
+    model=ModelConfig(
+        layers="J",
+        hidden=8,
+        heads=2,
+        intermediate=8,
+        max_positions=8,
+        geometry_channels=8,
+        regions=RegionConfig(ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
+    ),
+    data=DataConfig(root="somewhere"),
+)
+STATE = {"seed": 5, "samples_consumed": 384, "text_consumed": 0, "data": None, "held_out": None, "text": None}
+
+
+def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
+    """Every number a multiple of 1/64 that its place decides, so that no random generator matters."""
+    model = TaskModel(VLBert(RECIPE.model, len(WORDS)), Pretraining(RECIPE.task, WORDS, 3))
+    optimizer = make_optimizer(model, RECIPE.optimizer)
+
+    def count(like: torch.Tensor, start: int) -> torch.Tensor:
+        return ((torch.arange(like.numel()) + start) % 127 / 64).reshape(like.shape).to(like.dtype)
+
+    with torch.no_grad():
+        for i, tensor in enumerate(model.state_dict().values()):
+            tensor.copy_(count(tensor, i))
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            moments = {
+                name: torch.empty_like(parameter).copy_(count(parameter, i)) for name in ("exp_avg", "exp_avg_sq")
+            }
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    return model, optimizer
+
+
+def test_a_golden_checkpoint_is_read_to_the_exact_values():
+    saved = read_checkpoint(open_objects(str(GOLDEN / "checkpoint")), FOLDER)
+    assert saved.model_config == RECIPE.model
+    assert saved.vocabulary.pieces == WORDS.pieces
+    assert saved.num_classes == 3
+    assert saved.state == {"version": 1, "step": 3} | STATE
+    expected, optimizer = model_and_optimizer()
+    model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))
+    load_model(model, saved.model, saved.where)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    fresh = make_optimizer(model, RECIPE.optimizer)
+    load_optimizer(open_objects(str(GOLDEN / "checkpoint")), FOLDER, model, fresh)
+    for ours, theirs in zip(expected.parameters(), model.parameters(), strict=True):
+        for quantity, value in optimizer.state[ours].items():
+            assert torch.equal(fresh.state[theirs][quantity], value)
+            assert fresh.state[theirs][quantity].stride() == value.stride()
+
+
+def test_todays_code_writes_the_golden_bytes(tmp_path):
+    model, optimizer = model_and_optimizer()
+    folder = save_checkpoint(open_objects(str(tmp_path)), "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
+    assert folder == FOLDER
+    for file in ("vocab.txt", "state.json", "model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / folder / file).read_bytes() == (GOLDEN / "checkpoint" / folder / file).read_bytes(), file
+    ours, theirs = (
+        json.loads((root / folder / "config.json").read_text()) for root in (tmp_path, GOLDEN / "checkpoint")
+    )
+    assert {k: v for k, v in ours.items() if k != "recipe"} == {k: v for k, v in theirs.items() if k != "recipe"}
+
+
+def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
+    objects = open_objects(str(tmp_path))
+    model, optimizer = model_and_optimizer()
+    for step in (1, 2, 3):
+        save_checkpoint(objects, "run", step, RECIPE, model, optimizer, WORDS, 3, STATE)
+    objects.delete("runs/run/step-0000003/state.json")
+    assert checkpoints(objects, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
+    with pytest.raises(ValueError, match="is no whole checkpoint: it has no state.json"):
+        read_checkpoint(objects, "runs/run/step-0000003")
+    remove_old(objects, "run", keep=1)
+    assert checkpoints(objects, "run") == ["runs/run/step-0000002"]
+    assert not list(objects.list("runs/run/step-0000001/"))
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    model, _ = model_and_optimizer()
+    tensors = load((GOLDEN / "checkpoint" / FOLDER / "model.safetensors").read_bytes())
+    wide = tensors | {"head.word_bias": torch.zeros(9), "head.more": torch.zeros(1)}
+    del wide["vlbert.embedding.norm.bias"]
+    with pytest.raises(ValueError, match="file does not fit the model") as error:
+        load_model(model, wide, "file")
+    for what in ("lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as (9,), the model as (7,)"):
+        assert what in str(error.value)
