@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.objects import Objects
+from vlbert.config import Recipe
 
 
 class Record:
@@ -15,11 +16,12 @@ class Record:
     On a bucket both are kept in a temporary folder and put there with every `publish`.
     """
 
-    def __init__(self, objects: Objects, run: str, step: int, steps: int, samples_per_step: int):
+    def __init__(self, objects: Objects, recipe: Recipe, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.objects, self.run, self.steps, self.samples_per_step = objects, run, steps, samples_per_step
-        folder = objects.local_path(f"runs/{run}")
+        self.objects, self.run, self.steps = objects, recipe.run_name, recipe.steps
+        self.samples_per_step = recipe.data.batch + recipe.data.text_batch
+        folder = objects.local_path(f"runs/{self.run}")
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,8 @@ class Record:
         )
         self._write("training", step, numbers)
 
-    def validation(self, step: int, metrics: dict[str, float]) -> None:
+    def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
+        """The numbers of a validation, and its predictions as predictions.jsonl, one object a line."""
         print(
             f"step {step}/{self.steps}  validation  " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()),
             flush=True,
@@ -59,17 +62,14 @@ class Record:
         self._write("validation", step, metrics)
         self._since = time.monotonic()  # validation is no training time
         self._since_step = step
+        data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
+        self.objects.put(f"runs/{self.run}/predictions.jsonl", data)
 
     def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         self._metrics.write(json.dumps({"kind": kind, "step": step} | numbers) + "\n")
         self._metrics.flush()
         for name, value in numbers.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
-
-    def table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """A JSONL file beside the metrics (predictions)."""
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        self.objects.put(f"runs/{self.run}/{name}", data)
 
     def publish(self) -> None:
         """Bring a bucket up to date; on a folder everything is there already."""
@@ -94,6 +94,12 @@ def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]
     whole = text[: text.rfind("\n") + 1]  # a run that writes just now, or was killed, may leave half a line
     lines = [json.loads(line) for line in whole.splitlines()]
     return [line for line in lines if line["kind"] == kind]
+
+
+def last_metrics(objects: Objects, run: str) -> dict[str, float]:
+    """The numbers of the run's last validation; none where it had none."""
+    validations = read_metrics(objects, run, "validation")
+    return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
 
 
 def _clock(seconds: float) -> str:

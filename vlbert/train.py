@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,51 +35,113 @@ from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, set_learning_rate
 from vlbert.recipes import RECIPES
-from vlbert.record import Record, read_metrics
-from vlbert.tasks import Task, make_task
+from vlbert.record import Record, last_metrics
+from vlbert.tasks import Questions, Task, make_task
 from vlbert.text import TextCorpus, Vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """All that one process needs to train: made by `prepare`."""
+
+    objects: Objects
+    step: int  # optimizer steps that are done already
+    model: TaskModel
+    optimizer: torch.optim.Optimizer
+    data: TrainingData
+    held_out: tuple[ShardSamples, Questions] | None
+    vocabulary: Vocabulary
+    num_classes: int
+    pinned: dict  # what a checkpoint records of the data: the shards, and the hash of the text corpus
 
 
 def train(recipe: Recipe, world: World) -> dict[str, float]:
     """The whole run, or the rest of it; returns the metrics of the last validation."""
     check_shares(recipe.data, world.size)
+    run = prepare(recipe, world, print if world.first else lambda *_: None)
+    if run is None:
+        return last_metrics(open_objects(recipe.data.root), recipe.run_name)
+    parallel = DistributedDataParallel(run.model) if world.size > 1 else run.model
+    record = Record(run.objects, recipe, run.step) if world.first else None
+    since_log, metrics = Counter(), {}
+    run.model.train()
+    steps = range(run.step, recipe.steps)
+    for step, parts in zip(steps, batches(run.data, steps, recipe.data.workers, world.device), strict=True):
+        set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer.warm_up)
+        torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
+        for number, part in enumerate(parts):
+            syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
+            with contextlib.nullcontext() if syncs else parallel.no_sync():
+                with autocast(recipe, world):
+                    losses = parallel(part.to(world.device))
+                loss = mean_losses(losses, world, since_log) / len(parts)
+                (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
+                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
+            )
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+
+        done = step + 1
+        last = done == recipe.steps
+        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
+        if saves or done % recipe.log_every == 0:
+            averages = average_losses(since_log, world)
+            since_log.clear()
+            if record:
+                record.training(done, averages, run.optimizer.param_groups[0]["lr"])
+        if validates and run.held_out:
+            metrics, predictions = validate(run.model, recipe, *run.held_out, world)
+            if record:
+                record.validation(done, metrics, predictions)
+        if saves:
+            if record:
+                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
+                save(run, recipe, done)
+            distributed.wait_for_all(world)
+    if record:
+        record.close()
+        print(f"on the real data: {run.data.task.paper}", flush=True)
+    return metrics
+
+
+def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | None:
+    """Open the data and make the model: a new one, or that of the run's last checkpoint; None where it is complete."""
     objects = open_objects(recipe.data.root)
-    say = print if world.first else lambda *_: None
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
     resumed = read_checkpoint(objects, saved[-1]) if saved else None
     state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
     check_complete(recipe, resumed)
     if resumed and state["step"] >= recipe.steps:
         say(f"{recipe.run_name} is complete: {resumed.where} has step {state['step']} of {recipe.steps}")
-        validations = read_metrics(objects, recipe.run_name, "validation")
-        return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
+        return None
     if resumed:
         say(f"{recipe.run_name} goes on from {resumed.where}")
 
-    samples, pinned = open_samples(objects, recipe.data.dataset, recipe.data.detector, state["data"], world)
+    config = recipe.data
+    samples, pinned = open_samples(objects, config.dataset, config.detector, state["data"], world)
     held_out, held_out_pinned = None, None
-    if recipe.data.held_out:
-        dataset = recipe.data.held_out
-        held_out, held_out_pinned = open_samples(objects, dataset, recipe.data.detector, state["held_out"], world)
+    if config.held_out:
+        held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
     start_from = read_checkpoint(*_split_checkpoint(recipe.start_from)) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = samples.sample(0).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
-    questions = task.questions(samples, held_out=False)
-    asked = task.questions(held_out, held_out=True) if held_out else None
-    corpus = TextCorpus(recipe.data.text_corpus, vocabulary) if recipe.data.text_batch else None
+    corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != state["text"]:
         raise ValueError(
-            f"{recipe.data.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or "
-            "start another run: run=NAME"
+            f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or start "
+            "another run: run=NAME"
         )
-    data = TrainingData(samples, questions, task, recipe.data, recipe.model.regions, world, corpus)
-
+    questions = task.questions(samples, held_out=False)
     model = make_model(recipe, task, vocabulary, start_from, resumed, say).to(world.device)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
         load_optimizer(objects, saved[-1], model, optimizer)
-    parallel = DistributedDataParallel(model) if world.size > 1 else model
+
     everything, trainable = count_parameters(model)
     say(
         f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples (snapshot {pinned['snapshot']}), "
@@ -88,65 +151,28 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
         say("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not held_out:
         say("there will be no validation: data.held_out names no dataset")
+    return Run(
+        objects=objects,
+        step=state["step"],
+        model=model,
+        optimizer=optimizer,
+        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus),
+        held_out=(held_out, task.questions(held_out, held_out=True)) if held_out else None,
+        vocabulary=vocabulary,
+        num_classes=num_classes,
+        pinned={"data": pinned, "held_out": held_out_pinned, "text": corpus.hash if corpus else None},
+    )
 
-    per_step = recipe.data.batch + recipe.data.text_batch
-    record = Record(objects, recipe.run_name, state["step"], recipe.steps, per_step) if world.first else None
-    since_log, metrics = Counter(), {}
-    model.train()
-    steps = range(state["step"], recipe.steps)
-    for step, parts in zip(steps, batches(data, steps, recipe.data.workers, world.device), strict=True):
-        set_learning_rate(optimizer, step, recipe.steps, recipe.optimizer.warm_up)
-        torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            with parallel.no_sync() if world.size > 1 and not last else contextlib.nullcontext():
-                with autocast(recipe, world):
-                    losses = parallel(part.to(world.device))
-                loss = mean_losses(losses, world, since_log) / len(parts)
-                (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
-                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
-        done = step + 1
-        last = done == recipe.steps
-        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-        if saves or done % recipe.log_every == 0:
-            averages = average_losses(since_log, world)
-            since_log.clear()
-            if record:
-                record.training(done, averages, optimizer.param_groups[0]["lr"])
-        if validates and held_out:
-            metrics, predictions = validate(model, recipe, held_out, asked, world)
-            if record:
-                record.validation(done, metrics)
-                record.table("predictions.jsonl", predictions)
-        if saves and world.first:
-            progress = {
-                "data": pinned,
-                "held_out": held_out_pinned,
-                "text": corpus.hash if corpus else None,
-                "seed": recipe.data.seed,
-                "samples_consumed": done * recipe.data.batch,
-                "text_consumed": done * recipe.data.text_batch,
-            }
-            record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-            folder = save_checkpoint(
-                objects, recipe.run_name, done, recipe, model, optimizer, vocabulary, num_classes, progress
-            )
-            remove_old(objects, recipe.run_name, recipe.keep_checkpoints)
-            print(f"step {done}/{recipe.steps}  saved {objects.where(folder)}", flush=True)
-        if saves:
-            distributed.wait_for_all(world)
-    if record:
-        record.close()
-        print(f"the paper: {task.paper}", flush=True)
-    return metrics
+def save(run: Run, recipe: Recipe, done: int) -> None:
+    """Write the checkpoint of step `done`, and remove those that are too old to keep."""
+    consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
+    state = run.pinned | {"seed": recipe.data.seed} | consumed
+    folder = save_checkpoint(
+        run.objects, recipe.run_name, done, recipe, run.model, run.optimizer, run.vocabulary, run.num_classes, state
+    )
+    remove_old(run.objects, recipe.run_name, recipe.keep_checkpoints)
+    print(f"step {done}/{recipe.steps}  saved {run.objects.where(folder)}", flush=True)
 
 
 def mean_losses(losses: dict[str, tuple[torch.Tensor, int]], world: World, since_log: Counter) -> torch.Tensor:
