@@ -7,7 +7,7 @@ path component is its `file_name`.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -19,10 +19,12 @@ from storage.sample import Regions, Sample
 # Goes into the detector's id: raise it when the code below makes other regions of the same file than before.
 _RULES_VERSION = 1
 _CROWD = ("skip", "keep")
+# What the file must hold, and how one of each is called.
+_KINDS = {"images": "image", "annotations": "annotation", "categories": "category"}
 
 
 class AnnotatedDetector:
-    """Looks regions up in an annotation file; ValueError names the file and the annotation where one is unusable.
+    """Looks regions up in an annotation file; ValueError names the file and the entry where one is unusable.
 
     Classes are the file's categories sorted by id: column 0 of class_probs is the background, category i column i + 1.
     crowd says what becomes of `iscrowd` boxes, which cover many objects: `skip` leaves them out, `keep` treats them as
@@ -33,10 +35,10 @@ class AnnotatedDetector:
         if crowd not in _CROWD:
             raise ValueError(f"crowd is {crowd!r}, must be one of {_CROWD}")
         data, digest = _read(Path(file))
+        for kind in _KINDS:
+            _check_entries(data[kind], kind, file)
         categories = sorted(data["categories"], key=lambda category: category["id"])
         self._column = {category["id"]: 1 + i for i, category in enumerate(categories)}
-        if len(self._column) != len(categories):
-            raise ValueError(f"{file}: two categories have the same id")
         self._images = _index_images(data["images"], file)
         self._boxes, crowd_boxes = _boxes_by_image(data, self._column, crowd, file)
         self.about = {
@@ -88,24 +90,87 @@ class AnnotatedDetector:
 def _read(file: Path) -> tuple[dict, str]:
     """The parsed file and the sha256 of its bytes."""
     if not file.is_file():
-        raise ValueError(f"there is no annotation file {file}")
+        raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
     raw = file.read_bytes()
     try:
         data = json.loads(raw)
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    missing = {"images", "annotations", "categories"} - data.keys() if isinstance(data, dict) else {"a JSON object"}
+        raise ValueError(f"{file} is not JSON, or is torn: {error}. Write or fetch it again") from error
+    wanted = "needed is an object with the lists images, annotations and categories"
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} is not in COCO's detection format: it holds no object; {wanted}")
+    missing = [kind for kind in _KINDS if kind not in data]
     if missing:
-        raise ValueError(f"{file} is not in COCO's detection format: {', '.join(sorted(missing))} missing")
+        raise ValueError(f"{file} is not in COCO's detection format: {', '.join(missing)} missing; {wanted}")
+    unlisted = [kind for kind in _KINDS if not isinstance(data[kind], list)]
+    if unlisted:
+        raise ValueError(f"{file} is not in COCO's detection format: {', '.join(unlisted)} is no list; {wanted}")
     return data, hashlib.sha256(raw).hexdigest()
+
+
+def _check_entries(entries: Sequence[object], kind: str, file: Path) -> None:
+    """ValueError for the first entry of a list that lacks a field we need, has one of a wrong type or another's id."""
+    called, ids = _KINDS[kind], set()
+    for place, entry in enumerate(entries):
+        # Without an id to name it by, an entry is named by its place.
+        where = f"{file}: {kind}[{place}]"
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where} is {_shown(entry)}, not an object; remove it")
+        if _whole_number(entry.get("id")):
+            where = f"{file}: {called} {entry['id']}"
+        # An annotation's own id is only for messages.
+        if kind != "annotations" or "id" in entry:
+            _check_field(entry, "id", _whole_number, "a whole number", where)
+        if kind == "images":
+            for name in ("width", "height"):
+                if not (_finite(entry.get(name)) and entry[name] > 0):
+                    raise ValueError(f"{where} has no positive {name}; give it the size that its boxes refer to")
+            _check_field(entry, "sample_key" if "sample_key" in entry else "file_name", _text, "a text", where)
+        elif kind == "categories":
+            _check_field(entry, "name", _text, "a text", where)
+        else:
+            _check_field(entry, "image_id", _whole_number, "an image's id", where)
+            _check_field(entry, "category_id", _whole_number, "a category's id", where)
+            _check_field(entry, "bbox", _four_numbers, "four finite numbers [x, y, width, height]", where)
+        if kind != "annotations":
+            if entry["id"] in ids:
+                raise ValueError(f"{where}: {kind}[{place}] has the id of another {called}; give it one of its own")
+            ids.add(entry["id"])
+
+
+def _check_field(entry: dict, name: str, fits: Callable[[object], bool], wanted: str, where: str) -> None:
+    if name not in entry:
+        raise ValueError(f"{where} has no {name}; add it ({wanted}), or remove the entry")
+    if not fits(entry[name]):
+        raise ValueError(f"{where} has the {name} {_shown(entry[name])}, not {wanted}; correct or remove the entry")
+
+
+def _whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _four_numbers(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 4 and all(map(_finite, value))
+
+
+def _shown(value: object) -> str:
+    """A value as the file has it, cut to what fits a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[tuple[str, str], dict]:
     """("sample_key", key) or ("file_name", last path component) -> image record, each image under one of them."""
     index = {}
     for record in images:
-        if not (record.get("width", 0) > 0 and record.get("height", 0) > 0):
-            raise ValueError(f"{file}: image {record.get('id')} has no positive width and height")
         if "sample_key" in record:
             name = ("sample_key", record["sample_key"])
         else:
@@ -124,18 +189,16 @@ def _boxes_by_image(
 ) -> tuple[dict[int, list[tuple[int, list[float]]]], int]:
     """Image id -> (column, xyxy box clipped to the annotated image) in the file's order; and how many were crowds."""
     sizes = {record["id"]: (record["width"], record["height"]) for record in data["images"]}
-    if len(sizes) != len(data["images"]):
-        raise ValueError(f"{file}: two images have the same id")
     found = {image: [] for image in sizes}
     crowds = 0
-    for annotation in data["annotations"]:
-        where = f"{file}: annotation {annotation.get('id')}"
-        absent = {"image_id", "category_id", "bbox"} - annotation.keys()
-        if absent:
-            raise ValueError(f"{where} has no {sorted(absent)[0]}")
+    for place, annotation in enumerate(data["annotations"]):
+        where = f"{file}: annotation {annotation['id']}" if "id" in annotation else f"{file}: annotations[{place}]"
         image, category = annotation["image_id"], annotation["category_id"]
         if image not in sizes or category not in column:
-            raise ValueError(f"{where} refers to image {image} and category {category}, which are not both in the file")
+            raise ValueError(
+                f"{where} refers to image {image} and category {category}, which are not both in the file; add the one "
+                "that is missing, or remove the annotation"
+            )
         if annotation.get("iscrowd", 0):
             crowds += 1
             if crowd == "skip":
@@ -146,8 +209,6 @@ def _boxes_by_image(
 
 def _clipped(bbox: Sequence[float], width: float, height: float, where: str) -> list[float]:
     """COCO's x, y, width, height -> x1, y1, x2, y2 inside the image."""
-    if len(bbox) != 4 or not all(math.isfinite(number) for number in bbox):
-        raise ValueError(f"{where} has the bbox {bbox}, not four finite numbers")
     x, y, w, h = bbox
     box = [max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)]
     # In single precision, which is how boxes are stored: a sliver must not become empty there.

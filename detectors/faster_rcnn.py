@@ -10,7 +10,8 @@ D channels of res5, C classes without background; the background is the last col
 import dataclasses
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -335,10 +336,11 @@ class DetectorSettings:
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     """Which proposals become regions."""
     device: str = "cpu"
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda`, or one of several as `cuda:1`."""
     head_dtype: str = "float32"
     """Precision of res5: `float32`, or `bfloat16` for speed on a GPU. Backbone and RPN stay in float32."""
-
+    tf32: bool = False
+    """Convolutions of a GPU in TF32: the range of float32 with 10 bits of fraction instead of 23, for speed."""
     threads: int = 1
     """Threads of torch while detecting on a CPU. Another number adds in another order, and so gives other last bits:
     one is what every machine can do alike. More processes, each with its own shards, use more cores.
@@ -349,6 +351,31 @@ class DetectorSettings:
             raise ValueError(f"DetectorSettings.threads is {self.threads}, must be at least 1")
         if self.head_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"DetectorSettings.head_dtype is {self.head_dtype!r}, neither 'float32' nor 'bfloat16'")
+        if self.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"DetectorSettings.device is {self.device!r}, must be cpu, cuda or such as cuda:1")
+        if self.tf32 and self.device_type != "cuda":
+            raise ValueError(f"DetectorSettings.tf32 is for device cuda; leave it out with device {self.device}")
+
+    @property
+    def device_type(self) -> str:
+        """The device without its number."""
+        return self.device.partition(":")[0]
+
+
+@contextmanager
+def _running(settings: DetectorSettings) -> Iterator[None]:
+    """Torch with these threads and this precision of float32 on GPUs, and afterwards as it was."""
+    convolutions, products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = torch.get_num_threads(), convolutions.fp32_precision, products.fp32_precision
+    torch.set_num_threads(settings.threads)
+    # Said outright, because torch's own default for convolutions is TF32.
+    convolutions.fp32_precision = "tf32" if settings.tf32 else "ieee"
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        threads, convolutions.fp32_precision, products.fp32_precision = before
+        torch.set_num_threads(threads)
 
 
 class FasterRCNNDetector:
@@ -357,6 +384,8 @@ class FasterRCNNDetector:
     def __init__(self, network: FasterRCNN, weights: dict, settings: DetectorSettings):
         if "untrained" not in weights:
             raise ValueError(f"the description of the weights must say whether they are `untrained`: {weights}")
+        if settings.device_type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
         self.network = network.to(settings.device).eval()
         self.settings = settings
         self.about = {
@@ -365,20 +394,22 @@ class FasterRCNNDetector:
             "network": dataclasses.asdict(network.config),
             "selection": dataclasses.asdict(settings.selection),
             "head_dtype": settings.head_dtype,
+            "device": settings.device_type,
+            "convolutions": "tf32" if settings.tf32 else "float32",
             "threads": settings.threads,
             **weights,
         }
-        # These change nothing about what is found but last bits; the weights' hash says which file it is.
-        indifferent = ("weights_file", "classes", "threads")
+        # Threads and device change only the last bits of float32 sums as long as no device rounds their terms, so one
+        # stage may be made on CPUs and GPUs together. TF32 rounds them to three digits, and makes another detector.
+        # The weights' hash says which file it is.
+        indifferent = {"weights_file", "classes", "threads", "device"}
+        if not settings.tf32:
+            indifferent.add("convolutions")
         self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.settings.threads)
-        try:
+        with _running(self.settings):
             return [self._detect_one(sample) for sample in samples]
-        finally:
-            torch.set_num_threads(before)
 
     # One image at a time: padding a batch would change features near the border, and the RoI head has 300 boxes anyway.
     @torch.inference_mode()
@@ -400,8 +431,7 @@ class FasterRCNNDetector:
         proposals, stored = proposals[visible], stored[visible]
         if not len(proposals):
             return "no_regions: the network proposes no box with a finite score"
-        device_type = torch.device(self.settings.device).type
-        with torch.autocast(device_type, torch.bfloat16, enabled=self.settings.head_dtype == "bfloat16"):
+        with torch.autocast(self.settings.device_type, torch.bfloat16, enabled=self.settings.head_dtype == "bfloat16"):
             features = network.roi_features(c4, proposals)
         outputs = network.heads(features.float())
         return self._choose(sample.key, stored.cpu().numpy(), outputs)

@@ -4,12 +4,17 @@
     python -m detectors.run ROOT DATASET --backend faster_rcnn --preset vg_resnet101 --weights FILE
 
 ROOT is a local folder or s3://bucket/prefix. Prints one JSON line per shard, and one about the whole stage at the end.
-Any number of these may run at once, and a run that was stopped goes on where it was.
+Any number of these may run at once: each takes the shards in an order of its own and passes over those that another has
+done since. A run that was stopped goes on where it was.
+Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, which running again does not change; 75
+(EX_TEMPFAIL) when the storage is out of reach: run it again later.
 """
 
 import argparse
 import dataclasses
 import json
+import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +31,8 @@ from storage.sample import Regions, Sample
 IMAGES = "images"
 # Samples handed to a detector at a time: enough for one that batches, and few decoded images in memory.
 _GROUP = 16
+# Exit status for "try again later", as sysexits.h has it.
+STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
 
 def stage_of(detector: Detector) -> str:
@@ -76,7 +83,9 @@ def detect_pending(
 ) -> int:
     """Detect all shards that are pending, or those of `only` that are; the number that this process committed.
 
-    on_shard gets, after each: shard, images (looked at), regions (found), images_per_s, done and of (shards).
+    on_shard gets, after each that was detected here: shard, images (looked at), regions (found), images_per_s, done
+    (shards that are committed, by anyone) and of (shards that were pending), and by: `this` process, or `another` that
+    was first to commit it. A shard that another has done before its turn here counts as done, without a report.
     """
     if not catalog.shards(IMAGES):
         where = catalog.objects.where(f"{catalog.dataset}/{IMAGES}")
@@ -87,12 +96,19 @@ def detect_pending(
         if unknown:
             raise ValueError(f"no shards {', '.join(unknown)} are committed in {catalog.dataset}/{IMAGES}")
         pending = [shard for shard in pending if shard in set(only)]
-    committed = 0
+    # Another order in each process. In one order, or in one that only begins elsewhere, a process that catches up with
+    # another would begin every further shard together with it.
+    random.Random().shuffle(pending)
+    stage, committed = stage_of(detector), 0
     for done, shard in enumerate(pending, start=1):
+        # A shard that another has begun is not passed over: it may never end.
+        if catalog.objects.exists(f"{catalog.dataset}/{stage}/{shard}.parquet"):
+            continue
         started = time.monotonic()
-        committed += detect_shard(catalog, shard, detector)
+        first = detect_shard(catalog, shard, detector)
+        committed += first
         seconds = time.monotonic() - started
-        table = catalog.manifest(stage_of(detector), shard).table
+        table = catalog.manifest(stage, shard).table
         images = catalog.manifest(IMAGES, shard).ok_rows
         on_shard(
             {
@@ -102,6 +118,7 @@ def detect_pending(
                 "images_per_s": round(images / seconds, 2),
                 "done": done,
                 "of": len(pending),
+                "by": "this" if first else "another",
             }
         )
     return committed
@@ -127,7 +144,7 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 _ANNOTATED = ("annotations", "crowd")
 _SELECTION = ("minimum", "maximum", "threshold", "strict", "nms_threshold", "plus_one")
 _NETWORK = ("short_side", "long_side", "post_nms", "roi_op")
-_RUNNING = ("device", "head_dtype", "threads")
+_RUNNING = ("device", "head_dtype", "tf32", "threads")
 _FASTER_RCNN = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_RUNNING)
 
 
@@ -159,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--roi-op", choices=["pool", "align1"], help="RoIPool, or RoIAlign with one sample")
     network.add_argument("--device", help="cpu or cuda (cpu)")
     network.add_argument("--head-dtype", choices=["float32", "bfloat16"], help="precision of res5 (float32)")
+    network.add_argument("--tf32", action="store_true", default=None, help="convolutions of a GPU in TF32 (float32)")
     network.add_argument("--threads", type=int, help="of one process on a CPU (1, the same bytes on every machine)")
     return parser
 
@@ -211,7 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         detect_pending(catalog, detector, lambda report: print(json.dumps(report), flush=True), options.shard)
         print(json.dumps(stage_size(catalog, stage_of(detector))), flush=True)
-    except (ValueError, StorageUnreachable) as error:
+    except StorageUnreachable as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        sys.exit(STORAGE_UNREACHABLE)
+    except ValueError as error:
         sys.exit(str(error))
 
 

@@ -79,19 +79,26 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
 
 
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
-    """Put the ResNet of a detector's weight file into VL-BERT's region features; the detector's heads are left out.
+    """Put the ResNet of a detector's weight file, `backbone.*` and `roi_heads.res5.*`, into VL-BERT's region features.
 
-    ValueError names the file and every tensor that is missing, unexpected or of a wrong shape.
+    All or none; the detector's heads are left out. ValueError names the file and every tensor that is missing,
+    unexpected or of a wrong shape.
     """
+    modules = {"backbone.": backbone, "roi_heads.res5.": res5}
+    ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
+    # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
+    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if _COUNTER.search(name)}
     tensors, _ = _read(file)
-    for module, prefix in ((backbone, "backbone."), (res5, "roi_heads.res5.")):
-        ours = module.state_dict()
-        found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        found = {name: tensor for name, tensor in found.items() if name in ours or not _COUNTER.search(name)}
-        # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
-        counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if _COUNTER.search(name)}
-        _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
-        module.load_state_dict({**counters, **found}, strict=True)
+    found = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(tuple(modules)) and not _COUNTER.search(name)
+    }
+    _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
+    found |= counters
+    for prefix, module in modules.items():
+        mine = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+        module.load_state_dict(mine, strict=True)
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -102,7 +102,16 @@ def test_crowds_are_skipped_or_kept_as_the_setting_says(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "bbox",
-    [[10, 20, 0, 40], [10, 20, 30, -1], [200, 20, 30, 40], [10, -50, 30, 50], [10, 20, float("nan"), 40], [1, 2, 3]],
+    [
+        [10, 20, 0, 40],
+        [10, 20, 30, -1],
+        [200, 20, 30, 40],
+        [10, -50, 30, 50],
+        [10, 20, float("nan"), 40],
+        [1, 2, 3],
+        [1, 2, "3", 4],
+        None,
+    ],
 )
 def test_a_box_without_area_in_its_image_is_an_error_that_names_the_annotation(tmp_path: Path, bbox: list[float]):
     content = coco()
@@ -131,6 +140,63 @@ def test_unusable_files_are_refused_in_words(tmp_path: Path):
     del sizeless["images"][1]["width"]
     with pytest.raises(ValueError, match="image 8 has no positive width"):
         detector_of(tmp_path, sizeless)
+    (tmp_path / "binary.json").write_bytes(b"\x80\x02}q")
+    with pytest.raises(ValueError, match=r"binary\.json is not JSON, or is torn: .* fetch it again"):
+        AnnotatedDetector(tmp_path / "binary.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"list\.json is not in COCO's .* it holds no object; needed is"):
+        AnnotatedDetector(tmp_path / "list.json")
+    with pytest.raises(ValueError, match="images is no list; needed is"):
+        detector_of(tmp_path, coco(images={}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("categories", "id", ..., r"categories\[1\] has no id; add it"),
+        ("categories", "id", "5", r'categories\[1\] has the id "5", not a whole number; correct'),
+        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another category; give it"),
+        ("categories", "name", ..., r"category 5 has no name; add it"),
+        ("categories", "name", None, r"category 5 has the name null, not a text; correct or remove"),
+        ("images", "id", ..., r"images\[1\] has no id; add it"),
+        ("images", "id", 7, r"image 7: images\[1\] has the id of another image; give it"),
+        ("images", "file_name", ..., r"image 8 has no file_name; add it"),
+        ("images", "file_name", 3, r"image 8 has the file_name 3, not a text; correct"),
+        ("images", "sample_key", None, r"image 8 has the sample_key null, not a text; correct"),
+        ("images", "height", None, r"image 8 has no positive height; give it the size"),
+        ("annotations", "bbox", ..., r"annotation 2 has no bbox; add it"),
+        ("annotations", "bbox", None, r"annotation 2 has the bbox null, not four finite numbers"),
+        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not an image's id; correct"),
+        ("annotations", "category_id", ..., r"annotation 2 has no category_id; add it"),
+    ],
+)
+def test_an_entry_that_lacks_what_we_need_is_named_with_the_way_out(
+    tmp_path: Path, kind: str, field: str, value: object, message: str
+):
+    content = coco()
+    if value is ...:
+        del content[kind][1][field]
+    else:
+        content[kind][1][field] = value
+    with pytest.raises(ValueError, match=rf"annotations\.json: {message}"):
+        detector_of(tmp_path, content)
+
+
+@pytest.mark.parametrize("kind", ["images", "annotations", "categories"])
+def test_an_entry_that_is_no_object_is_named(tmp_path: Path, kind: str):
+    content = coco()
+    content[kind].append(None)
+    with pytest.raises(ValueError, match=rf"annotations\.json: {kind}\[\d\] is null, not an object; remove it"):
+        detector_of(tmp_path, content)
+
+
+def test_an_annotation_needs_no_id_of_its_own_and_is_then_named_by_its_place(tmp_path: Path):
+    content = coco()
+    del content["annotations"][1]["id"]
+    assert len(detector_of(tmp_path, content).detect([a_sample()])[0]) == 2
+    content["annotations"][1]["bbox"] = [10, 20, 0, 40]
+    with pytest.raises(ValueError, match=r"annotations\.json: annotations\[1\] has the bbox"):
+        detector_of(tmp_path, content)
 
 
 def test_the_id_follows_the_content_of_the_file_and_not_its_name(tmp_path: Path):

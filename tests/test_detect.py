@@ -3,11 +3,14 @@
 import dataclasses
 import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import boto3
 import numpy as np
 import pytest
 import torch
@@ -34,7 +37,7 @@ def a_sample(number: int, broken: bool = False) -> Sample:
     return Sample(f"{number:020x}", image, f"caption {number}", f"http://host/{number:06}.jpg", 112, 84, "ab")
 
 
-def collected(root: Path, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
+def collected(root: Path | str, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
     """A catalog with these image shards; a string stands for a row that was not downloaded."""
     catalog = Catalog(open_objects(str(root)), "captions")
     number = 0
@@ -61,6 +64,16 @@ def annotations(file: Path, numbers: Sequence[int]) -> Path:
     }
     file.write_text(json.dumps(content))
     return file
+
+
+class CountingDetector(AnnotatedDetector):
+    """Counts the samples it is shown."""
+
+    samples = 0
+
+    def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+        self.samples += len(samples)
+        return super().detect(samples)
 
 
 def untrained_demo() -> FasterRCNNDetector:
@@ -142,14 +155,93 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
     assert detect_pending(catalog, detector, reports.append) == 2
     assert detect_pending(catalog, detector, reports.append) == 0
     assert all(report.pop("images_per_s") >= 0 for report in reports)
-    assert reports == [
-        {"shard": "00002", "images": 2, "regions": 1, "done": 1, "of": 1},
-        {"shard": "00000", "images": 2, "regions": 2, "done": 1, "of": 2},
-        {"shard": "00001", "images": 0, "regions": 0, "done": 2, "of": 2},
+    assert [(report.pop("done"), report["of"]) for report in reports] == [(1, 1), (1, 2), (2, 2)]
+    assert sorted(reports, key=lambda report: report["shard"]) == [
+        {"shard": "00000", "images": 2, "regions": 2, "of": 2, "by": "this"},
+        {"shard": "00001", "images": 0, "regions": 0, "of": 2, "by": "this"},
+        {"shard": "00002", "images": 2, "regions": 1, "of": 1, "by": "this"},
     ]
     assert catalog.counts(stage_of(detector)) == {"no_annotation": 1, "no_image": 1, "ok": 3}
     with pytest.raises(ValueError, match="no shards 00007"):
         detect_pending(catalog, detector, reports.append, only=["00007"])
+
+
+def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_again(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(n)] for n in range(4)])
+    file = annotations(tmp_path / "a.json", range(4))
+    detector, another, reports = CountingDetector(file), AnnotatedDetector(file), []
+
+    def on_shard(report: dict) -> None:
+        reports.append(report)
+        if len(reports) == 1:
+            left = catalog.pending("images", stage_of(detector))
+            assert len(left) == 3
+            for shard in left[:2]:
+                assert detect_shard(catalog, shard, another)
+
+    assert detect_pending(catalog, detector, on_shard) == 2
+    assert detector.samples == 2
+    assert [report["of"] for report in reports] == [4, 4]
+    assert reports[0]["done"] == 1
+    assert 2 <= reports[1]["done"] <= 4
+    assert catalog.pending("images", stage_of(detector)) == []
+
+
+def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_others(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(0)]])
+    file = annotations(tmp_path / "a.json", [0])
+    another, reports = AnnotatedDetector(file), []
+
+    class Overtaken(AnnotatedDetector):
+        def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+            assert detect_shard(catalog, "00000", another)
+            return super().detect(samples)
+
+    assert detect_pending(catalog, Overtaken(file), reports.append) == 0
+    assert [(report["shard"], report["by"], report["done"], report["of"]) for report in reports] == [
+        ("00000", "another", 1, 1)
+    ]
+
+
+def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
+    orders = set()
+    for attempt in range(3):
+        catalog = collected(tmp_path / str(attempt), [["dead"]] * 12)
+        shards = []
+        detect_pending(
+            catalog,
+            AnnotatedDetector(annotations(tmp_path / "a.json", [0])),
+            lambda report, shards=shards: shards.append(report["shard"]),
+        )
+        assert sorted(shards) == [f"{shard:05}" for shard in range(12)]
+        orders.add(tuple(shards))
+    assert len(orders) > 1
+
+
+def test_two_processes_share_the_shards(tmp_path: Path):
+    """One process alone does each of 12 shards; two that did not look would do each twice."""
+    picture = [a_sample(n) for n in range(40)]
+    catalog = collected(
+        tmp_path / "root",
+        [[dataclasses.replace(s, key=f"{shard}-{s.key}") for s in picture] for shard in range(12)],
+    )
+    file = annotations(tmp_path / "a.json", range(60))
+    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend", "annotated"]
+    command += ["--annotations", str(file)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    reports = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    shards = [report for lines in reports for report in lines[:-1]]
+    assert sorted(report["shard"] for report in shards if report["by"] == "this") == catalog.shards("images")
+    assert len(shards) <= 20
+    assert all(lines[-1]["shards"] == 12 for lines in reports)
+    for lines in reports:
+        done = [report["done"] for report in lines[:-1]]
+        assert done == sorted(set(done))
+        assert all(1 <= report["done"] <= report["of"] <= 12 for report in lines[:-1])
 
 
 def test_shards_larger_than_a_group_keep_their_order(tmp_path: Path):
@@ -192,10 +284,8 @@ def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: p
     file = annotations(tmp_path / "a.json", [0, 1])
     main([str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["shard"], line["images"], line["done"], line["of"]) for line in lines[:2]] == [
-        ("00000", 1, 1, 2),
-        ("00001", 2, 2, 2),
-    ]
+    assert [(line["done"], line["of"]) for line in lines[:2]] == [(1, 2), (2, 2)]
+    assert sorted((line["shard"], line["images"]) for line in lines[:2]) == [("00000", 1), ("00001", 2)]
     assert lines[2]["images"] == 2
     assert lines[2]["bytes_per_1000_images"] > 0
 
@@ -233,11 +323,69 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
             "--seed is for --untrained",
         ),
         (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--minimum", "101"], "minimum 101"),
+        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--tf32"], "tf32 is for device cuda"),
+        (["--backend", "annotated", "--tf32"], "--tf32: not for --backend annotated"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags: list[str], message: str):
     with pytest.raises(SystemExit, match=message):
         main([str(tmp_path), "captions", *flags])
+
+
+def unreachable() -> str:
+    """The URL of a port of this machine where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def s3_environment(endpoint: str) -> dict[str, str]:
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    return {**os.environ, **keys, "AWS_ENDPOINT_URL": endpoint}
+
+
+def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
+    file = annotations(tmp_path / "a.json", [0])
+    endpoint = unreachable()
+    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "--backend", "annotated"]
+    run = subprocess.run(
+        [*command, "--annotations", str(file)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env=s3_environment(endpoint),
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout) == (75, "")
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"cannot reach bucket 'bucket' at {endpoint} (root s3://bucket/root)")
+
+
+@pytest.mark.slow  # botocore waits longer after each of five attempts
+def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    for name, value in s3_environment("http://{}:{}".format(*server.get_host_and_port())).items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    collected("s3://bucket/root", [[a_sample(n)] for n in range(2)])
+    file = annotations(tmp_path / "a.json", range(2))
+
+    class Unplugging(io.StringIO):
+        """The program's output; its first line ends the server."""
+
+        def write(self, text: str) -> int:
+            if not self.tell():
+                server.stop()
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Unplugging())
+    with pytest.raises(SystemExit) as ended:
+        main(["s3://bucket/root", "captions", "--backend", "annotated", "--annotations", str(file)])
+    assert ended.value.code == 75
+    assert json.loads(sys.stdout.getvalue())["done"] == 1
 
 
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):

@@ -14,6 +14,7 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
+from detectors import detector_id
 from detectors.faster_rcnn import (
     DEMO,
     VG_RESNET50,
@@ -22,6 +23,7 @@ from detectors.faster_rcnn import (
     FasterRCNN,
     FasterRCNNConfig,
     FasterRCNNDetector,
+    _running,
     apply_deltas,
     cell_anchors,
     clip_boxes,
@@ -34,7 +36,7 @@ from detectors.faster_rcnn import (
 )
 from detectors.resnet import RESNET101, FrozenNorm, Res5, ResNetC4, ResNetConfig
 from detectors.select import SelectionSettings, select_regions
-from detectors.weights import load_weights, weights_hash
+from detectors.weights import load_resnet, load_weights, weights_hash
 from storage.sample import Sample
 
 PARITY = Path(__file__).parents[2] / "shared" / "parity" / "detector"
@@ -382,6 +384,69 @@ def test_the_id_follows_everything_that_decides_the_output():
     assert untrained().id in ids
 
 
+def test_the_description_says_device_and_precision_and_only_tf32_makes_another_detector(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert {name: untrained().about[name] for name in ("device", "convolutions", "head_dtype")} == {
+        "device": "cpu",
+        "convolutions": "float32",
+        "head_dtype": "float32",
+    }
+    # Only what is written down is looked at: the network itself stays on this machine's CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(FasterRCNN, "to", lambda network, device: network)
+    on_gpu, in_tf32 = untrained(device="cuda:1"), untrained(device="cuda", tf32=True)
+    assert (on_gpu.about["device"], on_gpu.about["convolutions"]) == ("cuda", "float32")
+    assert (in_tf32.about["device"], in_tf32.about["convolutions"]) == ("cuda", "tf32")
+    assert on_gpu.id == untrained().id != in_tf32.id
+    kept = {k: v for k, v in on_gpu.about.items() if k not in ("device", "convolutions", "threads")}
+    assert on_gpu.id == detector_id(kept)
+
+
+def test_the_precision_of_gpus_is_set_for_the_detector_and_put_back():
+    precisions = []
+
+    def look(*_) -> None:
+        precisions.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
+
+    look()
+    detector = untrained()
+    detector.network.backbone.register_forward_hook(look)
+    detector.detect([a_sample(168, 224)])
+    with _running(DetectorSettings(device="cuda", tf32=True)):
+        look()
+    look()
+    assert precisions[1:3] == [("ieee", "ieee"), ("tf32", "ieee")]
+    assert precisions[3] == precisions[0] != ("ieee", "ieee")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+def test_a_gpu_finds_what_the_cpu_does_though_torchs_own_default_is_tf32():
+    samples = [a_sample(168, 224, seed) for seed in range(3)]
+    for ours, theirs in zip(untrained(device="cuda").detect(samples), untrained().detect(samples), strict=True):
+        assert np.allclose(np.sort(ours.scores), np.sort(theirs.scores), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": "gpu"}, "device is 'gpu', must be cpu, cuda"),
+        ({"tf32": True}, "tf32 is for device cuda; leave it out"),
+        ({"threads": 0}, "threads is 0"),
+        ({"head_dtype": "float16"}, "head_dtype is 'float16'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DetectorSettings(**wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="torch finds no GPU here; detect on cpu"):
+        untrained(device="cuda")
+
+
 def test_weights_that_make_no_sense_stop_the_detector():
     detector = untrained()
     torch.nn.init.constant_(detector.network.roi_heads.box_predictor.cls_score.bias, float("nan"))
@@ -471,6 +536,34 @@ def test_a_file_without_attribute_head_gives_regions_without_attributes(tmp_path
     half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
     with pytest.raises(ValueError, match="missing roi_heads.box_predictor.fc_attr.bias"):
         load_weights(FasterRCNN.untrained(SMALL, 0), save(half, tmp_path / "half.safetensors"))
+
+
+def test_a_backbone_alone_does_not_start_region_features_and_what_it_lacks_is_named(tmp_path: Path):
+    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    bare = {name: tensor for name, tensor in tensors.items() if name.startswith("backbone.")}
+    file = save(bare, tmp_path / "backbone.safetensors")
+    c4 = ResNetC4(TINY)
+    before = {name: tensor.clone() for name, tensor in c4.state_dict().items()}
+    with pytest.raises(ValueError, match=r"backbone\.safetensors does not fit") as error:
+        load_resnet(c4, Res5(TINY), file)
+    assert all(torch.equal(before[name], tensor) for name, tensor in c4.state_dict().items())
+    for name in Res5(TINY).state_dict():
+        assert f"missing roi_heads.res5.{name}" in str(error.value)
+
+
+def test_region_features_with_live_norms_count_anew(tmp_path: Path):
+    source, live = FasterRCNN.untrained(SMALL, seed=3), dataclasses.replace(TINY, norm="batch")
+    counter = {"backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(9)}
+    file = save(source.state_dict() | counter, tmp_path / "w.safetensors")
+    for norm in (TINY, live):
+        c4, res5 = ResNetC4(norm), Res5(norm)
+        c4(torch.zeros(2, 3, 64, 64))  # counts one, where the norms are live
+        load_resnet(c4, res5, file)
+        for ours, theirs in ((c4, source.backbone), (res5, source.roi_heads.res5)):
+            state = ours.state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in theirs.state_dict().items())
+            assert {int(tensor) for name, tensor in state.items() if name.endswith("num_batches_tracked")} <= {0}
+    assert "stem.conv1.norm.num_batches_tracked" in c4.state_dict()
 
 
 def test_what_files_carry_beside_weights_is_checked_used_or_dropped(tmp_path: Path):
