@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ROOT ?= demo-root
+SEED ?= 0
 
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
@@ -10,10 +11,10 @@ export DO_NOT_TRACK := 1
 .PHONY: demo ui test test-all lint format clean
 
 demo: $(VENV)/installed  ## from URLs to a fine-tuned model in a drawn world: 6 minutes on 2 cores
-	$(BIN)/python -m demo --root $(ROOT)
+	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 ui: $(VENV)/installed  ## the flow UI over what `make demo` did
-	$(BIN)/python -m demo ui --root $(ROOT)
+	$(BIN)/python -m demo ui --root "$(ROOT)"
 
 test: $(VENV)/installed lint  ## 10 minutes at most on 2 cores
 	$(BIN)/python -m pytest
@@ -22,19 +23,20 @@ test-all: $(VENV)/installed lint  ## with the slow ones: 45 minutes at most
 	$(BIN)/python -m pytest -m ""
 
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
 
 format: $(VENV)/installed
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
 
 clean:  ## what the demo made; the virtual environment stays
-	rm -rf $(ROOT)
+	@if [ -f "$(ROOT)/world/world.json" ]; then rm -rf "$(ROOT)"; \
+	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no world/world.json, so no demo made it: not removed" >&2; exit 1; fi
 
-# Installed once; again when what is to be installed changes.
+# Installed once; again when what is to be installed changes, or where an installation broke off: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

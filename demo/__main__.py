@@ -1,7 +1,7 @@
 """Draw a world, serve it, and take it down the whole road with a real Prefect server; ends with a report and a table.
 
-    python -m demo [--root demo-root] [--seed 0]      everything; what is done already is not done again
-    python -m demo ui [--root demo-root]              the flow UI on what was recorded
+    make demo [ROOT=demo-root] [SEED=0]      everything; what is done already is not done again
+    make ui [ROOT=demo-root]                 the flow UI on what was recorded
 
 Exits with 1 where the model did not learn what it should.
 """
@@ -10,18 +10,19 @@ import argparse
 import logging
 import os
 import resource
+import shlex
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo.serve import WorldServer, free_port
-from demo.world import World, WorldSettings, draw_world, read_world
+from demo.world import DEFAULT_PORT, ROWS_PER_SHARD, World, WorldSettings, draw_world, read_world
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, quiet_prefect
 from flows.supervisor import ChildFailed, background
 from storage.download import DownloadSettings
@@ -46,6 +47,10 @@ BUDGET = {
 }
 
 
+class OtherWorld(ValueError):
+    """The root belongs to a world of another seed, or of another version of this program."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """A line of the table at the end; peak_bytes is the memory of the largest process that worked for it."""
@@ -58,9 +63,9 @@ class Stage:
 def run_demo(root: Path, seed: int, processes: int) -> int:
     """The whole demo; the exit status."""
     started = time.monotonic()
+    world = draw(root / "world", WorldSettings(seed=seed))
     prefect_home = root / "prefect"
     prefect_home.mkdir(parents=True, exist_ok=True)
-    world = draw(root / "world", WorldSettings(seed=seed))
     with WorldServer(world.root):
         drawn = time.monotonic() - started
         own = own_peak()
@@ -91,10 +96,40 @@ def run_demo(root: Path, seed: int, processes: int) -> int:
 
 
 def draw(folder: Path, settings: WorldSettings) -> World:
-    """The drawn world; one that is there keeps its port, which stands in the lists that were collected."""
+    """The drawn world; one that is there keeps its port, which stands in the lists that were collected.
+
+    OtherWorld where another one is there: all that was made of it would have to go, too.
+    """
+    if (folder / "world.json").exists():
+        try:
+            world = read_world(folder)
+        except ValueError as error:  # of another version
+            raise OtherWorld(f"{error}\n{_elsewhere(folder.parent)}") from error
+        if world.settings != settings:
+            raise OtherWorld(
+                f"{folder} holds the world of seed {world.settings.seed}, not of seed {settings.seed}: shards and runs "
+                f"beside it are made of it.\nFor that world: {again('demo', folder.parent, world.settings.seed)}. "
+                f"{_elsewhere(folder.parent)}"
+            )
+        port = world.port
+    else:
+        port = free_port()
+        if port != DEFAULT_PORT:
+            say(
+                f"WARNING: port {DEFAULT_PORT} is taken, so the world is served at {port}. Its URLs say so: keys, "
+                "shards and numbers differ from those of the default port"
+            )
     say(f"drawing {settings.train_scenes + settings.held_out_scenes} scenes into {folder}")
-    port = read_world(folder).port if (folder / "world.json").exists() else free_port()
     return draw_world(folder, settings, port)
+
+
+def _elsewhere(root: Path) -> str:
+    return f"For another: make demo ROOT=OTHER, or first remove this one: make clean ROOT={shlex.quote(str(root))}"
+
+
+def again(what: str, root: Path, seed: int = 0) -> str:
+    """The command, as one types it in the project's folder."""
+    return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
 @contextmanager
@@ -102,6 +137,8 @@ def prefect_server(home: Path) -> Iterator[None]:
     """A Prefect server on a free port with its database in `home`, and this process set up to use it."""
     port, log = free_port(0), home / "server.log"
     # Before prefect is imported, which reads them then.
+    for name in set(os.environ) - set(without_prefect(os.environ)):
+        del os.environ[name]
     os.environ.update(server_environment(home, port))
     # What the stages say is printed by `show_stages`; Prefect's own words are in the UI.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
@@ -111,6 +148,11 @@ def prefect_server(home: Path) -> Iterator[None]:
         say(f"starting a Prefect server at http://127.0.0.1:{port}")
         wait_for(f"{os.environ['PREFECT_API_URL']}/health", runs, log)
         yield
+
+
+def without_prefect(environment: Mapping[str, str]) -> dict[str, str]:
+    """All but PREFECT_*: the user's own server, key or database is not the demo's."""
+    return {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
 
 
 def server_environment(home: Path, port: int) -> dict[str, str]:
@@ -162,9 +204,9 @@ def flow_parameters(root: Path, world: World, seed: int, processes: int) -> dict
     scenes = DetectorSettings("annotated", annotations=str(world.annotations))
     things = DetectorSettings("annotated", annotations=str(world.refcoco_instances))
     datasets = [
-        Dataset("captions", scenes, captions=str(world.train_tsv), download=settings, rows_per_shard=100),
-        Dataset("held-out", scenes, captions=str(world.held_out_tsv), download=settings, rows_per_shard=100),
-        Dataset("refcoco+", things, images=str(world.refcoco_images), download=settings, rows_per_shard=100),
+        Dataset("captions", scenes, captions=str(world.train_tsv), download=settings, rows_per_shard=ROWS_PER_SHARD),
+        Dataset("held-out", scenes, captions=str(world.held_out_tsv), download=settings, rows_per_shard=ROWS_PER_SHARD),
+        Dataset("refcoco+", things, images=str(world.refcoco_images), download=settings, rows_per_shard=ROWS_PER_SHARD),
     ]
     machine, seeded = Processes(processes), (f"data.seed={seed}",)
     pretraining = PretrainSettings(
@@ -226,9 +268,9 @@ def of_children(name: str, stages: Sequence) -> Stage:
 
 
 def table(stages: Sequence[Stage]) -> str:
-    lines = [f"\n{'stage':<16}{'seconds':>9}{'budget':>9}{'peak MB':>9}"]
+    lines = [f"\n{'stage':<16}{'seconds':>9}{'budget':>9}{'peak MB of one process':>24}"]
     lines += [
-        f"{stage.name:<16}{stage.seconds:>9.1f}{BUDGET[stage.name]:>9}{stage.peak_bytes / 1e6:>9.0f}"
+        f"{stage.name:<16}{stage.seconds:>9.1f}{BUDGET[stage.name]:>9}{stage.peak_bytes / 1e6:>24.0f}"
         for stage in stages
     ]
     return "\n".join(lines) + "\n"
@@ -239,7 +281,7 @@ def places(root: Path, report: Path, road: "Road") -> str:
         ("report", str(report)),
         ("shards", ", ".join(f"{root / collected.dataset}" for collected in road.collected)),
         ("checkpoints", ", ".join(trained.checkpoint for trained in (road.pretrained, *road.finetuned))),
-        ("flow UI", f"{Path(sys.executable).name} -m demo ui --root {root}"),
+        ("flow UI", again("ui", root)),
     ]
     return "\n".join(f"{name:<12} {where}" for name, where in rows) + "\n"
 
@@ -262,8 +304,8 @@ def show_ui(root: Path, port: int) -> None:
     """Become a Prefect server on the demo's database, until Ctrl-C."""
     home = root / "prefect"
     if not home.is_dir():
-        raise ValueError(f"{root} holds no demo (no prefect/); run it first: python -m demo --root {root}")
-    environment = {**os.environ, **server_environment(home, port)}
+        raise ValueError(f"{root} holds no demo (no prefect/); run it first: {again('demo', root)}")
+    environment = {**without_prefect(os.environ), **server_environment(home, port)}
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     say(f"the flow UI will be at http://127.0.0.1:{port}/runs (Ctrl-C stops it)")
     os.execve(sys.executable, command, environment)
@@ -273,20 +315,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    cores = len(os.sched_getaffinity(0))
     parser.add_argument("what", nargs="?", choices=["run", "ui"], default="run")
     parser.add_argument("--root", type=Path, default=Path("demo-root"), help="folder for everything (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the world and of training (%(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="that train together (%(default)s)")
+    parser.add_argument("--processes", type=int, default=min(2, cores), help="that train together (%(default)s)")
     parser.add_argument("--port", type=int, default=UI_PORT, help="of the flow UI (%(default)s)")
     chosen = parser.parse_args(arguments)
+    command = again("demo", chosen.root, chosen.seed)
     try:
         if chosen.what == "ui":
             show_ui(chosen.root, chosen.port)
         sys.exit(run_demo(chosen.root, chosen.seed, chosen.processes))
+    except OtherWorld as error:
+        sys.exit(f"error: {error}")
     except (ValueError, RuntimeError, ChildFailed, ConnectionError) as error:
-        sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; `python -m demo --root {chosen.root}` goes on.")
+        sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; `{command}` goes on.")
     except KeyboardInterrupt:
-        print(f"\nstopped; `python -m demo --root {chosen.root}` goes on from here", file=sys.stderr)
+        print(f"\nstopped; `{command}` goes on from here", file=sys.stderr)
         sys.exit(130)
 
 

@@ -80,8 +80,9 @@ def draw_boxes(sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int,
         line = 2 if colour == OTHERS else 4
         # A dark rim on both sides parts the line from any colour below it.
         for grow, outline, thickness in ((1, (0, 0, 0), line + 2), (0, colour, line)):
-            corners = [max(0, x1 - grow), max(0, y1 - grow), min(width - 1, x2 + grow), min(height - 1, y2 + grow)]
-            draw.rectangle(corners, outline=outline, width=thickness)
+            left, right = (min(max(0, x), width - 1) for x in (x1 - grow, x2 + grow))
+            top, bottom = (min(max(0, y), height - 1) for y in (y1 - grow, y2 + grow))
+            draw.rectangle([left, top, right, bottom], outline=outline, width=thickness)
     taken = []
     for box, (_, colour, name) in zip(scaled, boxes, strict=True):  # after all boxes: no line crosses a name
         if name:

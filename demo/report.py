@@ -8,6 +8,7 @@ Every number is read from the files below ROOT. What is not there yet is said in
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ def write_page(root: Path, world: World, timings: Sequence[tuple[str, float]], r
         examples=part(examples, objects, world, read),
         seconds=part(seconds, timings),
         places=places(root, world, runs),
+        root=shlex.quote(str(root)),
     )
     file = root / "report.html"
     _write(file, page)
@@ -245,7 +247,7 @@ def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
 def held_out_scenes(objects: Objects, world: World, read: dict[str, Part]) -> dict:
     """The first held-out scenes with their regions drawn on, and where the regions come from."""
     catalog, stage = Catalog(objects, HELD_OUT), stage_of(objects, HELD_OUT, read["pretrain"])
-    names = class_names(world)
+    names = class_names(catalog, stage)
     shown = []
     for sample in islice(samples_of(catalog, stage), SCENES):
         labels = [names.get(label, f"class {label}") for label in sample.regions.labels_background_first().tolist()]
@@ -336,13 +338,11 @@ def origin(catalog: Catalog, stage: str) -> dict:
     }
 
 
-def class_names(world: World) -> dict[int, str]:
-    """Label with the background at 0 -> name: the categories of annotations.json in the order of their ids."""
-    if not world.annotations.is_file():
-        raise NotThereYet(f"there is no {world.annotations.name} in the world, which names the classes")
-    categories = json.loads(world.annotations.read_text())["categories"]
-    names = [category["name"] for category in sorted(categories, key=lambda category: category["id"])]
-    return dict(enumerate(names, start=1))
+def class_names(catalog: Catalog, stage: str) -> dict[int, str]:
+    """Label with the background at 0 -> name, as far as the detector that found the regions knows them."""
+    for shard in catalog.shards(stage):
+        return dict(enumerate(catalog.manifest(stage, shard).meta["config"].get("classes") or [], start=1))
+    return {}
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from demo.world import DEFAULT_PORT, image_name, read_world
+from demo.world import DEFAULT_PORT, command, image_name, read_world
 
 HOST = "127.0.0.1"
 PRIVATE_ADDRESS = "http://10.255.255.1/"  # where "private-redirect" points: a network no caption list may reach
@@ -149,8 +149,8 @@ class WorldServer:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ValueError(
-                f"port {port} is taken; stop what listens there, or draw the world for another port: "
-                f"python -m demo.world {out} --port PORT (the pictures stay)"
+                f"port {port} is taken; stop what listens there, or start afresh: `make demo ROOT=OTHER`. Where "
+                f"nothing was collected from the lists yet, they may name another port: `{command(world, 'PORT')}`"
             ) from error
         self.port = self._server.server_address[1]
         self.base_url = f"http://{HOST}:{self.port}"
@@ -179,8 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = read_world(chosen.out)
         if chosen.port not in (None, world.port):
             raise ValueError(
-                f"the lists in {chosen.out} name port {world.port}, not {chosen.port}; write them anew first: "
-                f"python -m demo.world with the same settings and --port {chosen.port} (the pictures stay)"
+                f"the lists in {chosen.out} name port {world.port}, not {chosen.port}. Where nothing was collected "
+                f"from them yet, write them anew (the pictures stay): `{command(world, chosen.port)}`"
             )
         server = WorldServer(chosen.out)
     except ValueError as error:

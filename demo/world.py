@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import pickle
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from PIL import Image
 from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, refcoco_looks
 from demo.words import caption, document, expression
 
-WORLD_VERSION = 1  # raise it whenever the same settings would give other bytes
+WORLD_VERSION = 2  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
+ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
 WORDS_OF_THE_PICTURE = tuple(sorted([*COLOURS, *SHAPES]))
@@ -236,22 +238,27 @@ def captioned_scenes(settings: WorldSettings) -> Iterator[tuple[int, Scene, str,
 
 
 def write_caption_lists(world: World) -> None:
-    """train.tsv, with the broken rows strewn in, and held_out.tsv: caption TAB url."""
+    """train.tsv, with the broken rows strewn in, and held_out.tsv: caption TAB url.
+
+    A "duplicate" is a copy of a good row of the same shard of ROWS_PER_SHARD rows, or of any where that shard has none.
+    """
     settings = world.settings
     rows = [f"{words}\t{world.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
     train, held_out = rows[: settings.train_scenes], rows[settings.train_scenes :]
     rng = np.random.default_rng([settings.seed, _BROKEN_STREAM])
-    good = list(train)
-    for i in range(settings.broken_rows):
+    places = rng.permutation(len(train) + settings.broken_rows)[: settings.broken_rows].tolist()
+    good = dict(zip(sorted(set(range(len(train) + len(places))) - set(places)), train, strict=True))  # by place
+    listed = dict(good)
+    for i, place_of_row in enumerate(places):
         kind = BROKEN_KINDS[i % len(BROKEN_KINDS)]
         if kind == "duplicate":
-            row = choose(rng, good)
+            beside = [row for n, row in good.items() if n // ROWS_PER_SHARD == place_of_row // ROWS_PER_SHARD]
+            listed[place_of_row] = choose(rng, beside or list(good.values()))
         else:
             words = caption(rng, caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size))
             name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
-            row = f"{words}\t{world.base_url}/broken/{kind}/{name}\n"
-        train.insert(int(rng.integers(len(train) + 1)), row)
-    world.train_tsv.write_text("".join(train))
+            listed[place_of_row] = f"{words}\t{world.base_url}/broken/{kind}/{name}\n"
+    world.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
     world.held_out_tsv.write_text("".join(held_out))
 
 
@@ -310,6 +317,15 @@ def write_about(world: World) -> None:
     partial = world.about.with_suffix(".partial")
     partial.write_text(json.dumps(about, indent=2) + "\n")
     partial.replace(world.about)
+
+
+def command(world: World, port: int | str) -> str:
+    """What draws this world for `port`, as one types it."""
+    fields = [
+        (field.name, getattr(world.settings, field.name), field.default) for field in dataclasses.fields(world.settings)
+    ]
+    given = [f"--{name.replace('_', '-')} {value}" for name, value, default in fields if value != default]
+    return " ".join(["python -m demo.world", shlex.quote(str(world.root)), *given, f"--port {port}"])
 
 
 def read_world(out: Path) -> World:

@@ -1,5 +1,6 @@
 """What a stage leaves in the flow UI: small markdown tables."""
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -9,25 +10,23 @@ from prefect.artifacts import create_markdown_artifact
 
 from storage.catalog import OK, Catalog
 
-_REASONS = 10  # commonest ones that a table shows
+_LONGEST = 200  # characters of an example that a table shows
 
 
 def table_of_counts(catalog: Catalog, stage: str) -> str:
-    """Rows of a stage by status, and the commonest reasons of those that are not ok."""
-    counts, reasons, shards = Counter(), Counter(), catalog.shards(stage)
+    """Rows of a stage by status, each but ok with the detail of its first row."""
+    counts, details, shards = Counter(), {}, catalog.shards(stage)
     for shard in shards:
         manifest = catalog.manifest(stage, shard)
         counts.update(manifest.statuses)
-        bad = manifest.table.filter(pc.not_equal(manifest.table["status"], OK))
-        reasons.update(zip(bad["status"].to_pylist(), bad["detail"].to_pylist(), strict=True))
+        for status in manifest.statuses.keys() - details.keys() - {OK}:
+            rows = manifest.table["detail"].filter(pc.equal(manifest.table["status"], status))
+            details[status] = rows[0].as_py()
     lines = [
         f"{counts.total()} rows in {len(shards)} shards: `{catalog.objects.where(f'{catalog.dataset}/{stage}')}`",
-        *["", "| status | rows |", "|---|---:|"],
-        *(f"| {status} | {count} |" for status, count in counts.most_common()),
+        *["", "| status | rows | for example |", "|---|---:|---|"],
+        *(f"| {escaped(s)} | {count} | {escaped(details.get(s, ''))} |" for s, count in counts.most_common()),
     ]
-    if reasons:
-        lines += ["", "| commonest reasons | rows |", "|---|---:|"]
-        lines += [f"| {_cell(f'{s}: {d}')} | {count} |" for (s, d), count in reasons.most_common(_REASONS)]
     return "\n".join(lines)
 
 
@@ -39,9 +38,16 @@ def table_of_metrics(metrics: Mapping[str, float], note: str) -> str:
 
 def publish(stage: str, name: str, markdown: str) -> None:
     """Show `markdown` beside the flow run and on the artifacts page, as the latest of its key."""
-    key = re.sub(r"[^a-z0-9]+", "-", f"{stage}-{name}".lower()).strip("-")
-    create_markdown_artifact(markdown, key=key, description=f"{stage}: {name}")
+    create_markdown_artifact(markdown, key=key_of(stage, name), description=f"{stage}: {name}")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:200]
+def key_of(stage: str, name: str) -> str:
+    """As Prefect takes keys, small letters, digits and dashes; a name with others (refcoco+) gets its hash's start."""
+    wanted = f"{stage}-{name}"
+    key = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
+    return key if key == wanted else f"{key}-{hashlib.sha256(wanted.encode()).hexdigest()[:6]}"
+
+
+def escaped(text: str) -> str:
+    """Text from the web, cut, on one line, with no character left that means anything in markdown or HTML."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(text[:_LONGEST].split()))

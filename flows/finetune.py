@@ -6,7 +6,19 @@ from prefect import flow, get_run_logger
 
 from flows.artifacts import publish, table_of_metrics
 from flows.settings import FinetuneSettings
-from flows.training import Trained, train
+from flows.training import Trained, check_overrides, train
+
+# Fields of the recipe that this stage sets, each from what.
+SETTINGS = {
+    "run": "the setting run",
+    "data.root": "the flow's root",
+    "data.dataset": "the setting dataset",
+    "data.held_out": "the setting dataset",
+    "data.detector": "the dataset's detector",
+    "task.folder": "the setting folder",
+    "start_from": "the setting pretrained",
+    "vocabulary": "the pre-training's vocabulary",
+}
 
 
 def finetune(
@@ -28,6 +40,7 @@ def finetune(
             f"{name} has pretrained = {settings.pretrained} and the checkpoint is {start_from}; "
             f"{wanted}, or set pretrained to {not settings.pretrained}"
         )
+    check_overrides(settings.overrides, SETTINGS)
     fields = {
         "data.dataset": settings.dataset,
         "data.held_out": settings.dataset,

@@ -8,49 +8,125 @@ from typing import Literal
 
 from storage.download import DownloadSettings
 
+# For pydantic, with which Prefect reads parameters: a name that is no field is an error, and the UI's form shows the
+# docstrings below the fields.
+_STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
+
 
 @dataclass(frozen=True)
 class DetectorSettings:
     """Which detector finds regions; what is None is left to `python -m detectors.run`."""
 
+    __pydantic_config__ = _STRICT
+
     backend: Literal["annotated", "faster_rcnn"] = "faster_rcnn"
-    annotations: str | None = None  # annotated: file in COCO's detection format
-    preset: str | None = None  # faster_rcnn: vg_resnet101, vg_resnet50 or demo
-    weights: str | None = None  # faster_rcnn: safetensors file
-    untrained: bool = False  # faster_rcnn: random weights, for trials
-    minimum: int | None = None  # faster_rcnn: regions an image at least
-    maximum: int | None = None  # faster_rcnn: regions an image at most
-    threshold: float | None = None  # faster_rcnn: confidence that a region needs
-    short_side: int | None = None  # faster_rcnn: pixels of the resized image's shorter side
-    post_nms: int | None = None  # faster_rcnn: proposals an image
-    device: str | None = None  # faster_rcnn: cpu or cuda
-    threads: int | None = None  # faster_rcnn: of its process, on a CPU
-    silence: float | None = 86_400.0  # seconds without a finished shard: it hangs
+    """Boxes from an annotation file, or found by the network."""
+    annotations: str | None = None
+    """annotated: file in COCO's detection format."""
+    preset: str | None = None
+    """faster_rcnn: vg_resnet101, vg_resnet50 or demo."""
+    weights: str | None = None
+    """faster_rcnn: safetensors file."""
+    untrained: bool = False
+    """faster_rcnn: random weights instead, for trials."""
+    seed: int | None = None
+    """faster_rcnn: of the random weights."""
+    minimum: int | None = None
+    """faster_rcnn: regions an image at least."""
+    maximum: int | None = None
+    """faster_rcnn: regions an image at most."""
+    threshold: float | None = None
+    """faster_rcnn: confidence that a region needs."""
+    strict: bool | None = None
+    """faster_rcnn: more than that confidence (true), or as much (false)."""
+    nms_threshold: float | None = None
+    """faster_rcnn: IoU above which regions suppress each other."""
+    short_side: int | None = None
+    """faster_rcnn: pixels of the resized image's shorter side."""
+    long_side: int | None = None
+    """faster_rcnn: pixels that its longer side may have."""
+    post_nms: int | None = None
+    """faster_rcnn: proposals an image."""
+    roi_op: Literal["pool", "align1"] | None = None
+    """faster_rcnn: RoIPool, or RoIAlign with one sample."""
+    device: str | None = None
+    """faster_rcnn: cpu or cuda."""
+    head_dtype: Literal["float32", "bfloat16"] | None = None
+    """faster_rcnn: precision of res5."""
+    threads: int | None = None
+    """faster_rcnn: of its process, on a CPU."""
+    silence: float | None = 86_400.0
+    """Seconds without a finished shard after which it hangs and is ended."""
 
     def __post_init__(self):
-        if self.backend == "annotated" and not self.annotations:
-            raise ValueError("DetectorSettings: backend annotated needs annotations, a file in COCO's detection format")
+        if self.backend == "annotated":
+            if not self.annotations:
+                raise ValueError(
+                    "DetectorSettings: backend annotated needs annotations, a file in COCO's detection format"
+                )
+            foreign = [name for name, value in self._given() if name != "annotations"]
+        else:
+            foreign = [name for name, _ in self._given() if name == "annotations"]
+        if foreign:
+            raise ValueError(
+                f"DetectorSettings: {', '.join(foreign)}: not for backend {self.backend}, which would ignore it; leave "
+                "it out, or choose the other backend"
+            )
+        if self.backend == "faster_rcnn":
+            if not self.preset:
+                raise ValueError(
+                    "DetectorSettings: backend faster_rcnn needs preset: vg_resnet101, vg_resnet50 or demo"
+                )
+            if bool(self.weights) == self.untrained:
+                raise ValueError(
+                    "DetectorSettings: backend faster_rcnn needs weights (a safetensors file) or, for a trial on "
+                    "random ones, untrained; not both"
+                )
+            if self.seed is not None and not self.untrained:
+                raise ValueError("DetectorSettings: seed is that of random weights; leave it out, or set untrained")
+
+    def _given(self) -> list[tuple[str, object]]:
+        """(name, value) of the settings of either backend that are set."""
+        ours = ("backend", "silence")
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [
+            (name, value)
+            for name, value in values
+            if name not in ours and value is not None and (name != "untrained" or value)
+        ]
 
     def flags(self) -> list[str]:
         """As `python -m detectors.run` takes them."""
-        ours = ("backend", "untrained", "silence")
-        values = [field.name for field in dataclasses.fields(self) if field.name not in ours]
-        given = [(name, getattr(self, name)) for name in values if getattr(self, name) is not None]
-        flags = [f"--backend={self.backend}", *(f"--{name.replace('_', '-')}={value}" for name, value in given)]
-        return [*flags, "--untrained"] if self.untrained else flags
+        flags = [f"--backend={self.backend}"]
+        for name, value in self._given():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags.append(f"--{flag}={value}")
+        return flags
 
 
 @dataclass(frozen=True)
 class Dataset:
     """One folder of images in the storage, where they come from and how regions are found in them."""
 
-    name: str  # the folder: captions, held-out, refcoco+, ...
+    __pydantic_config__ = _STRICT
+
+    name: str
+    """Its folder in the storage: captions, held-out, refcoco+, ..."""
     detector: DetectorSettings
-    captions: str | None = None  # caption list to download, `caption TAB url` a line
-    images: str | None = None  # or a local folder of image files to import
+    """How regions are found."""
+    captions: str | None = None
+    """Caption list to download, `caption TAB url` a line."""
+    images: str | None = None
+    """Or a local folder of image files to import."""
     download: DownloadSettings = DownloadSettings()
-    rows_per_shard: int = 1000  # rows of the list, or image files, that make one shard
-    shards_per_task: int = 10  # shards that one Prefect task downloads: more tasks, more to see and to store
+    """How images are downloaded, and in which form they are stored."""
+    rows_per_shard: int = 1000
+    """Rows of the list, or image files, that make one shard."""
+    shards_per_task: int = 10
+    """Shards that one Prefect task downloads: more tasks, more to see and to store."""
 
     def __post_init__(self):
         if (self.captions is None) == (self.images is None):
@@ -64,10 +140,16 @@ class Dataset:
 class Processes:
     """The processes that one training runs in, on this machine, and when to give them up."""
 
-    count: int = 1  # one a GPU; on CPUs any number
-    threads: int | None = None  # of each process, on a CPU; None: the cores divided by `count`
-    timeout: float | None = None  # seconds that the training may take
-    silence: float | None = 3600.0  # seconds without a line of output: it hangs
+    __pydantic_config__ = _STRICT
+
+    count: int = 1
+    """One a GPU; on CPUs any number."""
+    threads: int | None = None
+    """Of each process, on a CPU; none: the cores divided by `count`."""
+    timeout: float | None = None
+    """Seconds that the training may take."""
+    silence: float | None = 3600.0
+    """Seconds without a line of output after which it hangs and is ended."""
 
     def __post_init__(self):
         if self.count < 1:
@@ -84,36 +166,75 @@ class Processes:
 class PretrainSettings:
     """One pre-training; fields of the recipe that `overrides` does not name stay as the recipe has them."""
 
-    recipe: str = "pretrain_vlbert_base"  # of vlbert/recipes.py
-    run: str = ""  # name under ROOT/runs; empty: the recipe's
-    dataset: str = "captions"  # whose regions to learn from
-    held_out: str | None = None  # dataset to validate on; None: none
-    text: tuple[str, ...] = ()  # text-only corpus: files on this machine, one document a line; none: no text-only rows
-    vocabulary: str | None = None  # vocab.txt; None: built from the corpus and `vocabulary_captions`
-    vocabulary_size: int = 30_522  # at most so many pieces where it is built
-    vocabulary_captions: tuple[str, ...] = ()  # caption lists whose words it must know, where it is built
-    watched_words: tuple[str, ...] = ()  # words that only the picture tells: validation counts them apart
-    overrides: tuple[str, ...] = ()  # field=value, as `python -m vlbert.train` takes them
+    __pydantic_config__ = _STRICT
+
+    recipe: str = "pretrain_vlbert_base"
+    """Of vlbert/recipes.py."""
+    run: str = ""
+    """Name under ROOT/runs; empty: the recipe's."""
+    dataset: str = "captions"
+    """Whose regions to learn from."""
+    held_out: str | None = None
+    """Dataset to validate on; none: no validation."""
+    text: tuple[str, ...] = ()
+    """Text-only corpus: files on this machine, one document a line; none: no text-only rows."""
+    vocabulary: str | None = None
+    """vocab.txt on this machine; none: built from the corpus and `vocabulary_captions`, or BERT's without a corpus."""
+    vocabulary_size: int | None = None
+    """At most so many pieces where it is built with a corpus; none: 30,522."""
+    vocabulary_captions: tuple[str, ...] = ()
+    """Caption lists whose words it must know, where it is built with a corpus."""
+    watched_words: tuple[str, ...] = ()
+    """Words that only the picture tells: validation counts them apart."""
+    overrides: tuple[str, ...] = ()
+    """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()
+    """What it runs in."""
+
+    def __post_init__(self):
+        building = [name for name in ("vocabulary_size", "vocabulary_captions") if getattr(self, name)]
+        if building and (not self.text or self.vocabulary):
+            raise ValueError(
+                f"PretrainSettings: {' and '.join(building)}: only for a vocabulary that is built with a text corpus; "
+                + ("vocabulary names one already, leave it out" if self.vocabulary else "set text, too")
+            )
 
 
 @dataclass(frozen=True)
 class FinetuneSettings:
     """One fine-tuning on a task's own dataset."""
 
-    recipe: str = "finetune_refcoco_base"  # of vlbert/recipes.py
-    run: str = ""  # name under ROOT/runs; empty: the recipe's
-    folder: str = ""  # the task's annotations, as its authors ship them, on this machine
-    dataset: str = "refcoco+"  # whose regions to read
-    pretrained: bool = True  # start from the checkpoint of pre-training; False: to see what that is worth
-    overrides: tuple[str, ...] = ()  # field=value, as `python -m vlbert.train` takes them
+    __pydantic_config__ = _STRICT
+
+    recipe: str = "finetune_refcoco_base"
+    """Of vlbert/recipes.py."""
+    run: str = ""
+    """Name under ROOT/runs; empty: the recipe's."""
+    folder: str = ""
+    """The task's annotations, as its authors ship them, on this machine."""
+    dataset: str = "refcoco+"
+    """Whose regions to read."""
+    pretrained: bool = True
+    """Start from the checkpoint of pre-training; false: to see what that is worth."""
+    overrides: tuple[str, ...] = ()
+    """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()
+    """What it runs in."""
 
 
 def quiet_prefect(home: Path) -> dict[str, str]:
-    """Variables that every script sets before it imports prefect: a home of its own, and no word to anybody outside."""
+    """Variables that every script sets before it imports prefect: a home of its own, and no word to anybody outside.
+
+    Prefect's client reaches its server on this machine past any HTTP proxy; the user's other exceptions stay.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    exempt = [entry.strip() for entry in given.split(",") if entry.strip()]
+    if "*" not in exempt:
+        exempt += [host for host in ("127.0.0.1", "localhost") if host not in exempt]
     return {
         "PREFECT_HOME": str(home.absolute()),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
+        "NO_PROXY": ",".join(exempt),
+        "no_proxy": ",".join(exempt),
     }

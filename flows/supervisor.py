@@ -258,6 +258,7 @@ def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
         _reap(statuses)
         alive = _descendants(os.getpid())
         if not alive:
+            _reap(statuses)  # whoever ended since the line before the last
             return
         late = time.monotonic() > deadline
         for pid in alive if late else alive - asked:

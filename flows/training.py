@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flows.settings import Processes
@@ -19,8 +19,8 @@ _PROGRESS = re.compile(r"step \d+/\d+ .* left$")
 class Trained:
     """A run and what it came to: its last checkpoint and the numbers of its last validation.
 
-    vocabulary is the vocab.txt on this machine that it was given, None where it was given none. peak_bytes is the
-    memory of its largest process.
+    vocabulary is, after pre-training, a vocab.txt on this machine with the words of the run. peak_bytes is the memory
+    of its largest process.
     """
 
     run: str
@@ -61,8 +61,15 @@ def train(
     if not saved:
         raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
     metrics = {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
-    vocabulary = given.get("vocabulary")
-    return Trained(run, objects.where(saved[-1]), metrics, vocabulary, time.monotonic() - started, finished.peak_bytes)
+    return Trained(run, objects.where(saved[-1]), metrics, None, time.monotonic() - started, finished.peak_bytes)
+
+
+def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:
+    """ValueError where an override names a field that the stage sets; `settings` says from which of its settings."""
+    for assignment in overrides:
+        field = assignment.partition("=")[0]
+        if field in settings:
+            raise ValueError(f"override {assignment}: the stage sets {field} itself; use {settings[field]} instead")
 
 
 def paced(say: Callable[[str], None], seconds: float) -> Callable[[str], None]:

@@ -9,7 +9,6 @@ own. The layout is a contract, docs/formats.md. `python -m storage.catalog statu
 """
 
 import argparse
-import functools
 import hashlib
 import io
 import json
@@ -68,14 +67,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """One committed shard.
+class Header:
+    """What a manifest says of its shard as a whole.
 
     tar         path of the tar relative to the root; None where no row is ok
     tar_sha256  of the tar, 64 hex; "" where there is none. tar_bytes its size
     statuses    rows by status
     meta        what the stage recorded: source, config, config_hash, "untrained", ...
-    table       the rows (SCHEMA)
     sha256      of the manifest's own bytes, 64 hex
     """
 
@@ -86,7 +84,6 @@ class Manifest:
     tar_bytes: int
     statuses: dict[str, int]
     meta: dict
-    table: pa.Table
     sha256: str
 
     @property
@@ -96,6 +93,13 @@ class Manifest:
     def as_source(self) -> dict[str, str]:
         """What a stage that read this shard records as meta["source"]: `Catalog.pending` looks for it."""
         return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Manifest(Header):
+    """One committed shard: its header, and its rows as a table (SCHEMA)."""
+
+    table: pa.Table
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class ShardIndex:
 
     def _strings(self, column: str) -> list[str]:
         values = []
-        for table in self._catalog._columns(self.snapshot, ["status", column]):
+        for table in self._catalog.columns(self.snapshot.stage, ["status", column], self.snapshot.shards):
             values += _ok_rows(table).column(column).to_pylist()
         return values
 
@@ -208,17 +212,21 @@ class Catalog:
         table = pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
         if not table.schema.equals(SCHEMA):
             raise ValueError(f"{self._where(stage, shard)} has columns {table.schema.names}, not {SCHEMA.names}")
-        return Manifest(
-            shard=shard,
-            stage=stage,
-            tar=header["tar"] and self._path(stage, header["tar"]),
-            tar_sha256=header["tar_sha256"],
-            tar_bytes=header["tar_bytes"],
-            statuses=header["statuses"],
-            meta=header["meta"],
-            table=table,
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
+        return Manifest(**vars(header), table=table)
+
+    def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
+        """What the manifests say of their shards as a whole, some fetched at a time: of all shards, or of these."""
+        shards = self.shards(stage) if shards is None else shards
+        found = _each(lambda shard: self._read_header(stage, shard)[1], shards)
+        return dict(zip(shards, found, strict=True))
+
+    def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """These columns of the manifests, shard by shard, some fetched at a time: of all shards, or of these."""
+
+        def load(shard: str) -> pa.Table:
+            return pq.read_table(io.BytesIO(self._bytes(stage, shard)), columns=list(columns), use_threads=False)
+
+        return _each(load, self.shards(stage) if shards is None else shards)
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
         """The samples of a committed shard, in the order of its rows.
@@ -249,10 +257,10 @@ class Catalog:
         for shard in self.shards(source):
             (both if shard in done else pending).append(shard)
         sources = _each(lambda shard: hashlib.sha256(self._bytes(source, shard)).hexdigest(), both)
-        headers = _each(lambda shard: self._read_header(target, shard)[1], both)
+        headers = self.headers(target, both).values()
         for shard, sha256, header in zip(both, sources, headers, strict=True):
             wanted = {"stage": source, "shard": shard, "manifest_sha256": sha256}
-            found = header["meta"].get("source")
+            found = header.meta.get("source")
             if found != wanted:
                 raise ValueError(
                     f"{self._where(target, shard)} was made from {found}, not from {self._where(source, shard)} as it "
@@ -263,14 +271,13 @@ class Catalog:
     def snapshot(self, stage: str) -> Snapshot:
         """All that is committed now."""
         shards = self.shards(stage)
-        facts = _each(lambda shard: _fact(*self._read_header(stage, shard)), shards)
-        return _snapshot(stage, shards, facts)
+        return _snapshot(stage, shards, self.headers(stage, shards).values())
 
     def counts(self, stage: str) -> dict[str, int]:
         """Rows by status, over all shards."""
         total = Counter()
-        for statuses in _each(lambda shard: self._read_header(stage, shard)[1]["statuses"], self.shards(stage)):
-            total.update(statuses)
+        for header in self.headers(stage).values():
+            total.update(header.statuses)
         return dict(sorted(total.items()))
 
     def index(self, stage: str, shards: Sequence[str] | None = None) -> ShardIndex:
@@ -279,33 +286,28 @@ class Catalog:
         wide = len(shards) > 2**16
         # array.array grows in place; lists of numpy arrays would need twice the memory while they are joined.
         numbers, offsets, lengths = array("I" if wide else "H"), array("q"), array("i")
-        tars, facts = [], []
+        tars, headers = [], []
 
-        def load(shard: str) -> tuple[tuple[str, int], str | None, np.ndarray, np.ndarray]:
+        def load(shard: str) -> tuple[Header, np.ndarray, np.ndarray]:
             data, header = self._read_header(stage, shard)
             table = _ok_rows(pq.read_table(io.BytesIO(data), columns=["status", "offset", "length"], use_threads=False))
-            return _fact(data, header), header["tar"], table["offset"].to_numpy(), table["length"].to_numpy()
+            return header, table["offset"].to_numpy(), table["length"].to_numpy()
 
-        for fact, tar, offset, length in _each(load, shards):
-            facts.append(fact)
-            if tar is not None:
+        for header, offset, length in _each(load, shards):
+            headers.append(header)
+            if header.tar is not None:
                 numbers.frombytes(np.full(len(offset), len(tars), dtype=numbers.typecode).tobytes())
                 offsets.frombytes(offset.astype(np.int64).tobytes())
                 lengths.frombytes(length.astype(np.int32).tobytes())
-                tars.append(self._path(stage, tar))
+                tars.append(header.tar)
         return ShardIndex(
-            snapshot=_snapshot(stage, shards, facts),
+            snapshot=_snapshot(stage, shards, headers),
             tars=tuple(tars),
             shard=np.frombuffer(numbers, dtype=np.uint32 if wide else np.uint16),
             offset=np.frombuffer(offsets, dtype=np.int64),
             length=np.frombuffer(lengths, dtype=np.int32),
             _catalog=self,
         )
-
-    def _columns(self, snapshot: Snapshot, columns: list[str]) -> Iterator[pa.Table]:
-        """These columns of each shard of a snapshot, one after the other."""
-        for shard in snapshot.shards:
-            yield pq.read_table(io.BytesIO(self._bytes(snapshot.stage, shard)), columns=columns)
 
     def _path(self, stage: str, name: str) -> str:
         if not _STAGE.fullmatch(stage):
@@ -326,8 +328,8 @@ class Catalog:
     def _bytes(self, stage: str, shard: str) -> bytes:
         return self.objects.get(self._manifest_path(stage, shard))
 
-    def _read_header(self, stage: str, shard: str) -> tuple[bytes, dict]:
-        """A manifest's bytes and the JSON in its footer; ValueError where it is not what its name says."""
+    def _read_header(self, stage: str, shard: str) -> tuple[bytes, Header]:
+        """A manifest's bytes and what the JSON in its footer says; ValueError where it is not what its name says."""
         data, where = self._bytes(stage, shard), self._where(stage, shard)
         try:
             header = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"])
@@ -343,7 +345,16 @@ class Catalog:
             raise ValueError(
                 f"{where} says that it is shard {header['shard']} of {header['stage']}: move it back there"
             )
-        return data, header
+        return data, Header(
+            shard=shard,
+            stage=stage,
+            tar=header["tar"] and self._path(stage, header["tar"]),
+            tar_sha256=header["tar_sha256"],
+            tar_bytes=header["tar_bytes"],
+            statuses=header["statuses"],
+            meta=header["meta"],
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
 
 
 _NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that is not ok
@@ -419,15 +430,10 @@ def _ok_rows(table: pa.Table) -> pa.Table:
     return table.filter(pc.equal(table["status"], OK))
 
 
-def _fact(data: bytes, header: dict) -> tuple[str, int]:
-    """What a snapshot needs of a manifest: its sha256 and its number of ok rows."""
-    return hashlib.sha256(data).hexdigest(), header["statuses"].get(OK, 0)
-
-
-def _snapshot(stage: str, shards: Sequence[str], facts: Iterable[tuple[str, int]]) -> Snapshot:
-    facts = list(facts)
-    lines = "".join(f"{shard} {sha256}\n" for shard, (sha256, _) in zip(shards, facts, strict=True))
-    ok_rows = sum(ok for _, ok in facts)
+def _snapshot(stage: str, shards: Sequence[str], headers: Iterable[Header]) -> Snapshot:
+    headers = list(headers)
+    lines = "".join(f"{header.shard} {header.sha256}\n" for header in headers)
+    ok_rows = sum(header.ok_rows for header in headers)
     return Snapshot(hashlib.sha256(lines.encode()).hexdigest()[:16], stage, tuple(shards), ok_rows)
 
 
@@ -455,9 +461,9 @@ def status(objects: Objects) -> list[str]:
     for (dataset, stage), names in sorted(shards.items()):
         catalog = Catalog(objects, dataset)
         size, statuses = sum(sizes[catalog._manifest_path(stage, name)] for name in names), Counter()
-        for _, header in _each(functools.partial(catalog._read_header, stage), names):
-            size += header["tar_bytes"]
-            statuses.update(header["statuses"])
+        for header in catalog.headers(stage, names).values():
+            size += header.tar_bytes
+            statuses.update(header.statuses)
         by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
         lines.append(
             f"{dataset:<12} {stage:<24} {len(names):>6,} shards  {statuses.total():>10,} rows  "
@@ -471,10 +477,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=["status"])
     parser.add_argument("root", help="a folder or s3://bucket/prefix")
     options = parser.parse_args(arguments)
-    if "://" not in options.root and not Path(options.root).is_dir():
-        sys.exit(f"{options.root} is no folder")  # which open_objects would make
     try:
-        lines = status(open_objects(options.root))
+        lines = status(open_objects(options.root, write=False))
     except (ValueError, StorageUnreachable) as error:
         sys.exit(str(error))
     print("\n".join(lines) or f"nothing is committed under {options.root}")

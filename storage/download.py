@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,12 +24,12 @@ from storage.sample import Sample, sample_key
 
 __all__ = [
     "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "ImageSettings",
-    "collect_shard", "count_captions", "download", "import_images", "read_captions",
+    "commit_images", "download", "download_async", "import_images", "parse_captions", "read_captions",
 ]  # fmt: skip
 
 STATUSES: dict[str, str] = {
     "ok": "the image is stored",
-    "duplicate": "an earlier row of the same shard has the same URL and caption",
+    "duplicate": "an earlier row of the list has the same URL and caption",
     "bad_url": "not an absolute http(s) URL with a host and without user name, or one that cannot be parsed",
     "blocked_address": "the host is, or resolves to, an address that is not public, or the port is neither 80 nor 443",
     "dns": "the host name does not resolve",
@@ -66,16 +66,11 @@ def read_captions(file: Path, start: int = 0, stop: int | None = None) -> list[C
     """Rows [start, stop) of a caption list; ValueError names FILE:LINE where a line is no row."""
     with open(file, "rb") as lines:
         # A binary file ends its lines at \n alone: U+2028, form feeds and a lone \r are part of a caption.
-        return list(_rows(islice(lines, start, stop), file, start))
+        return list(parse_captions(islice(lines, start, stop), file, start))
 
 
-def count_captions(file: Path) -> int:
-    """How many rows a caption list has; ValueError names FILE:LINE where a line is no row, before any work is done."""
-    with open(file, "rb") as lines:
-        return sum(1 for _ in _rows(lines, file, 0))
-
-
-def _rows(lines: Iterator[bytes], file: Path, start: int) -> Iterator[CaptionRow]:
+def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[CaptionRow]:
+    """The rows that these lines are, the first of them line `start` (from 0) of `file`; ValueError as read_captions."""
     for row, raw in enumerate(lines, start):
         if row == 0:
             raw = raw.removeprefix(_BYTE_ORDER_MARK)
@@ -234,24 +229,6 @@ def import_images(
         for url, outcome in zip(gather.places, pool.map(read, gather.places), strict=True):
             gather.settle(url, outcome)
     return gather.downloads()
-
-
-def collect_shard(
-    catalog: Catalog,
-    shard: str,
-    rows: Sequence[CaptionRow],
-    settings: DownloadSettings,
-    *,
-    source: str = "",
-    on_progress: Progress | None = None,
-) -> bool:
-    """Download `rows` and commit them as a shard of `images`; False where another writer was first.
-
-    `source` is the caption list's name; with the range of rows and the image settings it goes into the manifest.
-    """
-    if shard in catalog.shards("images"):
-        return False  # before anything is asked of anybody's server
-    return commit_images(catalog, shard, download(rows, settings, on_progress), settings, source=source)
 
 
 def commit_images(

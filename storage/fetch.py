@@ -5,12 +5,14 @@ lead into a private network.
 """
 
 import asyncio
+import concurrent.futures
 import email.utils
 import ipaddress
 import random
 import re
 import socket
 import ssl
+import threading
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable
@@ -57,6 +59,8 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 class DownloadSettings(ImageSettings):
     """How rows are downloaded; the image part is ImageSettings."""
 
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # for a form made of it
+
     deadline: float = 30.0
     """Seconds for one URL, from the first look-up to the last byte: redirects, retries and pauses included."""
     connect_timeout: float = 10.0
@@ -72,9 +76,9 @@ class DownloadSettings(ImageSettings):
     seed: int = 0
     """Seed of the retries' jitter."""
     concurrency: int = 32
-    """URLs in flight at once; up to this many times `max_bytes` of memory."""
+    """URLs of one shard in flight at once; each holds up to two times `max_bytes` of memory."""
     decode_threads: int = 2
-    """Threads that check, decode and encode images."""
+    """Threads that check, decode and encode the images of one shard; each holds one decoded image."""
     allowed_hosts: tuple[str, ...] = ()
     """`host:port` entries exempt from the address and port rules, such as "127.0.0.1:8791"; none by default."""
     contact: str = ""
@@ -271,14 +275,26 @@ def is_public(address: Address) -> bool:
 
 
 async def _system_lookup(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-    )
-    return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in found))
+    # A thread for each, and a daemon: a look-up that gets no answer cannot be ended. asyncio's few shared threads would
+    # be full of dead names, while names that live wait; and neither a deadline nor the program's end would be kept.
+    answer: concurrent.futures.Future[list[tuple[Any, ...]]] = concurrent.futures.Future()
+    threading.Thread(target=_look_up, args=(host, port, answer), name=f"look up {host}", daemon=True).start()
+    return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in await asyncio.wrap_future(answer)))
+
+
+def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
+    answer.set_running_or_notify_cancel()  # from here on, it cannot be cancelled
+    try:
+        answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
+    except Exception as error:  # noqa: BLE001  raised again where the answer is awaited
+        answer.set_exception(error)
 
 
 def _guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable[list[str]]]) -> Any:
-    """aiohttp's resolver of names: asked for every new connection, so that each hop and each new answer is checked."""
+    """aiohttp's resolver of names, which checks every answer of `lookup`.
+
+    aiohttp keeps an answer for ten seconds; what is connected to, each time, is checked again in `open_socket`.
+    """
     from aiohttp.abc import AbstractResolver
 
     class Resolver(AbstractResolver):
@@ -366,7 +382,7 @@ def _retry_after(value: str) -> float:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, TypeError):  # a server may write anything: a zone of 20 digits overflows
         return 0.0
 
 

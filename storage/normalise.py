@@ -63,10 +63,12 @@ class Refused(Exception):
 class ImageSettings:
     """Which images are stored, and in which form. Every field decides bytes, so all go into a shard's manifest."""
 
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # for a form made of it
+
     max_bytes: int = 20 * 2**20
     """The largest file that is accepted, as it comes, in bytes."""
     max_pixels: int = 50_000_000
-    """The most pixels that are decoded, from the file's header; at 3 bytes each this bounds a decoder's memory."""
+    """The most pixels that are decoded, from the file's header; decoding takes up to 25 bytes of memory for each."""
     max_side: int = 1024
     """The longer side of a stored image is at most this, in pixels."""
     min_side: int = 32
@@ -216,10 +218,13 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
     """The decoded image in mode RGB or L; appends to `flags` what was done."""
     grey = image.mode in ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")
     if image.mode.startswith("I"):
-        pixels = np.asarray(image).astype(np.int64)
+        pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 65535:
             raise Refused("not_image", f"pixel values {pixels.min()}..{pixels.max()} are no 16-bit grey")
-        return Image.fromarray(((pixels + 128) // 257).astype(np.uint8))  # 257 = 65535 / 255
+        reduced = np.empty(pixels.shape, dtype=np.uint8)
+        for i, line in enumerate(pixels):  # line by line: a copy of the whole in 32 bits would be the largest of all
+            reduced[i] = (line.astype(np.uint32) + 128) // 257  # 257 = 65535 / 255
+        return Image.fromarray(reduced)
     if image.mode in ("P", "PA"):
         flags.append("palette")
     if image.has_transparency_data:

@@ -70,10 +70,11 @@ class Objects(Protocol):
         """The full name, for messages and reports."""
 
 
-def open_objects(root: str) -> Objects:
+def open_objects(root: str, *, write: bool = True) -> Objects:
     """The objects under a folder (made if it is not there) or `s3://bucket/prefix`, found writable or reachable.
 
-    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
+    write=False is for readers: nothing is made or tried out. StorageUnreachable names the folder, or the bucket and its
+    endpoint, and what to do. Whether a bucket can be written to shows only at the first put.
     """
     if root.startswith("s3://"):
         objects = S3Objects(root)
@@ -82,7 +83,7 @@ def open_objects(root: str) -> Objects:
     if "://" in root:
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
     objects = LocalObjects(root)
-    objects.check()
+    objects.check(write)
     return objects
 
 
@@ -116,8 +117,19 @@ class LocalObjects:
         self.root = root
         self._folder = Path(root).expanduser().absolute()
 
-    def check(self) -> None:
-        """Make the folder, write one file into it and link it as a commit does; StorageUnreachable says what failed."""
+    def check(self, write: bool) -> None:
+        """Make the folder, write one file into it and link it as a commit does; StorageUnreachable says what failed.
+
+        Without `write`, only see that it is a folder that can be listed.
+        """
+        if not write:
+            try:
+                os.scandir(self._folder).close()
+            except OSError as error:
+                raise StorageUnreachable(
+                    f"cannot read the folder {self._folder}: {error}. Name the root as it was written to"
+                ) from error
+            return
         probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
         link = probe.with_name(probe.name + "-link")
         try:
@@ -183,7 +195,14 @@ class LocalObjects:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that holds every match
         found = []
-        for folder, folders, names in os.walk(self._folder / above):
+
+        def refuse(error: OSError) -> None:  # os.walk would pass over what it cannot read, and its objects look gone
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise StorageUnreachable(
+                    f"cannot list the folder {error.filename}: {error}. Make it readable for this user"
+                ) from error
+
+        for folder, folders, names in os.walk(self._folder / above, onerror=refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
             relative = os.path.relpath(folder, self._folder)
             for name in names:
@@ -277,11 +296,12 @@ class S3Objects:
             return self._put_if_absent(path, data)
         if isinstance(data, Path):
             from boto3.exceptions import S3UploadFailedError
+            from botocore.exceptions import BotoCoreError, ClientError
 
             try:
                 self._client().upload_file(str(data), self.bucket, key)  # in parts where it is large
-            except S3UploadFailedError as error:
-                raise StorageUnreachable(f"cannot write {self.where(path)}: {error}. Run again") from error
+            except (S3UploadFailedError, BotoCoreError, ClientError) as error:
+                raise self._lost("upload_file", path, error) from error
         else:
             self._call("put_object", path, Key=key, Body=data)
         return True
@@ -387,11 +407,13 @@ class S3Objects:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             raise StorageUnreachable(f"{operation} of {self.where(path)}: {error}", status) from error
         except BotoCoreError as error:
-            endpoint = self._client().meta.endpoint_url
-            raise StorageUnreachable(
-                f"{operation} of {self.where(path)} at {endpoint} failed {_ATTEMPTS} times: {error}. "
-                "Check the network and the endpoint, then run again: what is committed stays"
-            ) from error
+            raise self._lost(operation, path, error) from error
+
+    def _lost(self, operation: str, path: str, error: Exception) -> StorageUnreachable:
+        return StorageUnreachable(
+            f"{operation} of {self.where(path)} at {self._client().meta.endpoint_url} failed (at most {_ATTEMPTS} "
+            f"attempts): {error}. Check the network and the endpoint, then run again: what is committed stays"
+        )
 
     def _read(self, path: str, **byte_range: str) -> bytes:
         from botocore.exceptions import BotoCoreError

@@ -196,11 +196,19 @@ def _members(data: bytes | mmap.mmap, name: str, whole: bool = False) -> Iterato
         raise ValueError(f"{name}: zeros at byte {position}, where a member should begin; rebuild the index")
 
 
+def _octal(field: bytes) -> int:
+    """A number of a tar header; ValueError where it is none. int() alone would take a sign and underscores, too."""
+    digits = field.strip(b" \0")
+    if not digits.isdigit():
+        raise ValueError(f"{field!r} is no octal number")
+    return int(digits, 8)
+
+
 def _header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
     """Type, name and size of the member whose header this is."""
     try:
-        checksum = int(header[148:156].rstrip(b" \0"), 8)
-        size = int(header[124:136].rstrip(b" \0"), 8)
+        checksum = _octal(header[148:156])
+        size = _octal(header[124:136])
         member = (
             header[: header.index(0, 0, 101)].decode("ascii") if 0 in header[:100] else header[:100].decode("ascii")
         )

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import ipaddress
+import re
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ from storage.download import (
     CaptionRow,
     Download,
     DownloadSettings,
-    collect_shard,
+    commit_images,
     download,
     download_async,
     import_images,
@@ -448,12 +449,50 @@ def test_a_retry_after_that_says_nothing_is_no_reason_to_wait(web: Web, value: s
     assert one(url, settings_for(web, retries=1)).status == "ok"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Mon, 01 Jan 2024 00:00:00 +99999999999999999999",
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+        "Mon, 01 Jan 0001 00:00:00",
+        "9" * 400,
+    ],
+)
+def test_a_hostile_retry_after_ends_in_a_status_and_not_the_program(web: Web, value: str):
+    url = web.put(f"/hostile/{hash(value)}", send(b"", 503, Retry_After=value))
+    assert one(url, settings_for(web, retries=1)).status == "http_503"
+
+
 def test_retries_stay_within_the_deadline(web: Web):
     url = web.put("/down.jpg", send(b"", 503))
     begin = time.monotonic()
     result = one(url, settings_for(web, retries=50, retry_delay=0.1, deadline=0.8))
     assert time.monotonic() - begin < 2
     assert result.status in ("http_503", "timeout")
+
+
+def test_names_that_are_not_answered_hold_up_neither_living_ones_nor_the_end(web: Web, monkeypatch: pytest.MonkeyPatch):
+    released, system = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str, *arguments: object, **options: object) -> list:
+        if host.endswith(".example"):
+            released.wait(5)
+        return system(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)  # no name server of this machine can be made to be silent
+    web.put("/lives.jpg", send(JPEG))
+    port = web.server.server_port
+    lives = f"http://localhost:{port}/lives.jpg"
+    rows = rows_of(*(f"http://dead{i}.example/" for i in range(12)), lives)
+    settings = DownloadSettings(deadline=1.5, retries=0, allowed_hosts=(f"localhost:{port}",))
+    started = time.monotonic()
+    try:
+        results = download(rows, settings)
+    finally:
+        released.set()
+    assert time.monotonic() - started < 4
+    assert [result.status for result in results] == 12 * ["timeout"] + ["ok"]
 
 
 def test_results_come_in_row_order_and_are_the_same_every_time(web: Web):
@@ -578,7 +617,7 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
     pairs = [("a", good), ("b", png), ("c", web.url("/gone.jpg")), ("a", good), ("d", "nonsense"), ("e", good)]
     rows = [CaptionRow(20 + i, *pair) for i, pair in enumerate(pairs)]
     catalog = Catalog(open_objects(str(tmp_path / "one")), "captions")
-    assert collect_shard(catalog, "00002", rows, settings_for(web), source="train.tsv")
+    assert commit_images(catalog, "00002", download(rows, settings_for(web)), settings_for(web), source="train.tsv")
     manifest = catalog.manifest("images", "00002")
     table = manifest.table.to_pydict()
     assert table["row"] == [20, 21, 22, 23, 24, 25]
@@ -591,12 +630,8 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
     assert manifest.meta["source"] == {"list": "train.tsv", "rows": [20, 26]}
     assert manifest.meta["config"]["max_side"] == 1024
 
-    before = len(web.requests)
-    assert not collect_shard(catalog, "00002", rows, settings_for(web), source="train.tsv")
-    assert len(web.requests) == before  # committed already: nobody is asked again
-
-    again = Catalog(open_objects(str(tmp_path / "two")), "captions")
-    collect_shard(again, "00002", rows, settings_for(web, concurrency=1, deadline=4), source="train.tsv")
+    again, settings = Catalog(open_objects(str(tmp_path / "two")), "captions"), settings_for(web, concurrency=1)
+    commit_images(again, "00002", download(rows, settings), settings, source="train.tsv")
     files = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("one", "two")]
     assert files[0] == files[1]  # no timestamps, nothing that does not decide bytes
 
@@ -628,3 +663,8 @@ def test_the_documented_statuses_flags_and_settings_are_those_of_the_code():
     defaults = DownloadSettings()
     for name in DownloadSettings.__dataclass_fields__:
         assert f"| `{name}` | `{getattr(defaults, name)!r}` |" in page
+    code = "".join((Path(__file__).parents[1] / "storage" / name).read_text() for name in ("fetch.py", "normalise.py"))
+    rows = re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == len(DownloadSettings.__dataclass_fields__)
+    for name, meaning in rows:
+        assert f'"""{meaning}"""' in code, name

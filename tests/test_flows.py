@@ -3,22 +3,28 @@
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from s3 import s3_server
 
 import demo.__main__ as demo
 from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
-from flows.collect import Part, check_committed, collect, collect_group, network_failed, plan
-from flows.detect import detect
+from detectors.run import STORAGE_UNREACHABLE
+from flows.artifacts import key_of, table_of_counts
+from flows.collect import collect_settings, network_failed
+from flows.detect import NoReport, detect, detect_dataset
 from flows.finetune import finetune
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, Processes
+from flows.pretrain import copy_vocabulary
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings
 from flows.supervisor import ChildFailed
 from flows.training import Trained, paced
-from storage.catalog import Catalog
+from storage.catalog import Catalog, Row
+from storage.collect import collect
 from storage.download import DownloadSettings
 from storage.objects import StorageUnreachable, open_objects
 
@@ -57,7 +63,7 @@ def refcoco(world: World) -> Dataset:
 def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the captioned scenes; to be copied, not changed."""
     root = tmp_path_factory.mktemp("collected")
-    collect(str(root), captions(world), lambda line: None)
+    collect(str(root), collect_settings(captions(world)), lambda line: None)
     return root
 
 
@@ -72,111 +78,6 @@ def of(root: str, dataset: str = "captions") -> Catalog:
 
 
 # --- collect ----------------------------------------------------------------------------------------------------------
-
-
-def test_shards_are_ranges_of_rows_and_every_row_is_in_one(world: World, root: str):
-    assert [(part.shard, part.start, part.stop) for part in plan(captions(world), {})] == [
-        ("00000", 0, 10),
-        ("00001", 10, 20),
-        ("00002", 20, 30),
-        ("00003", 30, 32),
-    ]
-    tables = [of(root).manifest(IMAGES, shard).table for shard in of(root).shards(IMAGES)]
-    rows = [table["row"].to_pylist() for table in tables]
-    assert rows == [list(range(10)), list(range(10, 20)), list(range(20, 30)), [30, 31]]
-    urls = [url for table in tables for url in table["url"].to_pylist()]
-    assert urls == [line.split("\t")[1] for line in world.train_tsv.read_text().splitlines()]
-    assert of(root).counts(IMAGES)["ok"] >= 24
-
-
-def test_what_is_committed_is_not_downloaded_again_and_the_stage_says_so(world: World, root: str):
-    said, groups = [], []
-    again = collect(root, captions(world), said.append, lambda *arguments: groups.append(arguments))
-    assert said == ["captions: nothing to download: 4 of 4 shards are committed"]
-    assert groups == []
-    assert (again.shards, again.new_shards) == (4, 0)
-    assert again.counts == of(root).counts(IMAGES)
-
-
-def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str):
-    before = {shard: of(root).manifest(IMAGES, shard).sha256 for shard in of(root).shards(IMAGES)}
-    for shard in ("00000", "00002", "00003"):
-        of(root).objects.delete(f"captions/images/{shard}.parquet")
-    said, groups = [], []
-
-    def group(at: str, dataset: Dataset, parts: list[Part]) -> dict[str, int]:
-        groups.append([part.shard for part in parts])
-        return collect_group(at, dataset, parts)
-
-    result = collect(root, captions(world), said.append, group)
-    assert groups == [["00000", "00002"], ["00003"]]
-    assert result.new_shards == 3
-    assert said[0] == f"captions: 3 of 4 shards to collect, 32 rows in {world.train_tsv}"
-    assert said[1].startswith("captions: 2 of 3 shards collected: ")
-    assert {shard: of(root).manifest(IMAGES, shard).sha256 for shard in of(root).shards(IMAGES)} == before
-
-
-def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World, root: str):
-    of(root).objects.delete("captions/images/00003.parquet")
-    counts = collect_group(root, captions(world), plan(captions(world), {}))
-    assert sum(counts.values()) == 2  # rows 30 and 31 alone
-    assert collect_group(root, captions(world), plan(captions(world), {})) == {}
-
-
-def test_a_list_that_changed_under_committed_shards_is_an_error(world: World, root: str, tmp_path: Path):
-    lines = world.train_tsv.read_text().splitlines(keepends=True)
-    changed = tmp_path / "changed.tsv"
-    for new, what in (
-        ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 holds rows 10 to 20"),
-        (lines[1:], "shard 00000 holds rows 0 to 10"),
-        (lines[:30], "shard 00003 holds rows 30 to 32 of .*, now it would be only 3 shards"),
-        (lines[:31], "shard 00003 holds rows 30 to 32 of .*, now it would be rows 30 to 31"),
-    ):
-        changed.write_text("".join(new))
-        with pytest.raises(ValueError, match=f"captions: the list changed under committed shards: {what}"):
-            collect(root, captions(world, changed))
-    with pytest.raises(ValueError, match="shard 00000 was collected with other image settings: max_side 1024, now 512"):
-        collect(root, captions(world, download=DownloadSettings(max_side=512)))
-    changed.write_text("".join(lines))  # under another name it is the same list
-    assert collect(root, captions(world, changed), lambda line: None).new_shards == 0
-
-
-def test_a_list_may_grow_and_its_new_rows_make_new_shards(world: World, tmp_path: Path):
-    lines = world.train_tsv.read_text().splitlines()
-    growing, root = tmp_path / "growing.tsv", str(tmp_path / "root")
-    for rows, rows_per_shard, new_shards in ((10, 10, 1), (14, 10, 1), (14, 5, 0), (20, 4, 2)):
-        growing.write_text("\n".join(lines[:rows]))  # without a newline at the end, which the next round then has
-        dataset = captions(world, growing, rows_per_shard=rows_per_shard)
-        assert collect(root, dataset, lambda line: None).new_shards == new_shards
-    tables = [of(root).manifest(IMAGES, shard).table for shard in of(root).shards(IMAGES)]
-    assert [table["row"].to_pylist() for table in tables] == [
-        [*range(10)],
-        [*range(10, 14)],
-        [*range(14, 18)],
-        [18, 19],
-    ]
-
-
-def test_an_empty_list_or_folder_is_an_error(world: World, tmp_path: Path):
-    (tmp_path / "empty.tsv").touch()
-    with pytest.raises(ValueError, match="holds nothing to collect for captions"):
-        collect(str(tmp_path / "root"), captions(world, tmp_path / "empty.tsv"))
-    with pytest.raises(ValueError, match="is no folder of images"):
-        plan(dataclasses.replace(refcoco(world), images=str(tmp_path / "nowhere")), {})
-
-
-def test_a_folder_of_images_becomes_shards_whose_rows_count_through(world: World, tmp_path: Path):
-    root, said = str(tmp_path), []
-    assert collect(root, refcoco(world), said.append).counts == {"ok": 16}
-    catalog = of(root, "refcoco+")
-    tables = [catalog.manifest(IMAGES, shard).table for shard in catalog.shards(IMAGES)]
-    assert [table["row"].to_pylist() for table in tables] == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
-    names = sorted(file.name for file in world.refcoco_images.iterdir())
-    assert [url for table in tables for url in table["url"].to_pylist()] == names
-    assert collect(root, refcoco(world), said.append).new_shards == 0
-    done = {shard: catalog.manifest(IMAGES, shard).meta for shard in catalog.shards(IMAGES)}
-    with pytest.raises(ValueError, match="the list changed"):
-        check_committed(done, plan(refcoco(world), {})[1:], refcoco(world))
 
 
 def test_only_a_network_that_failed_is_tried_again():
@@ -211,7 +112,7 @@ def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_
         len(sample.regions) for shard in of(root).shards(found.stage) for sample in of(root).read(found.stage, shard)
     )
     assert [line.partition(":")[0] for line in said] == ["captions"] * 4
-    assert "shard 00003, 4 of 4:" in said[3]
+    assert ", 4 of 4:" in said[3]
 
     of(root).objects.delete(f"captions/{found.stage}/00001.parquet")
     said.clear()
@@ -227,6 +128,40 @@ def test_a_detector_that_fails_says_why(world: World, root: str, tmp_path: Path)
     detector = DetectorSettings("annotated", annotations=str(tmp_path / "nothing.json"))
     with pytest.raises(ChildFailed, match="there is no annotation file .*nothing.json"):
         detect(root, captions(world, detector=detector), lambda line: None)
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """From here on, `python -m detectors.run` is this program."""
+    (folder / "detectors").mkdir()
+    (folder / "detectors" / "__init__.py").touch()
+    (folder / "detectors" / "run.py").write_text(program)
+    monkeypatch.chdir(folder)
+
+
+def test_a_detector_that_ends_well_without_naming_its_stage_is_an_error(
+    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stand_in(tmp_path, monkeypatch, "print('{\"images\": 3}')")
+    said = []
+    with pytest.raises(NoReport, match=r"captions: `.*detectors.run .*` ended well and did not say which stage"):
+        detect(root, captions(world), said.append)
+    assert said == ['captions: {"images": 3}']  # JSON, but no report of ours
+
+
+def test_a_detector_that_could_not_reach_the_storage_is_run_again_by_prefect_and_no_other(
+    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from prefect.states import Failed
+
+    assert (detect_dataset.retries, detect_dataset.retry_condition_fn) == (3, network_failed)
+    stand_in(tmp_path, monkeypatch, f"import sys; print('no bucket'); sys.exit({STORAGE_UNREACHABLE})")
+    with pytest.raises(StorageUnreachable, match="no bucket") as unreachable:
+        detect(root, captions(world), lambda line: None)
+    assert network_failed(None, None, Failed(data=unreachable.value))
+    (tmp_path / "detectors" / "run.py").write_text("import sys; sys.exit(1)")
+    with pytest.raises(ChildFailed) as failed:
+        detect(root, captions(world), lambda line: None)
+    assert not network_failed(None, None, Failed(data=failed.value))
 
 
 def test_an_untrained_detector_is_named_loudly(world: World, root: str):
@@ -261,17 +196,41 @@ def test_fine_tuning_starts_from_a_checkpoint_exactly_where_it_should(tmp_path: 
         finetune(str(tmp_path), FinetuneSettings(pretrained=False), start_from="root/runs/x/step-0000001")
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Dataset("x", DetectorSettings(), captions="a.tsv", images="folder")
-    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Dataset("x", DetectorSettings())
-    with pytest.raises(ValueError, match="rows_per_shard is 0"):
-        Dataset("x", DetectorSettings(), captions="a.tsv", rows_per_shard=0)
-    with pytest.raises(ValueError, match="annotated needs annotations"):
-        DetectorSettings("annotated")
-    with pytest.raises(ValueError, match="count is 0"):
-        Processes(0)
+def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
+    with s3_server("bucket"):
+        objects = open_objects("s3://bucket/root")
+        objects.put("runs/x/step-0000010/vocab.txt", b"old\n")
+        objects.put("runs/x/step-0000020/vocab.txt", b"[PAD]\nred\n")
+        trained = Trained("x", objects.where("runs/x/step-0000020"), {}, None, 1.0, 1)
+        file = copy_vocabulary("s3://bucket/root", trained, tmp_path / "work")
+    assert file.read_bytes() == b"[PAD]\nred\n"
+    assert file.is_relative_to(tmp_path / "work")
+
+
+# --- what the flow UI shows -------------------------------------------------------------------------------------------
+
+
+def test_a_table_counts_every_status_and_quotes_the_web_as_plain_words(tmp_path: Path):
+    catalog = of(str(tmp_path))
+    hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n" + "y" * 300
+    rows = [Row(0, "a" * 20, "http_404", hostile), Row(1, "b" * 20, "http_404", "second"), Row(2, "c" * 20, "timeout")]
+    catalog.commit(IMAGES, "00000", [], rows, {"source": {}})
+    catalog.commit(IMAGES, "00001", [], [Row(3, "d" * 20, "http_404", "third")], {"source": {}})
+    first, _, head, _, *lines = table_of_counts(catalog, IMAGES).splitlines()
+    assert first.startswith("4 rows in 2 shards: ")
+    assert head == "| status | rows | for example |"
+    assert lines[1:] == ["| timeout | 1 |  |"]
+    assert lines[0].startswith(
+        r"| http\_404 | 3 | \[x\]\(javascript\:alert\(1\)\) \| \<b\>\`\\\` http\:\/\/a\.example\/\_x\_ yyy"
+    )
+    assert lines[0].count("y") == 200 - hostile.index("y")
+
+
+def test_no_two_datasets_share_an_artifact():
+    keys = [key_of("images", name) for name in ("refcoco", "refcoco+", "RefCOCO", "refcoco_", "a-b", "a b", "ü", "ö")]
+    assert keys[0] == "images-refcoco"
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch("[a-z0-9-]+", key) for key in keys)
 
 
 # --- the whole road, as a flow ----------------------------------------------------------------------------------------
@@ -283,7 +242,13 @@ def tiny_road(world: World, root: Path) -> dict:
     steps = ("steps=4", "validate_every=4", "validation_samples=8")
     return parameters | {
         "datasets": [
-            dataclasses.replace(dataset, rows_per_shard=10, shards_per_task=2) for dataset in parameters["datasets"]
+            dataclasses.replace(
+                dataset,
+                download=dataclasses.replace(dataset.download, deadline=1.5),
+                rows_per_shard=10,
+                shards_per_task=2,
+            )
+            for dataset in parameters["datasets"]
         ],
         "pretraining": dataclasses.replace(
             parameters["pretraining"], overrides=(*steps, "data.batch=4", "data.text_batch=2")
@@ -313,6 +278,9 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     ]
     assert road.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
     assert 0 <= road.pretrained.metrics["watched_accuracy"] <= 1
+    words = (root / "runs/pretrain/step-0000004/vocab.txt").read_bytes()
+    assert Path(road.pretrained.vocabulary).read_bytes() == words
+    assert Path(road.pretrained.vocabulary).is_relative_to(root / "work")
     assert [trained.run for trained in road.finetuned] == ["finetune-with"]
     assert 0 < road.finetuned[0].metrics["chance"] < 1
     assert f"VL-BERT from {road.pretrained.checkpoint}" in caplog.text
@@ -331,23 +299,28 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         runs, tasks = client.read_flow_runs(limit=100), client.read_task_runs(limit=100)
         flows = {flow.id: flow.name for flow in client.read_flows()}
         artifacts = {artifact.key: artifact.data for artifact in client.read_artifacts(limit=100)}
+        names = sorted(task.name for task in tasks if not task.state.state_details.child_flow_run_id)
     assert {run.state_type.value for run in runs} == {"COMPLETED"}
     assert sorted(flows[run.flow_id] for run in runs) == sorted(
         2 * ["pretrain-vlbert", *3 * ["collect-captions"], *3 * ["detect-regions"], "pretrain"] + ["finetune"]
     )
     # Four shards of captions in groups of two, one group held out, one imported: of the first run alone.
     # (Prefect keeps a task run for each subflow, too.)
-    assert sorted(task.name for task in tasks if not task.state.state_details.child_flow_run_id) == [
+    assert [name for name in names if " from " in name] == [
         "captions from 00000",
         "captions from 00002",
         "held-out from 00000",
         "refcoco+ from 00000",
     ]
+    assert [name for name in names if " from " not in name] == sorted(
+        2 * ["captions", "held-out", "refcoco+"]
+    )  # detect
     assert set(artifacts) == {
-        *("images-captions", "images-held-out", "images-refcoco"),
-        *("regions-captions", "regions-held-out", "regions-refcoco", "pretrain-pretrain", "finetune-finetune-with"),
+        *("images-captions", "images-held-out", key_of("images", "refcoco+")),
+        *("regions-captions", "regions-held-out", key_of("regions", "refcoco+")),
+        *("pretrain-pretrain", "finetune-finetune-with"),
     }
-    assert "| http_404: " in artifacts["images-captions"]
+    assert r"| http\_404 | 1 | " in artifacts["images-captions"]
     assert "| watched_accuracy |" in artifacts["pretrain-pretrain"]
 
 
@@ -366,41 +339,3 @@ def test_a_stage_that_fails_fails_its_flow_with_the_reason(world: World, tmp_pat
         tasks = [task for task in client.read_task_runs(limit=100) if task.flow_run_id == run.id]
     assert (run.name, run.state_type.value) == ("captions", "FAILED")
     assert not tasks, "a broken list is found before anything is asked for"
-
-
-# --- the driver of make demo ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("grounding", "with_it", "without", "failed"),
-    [
-        (0.12, 0.5, 0.4, []),
-        (0.11, 0.5, 0.4, ["grounding is 0.110"]),
-        (0.3, 0.25, 0.2, ["not over chance"]),
-        (0.3, 0.4, 0.4, ["not over 0.400 without it"]),
-        (0.0, 0.1, 0.4, ["grounding is 0.000", "not over chance", "not over 0.400 without it"]),
-    ],
-)
-def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, without: float, failed: list[str]):
-    from flows.pipeline import Road
-
-    def trained(run: str, metrics: dict[str, float]) -> Trained:
-        return Trained(run, "", metrics, None, 1.0, 1)
-
-    finetuned = [
-        trained(demo.RUNS["with"], {"accuracy": with_it, "chance": 0.25}),
-        trained(demo.RUNS["without"], {"accuracy": without, "chance": 0.25}),
-    ]
-    road = Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned)
-    messages = demo.gates(road)
-    assert len(messages) == len(failed)
-    for message, part in zip(messages, failed, strict=True):
-        assert message.startswith("GATE FAILED: ")
-        assert part in message
-
-
-def test_a_server_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path):
-    log = tmp_path / "server.log"
-    log.write_text("Port 4200 is already in use.\n")
-    with pytest.raises(RuntimeError, match=r"(?s)did not answer.*Port 4200 is already in use"):
-        demo.wait_for("http://127.0.0.1:9/health", lambda: False, log)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 
 from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
+from storage.download import CaptionRow, Download, ImageSettings, commit_images
 from storage.objects import LocalObjects
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
 from storage.shards import SHARD_VERSION, Span, index_shard, read_span
@@ -24,6 +25,21 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 STAGE = f"regions/{DETECTOR}"
 MANIFEST = f"captions/{STAGE}/00000.parquet"
 TAR = f"captions/{STAGE}/00000-6d277ce0f700.tar"
+IMAGES_MANIFEST = "captions/images/00002.parquet"
+IMAGES_TAR = "captions/images/00002-d14c3e377c55.tar"
+# What storage.download.commit_images records beside the rows.
+IMAGES_META = {
+    "source": {"list": f"list.tsv sha256:{'5' * 64}", "rows": [20, 24]},
+    "config": {
+        "max_bytes": 20971520,
+        "max_pixels": 50000000,
+        "max_side": 1024,
+        "min_side": 32,
+        "max_aspect": 8.0,
+        "jpeg_quality": 95,
+    },
+    "config_hash": "0f71cd04581c",
+}
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
 
 
@@ -41,6 +57,20 @@ def golden_commit(root: Path) -> None:
     ]
     meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
     assert Catalog(LocalObjects(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
+
+
+def golden_images_commit(root: Path) -> None:
+    """A shard of the stage `images`, as collecting commits it: two rows that are ok, two that are not."""
+    first, second = seeded_sample(3), seeded_sample(4)
+    gone = CaptionRow(21, "a caption", "http://example.org/gone.jpg")
+    outcomes = [
+        Download(CaptionRow(20, first.caption, first.url), "ok", "", first),
+        Download(gone, "http_404", "HTTP 404 Not Found", None),
+        Download(CaptionRow(22, second.caption, second.url), "ok", "", second),
+        Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
+    ]
+    catalog = Catalog(LocalObjects(str(root)), "captions")
+    assert commit_images(catalog, "00002", outcomes, ImageSettings(), source=IMAGES_META["source"]["list"])
 
 
 def test_the_golden_shard_reads_to_these_values():
@@ -90,6 +120,34 @@ def test_the_golden_manifest_reads_to_these_values():
         ),
         (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0),
     ]
+
+
+def test_the_golden_manifest_of_images_reads_to_these_values():
+    catalog = Catalog(LocalObjects(str(GOLDEN)), "captions")
+    manifest = catalog.manifest("images", "00002")
+    assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00002", "images", IMAGES_TAR, 10240)
+    assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
+    assert manifest.meta == IMAGES_META
+    assert manifest.table.schema.equals(SCHEMA)
+    nothing = (None, None, None, None, None)
+    assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
+        (20, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 2048, 16, 8, None),
+        (21, "5a60a8683e53e40ceb17", "http_404", "HTTP 404 Not Found", "http://example.org/gone.jpg", *nothing),
+        (22, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 2048, 2048, 16, 8, None),
+        (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", "http://example.org/images/000003.jpg", *nothing),
+    ]
+    samples = [as_dict(sample) for sample in catalog.read("images", "00002")]
+    assert samples == [as_dict(seeded_sample(3)), as_dict(seeded_sample(4))]
+
+
+def test_todays_code_writes_the_golden_images(tmp_path):
+    golden_images_commit(tmp_path)
+    assert (tmp_path / IMAGES_TAR).read_bytes() == (GOLDEN / IMAGES_TAR).read_bytes()
+    today, golden = (
+        Catalog(LocalObjects(str(root)), "captions").manifest("images", "00002") for root in (tmp_path, GOLDEN)
+    )
+    assert today.table.equals(golden.table)
+    assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
 
 
 def test_the_golden_index_is_the_one_of_the_tar():
@@ -178,6 +236,7 @@ def test_the_document_tells_the_versions_of_this_code():
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         golden_commit(Path(folder))
-        shutil.rmtree(GOLDEN, ignore_errors=True)
-        shutil.copytree(folder, GOLDEN)
+        golden_images_commit(Path(folder))
+        shutil.rmtree(GOLDEN / "captions", ignore_errors=True)
+        shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
     (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

@@ -1,9 +1,11 @@
 """What becomes of image bytes, without a network."""
 
+import dataclasses
 import hashlib
 import io
 import random
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -92,6 +94,22 @@ def test_other_formats_become_rgb_or_grey_jpeg(data: bytes, mode: str, flags: tu
     assert set(flags) <= FLAGS.keys()
     assert np.abs(np.asarray(stored).astype(int) - np.asarray(like)).mean() < 8  # what JPEG costs
     assert picture.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_16_bit_grey_is_reduced_exactly_without_wide_copies_of_the_picture():
+    pixels = np.arange(2**16, dtype=np.uint16).reshape(256, 256).repeat(8, axis=0).repeat(8, axis=1)
+    data = encode(Image.fromarray(pixels), "PNG")
+    tracemalloc.start()
+    try:
+        picture = normalise(data, dataclasses.replace(SETTINGS, max_side=4096, max_pixels=2**22, jpeg_quality=100))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert picture.flags == ("png", "16_bit")
+    assert peak < 12 * pixels.size
+    stored = np.asarray(Image.open(io.BytesIO(picture.image)), dtype=np.float64)
+    assert np.abs(stored - pixels / 257).max() < 2.5  # half a step, and what JPEG at its best costs
+    assert abs((stored - pixels / 257).mean()) < 0.02
 
 
 def test_a_16_bit_colour_png_is_flagged():

@@ -211,6 +211,52 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, place):
         open_objects(root)
 
 
+def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):
+    with pytest.raises(StorageUnreachable, match=f"^cannot read the folder {tmp_path}/typo: .* Name the root"):
+        open_objects(str(tmp_path / "typo"), write=False)
+    assert not (tmp_path / "typo").exists()
+    open_objects(str(tmp_path)).put("a", b"1")
+    before = tmp_path.stat().st_mtime_ns
+    assert open_objects(str(tmp_path), write=False).get("a") == b"1"
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path):
+    objects = open_objects(str(tmp_path))
+    objects.put("file", b"")
+    assert paths(objects, "absent/") == []
+    assert paths(objects, "file/") == []
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {tmp_path}/loop: .* Make it readable"):
+        paths(objects, "loop/")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission_below_the_root_is_an_error(tmp_path):
+    objects = open_objects(str(tmp_path))
+    objects.put("a/b/object", b"")
+    (tmp_path / "a" / "b").chmod(0)
+    try:
+        with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {tmp_path}/a/b: "):
+            paths(objects)
+    finally:
+        (tmp_path / "a" / "b").chmod(0o700)
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("form", [bytes, Path])
+def test_an_endpoint_that_goes_away_is_named_by_every_put(tmp_path, form, if_absent):
+    with OddS3() as server, server.environment():
+        objects = server.objects()
+        # Few attempts: with all of them botocore waits for seconds.
+        objects._clients = {os.getpid(): objects._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
+        port = server.server_port
+    (tmp_path / "file").write_bytes(b"data")
+    data = b"data" if form is bytes else tmp_path / "file"
+    with pytest.raises(StorageUnreachable, match=rf"s3://bucket/a/b at http://127.0.0.1:{port} failed .*run again"):
+        objects.put("a/b", data, if_absent=if_absent)
+
+
 @pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
 def test_a_root_that_is_neither_is_refused(root):
     with pytest.raises(ValueError, match="s3://bucket|names no bucket|is no name"):

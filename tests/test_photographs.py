@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
-from flows.collect import collect
+from flows.collect import collect_settings
 from flows.detect import detect
 from flows.pretrain import pretrain
 from flows.settings import Dataset, DetectorSettings, PretrainSettings, Processes
 from storage.catalog import Catalog
+from storage.collect import collect
 from storage.download import DownloadSettings
 from storage.objects import open_objects
 from vlbert.recipes import RECIPES
@@ -57,7 +58,7 @@ def test_photographs_go_the_whole_road(server, tmp_path):
         rows_per_shard=10,
     )
 
-    collected = collect(root, dataset)
+    collected = collect(root, collect_settings(dataset))
     assert (collected.shards, collected.counts) == (2, {"ok": 19})
     catalog = Catalog(open_objects(root), "captions")
     rows = [row for shard in catalog.shards("images") for row in catalog.manifest("images", shard).table.to_pylist()]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.pictures import BOX_COLOURS, GREEN, RED
+from demo.pictures import BOX_COLOURS, GREEN, RED, draw_boxes
 from demo.report import main, write_report
 from demo.world import World, WorldSettings, draw_world
 from detectors.annotated import AnnotatedDetector
@@ -222,7 +222,7 @@ def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
     assert "30 hidden words, after 40 steps" in look
     assert re.findall(r"(\d+)\s%", page.between("Does that help?", "Pictures downloaded")) == ["81", "42", "27"]
     assert "3 of 6 rows of the caption list" in page.text
-    assert page.between("Time, all stages together", "Draw").startswith(" 136 seconds")
+    assert page.between("Time of the last run", "Draw").startswith(" 136 seconds")
     assert "4.2" in page.between("Seconds, places", "where, below")
     assert "131.5" in page.between("Seconds, places", "where, below")
     table = page.between("difference", "What the model got")
@@ -349,7 +349,7 @@ def test_places_are_below_the_folder_of_the_page_and_exist(page: Page, made: tup
     (stage,) = (made[0] / "held-out" / "regions").iterdir()
     for path in ("world", "captions/images", f"held-out/regions/{stage.name}", "runs/second-run", "timings.json"):
         assert f" {path} " in table
-    assert str(made[0]) not in page.source
+    assert str(made[0]) not in page.source.partition("How to go on")[0]
 
 
 def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
@@ -436,6 +436,79 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
     where = root / "held-out" / "regions"
     assert f"not there yet: {where} holds several detectors, set data.detector to one of {both}" in section
     assert len(page.pictures) == 6
+
+
+@pytest.mark.parametrize("classes", [None, ["a cat", "a dog"]])
+def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: World, classes: list[str] | None):
+    known = AnnotatedDetector(world.annotations)
+
+    class Other:
+        id = "0123456789ab"
+        about = {"backend": "faster_rcnn", "untrained": False} | ({"classes": classes} if classes else {})
+
+        def detect(self, samples: Sequence[Sample]) -> list:
+            first = [regions.take(np.array([0])) for regions in known.detect(samples)]
+            return [dataclasses.replace(regions, detector=self.id, labels=np.array([2], np.int32)) for regions in first]
+
+    assert detect_shard(Catalog(open_objects(str(root)), "held-out"), "00000", Other())
+    state = root / "runs" / "first-run" / "step-0000040" / "state.json"
+    state.write_text(json.dumps({"step": 40, "held_out": {"stage": "regions/0123456789ab"}}))
+    section = Page(write_report(root, world, TIMINGS, RUNS)).between("with their regions", "How it learned")
+    assert section.count(f"1 region: {'a dog' if classes else 'class 2'}") == 8
+
+
+def test_two_expressions_of_one_picture_are_two_examples(tmp_path: Path):
+    settings = dataclasses.replace(TINY, refcoco_refs=2, refcoco_held_out=3)
+    root = tmp_path / "root"
+    world = draw_world(root / "world", settings)
+    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.refcoco_images.iterdir())]
+    commit_images(root, "refcoco+", pictures, [])
+    detector = AnnotatedDetector(world.refcoco_instances)
+    catalog = Catalog(open_objects(str(root)), "refcoco+")
+    assert detect_shard(catalog, "00000", detector)
+    samples = {Path(sample.url).name: sample for sample in catalog.read(stage_of(detector), "00000")}
+    rows = []
+    for file, expressions in read_expressions(world.refcoco)["val"].items():
+        for expression in expressions:
+            overlaps = iou(samples[file].regions.boxes, np.array([expression.box]))[:, 0]
+            rows.append(
+                {
+                    "sentence_id": expression.sentence_id,
+                    "expression": expression.text,
+                    "key": samples[file].key,
+                    "region": int(overlaps.argmax()),
+                    "iou": float(overlaps.max()),
+                    "candidates": len(overlaps),
+                }
+            )
+    assert len(rows) > len({row["key"] for row in rows}) > 1
+    measured = {"kind": "validation", "step": 40, "accuracy": 1.0, "exact": 1.0, "chance": 0.25}
+    write_run(root, "second-run", [measured], rows, 40, stage_of(detector))
+    page = Page(write_report(root, world, TIMINGS, {"with": "second-run"}))
+    section = page.between("not picked by hand", "Seconds, places")
+    assert re.findall("“(.*?)”", section) == [row["expression"] for row in rows]
+    assert len(page.pictures) == len(rows)
+    both = [picture for row, picture in zip(rows, page.pictures, strict=True) if row["key"] == rows[0]["key"]]
+    assert len(both) == len(set(both)) == 2  # the same picture, another box
+
+
+@pytest.mark.parametrize(
+    "box", [(223.9, 10, 224, 60), (10, 167.9, 60, 168), (0, 0, 0.1, 168), (0, 0, 224, 0.1), (0, 0, 224, 168)]
+)
+def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, World], box: tuple):
+    catalog = Catalog(open_objects(str(made[0])), "held-out")
+    sample = next(catalog.read("images", "00000"))
+    drawn = pixels(draw_boxes(sample, [(np.array(box, np.float32), RED, "x")]))
+    assert drawn.shape == (360, 480, 3)
+    assert (np.abs(drawn - RED).max(axis=-1) < 60).sum() > 50
+
+
+def test_the_commands_on_the_page_can_be_typed_as_they_stand(tmp_path: Path):
+    root = tmp_path / "my root"
+    root.mkdir()
+    commands = Page(write_report(root, World(root / "world", TINY, 8791), [], {})).between("How to go on", "What this")
+    for command in ("make ui ROOT=", "make demo ROOT=", "-m storage.catalog status ", "-m demo.report "):
+        assert f"{command}'{root}'" in commands
 
 
 def test_a_damaged_shard_stops_the_report(root: Path, world: World):

@@ -160,6 +160,31 @@ def test_a_flipped_bit_in_a_header_is_found_with_its_place(shard):
 
 
 @pytest.mark.parametrize(
+    "size", [b"-0000001000\0", b"+0000000274\0", b"0_000000274\0", b"           \0", b"0x000000274\0"]
+)
+def test_a_size_that_is_no_octal_number_is_refused_at_its_place(shard, size):
+    data = bytearray(shard[0].read_bytes())
+    data[124:136] = size
+    checksum = sum(data[:512]) - sum(data[148:156]) + 8 * 32
+    data[148:156] = b"%06o\0 " % checksum  # which holds: whoever wrote this meant it
+    with pytest.raises(ValueError, match="^mine: no tar header at byte 0; "):
+        list(read_shard(bytes(data), "mine"))
+
+
+def test_every_message_of_a_span_begins_with_the_name_it_was_given(shard):
+    file, spans = shard
+    good = file.read_bytes()[spans[1].offset : spans[1].offset + spans[1].length]
+    damaged = bytearray(good)
+    damaged[good.index(b'{"') + 1] = 0
+    name = "s3://bucket/root/captions/images/00000-0123456789ab.tar at byte 3072"
+    bad = (b"", good[:-512], good[512:], good + good, good + bytes(512), bytes(512) + good, b"x" * 512, bytes(damaged))
+    for data in bad:
+        with pytest.raises(ValueError) as error:
+            read_span(data, name=name)
+        assert str(error.value).startswith(name)
+
+
+@pytest.mark.parametrize(
     ("extra", "message"),
     [
         (("README", b"hello"), "'README' at byte 0 belongs to no sample"),

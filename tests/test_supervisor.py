@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.supervisor import TAIL_LINES, ChildFailed, ChildTimedOut, background, run_child
+from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, background, run_child
 
 
 def python(program: str, *arguments: str) -> list[str]:
@@ -161,6 +161,20 @@ signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
     assert failed.value.tail == ["ready", "saved"]
 
 
+def test_a_child_may_end_at_any_moment_while_it_is_being_ended(mark: str):
+    """Whenever it ends between two looks of the supervisor, its own exit status is told."""
+    program = """
+import signal, sys, time
+def stop(*_): time.sleep(float(sys.argv[2])); sys.exit(3)
+signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
+"""
+    for number in range(40):
+        with pytest.raises(ChildTimedOut) as failed:
+            run_child(python(program, mark, f"{0.04 + 0.05 * number / 39:.5f}"), print, timeout=0.12)
+        assert failed.value.returncode in (3, -signal.SIGTERM)  # the latter: asked before it could listen
+        assert not any("Traceback" in line for line in failed.value.tail), failed.value
+
+
 def test_what_a_child_leaves_behind_is_ended(mark: str):
     program = """
 import subprocess, sys
@@ -199,18 +213,18 @@ FLOW = """
 import signal, sys
 from flows.supervisor import run_child
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest itself runs in the background
-run_child(sys.argv[1:], lambda line: print(line, flush=True))
+run_child(sys.argv[2:], lambda line: print(line, flush=True), grace=float(sys.argv[1]))
 """
 
 
-def a_flow(command: list[str]) -> subprocess.Popen:
+def a_flow(command: list[str], grace: float = GRACE) -> subprocess.Popen:
     root = Path(__file__).parents[1]
-    return subprocess.Popen([sys.executable, "-c", FLOW, *command], stdout=subprocess.PIPE, cwd=root)
+    return subprocess.Popen([sys.executable, "-c", FLOW, str(grace), *command], stdout=subprocess.PIPE, cwd=root)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_5_seconds_after_the_flow_was_killed(mark: str, number: int):
-    flow = a_flow(stubborn(mark))
+@pytest.mark.parametrize(("number", "grace"), [(signal.SIGKILL, GRACE), (signal.SIGTERM, 0.5), (signal.SIGINT, 0.5)])
+def test_nothing_is_left_5_seconds_after_the_flow_was_killed(mark: str, number: int, grace: float):
+    flow = a_flow(stubborn(mark), grace)
     heard = {flow.stdout.readline(), flow.stdout.readline()}
     assert heard == {b"child\n", b"grandchild\n"}
     assert len(alive(mark)) == 4  # flow, supervisor, child, grandchild
@@ -245,14 +259,14 @@ from flows.supervisor import run_child
 def listen(line):
     if "grandchild" in line:
         if os.fork() == 0:
-            time.sleep(4)
+            time.sleep(3)
             os._exit(0)
         os.kill(os.getpid(), 9)
 run_child(sys.argv[1:], listen, grace=0.3)
 """
     flow = subprocess.Popen([sys.executable, "-c", program, *stubborn(mark)], cwd=Path(__file__).parents[1])
     flow.wait()
-    wait_until(lambda: len(alive(mark)) == 1, 3)  # the forked copy of the flow, while it sleeps
+    wait_until(lambda: len(alive(mark)) == 1, 2.5)  # the forked copy of the flow, while it sleeps
     wait_until(lambda: not alive(mark), 10)
 
 

@@ -322,6 +322,18 @@ def test_broken_rows_are_strewn_among_the_train_rows(drawn):
     ]
 
 
+def test_a_duplicate_is_in_the_shard_of_its_original(tmp_path):
+    for seed in range(5):
+        settings = WorldSettings(seed=seed, train_scenes=530, broken_rows=160)
+        drawn = world.World(tmp_path, settings, 8791)
+        world.write_caption_lists(drawn)
+        rows = drawn.train_tsv.read_text().splitlines()
+        shards = [rows[start : start + world.ROWS_PER_SHARD] for start in range(0, len(rows), world.ROWS_PER_SHARD)]
+        assert len(rows) == 690
+        assert len(rows) - len(set(rows)) == 20
+        assert sum(len(shard) - len(set(shard)) for shard in shards) == 20
+
+
 # ---- RefCOCO+ ----
 
 

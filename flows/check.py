@@ -1,0 +1,132 @@
+"""What second 0 can know to go wrong after hours: `check` raises one ValueError that names it and the way out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows import finetune, pretrain
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings
+from flows.training import check_overrides
+from vlbert.config import Recipe, override
+from vlbert.recipes import RECIPES
+from vlbert.tasks.pretraining import PretrainingSettings
+
+_REFCOCO_FILES = ("refs(unc).p", "instances.json")
+
+
+def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
+    """Files, names, recipes and overrides of the whole road, before anything is downloaded; imports torch."""
+    _check_datasets(datasets, pretraining, finetunings)
+    for dataset in datasets:
+        _check_sources(dataset)
+    pretraining_recipe = _check_pretraining(pretraining)
+    runs = [pretraining_recipe.run_name]
+    for number, settings in enumerate(finetunings):
+        where = f"finetunings[{number}]"
+        recipe = _check_finetuning(where, settings)
+        if settings.pretrained and recipe.model != pretraining_recipe.model:
+            raise ValueError(
+                f"{where}: recipe {settings.recipe} has another architecture (model.*) than the pre-training "
+                f"{pretraining.recipe} whose checkpoint it starts from; choose a recipe of the same size, or the same "
+                "model.* overrides"
+            )
+        runs.append(recipe.run_name)
+    twice = _twice(runs)
+    if twice:
+        raise ValueError(f"two runs are named {twice}: each needs its own folder under ROOT/runs; set run")
+
+
+def _check_datasets(
+    datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]
+) -> None:
+    names = [dataset.name for dataset in datasets]
+    twice = _twice(names)
+    if twice:
+        raise ValueError(f"datasets: two are named {twice}; each needs a name of its own")
+    wanted = {"pretraining.dataset": pretraining.dataset, "pretraining.held_out": pretraining.held_out}
+    wanted |= {f"finetunings[{number}].dataset": settings.dataset for number, settings in enumerate(finetunings)}
+    for setting, name in wanted.items():
+        if name is not None and name not in names:
+            raise ValueError(f"{setting} is {name!r}, and datasets has only {', '.join(names) or 'none'}")
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    return next((name for number, name in enumerate(names) if name in names[:number]), None)
+
+
+def _check_sources(dataset: Dataset) -> None:
+    where, detector = f"dataset {dataset.name}", dataset.detector
+    if dataset.captions is not None:
+        _check_file(f"{where}: captions", dataset.captions)
+    if dataset.images is not None:
+        _check_folder(f"{where}: images", dataset.images)
+    if detector.annotations:
+        _check_file(f"{where}: detector.annotations", detector.annotations)
+    if detector.weights:
+        _check_file(f"{where}: detector.weights", detector.weights)
+    if detector.preset:
+        from detectors.faster_rcnn import PRESETS  # here, because no other detector needs it
+
+        if detector.preset not in PRESETS:
+            raise ValueError(f"{where}: detector.preset is {detector.preset!r}; it must be one of {', '.join(PRESETS)}")
+
+
+def _check_pretraining(settings: PretrainSettings) -> Recipe:
+    for file in settings.text:
+        _check_file("pretraining.text", file)
+    for file in settings.vocabulary_captions:
+        _check_file("pretraining.vocabulary_captions", file)
+    if settings.vocabulary is not None:
+        _check_file("pretraining.vocabulary", settings.vocabulary)
+    check_overrides(settings.overrides, pretrain.SETTINGS)
+    recipe = _recipe("pretraining", settings.recipe, [*settings.overrides, f"run={settings.run}"])
+    if not isinstance(recipe.task, PretrainingSettings):
+        raise ValueError(f"pretraining.recipe {settings.recipe} is no pre-training")
+    if recipe.bert and settings.text and settings.vocabulary is None:
+        raise ValueError(
+            f"pretraining: recipe {settings.recipe} starts from {recipe.bert}, whose weights need BERT's own "
+            "vocab.txt, and the text corpus would be given a vocabulary of its own; set vocabulary to BERT's "
+            "vocab.txt, or start from scratch with the override bert=none"
+        )
+    if recipe.data.text_batch and not settings.text and _names(settings.overrides, "data.text_batch"):
+        raise ValueError(
+            f"pretraining.overrides asks for data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
+        )
+    return recipe
+
+
+def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
+    check_overrides(settings.overrides, finetune.SETTINGS)
+    start = ["start_from=ROOT/runs/RUN/step-0"] if settings.pretrained else []
+    recipe = _recipe(where, settings.recipe, [*settings.overrides, f"run={settings.run}", *start])
+    if isinstance(recipe.task, PretrainingSettings):
+        raise ValueError(f"{where}.recipe {settings.recipe} is a pre-training, no fine-tuning")
+    if hasattr(recipe.task, "folder"):
+        if not settings.folder:
+            raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(_REFCOCO_FILES)}")
+        for name in _REFCOCO_FILES:
+            _check_file(f"{where}.folder", str(Path(settings.folder) / name))
+    return recipe
+
+
+def _recipe(where: str, name: str, assignments: Sequence[str]) -> Recipe:
+    """The recipe of this name with these fields set; ValueError where it or one of them is not there."""
+    if name not in RECIPES:
+        raise ValueError(f"{where}.recipe is {name!r}; it must be one of {', '.join(sorted(RECIPES))}")
+    try:
+        return override(RECIPES[name](), list(assignments))
+    except ValueError as error:
+        raise ValueError(f"{where} ({name}): {error}") from error
+
+
+def _names(overrides: Sequence[str], field: str) -> bool:
+    return any(assignment.partition("=")[0] == field for assignment in overrides)
+
+
+def _check_file(setting: str, file: str) -> None:
+    if not Path(file).is_file():
+        raise ValueError(f"{setting}: there is no file {file}")
+
+
+def _check_folder(setting: str, folder: str) -> None:
+    if not Path(folder).is_dir():
+        raise ValueError(f"{setting}: there is no folder {folder}")

@@ -1,0 +1,434 @@
+"""Collect: a caption list, or a folder of images, becomes committed shards of the stage `images`.
+
+Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. What is committed is not
+asked for again. A list may grow: its new rows make new shards. A list that changed under its committed shards is an
+error, for it would mix two lists in one dataset. `python -m storage.collect ROOT DATASET --captions LIST` does it all.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from storage.catalog import Catalog
+from storage.download import (
+    CaptionRow,
+    Download,
+    DownloadSettings,
+    ImageSettings,
+    commit_images,
+    download_async,
+    import_images,
+    parse_captions,
+)
+from storage.objects import open_objects
+from storage.sample import sample_key
+
+IMAGES = "images"
+SHARDS_AT_ONCE = 3  # of one group: while a slow server keeps one shard waiting, the others go on
+UNREACHABLE = {"dns", "connect", "timeout"}  # what rows end in, too, while this machine has no network
+_UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no server was asked
+_FEW_HOSTS = 5  # so many may all be gone; from here on it is rather our own network that is
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
+
+
+@dataclass(frozen=True)
+class CollectSettings:
+    """One dataset's images: where they come from, and in which portions."""
+
+    name: str
+    """The dataset: the folder of the root that holds the shards."""
+    captions: str | None = None
+    """A caption list to download, `caption TAB url` a line ..."""
+    images: str | None = None
+    """... or a local folder of image files to import."""
+    download: DownloadSettings = DownloadSettings()
+    """How images are fetched, and which are stored in which form."""
+    rows_per_shard: int = 1000
+    """Rows of the list, or image files, that make one shard."""
+    shards_per_group: int = 10
+    """Shards that are collected together and tried again together."""
+    commit_unreachable: bool = False
+    """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
+    report_every: float = 10.0
+    """Seconds between two lines of progress, at least."""
+
+    def __post_init__(self):
+        if (self.captions is None) == (self.images is None):
+            raise ValueError(f"Dataset {self.name}: set captions (a list to download) or images (a local folder)")
+        for name in ("rows_per_shard", "shards_per_group"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.report_every < 0:
+            raise ValueError(f"Dataset {self.name}: report_every is {self.report_every}; it must not be negative")
+
+    @property
+    def origin(self) -> Path:
+        """The list or the folder."""
+        return Path(self.captions or self.images)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard to be: rows [start, stop) of the list, and what they are.
+
+    source      file and sha256 of those rows
+    offset      of the first of these lines in the list, in bytes; 0 for images
+    duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
+    """
+
+    shard: str
+    start: int
+    stop: int
+    source: str
+    offset: int = 0
+    duplicates: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Shards that are collected together; of the whole run: rows by status before this group, and all rows."""
+
+    parts: tuple[Part, ...]
+    before: dict[str, int]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a dataset's images are now, and how many shards this run added; counts are rows by status."""
+
+    dataset: str
+    shards: int
+    new_shards: int
+    counts: dict[str, int]
+    seconds: float
+
+
+def collect(
+    root: str,
+    settings: CollectSettings,
+    say: Callable[[str], None] = print,
+    run_group: Callable[[str, CollectSettings, Group], dict[str, int]] | None = None,
+) -> Collected:
+    """Download or import what is missing of the dataset; `run_group` may wrap `collect_group`, as the flow does."""
+    started = time.monotonic()
+    run_group = run_group or functools.partial(collect_group, say=say)
+    catalog = Catalog(open_objects(root), settings.name)
+    done = {shard: header.meta for shard, header in catalog.headers(IMAGES).items()}
+    parts = plan(settings, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
+    check_committed(done, parts, settings)
+    missing = [part for part in parts if part.shard not in done]
+    if missing:
+        where = settings.origin
+        say(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {where}")
+    else:
+        say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
+    rows, counts = sum(part.stop - part.start for part in missing), Counter()
+    for first in range(0, len(missing), settings.shards_per_group):
+        group = Group(tuple(missing[first : first + settings.shards_per_group]), dict(counts), rows)
+        counts.update(run_group(root, settings, group))
+        ready = first + len(group.parts)
+        say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
+    return Collected(settings.name, len(parts), len(missing), catalog.counts(IMAGES), time.monotonic() - started)
+
+
+def _by_status(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in Counter(counts).most_common())
+
+
+# --- what shards the list makes ---------------------------------------------------------------------------------------
+
+
+def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
+    """The shards that the dataset's list makes, in order; `stops` says where committed ones end, by shard.
+
+    ValueError where it is empty, makes more than 100,000 or has a line that is no row (FILE:LINE): every line is looked
+    at before the first image is asked for.
+    """
+    parts, keys = [], bytearray()
+    for start, offset, chunk in _chunks(settings, stops):
+        if settings.captions:
+            for row in parse_captions(chunk, settings.origin, start):
+                keys += bytes.fromhex(sample_key(row.url, row.caption))
+        source = f"{settings.origin.name} sha256:{_digest(chunk)}"
+        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, offset))
+    if not parts:
+        raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
+    if len(parts) > 100_000:
+        raise ValueError(f"{settings.name} would make {len(parts)} shards, more than 100000: raise rows_per_shard")
+    rows, firsts = _repeated(keys)
+    ends = np.searchsorted(rows, [part.stop for part in parts])
+    return [
+        dataclasses.replace(part, duplicates=tuple(zip(rows[a:b].tolist(), firsts[a:b].tolist(), strict=True)))
+        for part, a, b in zip(parts, [0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _chunks(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tuple[int, int, list[bytes]]]:
+    """(number of the first row, its offset in the list in bytes, what identifies each row) by shard."""
+    if settings.captions:
+        with open(settings.captions, "rb") as lines:
+            yield from _portions(lines, settings.rows_per_shard, stops)
+    else:
+        for start, _, chunk in _portions(map(_identity, image_files(settings.images)), settings.rows_per_shard, stops):
+            yield start, 0, chunk
+
+
+def _portions(
+    lines: Iterator[bytes], rows_per_shard: int, stops: Mapping[str, int]
+) -> Iterator[tuple[int, int, list[bytes]]]:
+    start = offset = 0
+    for number in itertools.count():
+        stop = stops.get(f"{number:05}", start + rows_per_shard)
+        chunk = list(itertools.islice(lines, max(0, stop - start)))
+        if not chunk:
+            return
+        yield start, offset, [line.removesuffix(b"\n") for line in chunk]  # the last one gets its own when a list grows
+        start += len(chunk)
+        offset += sum(map(len, chunk))
+
+
+def _identity(file: Path) -> bytes:
+    """Of an image its name and size, not its pixels."""
+    return f"{file.name}\t{file.stat().st_size}".encode()
+
+
+def _digest(chunk: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(chunk)).hexdigest()
+
+
+def _repeated(keys: bytearray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose key an earlier row has, ascending, and the first row with that key; 10 bytes a key, by row."""
+    table = np.frombuffer(keys, dtype="S10")
+    order = np.argsort(table, kind="stable")  # equal keys side by side, the earliest row first
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = table[order[1:]] != table[order[:-1]]
+    firsts = order[new][np.cumsum(new) - 1] if len(order) else order
+    rows, firsts = order[~new], firsts[~new]
+    ascending = np.argsort(rows)
+    return rows[ascending], firsts[ascending]
+
+
+def image_files(folder: str) -> list[Path]:
+    """The image files of a folder, by name; ValueError where it is none."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} is no folder of images")
+    return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in _SUFFIXES)
+
+
+def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: CollectSettings) -> None:
+    """ValueError where a committed shard (its meta, by shard) has other rows, or other image settings, than now."""
+    expected = {part.shard: part for part in parts}
+    wanted = {field.name: getattr(settings.download, field.name) for field in dataclasses.fields(ImageSettings)}
+    for shard, meta in done.items():
+        rows, digest = meta["source"]["rows"], meta["source"]["list"].rpartition(" ")[2]
+        part = expected.get(shard)
+        if part is None or [part.start, part.stop] != rows or part.source.rpartition(" ")[2] != digest:
+            now = f"rows {part.start} to {part.stop} of {part.source}" if part else f"only {len(parts)} shards"
+            raise ValueError(
+                f"{settings.name}: the list changed under committed shards: shard {shard} holds rows {rows[0]} to "
+                f"{rows[1]} of {meta['source']['list']}, now it would be {now}. Collect the new list as another "
+                "dataset, or set the old list and rows_per_shard again"
+            )
+        if meta["config"] != wanted:
+            differing = [
+                f"{k} {meta['config'].get(k)}, now {v}" for k, v in wanted.items() if meta["config"].get(k) != v
+            ]
+            raise ValueError(
+                f"{settings.name}: shard {shard} was collected with other image settings: {'; '.join(differing)}. "
+                "Set them back, or collect another dataset"
+            )
+
+
+# --- collecting them --------------------------------------------------------------------------------------------------
+
+
+def collect_group(
+    root: str, settings: CollectSettings, group: Group, say: Callable[[str], None] = print
+) -> dict[str, int]:
+    """Collect these shards, a few at a time, and commit each when it is whole; the group's rows by status.
+
+    ConnectionError where no host of a whole shard could be reached: that shard is not committed.
+    """
+    catalog = Catalog(open_objects(root), settings.name)
+    names = {part.shard for part in group.parts}
+    done = [shard for shard in catalog.shards(IMAGES) if shard in names]  # by an attempt before this, or somebody else
+    progress = _Progress(settings, group, say)
+    for shard, header in catalog.headers(IMAGES, done).items():
+        progress.counts[shard] = header.statuses
+    missing = [part for part in group.parts if part.shard not in done]
+    if settings.captions:
+        asyncio.run(_download(missing, catalog, settings, progress))
+    else:
+        files = image_files(settings.images)
+        for part in missing:
+            _commit(catalog, part, _import(files, part, settings, progress), settings)
+    return progress.of_group()
+
+
+class _Progress:
+    """How far a group is, by shard; says so now and then."""
+
+    def __init__(self, settings: CollectSettings, group: Group, say: Callable[[str], None]):
+        self.settings, self.group, self.say = settings, group, say
+        self.counts: dict[str, dict[str, int]] = {}
+        self.due = time.monotonic() + settings.report_every
+
+    def of_group(self) -> dict[str, int]:
+        """Rows by status."""
+        return dict(sum(map(Counter, self.counts.values()), Counter()))
+
+    def tell(self, part: Part, counts: Mapping[str, int]) -> None:
+        """Take down a shard's rows by status so far."""
+        self.counts[part.shard] = counts
+        if time.monotonic() >= self.due:
+            counts = Counter(self.group.before) + Counter(self.of_group())
+            name, rows = self.settings.name, self.group.rows
+            self.say(f"{name}: {counts.total()} of {rows} rows: {_by_status(counts)}")
+            self.due = time.monotonic() + self.settings.report_every
+
+
+def _commit(catalog: Catalog, part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
+    commit_images(catalog, part.shard, downloads, settings.download, source=part.source)
+
+
+async def _download(parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress) -> None:
+    free = asyncio.Semaphore(SHARDS_AT_ONCE)
+    loop = asyncio.get_running_loop()
+    # Reading and writing in a thread: it must not stop the clocks of the other shards.
+    with ThreadPoolExecutor(1, thread_name_prefix="files") as files:
+
+        async def one(part: Part) -> None:
+            async with free:
+                rows = await loop.run_in_executor(files, _rows_of, part, settings)
+                first = dict(part.duplicates)
+                repeated = {"duplicate": len(first)} if first else {}
+                asked = await download_async(
+                    [row for row in rows if row.row not in first],
+                    settings.download,
+                    lambda done, of, counts: progress.tell(part, counts | repeated),
+                )
+                if not settings.commit_unreachable:
+                    check_network(part, asked, settings)
+                answers = iter(asked)
+                downloads = [
+                    Download(row, "duplicate", f"of row {first[row.row]}", None) if row.row in first else next(answers)
+                    for row in rows
+                ]
+                await loop.run_in_executor(files, _commit, catalog, part, downloads, settings)
+                progress.tell(part, Counter(item.status for item in downloads))
+
+        tasks = [asyncio.ensure_future(one(part)) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for pending in tasks:
+                pending.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rows_of(part: Part, settings: CollectSettings) -> list[CaptionRow]:
+    """The rows of a part, read where they begin; ValueError where they are no longer those that were planned."""
+    with open(settings.captions, "rb") as lines:
+        lines.seek(part.offset)
+        chunk = [line.removesuffix(b"\n") for line in itertools.islice(lines, part.stop - part.start)]
+    _check_unchanged(part, chunk, settings)
+    return list(parse_captions(chunk, settings.origin, part.start))
+
+
+def _check_unchanged(part: Part, chunk: Sequence[bytes], settings: CollectSettings) -> None:
+    if not part.source.endswith(f" sha256:{_digest(chunk)}"):
+        raise ValueError(
+            f"{settings.name}: {settings.origin} was changed while it was collected: rows {part.start} to {part.stop} "
+            f"(shard {part.shard}) are no longer those of the start. Shard {part.shard} was not committed; run again"
+        )
+
+
+def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
+    """ConnectionError where every row that was asked for is UNREACHABLE, on at least five hosts."""
+    asked = [item for item in downloads if item.status not in _UNASKED]
+    hosts = {urlsplit(item.row.url).hostname for item in asked}
+    if len(hosts) >= _FEW_HOSTS and all(item.status in UNREACHABLE for item in asked):
+        raise ConnectionError(
+            f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
+            f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
+            f"{asked[0].row.url[:200]}: {asked[0].detail}. Nothing of it was committed. Check this machine's network "
+            "and run again; if these hosts are gone for good, collect with --commit-unreachable"
+        )
+
+
+def _import(files: Sequence[Path], part: Part, settings: CollectSettings, progress: _Progress) -> list[Download]:
+    """Each image as if it had been downloaded, its row its place among all files."""
+    files = files[part.start : part.stop]
+    _check_unchanged(part, [_identity(file) for file in files], settings)
+    imported = import_images(
+        files,
+        settings.download,
+        lambda done, of, counts: progress.tell(part, counts),
+        threads=settings.download.decode_threads,
+    )
+    return [
+        dataclasses.replace(item, row=dataclasses.replace(item.row, row=part.start + item.row.row)) for item in imported
+    ]
+
+
+# --- as a program -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m storage.collect",
+        description="Download a caption list, or import a folder of images, into shards; goes on where it was stopped.",
+        epilog="docs/download.md says what each of the further settings means.",
+    )
+    parser.add_argument("root", help="a folder or s3://bucket/prefix")
+    parser.add_argument("dataset", help="the name under which the images are stored, such as captions")
+    origin = parser.add_mutually_exclusive_group(required=True)
+    origin.add_argument("--captions", metavar="LIST", help="caption TAB url on each line")
+    origin.add_argument("--images", metavar="FOLDER", help="image files on this machine")
+    parser.add_argument("--rows-per-shard", type=int, default=CollectSettings.rows_per_shard, metavar="N")
+    parser.add_argument("--commit-unreachable", action="store_true", help="also shards of which no host was reached")
+    parser.add_argument("--report-every", type=float, default=CollectSettings.report_every, metavar="SECONDS")
+    parser.add_argument("--allow-host", action="append", default=[], metavar="HOST:PORT", help="though it is private")
+    numbers = [field for field in dataclasses.fields(DownloadSettings) if field.name != "allowed_hosts"]
+    for field in numbers:
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(field.default), default=field.default, metavar=field.name.upper())
+    options = parser.parse_args(arguments)
+    try:
+        settings = CollectSettings(
+            options.dataset,
+            captions=options.captions,
+            images=options.images,
+            download=DownloadSettings(
+                **{field.name: getattr(options, field.name) for field in numbers},
+                allowed_hosts=tuple(options.allow_host),
+            ),
+            rows_per_shard=options.rows_per_shard,
+            commit_unreachable=options.commit_unreachable,
+            report_every=options.report_every,
+        )
+        collected = collect(options.root, settings, functools.partial(print, flush=True))
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    print(
+        f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
+        f"all rows: {_by_status(collected.counts)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Settings of the flows and what is checked of them before any work: each fault is named at second 0."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo.__main__ as demo
+from demo.world import World, WorldSettings, draw_world
+from detectors.run import _parser as detector_parser
+from flows import finetune, pretrain
+from flows.check import check
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from storage.download import DownloadSettings, ImageSettings
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    settings = WorldSettings(
+        train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, refcoco_train=1, refcoco_held_out=0
+    )
+    return draw_world(tmp_path_factory.mktemp("world"), settings)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    detector = DetectorSettings("annotated", annotations="a.json")
+    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
+        Dataset("x", detector, captions="a.tsv", images="folder")
+    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
+        Dataset("x", detector)
+    with pytest.raises(ValueError, match="rows_per_shard is 0"):
+        Dataset("x", detector, captions="a.tsv", rows_per_shard=0)
+    with pytest.raises(ValueError, match="count is 0"):
+        Processes(0)
+    with pytest.raises(ValueError, match=r"vocabulary_size: only for .* set text, too"):
+        PretrainSettings(vocabulary_size=500)
+    with pytest.raises(ValueError, match=r"vocabulary_captions: only for .* vocabulary names one already"):
+        PretrainSettings(vocabulary_captions=("a.tsv",), vocabulary="vocab.txt")
+    with pytest.raises(ValueError, match="vocabulary names one already"):
+        PretrainSettings(text=("a.txt",), vocabulary_size=500, vocabulary="vocab.txt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "annotated"}, "annotated needs annotations"),
+        ({}, "needs preset"),
+        ({"preset": "demo"}, "needs weights"),
+        ({"preset": "demo", "weights": "x", "untrained": True}, "not both"),
+        ({"preset": "demo", "weights": "x", "seed": 0}, "seed is that of random weights"),
+        ({"preset": "demo", "untrained": True, "annotations": "x"}, "annotations: not for backend faster_rcnn"),
+        ({"backend": "annotated", "annotations": "x", "maximum": 3}, "maximum: not for backend annotated"),
+        ({"backend": "annotated", "annotations": "x", "untrained": True}, "untrained: not for backend annotated"),
+    ],
+)
+def test_a_detectors_settings_belong_together(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DetectorSettings(**settings)
+
+
+def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
+    settings = DetectorSettings(
+        preset="demo",
+        untrained=True,
+        seed=0,
+        minimum=3,
+        maximum=7,
+        threshold=0.25,
+        strict=False,
+        nms_threshold=0.4,
+        short_side=200,
+        long_side=300,
+        post_nms=20,
+        roi_op="pool",
+        device="cpu",
+        head_dtype="bfloat16",
+        threads=2,
+    )
+    parsed = vars(detector_parser().parse_args(["root", "captions", *settings.flags()]))
+    for field in dataclasses.fields(settings):
+        if field.name not in ("annotations", "weights", "silence"):
+            assert parsed[field.name] == getattr(settings, field.name), field.name
+            assert parsed[field.name] is not None, field.name
+    assert "--strict" in dataclasses.replace(settings, strict=True).flags()
+
+
+def as_json(world: World) -> dict:
+    """A small road as its JSON file has it."""
+    detector = {"backend": "annotated", "annotations": str(world.annotations)}
+    return {
+        "root": "r",
+        "work": "w",
+        "datasets": [
+            {
+                "name": "captions",
+                "captions": str(world.train_tsv),
+                "detector": detector,
+                "download": {"deadline": 3, "allowed_hosts": ["127.0.0.1:8791"]},
+            }
+        ],
+        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}},
+        "finetunings": [{"recipe": "finetune_refcoco_demo", "folder": str(world.refcoco), "dataset": "captions"}],
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("datasets", 0),
+        ("datasets", 0, "detector"),
+        ("datasets", 0, "download"),
+        ("pretraining",),
+        ("pretraining", "processes"),
+        ("finetunings", 0),
+    ],
+)
+def test_the_flow_refuses_a_misspelt_setting(world: World, path: tuple):
+    from prefect.exceptions import ParameterTypeError
+
+    from flows.pipeline import pretrain_vlbert
+
+    road = as_json(world)
+    read = pretrain_vlbert.validate_parameters(road)
+    assert read["datasets"][0].download == DownloadSettings(deadline=3, allowed_hosts=("127.0.0.1:8791",))
+    place = road
+    for step in path:
+        place = place[step]
+    place["misspelt"] = 1
+    with pytest.raises(ParameterTypeError, match=".".join(map(str, path)) + ".misspelt: Unexpected"):
+        pretrain_vlbert.validate_parameters(road)
+
+
+def test_the_form_in_the_flow_ui_has_words_for_every_setting():
+    from flows.pipeline import pretrain_vlbert
+
+    forms = pretrain_vlbert.parameters.definitions
+    assert {"Dataset", "DetectorSettings", "DownloadSettings", "PretrainSettings", "FinetuneSettings"} <= set(forms)
+    wordless = {
+        f"{name}.{field}"
+        for name, form in forms.items()
+        for field, about in form["properties"].items()
+        if not about.get("description")
+    }
+    # pydantic reads the docstrings of a class's own fields alone.
+    assert wordless == {f"DownloadSettings.{field.name}" for field in dataclasses.fields(ImageSettings)}
+    assert forms["DetectorSettings"]["properties"]["post_nms"]["description"] == "faster_rcnn: proposals an image."
+
+
+# --- the whole road ---------------------------------------------------------------------------------------------------
+
+
+def a_road(world: World) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
+    parameters = demo.flow_parameters(Path("r"), world, seed=0, processes=1)
+    return parameters["datasets"], parameters["pretraining"], parameters["finetunings"]
+
+
+def test_the_road_of_the_demo_passes(world: World):
+    check(*a_road(world))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "held-out"}, "two are named held-out"),
+        ({"captions": "no.tsv"}, "dataset captions: captions: there is no file no.tsv"),
+        ({"captions": None, "images": "no"}, "dataset captions: images: there is no folder no"),
+        (
+            {"detector": DetectorSettings("annotated", annotations="no.json")},
+            "dataset captions: detector.annotations: there is no file no.json",
+        ),
+        (
+            {"detector": DetectorSettings(preset="demo", weights="no.safetensors")},
+            "dataset captions: detector.weights: there is no file no.safetensors",
+        ),
+        (
+            {"detector": DetectorSettings(preset="vg_resnet7", untrained=True)},
+            "detector.preset is 'vg_resnet7'; it must be one of vg_resnet101",
+        ),
+    ],
+)
+def test_a_dataset_that_cannot_work_is_refused(world: World, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_road(world)
+    datasets[0] = dataclasses.replace(datasets[0], **changes)
+    with pytest.raises(ValueError, match=message):
+        check(datasets, pretraining, finetunings)
+
+
+NO_TEXT = {"text": (), "vocabulary_size": None, "vocabulary_captions": ()}
+BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "caption"}, "pretraining.dataset is 'caption', and datasets has only captions, held-out, refcoco"),
+        ({"held_out": "held"}, "pretraining.held_out is 'held'"),
+        ({"text": ("no.txt",)}, "pretraining.text: there is no file no.txt"),
+        ({"vocabulary_captions": ("no.tsv",)}, "pretraining.vocabulary_captions: there is no file no.tsv"),
+        (NO_TEXT | {"vocabulary": "no.txt"}, "pretraining.vocabulary: there is no file no.txt"),
+        ({"recipe": "pretrain"}, "pretraining.recipe is 'pretrain'; it must be one of finetune_refcoco_base, "),
+        ({"recipe": "finetune_refcoco_demo"}, "pretraining.recipe finetune_refcoco_demo is no pre-training"),
+        ({"overrides": ("step=3",)}, "override step=3: Recipe has no field 'step'"),
+        ({"overrides": ("data.batch=0",)}, "DataConfig.batch is 0"),
+        *(
+            (
+                {"overrides": (f"{field}=x",)},
+                f"override {field}=x: the stage sets {field} itself; use {setting} instead",
+            )
+            for field, setting in pretrain.SETTINGS.items()
+        ),
+        (NO_TEXT | {"overrides": ("data.text_batch=4",)}, "data.text_batch=4, and there is no corpus; set text"),
+        ({"recipe": "pretrain_vlbert_base"}, BERT),
+        ({"overrides": ("bert=bert-base-uncased",)}, BERT),
+        ({"run": "finetune-with"}, "two runs are named finetune-with"),
+        ({"overrides": ("model.layers=JJ",)}, "has another architecture .* than the pre-training"),
+    ],
+)
+def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_road(world)
+    with pytest.raises(ValueError, match=message):
+        check(datasets, dataclasses.replace(pretraining, **changes), finetunings)
+
+
+def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(world: World, tmp_path: Path):
+    datasets, pretraining, _ = a_road(world)
+    (tmp_path / "vocab.txt").write_text("[PAD]\n")
+    base = dataclasses.replace(pretraining, recipe="pretrain_vlbert_base", vocabulary_size=None, vocabulary_captions=())
+    check(datasets, dataclasses.replace(base, vocabulary=str(tmp_path / "vocab.txt")), [])
+    check(datasets, dataclasses.replace(base, overrides=("bert=none",)), [])
+    check(datasets, dataclasses.replace(base, text=()), [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "refcoco"}, r"finetunings\[0\].dataset is 'refcoco'"),
+        ({"folder": "no"}, r"finetunings\[0\].folder: there is no file no/refs\(unc\).p"),
+        ({"folder": ""}, r"finetunings\[0\].folder is not set"),
+        ({"recipe": "finetune"}, r"finetunings\[0\].recipe is 'finetune'; it must be one of"),
+        ({"recipe": "pretrain_vlbert_demo"}, "is a pre-training, no fine-tuning"),
+        ({"recipe": "finetune_refcoco_base"}, "has another architecture .* than the pre-training pretrain_vlbert_demo"),
+        ({"overrides": ("optimizer.rate=3",)}, r"finetunings\[0\] .*OptimizerConfig has no field 'rate'"),
+        ({"overrides": ("bert=bert-base-uncased",)}, "Recipe.bert is .* None where start_from is set"),
+        ({"run": "pretrain"}, "two runs are named pretrain"),
+        *(
+            ({"overrides": (f"{field}=x",)}, f"the stage sets {field} itself; use {setting} instead")
+            for field, setting in finetune.SETTINGS.items()
+        ),
+    ],
+)
+def test_a_fine_tuning_that_cannot_work_is_refused(world: World, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_road(world)
+    finetunings[0] = dataclasses.replace(finetunings[0], **changes)
+    with pytest.raises(ValueError, match=message):
+        check(datasets, pretraining, finetunings)
+
+
+def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path):
+    with pytest.raises(ValueError, match="use the setting run instead"):
+        pretrain.pretrain(str(tmp_path), str(tmp_path), PretrainSettings(overrides=("run=x",)))
+    with pytest.raises(ValueError, match="use the pre-training's vocabulary instead"):
+        finetune.finetune(str(tmp_path), FinetuneSettings(pretrained=False, overrides=("vocabulary=x",)))
+
+
+# --- python -m flows.pipeline -----------------------------------------------------------------------------------------
+
+
+def test_the_program_says_in_a_line_what_is_wrong_with_its_file_and_has_a_prefect_of_its_own(
+    world: World, tmp_path: Path
+):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    del environment["PREFECT_HOME"]
+    file = tmp_path / "road.json"
+
+    def run(**more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "flows.pipeline", "road.json"]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
+        )
+
+    file.write_text(json.dumps(as_json(world) | {"datasets": []}))
+    ended = run(HOME=str(tmp_path / "home"))
+    assert (ended.returncode, ended.stderr) == (1, "pretraining.dataset is 'captions', and datasets has only none\n")
+    assert (tmp_path / ".prefect").is_dir()
+    assert not (tmp_path / "home" / ".prefect").exists()
+    shutil.rmtree(tmp_path / ".prefect")
+    file.write_text('{"root": 1,\n}')
+    ended = run(PREFECT_HOME=str(tmp_path / "mine"))
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("road.json:")
+    assert ": no JSON: " in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert (tmp_path / "mine").is_dir()
+    assert not (tmp_path / ".prefect").exists()
+
+
+def test_a_parameter_file_that_cannot_be_read_is_named(tmp_path: Path):
+    from flows.pipeline import read_parameters
+
+    with pytest.raises(ValueError, match="cannot read .*no.json: No such file"):
+        read_parameters(tmp_path / "no.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="list.json holds no JSON object"):
+        read_parameters(tmp_path / "list.json")

@@ -1,0 +1,358 @@
+"""A caption list or a folder of images, on a tiny drawn world, becomes committed shards: without Prefect."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from web import Web, draw, encode, send
+
+from demo.serve import WorldServer, free_port
+from demo.world import World, WorldSettings, draw_world
+from storage.catalog import Catalog
+from storage.collect import (
+    CollectSettings,
+    Group,
+    check_committed,
+    collect,
+    collect_group,
+    main,
+    plan,
+)
+from storage.download import DownloadSettings
+from storage.objects import open_objects
+
+IMAGES = "images"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """24 captioned scenes and 8 broken rows, 16 RefCOCO+ pictures; served while the tests run."""
+    settings = WorldSettings(
+        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, refcoco_train=7, refcoco_held_out=3
+    )
+    drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
+    with WorldServer(drawn.root):
+        yield drawn
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    with Web() as server:
+        yield server
+
+
+def captions(world: World, file: Path | None = None, **changes: object) -> CollectSettings:
+    """The captioned scenes as a dataset in shards of 10 rows, two a group."""
+    settings = {
+        "captions": str(file or world.train_tsv),
+        "download": DownloadSettings(deadline=1.5, allowed_hosts=(f"127.0.0.1:{world.port}",)),
+        "rows_per_shard": 10,
+        "shards_per_group": 2,
+    }
+    return CollectSettings("captions", **(settings | changes))
+
+
+def refcoco(world: World) -> CollectSettings:
+    return CollectSettings("refcoco+", images=str(world.refcoco_images), rows_per_shard=6)
+
+
+def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSettings:
+    """A list with these lines in shards of two rows; `/name` stands for that page of the server."""
+    file.write_text("".join(line.replace("\t/", f"\thttp://{web.host}/") + "\n" for line in lines))
+    settings = {
+        "captions": str(file),
+        "download": DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host,)),
+        "rows_per_shard": 2,
+    }
+    return CollectSettings("captions", **(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the captioned scenes; to be copied, not changed."""
+    root = tmp_path_factory.mktemp("collected")
+    collect(str(root), captions(world), lambda line: None)
+    return root
+
+
+@pytest.fixture
+def root(collected: Path, tmp_path: Path) -> str:
+    """A root of the test's own with the captioned scenes collected."""
+    return str(shutil.copytree(collected, tmp_path / "root"))
+
+
+def of(root: str, dataset: str = "captions") -> Catalog:
+    return Catalog(open_objects(root), dataset)
+
+
+def statuses(root: str) -> list[str]:
+    """The status of every row of the captions, in order."""
+    tables = of(root).columns(IMAGES, ["status"])
+    return [status for table in tables for status in table["status"].to_pylist()]
+
+
+def test_shards_are_ranges_of_rows_and_every_row_is_in_one(world: World, root: str):
+    assert [(part.shard, part.start, part.stop) for part in plan(captions(world), {})] == [
+        ("00000", 0, 10),
+        ("00001", 10, 20),
+        ("00002", 20, 30),
+        ("00003", 30, 32),
+    ]
+    tables = [of(root).manifest(IMAGES, shard).table for shard in of(root).shards(IMAGES)]
+    rows = [table["row"].to_pylist() for table in tables]
+    assert rows == [list(range(10)), list(range(10, 20)), list(range(20, 30)), [30, 31]]
+    urls = [url for table in tables for url in table["url"].to_pylist()]
+    assert urls == [line.split("\t")[1] for line in world.train_tsv.read_text().splitlines()]
+    assert of(root).counts(IMAGES)["ok"] >= 24
+
+
+def test_what_is_committed_is_not_downloaded_again_and_the_stage_says_so(world: World, root: str):
+    said, groups = [], []
+    again = collect(root, captions(world), said.append, lambda *arguments: groups.append(arguments))
+    assert said == ["captions: nothing to download: 4 of 4 shards are committed"]
+    assert groups == []
+    assert (again.shards, again.new_shards) == (4, 0)
+    assert again.counts == of(root).counts(IMAGES)
+
+
+def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str):
+    before = {shard: of(root).manifest(IMAGES, shard).sha256 for shard in of(root).shards(IMAGES)}
+    for shard in ("00000", "00002", "00003"):
+        of(root).objects.delete(f"captions/images/{shard}.parquet")
+    said, groups = [], []
+
+    def group(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+        groups.append([part.shard for part in group.parts])
+        return collect_group(at, settings, group)
+
+    result = collect(root, captions(world), said.append, group)
+    assert groups == [["00000", "00002"], ["00003"]]
+    assert result.new_shards == 3
+    assert said[0] == f"captions: 3 of 4 shards to collect, 32 rows in {world.train_tsv}"
+    assert said[1].startswith("captions: 2 of 3 shards collected: ")
+    assert {shard: of(root).manifest(IMAGES, shard).sha256 for shard in of(root).shards(IMAGES)} == before
+
+
+def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World, root: str):
+    before = {shard: header.sha256 for shard, header in of(root).headers(IMAGES).items()}
+    of(root).objects.delete("captions/images/00003.parquet")
+    said = []
+    group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40)
+    counts = collect_group(root, captions(world, report_every=0), group, said.append)
+    assert counts == of(root).counts(IMAGES)  # of the whole group, whoever committed it
+    assert {shard: header.sha256 for shard, header in of(root).headers(IMAGES).items()} == before
+    # 30 rows were there: what is told are rows 30 and 31 alone, after the eight of an earlier group.
+    assert said[-1].startswith("captions: 40 of 40 rows: ")
+    assert all(line.startswith(("captions: 39 of 40", "captions: 40 of 40")) for line in said)
+
+
+def test_a_list_that_changed_under_committed_shards_is_an_error(world: World, root: str, tmp_path: Path):
+    lines = world.train_tsv.read_text().splitlines(keepends=True)
+    changed = tmp_path / "changed.tsv"
+    for new, what in (
+        ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 holds rows 10 to 20"),
+        (lines[1:], "shard 00000 holds rows 0 to 10"),
+        (lines[:30], "shard 00003 holds rows 30 to 32 of .*, now it would be only 3 shards"),
+        (lines[:31], "shard 00003 holds rows 30 to 32 of .*, now it would be rows 30 to 31"),
+    ):
+        changed.write_text("".join(new))
+        with pytest.raises(ValueError, match=f"captions: the list changed under committed shards: {what}"):
+            collect(root, captions(world, changed))
+    with pytest.raises(ValueError, match="shard 00000 was collected with other image settings: max_side 1024, now 512"):
+        collect(root, captions(world, download=DownloadSettings(max_side=512)))
+    changed.write_text("".join(lines))  # under another name it is the same list
+    assert collect(root, captions(world, changed), lambda line: None).new_shards == 0
+
+
+def test_a_list_may_grow_and_its_new_rows_make_new_shards(world: World, tmp_path: Path):
+    lines = world.train_tsv.read_text().splitlines()
+    growing, root = tmp_path / "growing.tsv", str(tmp_path / "root")
+    for rows, rows_per_shard, new_shards in ((10, 10, 1), (14, 10, 1), (14, 5, 0), (20, 4, 2)):
+        growing.write_text("\n".join(lines[:rows]))  # without a newline at the end, which the next round then has
+        dataset = captions(world, growing, rows_per_shard=rows_per_shard)
+        assert collect(root, dataset, lambda line: None).new_shards == new_shards
+    tables = [of(root).manifest(IMAGES, shard).table for shard in of(root).shards(IMAGES)]
+    assert [table["row"].to_pylist() for table in tables] == [
+        [*range(10)],
+        [*range(10, 14)],
+        [*range(14, 18)],
+        [18, 19],
+    ]
+
+
+def test_an_empty_list_or_folder_is_an_error(world: World, tmp_path: Path):
+    (tmp_path / "empty.tsv").touch()
+    with pytest.raises(ValueError, match="holds nothing to collect for captions"):
+        collect(str(tmp_path / "root"), captions(world, tmp_path / "empty.tsv"))
+    with pytest.raises(ValueError, match="is no folder of images"):
+        plan(dataclasses.replace(refcoco(world), images=str(tmp_path / "nowhere")), {})
+
+
+def test_a_folder_of_images_becomes_shards_whose_rows_count_through(world: World, tmp_path: Path):
+    root, said = str(tmp_path), []
+    assert collect(root, refcoco(world), said.append).counts == {"ok": 16}
+    catalog = of(root, "refcoco+")
+    tables = [catalog.manifest(IMAGES, shard).table for shard in catalog.shards(IMAGES)]
+    assert [table["row"].to_pylist() for table in tables] == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
+    names = sorted(file.name for file in world.refcoco_images.iterdir())
+    assert [url for table in tables for url in table["url"].to_pylist()] == names
+    assert collect(root, refcoco(world), said.append).new_shards == 0
+    done = {shard: catalog.manifest(IMAGES, shard).meta for shard in catalog.shards(IMAGES)}
+    with pytest.raises(ValueError, match="the list changed"):
+        check_committed(done, plan(refcoco(world), {})[1:], refcoco(world))
+
+
+def test_progress_is_told_now_and_then_with_rows_by_status(web: Web, tmp_path: Path):
+    web.put("/progress.jpg", send(encode(draw())))
+    lines = [f"caption {i}\t/{'progress.jpg' if i % 2 else 'gone.jpg'}" for i in range(6)]
+    often, seldom = [], []
+    settings = served(web, tmp_path / "list.tsv", *lines, shards_per_group=2, report_every=0)
+    collect(str(tmp_path / "one"), settings, often.append)
+    assert "captions: 6 of 6 rows: 3 http_404, 3 ok" in often
+    told = [int(line.split()[1]) for line in often if " rows: " in line]
+    assert told == sorted(told)
+    assert told[0] == 1
+    collect(str(tmp_path / "two"), dataclasses.replace(settings, report_every=60), seldom.append)
+    assert seldom == [line for line in often if " rows: " not in line]
+
+
+def test_a_row_that_repeats_one_of_another_shard_is_a_duplicate_of_it(web: Web, tmp_path: Path):
+    web.put("/twice.jpg", send(encode(draw())))
+    lines = [f"caption {i}\t/twice.jpg" for i in (0, 1, 2, 1, 0, 0, 3)]
+    file, root = tmp_path / "list.tsv", str(tmp_path / "root")
+    for rows in (5, 7):  # the list grows; what is a duplicate does not depend on when it came
+        collect(root, served(web, file, *lines[:rows]), lambda line: None)
+    tables = [table.to_pydict() for table in of(root).columns(IMAGES, ["row", "status", "detail"])]
+    found = [row for table in tables for row in zip(*table.values(), strict=True)]
+    assert found == [
+        (0, "ok", ""),
+        (1, "ok", ""),
+        (2, "ok", ""),
+        (3, "duplicate", "of row 1"),
+        (4, "duplicate", "of row 0"),
+        (5, "duplicate", "of row 0"),
+        (6, "ok", ""),
+    ]
+    assert [sample.caption for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)] == [
+        f"caption {i}" for i in range(4)
+    ]
+    assert [part.duplicates for part in plan(served(web, file, *lines, rows_per_shard=4), {})] == [
+        ((3, 1),),
+        ((4, 0), (5, 0)),
+    ]
+
+
+def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path: Path):
+    web.put("/reached.jpg", send(encode(draw())))
+    with Web() as gone:
+        port = gone.server.server_port
+    # All of 127.0.0.0/8 is this machine: five hosts, and nobody listens.
+    hosts = [f"127.0.0.{i}:{port}" for i in range(1, 6)]
+    download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host, *hosts))
+    dead = [f"caption {i}\thttp://{host}/{i}.jpg" for i, host in enumerate(hosts)]
+    unasked = "caption\tnonsense"
+
+    def attempt(name: str, *lines: str, **changes: object) -> list[str]:
+        settings = served(web, tmp_path / f"{name}.tsv", *lines, download=download, rows_per_shard=10, **changes)
+        collect(str(tmp_path / name), settings, lambda line: None)
+        return statuses(str(tmp_path / name))
+
+    message = r"none of the 5 hosts of shard 00000 \(rows 0 to 6 of .*\) could be reached: 5 connect, the first http:"
+    with pytest.raises(ConnectionError, match=message + ".*--commit-unreachable"):
+        attempt("lost", *dead, unasked)
+    assert of(str(tmp_path / "lost")).shards(IMAGES) == []
+    assert attempt("lost", *dead, unasked, commit_unreachable=True) == 5 * ["connect"] + ["bad_url"]
+    assert attempt("few", *dead[:4], dead[0] + "?again") == 5 * ["connect"]  # four servers may well be gone
+    assert attempt("one", *dead, "caption\t/reached.jpg") == 5 * ["connect"] + ["ok"]
+    assert attempt("answer", *dead, "caption\t/gone.jpg") == 5 * ["connect"] + ["http_404"]
+
+
+def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):
+    web.put("/edited.jpg", send(encode(draw())))
+    file, root = tmp_path / "list.tsv", str(tmp_path / "root")
+    lines = [f"caption {i}\t/edited.jpg" for i in range(6)]
+    settings = served(web, file, *lines, shards_per_group=1)
+
+    def edit(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+        if group.parts[0].shard == "00001":
+            served(web, file, "a new line\t/edited.jpg", *lines)
+        return collect_group(at, settings, group, lambda line: None)
+
+    message = r"list.tsv was changed while it was collected: rows 2 to 4 \(shard 00001\)"
+    with pytest.raises(ValueError, match=message):
+        collect(root, settings, lambda line: None, edit)
+    assert of(root).shards(IMAGES) == ["00000"]
+
+
+def test_a_folder_that_is_changed_while_it_is_imported_is_an_error(world: World, tmp_path: Path):
+    folder, root = shutil.copytree(world.refcoco_images, tmp_path / "images"), str(tmp_path / "root")
+
+    def change(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+        (folder / "000.jpg").write_bytes(b"")
+        return collect_group(at, settings, group)
+
+    settings = dataclasses.replace(refcoco(world), images=str(folder))
+    with pytest.raises(ValueError, match="images was changed while it was collected: rows 0 to 6"):
+        collect(root, settings, lambda line: None, change)
+
+
+def test_rows_are_read_where_their_part_begins(web: Web, tmp_path: Path):
+    file = tmp_path / "list.tsv"
+    file.write_bytes("é\thttp://x/0\r\nb\thttp://x/1\nc\thttp://x/2".encode())
+    parts = plan(CollectSettings("captions", captions=str(file), rows_per_shard=1), {})
+    assert [part.offset for part in parts] == [0, 15, 28]
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
+        CollectSettings("x", captions="a.tsv", images="folder")
+    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
+        CollectSettings("x")
+    with pytest.raises(ValueError, match="rows_per_shard is 0"):
+        CollectSettings("x", captions="a.tsv", rows_per_shard=0)
+    with pytest.raises(ValueError, match="report_every is -1"):
+        CollectSettings("x", captions="a.tsv", report_every=-1)
+
+
+def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path):
+    web.put("/program.jpg", send(encode(draw(600, 300))))
+    served(web, tmp_path / "list.tsv", "a\t/program.jpg", "b\t/gone.jpg", "c\t/program.jpg")
+    command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
+    command += ["--captions", str(tmp_path / "list.tsv"), "--rows-per-shard", "2", "--allow-host", web.host]
+    command += ["--max-side", "300", "--deadline", "5", "--contact", "tests@example.org", "--report-every", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"captions: 2 of 2 shards to collect, 3 rows in {tmp_path / 'list.tsv'}"
+    assert "captions: 3 of 3 rows: 2 ok, 1 http_404" in lines
+    assert lines[-1].startswith("captions: 2 new of 2 shards in ")
+    assert lines[-1].endswith(" s; all rows: 1 http_404, 2 ok") or lines[-1].endswith(" s; all rows: 2 ok, 1 http_404")
+    assert {sample.width for sample in of(str(tmp_path / "root")).read(IMAGES, "00000")} == {300}
+    assert "tests@example.org" in web.requests[-1][2]["User-Agent"]
+
+
+def test_the_program_imports_no_prefect_and_no_torch():
+    code = "import sys, storage.collect; print(sorted({'prefect', 'torch', 'flows', 'vlbert'} & sys.modules.keys()))"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--captions", "nowhere.tsv"], "No such file or directory: 'nowhere.tsv'"),
+        (["--images", "nowhere"], "nowhere is no folder of images"),
+        (["--captions", "nowhere.tsv", "--deadline", "0"], "deadline is 0"),
+        (["--captions", "nowhere.tsv", "--allow-host", "localhost"], "'localhost' is not host:port"),
+    ],
+)
+def test_the_program_ends_with_one_clear_line(arguments: list[str], message: str, tmp_path: Path):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "root"), "captions", *arguments])
+    assert message in ended.value.code  # a string: printed to stderr, and the exit status is 1
+    assert "\n" not in ended.value.code
