@@ -6,7 +6,7 @@ from pathlib import Path
 from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.training import check_overrides
-from vlbert.config import Recipe, override
+from vlbert.config import Recipe, architecture, differing_fields, override
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -23,11 +23,13 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
     for number, settings in enumerate(finetunings):
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
-        if settings.pretrained and recipe.model != pretraining_recipe.model:
+        differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
+        if settings.pretrained and differing:
+            name, here, there = differing[0]
             raise ValueError(
-                f"{where}: recipe {settings.recipe} has another architecture (model.*) than the pre-training "
-                f"{pretraining.recipe} whose checkpoint it starts from; choose a recipe of the same size, or the same "
-                "model.* overrides"
+                f"{where}: recipe {settings.recipe} has another architecture than the pre-training "
+                f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose a recipe of the same "
+                "size, or the same model.* overrides"
             )
         runs.append(recipe.run_name)
     twice = _twice(runs)

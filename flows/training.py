@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flows.settings import Processes
 from flows.supervisor import run_child
 from storage.objects import open_objects
-from vlbert.record import read_metrics
+from vlbert.record import last_metrics
 
 _PROGRESS_SECONDS = 5.0  # between progress lines that are passed on; all others are
 _PROGRESS = re.compile(r"step \d+/\d+ .* left$")
@@ -57,10 +57,9 @@ def train(
     from vlbert.checkpoint import checkpoints  # here, because it brings torch, which stages without it need not load
 
     objects = open_objects(root)
-    saved, validations = checkpoints(objects, run), read_metrics(objects, run, "validation")
+    saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
     if not saved:
         raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
-    metrics = {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
     return Trained(run, objects.where(saved[-1]), metrics, None, time.monotonic() - started, finished.peak_bytes)
 
 

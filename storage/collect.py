@@ -33,7 +33,7 @@ from storage.download import (
     import_images,
     parse_captions,
 )
-from storage.objects import open_objects
+from storage.objects import ObjectMissing, open_objects
 from storage.sample import sample_key
 
 IMAGES = "images"
@@ -366,7 +366,7 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
             f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
             f"{asked[0].row.url[:200]}: {asked[0].detail}. Nothing of it was committed. Check this machine's network "
-            "and run again; if these hosts are gone for good, collect with --commit-unreachable"
+            "and run again; if these hosts are gone for good, run python -m storage.collect with --commit-unreachable"
         )
 
 
@@ -422,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report_every=options.report_every,
         )
         collected = collect(options.root, settings, functools.partial(print, flush=True))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ObjectMissing) as error:
         sys.exit(str(error))
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "

@@ -220,7 +220,7 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         ({"recipe": "pretrain_vlbert_base"}, BERT),
         ({"overrides": ("bert=bert-base-uncased",)}, BERT),
         ({"run": "finetune-with"}, "two runs are named finetune-with"),
-        ({"overrides": ("model.layers=JJ",)}, "has another architecture .* than the pre-training"),
+        ({"overrides": ("model.layers=JJ",)}, "has another architecture than the pre-training"),
     ],
 )
 def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict, message: str):
@@ -246,7 +246,7 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
         ({"folder": ""}, r"finetunings\[0\].folder is not set"),
         ({"recipe": "finetune"}, r"finetunings\[0\].recipe is 'finetune'; it must be one of"),
         ({"recipe": "pretrain_vlbert_demo"}, "is a pre-training, no fine-tuning"),
-        ({"recipe": "finetune_refcoco_base"}, "has another architecture .* than the pre-training pretrain_vlbert_demo"),
+        ({"recipe": "finetune_refcoco_base"}, "has another architecture than the pre-training pretrain_vlbert_demo"),
         ({"overrides": ("optimizer.rate=3",)}, r"finetunings\[0\] .*OptimizerConfig has no field 'rate'"),
         ({"overrides": ("bert=bert-base-uncased",)}, "Recipe.bert is .* None where start_from is set"),
         ({"run": "pretrain"}, "two runs are named pretrain"),

@@ -234,3 +234,30 @@ def from_json(kind: type, values: dict, where: str) -> Any:
         return tuple(values[name]) if isinstance(values[name], list) else values[name]
 
     return kind(**{name: value(name) for name in values})
+
+
+# Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
+_FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
+_FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
+_FREE |= {"regions.weights", "regions.untrained"}
+
+
+def architecture(config: ModelConfig) -> dict[str, object]:
+    """The fields, dotted, that two models must share for one to take the other's weights."""
+    return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}
+
+
+def flat(values: dict, prefix: str = "") -> dict[str, object]:
+    """Nested dicts as one with dotted names; sequences as lists, as JSON gives them back."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
+    """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
+    return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]

@@ -28,7 +28,7 @@ from vlbert.checkpoint import (
     remove_old,
     save_checkpoint,
 )
-from vlbert.config import ModelConfig, Recipe, override, to_json
+from vlbert.config import Recipe, architecture, differing_fields, flat, override, to_json
 from vlbert.data import ShardSamples, TrainingData, batches, check_shares, mix, open_samples
 from vlbert.distributed import World
 from vlbert.evaluate import autocast, validate
@@ -235,33 +235,6 @@ def make_model(
                 load_model(getattr(model.head, part), found, start_from.where)
         say(f"VL-BERT from {start_from.where}")
     return model
-
-
-# Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
-_FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
-_FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
-_FREE |= {"regions.weights", "regions.untrained"}
-
-
-def architecture(config: ModelConfig) -> dict[str, object]:
-    """The fields, dotted, that two models must share for one to take the other's weights."""
-    return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}
-
-
-def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dicts as one with dotted names; sequences as lists, as JSON gives them back."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
-    return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
 
 
 def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
