@@ -15,15 +15,15 @@ _LONGEST = 200  # characters of an example that a table shows
 
 def table_of_counts(catalog: Catalog, stage: str) -> str:
     """Rows of a stage by status, each but ok with the detail of its first row."""
-    counts, details, shards = Counter(), {}, catalog.shards(stage)
-    for shard in shards:
-        manifest = catalog.manifest(stage, shard)
-        counts.update(manifest.statuses)
-        for status in manifest.statuses.keys() - details.keys() - {OK}:
-            rows = manifest.table["detail"].filter(pc.equal(manifest.table["status"], status))
-            details[status] = rows[0].as_py()
+    counts, details, headers = Counter(), {}, catalog.headers(stage)
+    for shard, header in headers.items():
+        counts.update(header.statuses)
+        new = header.statuses.keys() - details.keys() - {OK}
+        table = catalog.manifest(stage, shard).table if new else None  # at most once a status, not once a shard
+        for status in new:
+            details[status] = table["detail"].filter(pc.equal(table["status"], status))[0].as_py()
     lines = [
-        f"{counts.total()} rows in {len(shards)} shards: `{catalog.objects.where(f'{catalog.dataset}/{stage}')}`",
+        f"{counts.total()} rows in {len(headers)} shards: `{catalog.objects.where(f'{catalog.dataset}/{stage}')}`",
         *["", "| status | rows | for example |", "|---|---:|---|"],
         *(f"| {escaped(s)} | {count} | {escaped(details.get(s, ''))} |" for s, count in counts.most_common()),
     ]

@@ -28,8 +28,8 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
             name, here, there = differing[0]
             raise ValueError(
                 f"{where}: recipe {settings.recipe} has another architecture than the pre-training "
-                f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose a "
-                "recipe of the same size, or the same model.* overrides"
+                f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose "
+                "a recipe of the same size, or the same model.* overrides"
             )
         runs.append(recipe.run_name)
     twice = _twice(runs)

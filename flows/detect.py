@@ -93,15 +93,15 @@ def _as_report(line: str) -> dict | None:
 
 def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
     """The whole stage as its manifests tell it."""
-    manifests = [catalog.manifest(stage, shard) for shard in catalog.shards(stage)]
+    headers = catalog.headers(stage)
     return Detected(
         dataset=catalog.dataset,
         detector=stage.removeprefix("regions/"),
-        shards=len(manifests),
+        shards=len(headers),
         new_shards=new_shards,
-        images=sum(manifest.ok_rows for manifest in manifests),
-        regions=sum(pc.sum(manifest.table["num_regions"]).as_py() or 0 for manifest in manifests),
-        untrained=any(manifest.meta["untrained"] for manifest in manifests),
+        images=sum(header.ok_rows for header in headers.values()),
+        regions=sum(pc.sum(table["num_regions"]).as_py() or 0 for table in catalog.columns(stage, ["num_regions"])),
+        untrained=any(header.meta["untrained"] for header in headers.values()),
         seconds=seconds,
         peak_bytes=peak_bytes,
     )
