@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.serve import WorldServer, free_port
+from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
@@ -21,3 +23,14 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=120):
         yield
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ pictures; served while the tests run."""
+    settings = WorldSettings(
+        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, refcoco_train=7, refcoco_held_out=3
+    )
+    drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
+    with WorldServer(drawn.root):
+        yield drawn

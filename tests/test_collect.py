@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from web import Web, draw, encode, send
 
-from demo.serve import WorldServer, free_port
-from demo.world import World, WorldSettings, draw_world
+from demo.world import World
 from storage.catalog import Catalog
 from storage.collect import (
     CollectSettings,
@@ -26,17 +25,6 @@ from storage.download import DownloadSettings
 from storage.objects import open_objects
 
 IMAGES = "images"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """24 captioned scenes and 8 broken rows, 16 RefCOCO+ pictures; served while the tests run."""
-    settings = WorldSettings(
-        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, refcoco_train=7, refcoco_held_out=3
-    )
-    drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
-    with WorldServer(drawn.root):
-        yield drawn
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from s3 import s3_server
 
 import demo.__main__ as demo
-from demo.serve import WorldServer, free_port
-from demo.world import World, WorldSettings, draw_world
+from demo.world import World
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of, table_of_counts
 from flows.collect import collect_settings, network_failed
@@ -29,17 +27,6 @@ from storage.download import DownloadSettings
 from storage.objects import StorageUnreachable, open_objects
 
 IMAGES = "images"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ pictures; served while the tests run."""
-    settings = WorldSettings(
-        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, refcoco_train=7, refcoco_held_out=3
-    )
-    drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
-    with WorldServer(drawn.root):
-        yield drawn
 
 
 def captions(world: World, file: Path | None = None, **changes: object) -> Dataset:

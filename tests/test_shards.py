@@ -176,7 +176,7 @@ def test_every_message_of_a_span_begins_with_the_name_it_was_given(shard):
     good = file.read_bytes()[spans[1].offset : spans[1].offset + spans[1].length]
     damaged = bytearray(good)
     damaged[good.index(b'{"') + 1] = 0
-    name = "s3://bucket/root/captions/images/00000-0123456789ab.tar at byte 3072"
+    name = "s3://bucket/prefix/captions/images/00000-0123456789ab.tar at byte 3072"
     bad = (b"", good[:-512], good[512:], good + good, good + bytes(512), bytes(512) + good, b"x" * 512, bytes(damaged))
     for data in bad:
         with pytest.raises(ValueError) as error:

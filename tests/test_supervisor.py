@@ -236,7 +236,8 @@ def test_nothing_is_left_5_seconds_after_the_flow_was_killed(mark: str, number: 
 
 def test_the_ranks_of_torchrun_die_with_the_flow(mark: str, tmp_path: Path):
     rank = tmp_path / f"{mark}.py"
-    rank.write_text("import os, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(600)\n")
+    # One write a line: print, unbuffered, writes the newline by itself, and the other rank may come in between.
+    rank.write_text("import os, time\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\ntime.sleep(600)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(rank)]
     flow = a_flow(torchrun)
     heard = set()
