@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
 from flows.collect import collect_settings
@@ -42,13 +43,21 @@ def server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
+def root(request, tmp_path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "root")
+    else:
+        with s3_server("photographs"):
+            yield "s3://photographs/road"
+
+
 @pytest.mark.timeout(400)
-def test_photographs_go_the_whole_road(server, tmp_path):
+def test_photographs_go_the_whole_road(server, root, tmp_path):
     pairs = [line.split("\t") for line in (PHOTOGRAPHS / "captions.tsv").read_text().splitlines()]
     captions, text = tmp_path / "captions.tsv", tmp_path / "text.txt"
     captions.write_text("".join(f"{caption}\thttp://{server}/{file}\n" for caption, file in pairs))
     text.write_text("".join(f"{caption}\n" for caption, _ in pairs))
-    root = str(tmp_path / "root")
     dataset = Dataset(
         "captions",
         # Small, for the processors' sake: the network is whole, ResNet-50 with its dilated res5.
@@ -77,7 +86,7 @@ def test_photographs_go_the_whole_road(server, tmp_path):
         assert sample.regions.class_probs.shape == (len(boxes), 1601)
         np.testing.assert_allclose(sample.regions.class_probs.astype(np.float32).sum(1), 1, atol=0.01)
 
-    base = tiny_recipe(Path(root))
+    base = tiny_recipe(tmp_path)
     recipe = dataclasses.replace(
         base,
         model=dataclasses.replace(TINY_MODEL, max_positions=160),
