@@ -242,16 +242,18 @@ def flow_parameters(root: Path, world: World, seed: int, processes: int) -> dict
 
 @contextmanager
 def show_stages() -> Iterator[None]:
-    """Print what our stages log, one line each, and none of what Prefect logs about them."""
+    """Print what our stages log, in flows and in tasks, one line each, and none of what Prefect logs about them."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     handler.addFilter(lambda record: "prefect" not in Path(record.pathname).parts)
-    logger = logging.getLogger("prefect.flow_runs")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -46,6 +47,18 @@ def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, w
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
         assert part in message
+
+
+def test_what_stages_say_in_flows_and_in_tasks_is_shown_and_prefects_own_words_are_not(capsys: pytest.CaptureFixture):
+    from flows.pipeline import Road  # noqa: F401  brings prefect, which sets its loggers up
+
+    with demo.show_stages():
+        for kind in ("flow_runs", "task_runs"):
+            logger = logging.getLogger(f"prefect.{kind}")
+            logger.info("captions: said in %s", kind)
+            logger.handle(logger.makeRecord(logger.name, logging.INFO, "/x/prefect/engine.py", 1, "Finished", (), None))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[2] for line in shown] == ["captions: said in flow_runs", "captions: said in task_runs"]
 
 
 def test_a_server_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path):
