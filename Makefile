@@ -4,17 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 ROOT ?= demo-root
 SEED ?= 0
+DEPLOYMENTS ?= prefect.yaml
+PORT ?= 4200
 
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo ui test test-all lint format clean
+.PHONY: demo ui serve test test-all lint format clean
 
 demo: $(VENV)/installed  ## from URLs to a fine-tuned model in a drawn world: 6 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
-ui: $(VENV)/installed  ## the flow UI over what `make demo` did
-	$(BIN)/python -m demo ui --root "$(ROOT)"
+ui: $(VENV)/installed  ## the flow UI over what `make demo` did, and a worker: its deployments can be run again
+	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)
+
+serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
+	$(BIN)/python -m flows.serve --deployments "$(DEPLOYMENTS)" --port $(PORT)
 
 test: $(VENV)/installed lint  ## 10 minutes at most on 2 cores
 	$(BIN)/python -m pytest

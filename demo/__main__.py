@@ -7,33 +7,41 @@ Exits with 1 where the model did not learn what it should.
 """
 
 import argparse
-import logging
 import os
+import re
 import resource
 import shlex
 import sys
+import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+from pydantic import TypeAdapter
+
 from demo.serve import WorldServer, free_port
 from demo.world import DEFAULT_PORT, ROWS_PER_SHARD, World, WorldSettings, draw_world, read_world
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, quiet_prefect
-from flows.supervisor import ChildFailed, background
+from flows.serve import PORT, serve, serving
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from flows.supervisor import ChildFailed, run_child
 from storage.download import DownloadSettings
 
 if TYPE_CHECKING:
     from flows.pipeline import Road
 
-UI_PORT = 4200  # of `demo ui`: Prefect's own
+WALK = ["deployment", "run", "pretrain-vlbert/default", "--watch"]
 RUNS = {"pretrain": "pretrain", "with": "finetune-with", "without": "finetune-without"}  # role -> name below ROOT/runs
+DATASETS = ("captions", "held-out", "refcoco+")
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus that with another scene's picture
-_SERVER_SECONDS = 120.0  # that the Prefect server may take to start
+# What our stages log begins with the name of a dataset or of a run; the rest of a worker's log is Prefect's.
+_STAGE_LINE = re.compile(
+    r"(?P<time>\d\d:\d\d:\d\d)\.\d+ \| \w+ +\| (?:Flow|Task) run '[^']*' - "
+    rf"(?P<said>(?:{'|'.join(map(re.escape, [*DATASETS, *RUNS.values()]))})(?:: | is complete| goes on).*)"
+)
 # Seconds that a stage may take on two cores: a goal, not a gate.
 BUDGET = {
     "draw and serve": 15,
@@ -64,20 +72,20 @@ def run_demo(root: Path, seed: int, processes: int) -> int:
     """The whole demo; the exit status."""
     started = time.monotonic()
     world = draw(root / "world", WorldSettings(seed=seed))
-    prefect_home = root / "prefect"
-    prefect_home.mkdir(parents=True, exist_ok=True)
+    home, deployments = root / "prefect", root / "prefect.yaml"
+    write_deployments(deployments, flow_parameters(root, world, seed, processes))
     with WorldServer(world.root):
-        drawn = time.monotonic() - started
-        own = own_peak()
-        with prefect_server(prefect_home):
-            served = time.monotonic() - started - drawn
-            road, walked = walk(root, world, seed, processes)
+        drawn, own = time.monotonic() - started, own_peak()
+        say("starting a Prefect server and a worker")
+        with serving(home, free_port(0), deployments, query_seconds=1.0):
+            road = walk(home / "worker.log")
+    walked = time.monotonic() - started - drawn
     worked = [*road.collected, *road.detected.values(), road.pretrained, *road.finetuned]
     stages = [
         Stage("draw and serve", drawn, own),
-        # What Prefect itself took: to start, and of the road all that no stage worked.
-        Stage("server", served + walked - sum(stage.seconds for stage in worked), own_peak()),
-        Stage("download", sum(stage.seconds for stage in road.collected), own_peak()),
+        # What Prefect itself took: server, deployments and worker, and of the road all that no stage worked.
+        Stage("server", walked - sum(stage.seconds for stage in worked), road.peak_bytes),
+        Stage("download", sum(stage.seconds for stage in road.collected), road.peak_bytes),
         of_children("detect", list(road.detected.values())),
         of_children("pre-train", [road.pretrained]),
         of_children("fine-tune", road.finetuned),
@@ -132,81 +140,50 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-@contextmanager
-def prefect_server(home: Path) -> Iterator[None]:
-    """A Prefect server on a free port with its database in `home`, and this process set up to use it."""
-    port, log = free_port(0), home / "server.log"
-    # Before prefect is imported, which reads them then.
-    for name in set(os.environ) - set(without_prefect(os.environ)):
-        del os.environ[name]
-    os.environ.update(server_environment(home, port))
-    # What the stages say is printed by `show_stages`; Prefect's own words are in the UI.
-    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with background(command, log) as runs:
-        say(f"starting a Prefect server at http://127.0.0.1:{port}")
-        wait_for(f"{os.environ['PREFECT_API_URL']}/health", runs, log)
-        yield
+def walk(log: Path) -> "Road":
+    """Run the deployment `pretrain-vlbert/default` to its end, as a user would; what it came to."""
+    from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    say(f"prefect {' '.join(WALK)}")
+    with stages_shown(log):
+        run_child([sys.executable, "-m", "prefect", *WALK], lambda line: None)
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=10)
+        run = next(run for run in newest if run.deployment_id and "road" in run.tags)
+    return run.state.result()
 
 
-def without_prefect(environment: Mapping[str, str]) -> dict[str, str]:
-    """All but PREFECT_*: the user's own server, key or database is not the demo's."""
-    return {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
-
-
-def server_environment(home: Path, port: int) -> dict[str, str]:
-    """What a server on this port and its clients are told."""
-    return quiet_prefect(home) | {
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-        "PREFECT_SERVER_API_HOST": "127.0.0.1",
-        "PREFECT_SERVER_API_PORT": str(port),
+def write_deployments(file: Path, parameters: dict) -> None:
+    """The project's prefect.yaml with the parameters of this world, and the schedule asleep."""
+    project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
+    root, work, datasets, finetuning = (parameters[name] for name in ("root", "work", "datasets", "finetunings"))
+    first = datasets[0]
+    source = {name: value for name, value in first.items() if name != "detector"}
+    scenes = {"root": root, "detector": first["detector"], "datasets": [first["name"], datasets[1]["name"]]}
+    own = {
+        "pretrain_vlbert": parameters,
+        "collect_flow": {"root": root, "dataset": source},
+        "detect_flow": scenes,
+        "finetune_flow": {"root": root, "work": work, "settings": finetuning[0] | {"pretraining": RUNS["pretrain"]}},
     }
-
-
-def wait_for(url: str, runs: Callable[[], bool], log: Path) -> None:
-    """Until `url` answers; RuntimeError with the end of the log where the server ends or takes too long."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
-    deadline = time.monotonic() + _SERVER_SECONDS
-    while runs() and time.monotonic() < deadline:
-        try:
-            with opener.open(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-50:])
-    raise RuntimeError(f"the Prefect server did not answer at {url} in {_SERVER_SECONDS:g} s; {log} ends with:\n{tail}")
-
-
-def walk(root: Path, world: World, seed: int, processes: int) -> tuple["Road", float]:
-    """Run the flow `pretrain-vlbert` on the world; what it came to, and its seconds."""
-    from prefect.events.worker import EventsWorker  # here, because what it reads is set by prefect_server
-
-    from flows.pipeline import pretrain_vlbert
-
-    parameters = flow_parameters(root, world, seed, processes)
-    started = time.monotonic()
-    try:
-        with show_stages():
-            road = pretrain_vlbert(**parameters)
-    finally:
-        # Prefect sends logs and events in the background; what it still has when the server stops, it would try to
-        # send for a minute more.
-        for handler in logging.getLogger("prefect.flow_runs").handlers:
-            handler.flush()
-        EventsWorker.drain_all(timeout=5)
-    return road, time.monotonic() - started
+    for deployment in project["deployments"]:
+        deployment["parameters"] = own[deployment["entrypoint"].rpartition(".")[2]]
+        for schedule in deployment.get("schedules", ()):
+            schedule["active"] = False
+    file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))
 
 
 def flow_parameters(root: Path, world: World, seed: int, processes: int) -> dict:
     """What the flow `pretrain-vlbert` is told for this world."""
-    settings = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{world.port}",))
+    download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{world.port}",))
+    cut = {"download": download, "rows_per_shard": ROWS_PER_SHARD}
     scenes = DetectorSettings("annotated", annotations=str(world.annotations))
     things = DetectorSettings("annotated", annotations=str(world.refcoco_instances))
     datasets = [
-        Dataset("captions", scenes, captions=str(world.train_tsv), download=settings, rows_per_shard=ROWS_PER_SHARD),
-        Dataset("held-out", scenes, captions=str(world.held_out_tsv), download=settings, rows_per_shard=ROWS_PER_SHARD),
-        Dataset("refcoco+", things, images=str(world.refcoco_images), download=settings, rows_per_shard=ROWS_PER_SHARD),
+        Dataset(DATASETS[0], captions=str(world.train_tsv), detector=scenes, **cut),
+        Dataset(DATASETS[1], captions=str(world.held_out_tsv), detector=scenes, **cut),
+        Dataset(DATASETS[2], images=str(world.refcoco_images), detector=things, **cut),
     ]
     machine, seeded = Processes(processes), (f"data.seed={seed}",)
     pretraining = PretrainSettings(
@@ -225,35 +202,46 @@ def flow_parameters(root: Path, world: World, seed: int, processes: int) -> dict
             recipe="finetune_refcoco_demo",
             run=RUNS[role],
             folder=str(world.refcoco),
-            pretrained=role == "with",
+            checkpoint="latest" if role == "with" else "none",
             overrides=seeded,
             processes=machine,
         )
         for role in ("with", "without")
     ]
+    # As JSON, which is how parameters travel.
     return {
         "root": str(root),
         "work": str(root / "work"),
-        "datasets": datasets,
-        "pretraining": pretraining,
-        "finetunings": finetunings,
+        "datasets": TypeAdapter(list[Dataset]).dump_python(datasets, mode="json"),
+        "pretraining": TypeAdapter(PretrainSettings).dump_python(pretraining, mode="json"),
+        "finetunings": TypeAdapter(list[FinetuneSettings]).dump_python(finetunings, mode="json"),
     }
 
 
 @contextmanager
-def show_stages() -> Iterator[None]:
+def stages_shown(log: Path) -> Iterator[None]:
     """Print what our stages log, in flows and in tasks, one line each, and none of what Prefect logs about them."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-    handler.addFilter(lambda record: "prefect" not in Path(record.pathname).parts)
-    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")]
-    for logger in loggers:
-        logger.addHandler(handler)
+    over = threading.Event()
+    thread = threading.Thread(target=_follow, args=(log, over), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+        over.set()
+        thread.join()
+
+
+def _follow(log: Path, over: threading.Event) -> None:
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        unfinished = ""
+        while not over.wait(0.2) or unfinished:
+            text = lines.read()
+            *whole, rest = (unfinished + text).split("\n")
+            unfinished = rest if not over.is_set() else ""
+            for line in whole:
+                found = _STAGE_LINE.match(line)
+                if found:
+                    print(f"{found['time']}  {found['said']}", flush=True)
 
 
 def say(line: str) -> None:
@@ -303,14 +291,12 @@ def gates(road: "Road") -> list[str]:
 
 
 def show_ui(root: Path, port: int) -> None:
-    """Become a Prefect server on the demo's database, until Ctrl-C."""
-    home = root / "prefect"
-    if not home.is_dir():
-        raise ValueError(f"{root} holds no demo (no prefect/); run it first: {again('demo', root)}")
-    environment = {**without_prefect(os.environ), **server_environment(home, port)}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    say(f"the flow UI will be at http://127.0.0.1:{port}/runs (Ctrl-C stops it)")
-    os.execve(sys.executable, command, environment)
+    """Serve the world, and the deployments on the demo's database with the flow UI, until Ctrl-C."""
+    deployments = root / "prefect.yaml"
+    if not deployments.is_file():
+        raise ValueError(f"{root} holds no demo (no prefect.yaml); run it first: {again('demo', root)}")
+    with WorldServer(root / "world"):
+        serve(root / "prefect", port, deployments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -322,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path("demo-root"), help="folder for everything (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the world and of training (%(default)s)")
     parser.add_argument("--processes", type=int, default=min(2, cores), help="that train together (%(default)s)")
-    parser.add_argument("--port", type=int, default=UI_PORT, help="of the flow UI (%(default)s)")
+    parser.add_argument("--port", type=int, default=PORT, help="of the flow UI (%(default)s)")
     chosen = parser.parse_args(arguments)
     command = again("demo", chosen.root, chosen.seed)
     try:

@@ -1,44 +1,137 @@
-"""What a stage leaves in the flow UI: small markdown tables."""
+"""What a stage leaves in the flow UI: its run's name and tags, small markdown tables, curves that grow.
+
+Prefect remembers for people; what is done stands in the storage. So nothing here may fail a stage: a server that is
+away is logged, and work goes on.
+"""
 
 import hashlib
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import pyarrow as pa
 import pyarrow.compute as pc
-from prefect.artifacts import create_markdown_artifact
+from prefect import get_run_logger
+from prefect.artifacts import create_image_artifact, create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.runtime import flow_run
 
 from storage.catalog import OK, Catalog
 
 _LONGEST = 200  # characters of an example that a table shows
+_COMMONEST = 10  # reasons that a table of counts shows
+_DIFFERING = r"[0-9a-fA-F]{6,}|[0-9]+"  # what differs between two details that give the same reason
+
+
+def name_run(name: str, *tags: str) -> None:
+    """Call this flow run `name`, and give it these tags beside those that it has."""
+    with reporting(), get_client(sync_client=True) as client:
+        run = client.read_flow_run(flow_run.get_id())
+        client.update_flow_run(run.id, name=name, tags=sorted({*run.tags, *tags}))
+
+
+class Live:
+    """One artifact of this flow run, made at the first `show` and changed by the later ones.
+
+    A change costs the server an event, so there is one in `seconds` at most and, later, in a hundredth of the time that
+    has passed: about 100 in the first half hour, 500 in two days.
+    """
+
+    def __init__(self, stage: str, name: str, seconds: float = 10.0, image: bool = False):
+        self.key, self.description = key_of(stage, name), f"{stage}: {name}"
+        self.seconds, self.image = seconds, image
+        self.started, self.shown, self.id = time.monotonic(), None, None
+
+    @property
+    def due(self) -> bool:
+        """Whether `show` would be in time."""
+        now = time.monotonic()
+        return self.shown is None or now - self.shown >= max(self.seconds, (now - self.started) / 100)
+
+    def show(self, content: str) -> None:
+        """Show markdown, or the URL of an image, instead of what was shown before."""
+        with reporting():
+            if self.id is None:
+                create = create_image_artifact if self.image else create_markdown_artifact
+                self.id = create(content, key=self.key, description=self.description)
+            else:
+                with get_client(sync_client=True) as client:
+                    client.update_artifact(self.id, ArtifactUpdate(data=content))
+        self.shown = time.monotonic()
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Whatever goes wrong in the block is logged, and no more."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  of the server, the network, the client: none of them is the stage's
+        get_run_logger().warning("the flow UI was not told: %s: %s", type(error).__name__, error)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def table_of_counts(catalog: Catalog, stage: str) -> str:
-    """Rows of a stage by status, each but ok with the detail of its first row."""
-    counts, details, headers = Counter(), {}, catalog.headers(stage)
-    for shard, header in headers.items():
+    """Rows of a stage by status, and the ten commonest reasons why rows are not ok, each with an example."""
+    counts, headers = Counter(), catalog.headers(stage)
+    for header in headers.values():
         counts.update(header.statuses)
-        new = header.statuses.keys() - details.keys() - {OK}
-        table = catalog.manifest(stage, shard).table if new else None  # at most once a status, not once a shard
-        for status in new:
-            details[status] = table["detail"].filter(pc.equal(table["status"], status))[0].as_py()
+    with_failures = [shard for shard, header in headers.items() if header.ok_rows < sum(header.statuses.values())]
     lines = [
-        f"{counts.total()} rows in {len(headers)} shards: `{catalog.objects.where(f'{catalog.dataset}/{stage}')}`",
-        *["", "| status | rows | for example |", "|---|---:|---|"],
-        *(f"| {escaped(s)} | {count} | {escaped(details.get(s, ''))} |" for s, count in counts.most_common()),
+        f"{counts.total():,} rows in {len(headers):,} shards, written to "
+        f"{link(catalog.objects.where(f'{catalog.dataset}/{stage}'))}",
+        *["", "| status | rows | share |", "|---|---:|---:|"],
+        *(f"| {escaped(s)} | {count:,} | {count / counts.total():.1%} |" for s, count in counts.most_common()),
     ]
+    if with_failures:
+        lines += ["", "The commonest reasons:", "", "| status | rows | for example |", "|---|---:|---|"]
+        lines += [
+            f"| {escaped(status)} | {rows:,} | {escaped(example)} |"
+            for status, rows, example in commonest_reasons(catalog, stage, with_failures)
+        ]
     return "\n".join(lines)
 
 
-def table_of_metrics(metrics: Mapping[str, float], note: str) -> str:
-    """The numbers of a last validation."""
-    lines = [note, "", "| metric | value |", "|---|---:|"]
-    return "\n".join(lines + [f"| {name} | {value:.3f} |" for name, value in metrics.items()])
+def commonest_reasons(catalog: Catalog, stage: str, shards: list[str]) -> list[tuple[str, int, str]]:
+    """(status, rows, the first detail) of the commonest; details that differ in numbers alone are one reason."""
+    rows, examples = Counter(), {}
+    for table in catalog.columns(stage, ["status", "detail"], shards):
+        table = table.filter(pc.not_equal(table["status"], OK))
+        reason = pc.replace_substring_regex(table["detail"], _DIFFERING, "#")
+        groups = pa.table({"status": table["status"], "reason": reason, "detail": table["detail"]})
+        found = groups.group_by(["status", "reason"]).aggregate([("detail", "min"), ("detail", "count")])
+        for group in found.to_pylist():
+            key = group["status"], group["reason"]
+            rows[key] += group["detail_count"]
+            examples.setdefault(key, group["detail_min"])
+    return [(key[0], count, examples[key]) for key, count in rows.most_common(_COMMONEST)]
+
+
+def table_of_progress(facts: Mapping[str, object]) -> str:
+    """How far a stage is: one row a fact."""
+    return "\n".join(["| | |", "|---|---:|", *(f"| {name} | {escaped(str(value))} |" for name, value in facts.items())])
+
+
+def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str, note: str = "") -> str:
+    """The numbers of a last validation, beside what the paper reports."""
+    lines = [f"checkpoint {link(checkpoint)}", *(["", note] if note else []), "", "| metric | value |", "|---|---:|"]
+    lines += [f"| {name} | {value:.3f} |" for name, value in metrics.items()]
+    return "\n".join([*lines, f"| **on the real data** | {escaped(paper)} |"])
 
 
 def publish(stage: str, name: str, markdown: str) -> None:
     """Show `markdown` beside the flow run and on the artifacts page, as the latest of its key."""
-    create_markdown_artifact(markdown, key=key_of(stage, name), description=f"{stage}: {name}")
+    Live(stage, name).show(markdown)
+
+
+def link(where: str) -> str:
+    """A place in the storage as a link that a person can copy where the browser does not follow it."""
+    url = where if "://" in where else f"file://{where}"
+    return f"[`{where}`]({url.replace(' ', '%20')})"
 
 
 def key_of(stage: str, name: str) -> str:

@@ -24,10 +24,12 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
         differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
-        if settings.pretrained and differing:
+        # The architecture of another run, or root, is known when it is read.
+        starts_here = settings.checkpoint != "none" and "/runs/" not in settings.checkpoint and not settings.pretraining
+        if starts_here and differing:
             name, here, there = differing[0]
             raise ValueError(
-                f"{where}: recipe {settings.recipe} has another architecture than the pre-training "
+                f"{where}: recipe {settings.recipe_name} has another architecture than the pre-training "
                 f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose "
                 "a recipe of the same size, or the same model.* overrides"
             )
@@ -98,10 +100,10 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
 
 def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
-    start = ["start_from=ROOT/runs/RUN/step-0"] if settings.pretrained else []
-    recipe = _recipe(where, settings.recipe, [*settings.overrides, f"run={settings.run}", *start])
+    start = ["start_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
+    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
     if isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"{where}.recipe {settings.recipe} is a pre-training, no fine-tuning")
+        raise ValueError(f"{where}.recipe {settings.recipe_name} is a pre-training, no fine-tuning")
     if hasattr(recipe.task, "folder"):
         if not settings.folder:
             raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(_REFCOCO_FILES)}")

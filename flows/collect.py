@@ -1,20 +1,28 @@
 """The Prefect side of collecting: `storage.collect` does the work, here it is retried, watched and reported."""
 
+import time
+from collections import Counter
+
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.events import emit_event
+from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import publish, table_of_counts
-from flows.settings import Dataset
-from storage.catalog import Catalog
+from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
+from flows.settings import Source
+from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, collect, collect_group
 from storage.objects import open_objects
 
-__all__ = ["Collected", "collect_flow", "collect_settings", "network_failed"]
+__all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed"]
+
+# The event that says that shards were committed; prefect.yaml starts detect-regions/scheduled with it.
+COMMITTED = "vlbert.images.committed"
 
 
-def collect_settings(dataset: Dataset) -> CollectSettings:
+def collect_settings(dataset: Source) -> CollectSettings:
     """The part of a dataset's settings that collecting is told."""
     return CollectSettings(
         dataset.name,
@@ -42,6 +50,7 @@ def network_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     task_run_name="{settings.name} from {group.parts[0].shard}",
     retries=3,
     retry_delay_seconds=exponential_backoff(10),
+    retry_jitter_factor=0.5,
     retry_condition_fn=network_failed,
     cache_policy=NO_CACHE,
 )
@@ -49,9 +58,40 @@ def collect_shards(root: str, settings: CollectSettings, group: Group) -> dict[s
     return collect_group(root, settings, group, get_run_logger().info)
 
 
-@flow(name="collect-captions", flow_run_name="{dataset.name}")
-def collect_flow(root: str, dataset: Dataset) -> Collected:
-    """Download or import the images of one dataset."""
-    collected = collect(root, collect_settings(dataset), get_run_logger().info, collect_shards)
-    publish("images", dataset.name, table_of_counts(Catalog(open_objects(root), dataset.name), IMAGES))
+@flow(name="collect-captions", flow_run_name="collect {dataset.name}")
+def collect_flow(root: str, dataset: Source) -> Collected:
+    """Download or import the images of one dataset.
+
+    Args:
+        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
+        dataset: Its name, and the list or the folder that its images come from.
+    """
+    settings, progress = collect_settings(dataset), Live("collecting", dataset.name)
+    name_run(f"collect {dataset.name} from {settings.origin.name}", f"dataset:{dataset.name}")
+    started, shards = time.monotonic(), 0
+
+    def run_group(root: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+        nonlocal shards
+        counts = collect_shards(root, settings, group)
+        shards += len(group.parts)
+        sofar = Counter(group.before) + Counter(counts)
+        seconds = time.monotonic() - started
+        left = seconds / sofar.total() * (group.rows - sofar.total())
+        facts = {
+            "shards": f"{shards:,} of {group.shards:,}",
+            "rows": f"{sofar.total():,} of {group.rows:,}",
+            "images": f"{sofar[OK]:,}, {sofar[OK] / seconds:.1f}/s",
+            "time left": f"{left / 60:.0f} min",
+        }
+        if progress.due or shards == group.shards:
+            progress.show(table_of_progress(facts))
+        return counts
+
+    collected = collect(root, settings, get_run_logger().info, run_group)
+    catalog = Catalog(open_objects(root), dataset.name)
+    publish("images", dataset.name, table_of_counts(catalog, IMAGES))
+    if collected.new_shards and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
+        with reporting():
+            about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
+            emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": collected.new_shards})
     return collected

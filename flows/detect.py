@@ -1,4 +1,7 @@
-"""Detect: every image shard that has no regions of this detector yet gets them, in a child process."""
+"""Detect: every image shard that has no regions of this detector yet gets them, in a child process.
+
+What still needs detecting is what the catalog says, so that the same flow is the scheduled reprocessing of new shards.
+"""
 
 import json
 import shlex
@@ -12,12 +15,12 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
-from detectors.run import STORAGE_UNREACHABLE
-from flows.artifacts import publish, table_of_counts
+from detectors.run import IMAGES, STORAGE_UNREACHABLE
+from flows.artifacts import Live, name_run, publish, table_of_counts, table_of_progress
 from flows.collect import network_failed
-from flows.settings import Dataset
+from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
-from storage.catalog import Catalog
+from storage.catalog import Catalog, datasets_with
 from storage.objects import StorageUnreachable, open_objects
 
 
@@ -44,41 +47,51 @@ class Detected:
         return f"regions/{self.detector}"
 
 
-def detect(root: str, dataset: Dataset, say: Callable[[str], None] = print) -> Detected:
+def detect(
+    root: str,
+    dataset: str,
+    detector: DetectorSettings,
+    say: Callable[[str], None] = print,
+    on_shard: Callable[[dict], None] = lambda report: None,
+) -> Detected:
     """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread.
 
+    `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.
     StorageUnreachable where the storage was out of reach, which another attempt may change.
     """
-    started, shards, stages = time.monotonic(), [], []
+    started, shards, images, stages = time.monotonic(), 0, 0, []
 
     def on_line(line: str) -> None:
+        nonlocal shards, images
         report = _as_report(line) or {}
         if "stage" in report:
             stages.append(report["stage"])
         elif "done" not in report:
-            say(f"{dataset.name}: {line}")
+            say(f"{dataset}: {line}")
         else:
-            shards.append(report["by"] == "this")
+            ours = report["by"] == "this"
+            shards, images = shards + ours, images + ours * report["images"]
             say(
-                f"{dataset.name}: shard {report['shard']}, {report['done']} of {report['of']}: {report['images']} "
+                f"{dataset}: shard {report['shard']}, {report['done']} of {report['of']}: {report['images']} "
                 f"images, {report['regions']} regions, {report['images_per_s']:.1f} images/s"
             )
+            on_shard(report | {"new_shards": shards, "new_images": images})
 
-    command = [sys.executable, "-m", "detectors.run", root, dataset.name, *dataset.detector.flags()]
+    command = [sys.executable, "-m", "detectors.run", root, dataset, *detector.flags()]
     try:
-        finished = run_child(command, on_line, silence=dataset.detector.silence)
+        finished = run_child(command, on_line, silence=detector.silence)
     except ChildFailed as error:
         if error.returncode == STORAGE_UNREACHABLE:
             raise StorageUnreachable(str(error)) from error
         raise
     if not stages:
-        raise NoReport(f"{dataset.name}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
-    catalog = Catalog(open_objects(root), dataset.name)
-    detected = _look(catalog, stages[-1], sum(shards), time.monotonic() - started, finished.peak_bytes)
+        raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
+    catalog = Catalog(open_objects(root), dataset)
+    detected = _look(catalog, stages[-1], shards, time.monotonic() - started, finished.peak_bytes)
     if not shards:
-        say(f"{dataset.name}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
+        say(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.untrained:
-        say(f"{dataset.name}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
+        say(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
     return detected
 
 
@@ -109,21 +122,56 @@ def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_by
 
 @task(
     name="detect-dataset",
-    task_run_name="{dataset.name}",
+    task_run_name="{dataset}",
     retries=3,
     retry_delay_seconds=exponential_backoff(10),
+    retry_jitter_factor=0.5,
     retry_condition_fn=network_failed,
     cache_policy=NO_CACHE,
 )
-def detect_dataset(root: str, dataset: Dataset) -> Detected:
-    return detect(root, dataset, get_run_logger().info)
+def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detected:
+    started, progress = time.monotonic(), Live("detecting", dataset)
+
+    def on_shard(report: dict) -> None:
+        if progress.due or report["done"] == report["of"]:
+            seconds = time.monotonic() - started
+            facts = {
+                "shards": f"{report['done']:,} of {report['of']:,}",
+                "images": f"{report['new_images']:,}, {report['new_images'] / seconds:.1f}/s",
+                "time left": f"{seconds / report['done'] * (report['of'] - report['done']) / 60:.0f} min",
+            }
+            progress.show(table_of_progress(facts))
+
+    return detect(root, dataset, detector, get_run_logger().info, on_shard)
 
 
-@flow(name="detect-regions", flow_run_name="{dataset.name}")
-def detect_flow(root: str, dataset: Dataset) -> Detected:
-    """Find regions in the images of one dataset."""
-    detected = detect_dataset(root, dataset)  # called, not submitted: a child is started from the main thread
-    if detected.untrained:
-        get_run_logger().warning("the regions of %s come from an UNTRAINED detector", dataset.name)
-    publish("regions", dataset.name, table_of_counts(Catalog(open_objects(root), dataset.name), detected.stage))
+@flow(name="detect-regions", flow_run_name="detect")
+def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...] = ()) -> dict[str, Detected]:
+    """Find regions in every image shard that has none yet of this detector; what was found, by dataset.
+
+    Args:
+        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
+        detector: How regions are found.
+        datasets: Which datasets; none: all that have images.
+    """
+    objects, logger = open_objects(root), get_run_logger()
+    names = list(datasets) or datasets_with(objects, IMAGES)
+    name_run(f"detect {', '.join(names)} by {detector.preset or detector.backend}", *(f"dataset:{n}" for n in names))
+    if not names:
+        logger.info("nothing to detect: no dataset under %s has images", objects.where(""))
+    detected, failed = {}, []
+    for name in names:
+        try:
+            # Called, not submitted: a child is started from the main thread.
+            found = detected[name] = detect_dataset(root, name, detector)
+        except Exception as error:  # noqa: BLE001  raised below: one dataset must not keep the others waiting
+            logger.error("%s: %s", name, error)
+            failed.append(error)
+            continue
+        if found.untrained:
+            logger.warning("the regions of %s come from an UNTRAINED detector", name)
+        name_run(f"detect {', '.join(names)} by {found.detector}", f"detector:{found.detector}")
+        publish("regions", name, table_of_counts(Catalog(objects, name), found.stage))
+    if failed:
+        raise failed[0]
     return detected

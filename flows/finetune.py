@@ -1,12 +1,13 @@
 """Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from prefect import flow, get_run_logger
 
-from flows.artifacts import publish, table_of_metrics
 from flows.settings import FinetuneSettings
-from flows.training import Trained, check_overrides, train
+from flows.training import Trained, Watch, check_overrides, show_result, train
+from storage.objects import open_objects
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -14,53 +15,81 @@ SETTINGS = {
     "data.root": "the flow's root",
     "data.dataset": "the setting dataset",
     "data.held_out": "the setting dataset",
-    "data.detector": "the dataset's detector",
+    "data.detector": "the setting detector",
     "task.folder": "the setting folder",
-    "start_from": "the setting pretrained",
+    "start_from": "the settings pretraining and checkpoint",
     "vocabulary": "the pre-training's vocabulary",
 }
 
 
 def finetune(
     root: str,
+    work: str,
     settings: FinetuneSettings,
-    start_from: str | None = None,
-    detector: str | None = None,
-    vocabulary: str | None = None,
     say: Callable[[str], None] = print,
+    watch: Callable[[str], None] = lambda line: None,
 ) -> Trained:
-    """Fine-tune from the checkpoint `start_from`, or with `vocabulary` (a vocab.txt) alone. Only from the main thread.
+    """Fine-tune as `settings` say. Only from the main thread.
 
-    ValueError where the settings want a checkpoint and none is named, or the other way round.
+    `work` is a folder of this machine: a run that starts from no checkpoint gets the vocabulary of the pre-training
+    that it is compared with, where one is named. ValueError where there is no such checkpoint.
     """
-    if settings.pretrained != (start_from is not None):
-        name = settings.run or settings.recipe
-        wanted = "name one in start_from" if settings.pretrained else "leave start_from out"
-        raise ValueError(
-            f"{name} has pretrained = {settings.pretrained} and the checkpoint is {start_from}; "
-            f"{wanted}, or set pretrained to {not settings.pretrained}"
-        )
     check_overrides(settings.overrides, SETTINGS)
+    checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
     fields = {
         "data.dataset": settings.dataset,
         "data.held_out": settings.dataset,
-        "data.detector": detector,
+        "data.detector": settings.detector,
         "task.folder": settings.folder or None,
-        "start_from": start_from,
-        "vocabulary": None if start_from else vocabulary,
+        "start_from": None if fresh else checkpoint,
+        "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
-    return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, say)
+    return train(root, settings.recipe_name, settings.run, fields, settings.overrides, settings.processes, say, watch)
 
 
-@flow(name="finetune", flow_run_name="{settings.recipe} {settings.run}")
-def finetune_flow(
-    root: str,
-    settings: FinetuneSettings,
-    start_from: str | None = None,
-    detector: str | None = None,
-    vocabulary: str | None = None,
-) -> Trained:
-    """Fine-tune VL-BERT on one task."""
-    trained = finetune(root, settings, start_from, detector, vocabulary, get_run_logger().info)
-    publish("finetune", trained.run, table_of_metrics(trained.metrics, f"`{trained.checkpoint}`"))
+def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
+    """ROOT/runs/RUN/STEP that the settings name: `none` means the latest one, too, but for its words alone."""
+    if "/runs/" in settings.checkpoint:
+        return settings.checkpoint
+    if not settings.pretraining:
+        if settings.checkpoint == "none":
+            return None
+        raise ValueError(
+            f"finetune: checkpoint is {settings.checkpoint} and pretraining names no run; name a run under "
+            f"{root}/runs, give ROOT/runs/RUN/STEP as checkpoint, or start from none"
+        )
+    from vlbert.checkpoint import checkpoints  # here, because it brings torch, which other stages do without
+
+    objects = open_objects(root)
+    saved = [path.rpartition("/")[2] for path in checkpoints(objects, settings.pretraining)]
+    wanted = saved[-1:] if settings.checkpoint in ("latest", "none") else [settings.checkpoint]
+    where = objects.where(f"runs/{settings.pretraining}")
+    if not set(wanted) & set(saved):
+        raise ValueError(
+            f"finetune: {where} has no checkpoint {settings.checkpoint}; it has {', '.join(saved) or 'none'}"
+        )
+    return f"{where}/{wanted[0]}"
+
+
+def copy_vocabulary(checkpoint: str, work: Path) -> Path:
+    """The vocab.txt of ROOT/runs/RUN/STEP, whoever made it, as a file of this machine: the root may be a bucket."""
+    root, _, path = checkpoint.rpartition("/runs/")
+    file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(open_objects(root).get(f"runs/{path}/vocab.txt"))
+    return file
+
+
+@flow(name="finetune", flow_run_name="{settings.task} {settings.run}")
+def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
+    """Fine-tune VL-BERT on one task.
+
+    Args:
+        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
+        work: A folder of this machine, for copies of vocabularies.
+        settings: The task, where its annotations are, and which pre-training it starts from.
+    """
+    watch = Watch("finetune", root, settings.recipe_name, settings.run)
+    trained = finetune(root, work, settings, get_run_logger().info, watch)
+    show_result("finetune", trained, watch)
     return trained

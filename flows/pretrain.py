@@ -1,17 +1,14 @@
 """Pretrain: the text-only corpus is tokenised on this machine, then torchrun trains."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from prefect import flow, get_run_logger
 
-from flows.artifacts import publish, table_of_metrics
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.training import Trained, check_overrides, train
-from storage.objects import open_objects
+from flows.training import Trained, Watch, check_overrides, show_result, train
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -28,11 +25,16 @@ _VOCABULARY_SIZE = 30_522  # BERT's
 
 
 def pretrain(
-    root: str, work: str, settings: PretrainSettings, detector: str | None = None, say: Callable[[str], None] = print
+    root: str,
+    work: str,
+    settings: PretrainSettings,
+    detector: str | None = None,
+    say: Callable[[str], None] = print,
+    watch: Callable[[str], None] = lambda line: None,
 ) -> Trained:
     """Pre-train on the regions of `detector` (None: the only one there is). Only from the main thread.
 
-    `work` is a folder of this machine for what a run keeps beside the storage: the tokenised corpus, the vocabulary.
+    `work` is a folder of this machine for the tokenised corpus.
     """
     check_overrides(settings.overrides, SETTINGS)
     corpus, vocabulary = None, settings.vocabulary
@@ -49,18 +51,7 @@ def pretrain(
         "vocabulary": vocabulary,
         "task.watched_words": ",".join(settings.watched_words) or None,
     }
-    trained = train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, say)
-    return dataclasses.replace(trained, vocabulary=str(copy_vocabulary(root, trained, Path(work))))
-
-
-def copy_vocabulary(root: str, trained: Trained, work: Path) -> Path:
-    """The vocab.txt of the checkpoint, whoever made it, as a file of this machine: the root may be a bucket."""
-    objects = open_objects(root)
-    path = f"runs/{trained.run}/{trained.checkpoint.rpartition('/')[2]}/vocab.txt"
-    file = work / "vocabularies" / f"{trained.run}.txt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(objects.get(path))
-    return file
+    return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, say, watch)
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], None]) -> None:
@@ -81,6 +72,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], N
 @flow(name="pretrain", flow_run_name="{settings.recipe} {settings.run}")
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset."""
-    trained = pretrain(root, work, settings, detector, get_run_logger().info)
-    publish("pretrain", trained.run, table_of_metrics(trained.metrics, f"`{trained.checkpoint}`"))
+    watch = Watch("pretrain", root, settings.recipe, settings.run)
+    trained = pretrain(root, work, settings, detector, get_run_logger().info, watch)
+    show_result("pretrain", trained, watch)
     return trained

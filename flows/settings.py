@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -108,15 +109,13 @@ class DetectorSettings:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One folder of images in the storage, where they come from and how regions are found in them."""
+class Source:
+    """Where the images of one dataset come from."""
 
     __pydantic_config__ = _STRICT
 
     name: str
     """Its folder in the storage: captions, held-out, refcoco+, ..."""
-    detector: DetectorSettings
-    """How regions are found."""
     captions: str | None = None
     """Caption list to download, `caption TAB url` a line."""
     images: str | None = None
@@ -134,6 +133,14 @@ class Dataset:
         for name in ("rows_per_shard", "shards_per_task"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Dataset(Source):
+    """One folder of images in the storage, where they come from and how regions are found in them."""
+
+    detector: DetectorSettings = field(kw_only=True)
+    """How regions are found."""
 
 
 @dataclass(frozen=True)
@@ -202,24 +209,47 @@ class PretrainSettings:
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """One fine-tuning on a task's own dataset."""
+    """One fine-tuning on a task's own dataset, from a checkpoint of pre-training or, to compare, without one."""
 
     __pydantic_config__ = _STRICT
 
-    recipe: str = "finetune_refcoco_base"
-    """Of vlbert/recipes.py."""
+    task: Literal["refcoco"] = "refcoco"
+    """Of vlbert/tasks."""
+    recipe: str = ""
+    """Of vlbert/recipes.py; empty: finetune_<task>_base."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""
     """The task's annotations, as its authors ship them, on this machine."""
     dataset: str = "refcoco+"
     """Whose regions to read."""
-    pretrained: bool = True
-    """Start from the checkpoint of pre-training; false: to see what that is worth."""
+    detector: str | None = None
+    """Whose regions, by the detector's id; none: those of the road, or the only ones that there are."""
+    pretraining: str = ""
+    """Run of pre-training under ROOT/runs; empty: that of the road."""
+    checkpoint: str = "latest"
+    """`latest` of that run, one of its steps (step-0000400), ROOT/runs/RUN/step-... of any root, or `none`."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()
     """What it runs in."""
+
+    def __post_init__(self):
+        if not re.fullmatch(r"latest|none|step-\d+|.+/runs/.+/step-\d+", self.checkpoint):
+            raise ValueError(
+                f"FinetuneSettings.checkpoint is {self.checkpoint!r}; say latest, a step such as step-0000400, "
+                "ROOT/runs/RUN/step-0000400, or none"
+            )
+        if not self.recipe_name.startswith(f"finetune_{self.task}_"):
+            raise ValueError(
+                f"FinetuneSettings.recipe {self.recipe_name} is none of task {self.task}; choose a recipe "
+                f"finetune_{self.task}_..., or another task"
+            )
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe, also where only the task is named."""
+        return self.recipe or f"finetune_{self.task}_base"
 
 
 def quiet_prefect(home: Path) -> dict[str, str]:

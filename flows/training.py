@@ -1,4 +1,4 @@
-"""One run of `torchrun -m vlbert.train`, for the stages that train."""
+"""One run of `torchrun -m vlbert.train`, for the stages that train, and what the flow UI shows of it meanwhile."""
 
 import re
 import sys
@@ -6,29 +6,46 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flows.artifacts import Live, name_run, publish, reporting, table_of_metrics, table_of_progress
+from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import run_child
 from storage.objects import open_objects
 from vlbert.record import last_metrics
 
 _PROGRESS_SECONDS = 5.0  # between progress lines that are passed on; all others are
-_PROGRESS = re.compile(r"step \d+/\d+ .* left$")
+# What vlbert.record and vlbert.train print: a progress line, and which samples the run reads.
+_PROGRESS = re.compile(
+    r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  (?P<left>\S+) left$"
+)
+_READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
 
 
 @dataclass(frozen=True)
 class Trained:
     """A run and what it came to: its last checkpoint and the numbers of its last validation.
 
-    vocabulary is, after pre-training, a vocab.txt on this machine with the words of the run. peak_bytes is the memory
-    of its largest process.
+    detector and snapshot say which regions it read; peak_bytes is the memory of its largest process.
     """
 
     run: str
+    recipe: str
+    detector: str
+    snapshot: str
     checkpoint: str
     metrics: dict[str, float]
-    vocabulary: str | None
     seconds: float
     peak_bytes: int
+
+    @property
+    def name(self) -> str:
+        """As a flow run is called that trained it."""
+        return run_name(self.recipe, self.run, self.detector, self.snapshot)
+
+    @property
+    def tags(self) -> list[str]:
+        """By which the flow UI finds it."""
+        return [f"recipe:{self.recipe}", f"detector:{self.detector}", f"snapshot:{self.snapshot}"]
 
 
 def train(
@@ -39,28 +56,103 @@ def train(
     overrides: Sequence[str],
     processes: Processes,
     say: Callable[[str], None],
+    watch: Callable[[str], None] = lambda line: None,
 ) -> Trained:
-    """Train, or go on with, `run`; fields that are None are left to the recipe, `overrides` win over all."""
+    """Train, or go on with, `run`; fields that are None are left to the recipe, `overrides` win over all.
+
+    `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
+    """
     started = time.monotonic()
     run = run or recipe
     given = {"data.root": root, "run": run} | {name: value for name, value in fields.items() if value is not None}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
     command += ["-m", "vlbert.train", recipe, *(f"{name}={value}" for name, value in given.items()), *overrides]
+    # Some lines begin with the run's name as it is.
+    log = paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"), _PROGRESS_SECONDS)
+
+    def on_line(line: str) -> None:
+        log(line)
+        watch(line)
+
     finished = run_child(
         command,
-        # Some lines begin with the run's name as it is.
-        paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"), _PROGRESS_SECONDS),
+        on_line,
         timeout=processes.timeout,
         silence=processes.silence,
         environment=processes.environment,
     )
-    from vlbert.checkpoint import checkpoints  # here, because it brings torch, which stages without it need not load
+    from vlbert.checkpoint import checkpoints, read_state  # here, because it brings torch: other stages need none
 
     objects = open_objects(root)
     saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
     if not saved:
         raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
-    return Trained(run, objects.where(saved[-1]), metrics, None, time.monotonic() - started, finished.peak_bytes)
+    data = read_state(objects, saved[-1])["data"]
+    return Trained(
+        run=run,
+        recipe=recipe,
+        detector=data["stage"].removeprefix("regions/"),
+        snapshot=data["snapshot"],
+        checkpoint=objects.where(saved[-1]),
+        metrics=metrics,
+        seconds=time.monotonic() - started,
+        peak_bytes=finished.peak_bytes,
+    )
+
+
+def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:
+    """What a flow run that trains is called: recipe, its name where that is another, regions and snapshot."""
+    return " ".join([recipe, *([run] if run != recipe else []), "on", detector, "snapshot", snapshot])
+
+
+class Watch:
+    """Shows a training in the flow UI while it runs: a table of how far it is, and its curves."""
+
+    def __init__(self, stage: str, root: str, recipe: str, run: str):
+        self.root, self.recipe, self.run = root, recipe, run or recipe
+        self.progress = Live(f"{stage}-progress", self.run)
+        self.curves = Live(f"{stage}-curves", self.run, seconds=20.0, image=True)
+
+    def __call__(self, line: str) -> None:
+        """A line that the training printed."""
+        reading, progress = _READING.search(line), _PROGRESS.match(line)
+        if reading:
+            detector, snapshot = reading["detector"], reading["snapshot"]
+            name_run(
+                run_name(self.recipe, self.run, detector, snapshot),
+                *(f"recipe:{self.recipe}", f"detector:{detector}", f"snapshot:{snapshot}"),
+            )
+        elif progress:
+            done = progress["step"] == progress["steps"]
+            if self.progress.due or done:
+                facts = {
+                    "step": f"{progress['step']} of {progress['steps']}",
+                    "loss": progress["losses"],
+                    "samples/s": progress["rate"],
+                    "time left": progress["left"],
+                }
+                self.progress.show(table_of_progress(facts))
+            if self.curves.due or done:
+                self.draw()
+
+    def draw(self) -> None:
+        """Show the curves as far as they are written."""
+        with reporting():
+            picture = curves(open_objects(self.root), self.run)
+            if picture:
+                self.curves.show(picture)
+
+
+def show_result(stage: str, trained: Trained, watch: Watch) -> None:
+    """Leave in the flow UI what a training came to: its name, its last curves, its numbers beside the paper's."""
+    name_run(trained.name, *trained.tags)
+    watch.draw()
+    with reporting():
+        from vlbert.recipes import RECIPES  # here, as above
+        from vlbert.tasks import paper_of
+
+        paper = paper_of(RECIPES[trained.recipe]().task)
+        publish(stage, trained.run, table_of_metrics(trained.metrics, paper, trained.checkpoint))
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

@@ -449,6 +449,12 @@ def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read
             yield from pool.map(read, shards[start : start + 4 * _READERS])
 
 
+def datasets_with(objects: Objects, stage: str) -> list[str]:
+    """The datasets that have a committed shard of this stage, sorted; one listing."""
+    pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{_SHARD.pattern}\.parquet")
+    return sorted({found[1] for info in objects.list() if (found := pattern.fullmatch(info.path))})
+
+
 def status(objects: Objects) -> list[str]:
     """One line per dataset and stage: shards, rows by status, bytes of manifests and of the tars that they name."""
     shards, sizes = defaultdict(list), {}

@@ -99,11 +99,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together; of the whole run: rows by status before this group, and all rows."""
+    """Shards that are collected together; of the whole run: rows by status before this group, all rows, all shards."""
 
     parts: tuple[Part, ...]
     before: dict[str, int]
     rows: int
+    shards: int
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def collect(
         say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
     rows, counts = sum(part.stop - part.start for part in missing), Counter()
     for first in range(0, len(missing), settings.shards_per_group):
-        group = Group(tuple(missing[first : first + settings.shards_per_group]), dict(counts), rows)
+        group = Group(tuple(missing[first : first + settings.shards_per_group]), dict(counts), rows, len(missing))
         counts.update(run_group(root, settings, group))
         ready = first + len(group.parts)
         say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")

@@ -144,8 +144,9 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
 
     everything, trainable = count_parameters(model)
     say(
-        f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples (snapshot {pinned['snapshot']}), "
-        f"{everything / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
+        f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples of "
+        f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {everything / 1e6:.2f} M parameters, "
+        f"{trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
     )
     if pinned["untrained"]:
         say("WARNING: the regions come from an UNTRAINED detector (random weights)")

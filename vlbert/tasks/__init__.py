@@ -61,8 +61,16 @@ class Task(Protocol):
 
 def make_task(settings: Any, vocabulary: Vocabulary, num_classes: int) -> Task:
     """The task that the type of `settings` belongs to."""
+    return _task_of(settings)(settings, vocabulary, num_classes)
+
+
+def paper_of(settings: Any) -> str:
+    """What the paper reports for the task that the type of `settings` belongs to."""
+    return _task_of(settings).paper
+
+
+def _task_of(settings: Any) -> type[Task]:
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 
-    tasks = {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO}
-    return tasks[type(settings)](settings, vocabulary, num_classes)
+    return {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO}[type(settings)]

@@ -1,0 +1,56 @@
+"""Loss and accuracy curves of a run as one SVG, for the flow UI."""
+
+import base64
+import io
+from collections.abc import Sequence
+
+from storage.objects import Objects
+from vlbert.record import read_metrics
+
+_INK, _GRID = "#333333", "#dddddd"
+_WORTH_A_CURVE = ("accuracy", "grounding", "iou", "recall")  # of what a validation reports: shares of one
+
+
+def curves(objects: Objects, run: str) -> str | None:
+    """A data: URI with the run's curves as far as it is; None before it has logged anything.
+
+    Left the training losses, right what validations found (accuracies, and how much of them comes from looking).
+    """
+    training, validation = (read_metrics(objects, run, kind) for kind in ("training", "validation"))
+    if not training:
+        return None
+    return f"data:image/svg+xml;base64,{base64.b64encode(draw(run, training, validation).encode()).decode()}"
+
+
+def draw(run: str, training: Sequence[dict[str, float]], validation: Sequence[dict[str, float]]) -> str:
+    """The SVG; training and validation are lines of metrics.jsonl."""
+    from matplotlib import rc_context  # here, because it takes half a second and only training shows curves
+    from matplotlib.figure import Figure
+
+    panels = [("training loss", training, _series(training, "loss_"))]
+    if validation:
+        panels.append(("validation", validation, _series(validation, *_WORTH_A_CURVE)))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": run, "font.size": 9}):
+        figure = Figure(figsize=(5 * len(panels), 3.2), layout="constrained", facecolor="white")
+        for number, (title, lines, names) in enumerate(panels):
+            axes = figure.add_subplot(1, len(panels), number + 1)
+            for name in names:
+                points = [(line["step"], line[name]) for line in lines if name in line]
+                marker = "o" if len(points) < 15 else None
+                axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=f"{name} {points[-1][1]:.3f}")
+            axes.set_title(f"{run}: {title}", fontsize=10, color=_INK)
+            axes.set_xlabel("optimizer steps")
+            axes.set_xlim(left=0)
+            axes.grid(axis="y", color=_GRID)
+            axes.spines[["right", "top"]].set_visible(False)
+            if names:
+                axes.legend(fontsize=8, frameon=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return file.getvalue()
+
+
+def _series(lines: Sequence[dict[str, float]], *words: str) -> list[str]:
+    """The names of numbers with one of these words in them, in order of appearance."""
+    names = {name: None for line in lines for name in line}
+    return [name for name in names if any(word in name for word in words)]

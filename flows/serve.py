@@ -1,0 +1,200 @@
+"""Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarm for runs that died.
+
+    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT]          until Ctrl-C
+
+Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A worker
+that dies is replaced; its runs have died with it. docs/operating.md says how to run the parts on machines of their own.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from flows.settings import quiet_prefect
+from flows.supervisor import ChildFailed, background, run_child
+
+POOL = "local"
+PORT = 4200  # Prefect's own
+HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
+SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
+_START_SECONDS = 120.0  # that the server may take
+_POLL = 0.5  # seconds between looks at the worker
+_PAUSE = 5.0  # seconds before a worker that died is replaced
+_ALARM = "flow runs without a sign of life are crashed"
+
+
+@contextmanager
+def serving(home: Path, port: int, deployments: Path, query_seconds: float = 5.0) -> Iterator[Callable[[], None]]:
+    """Server, deployments and worker while the block runs; this process and its children talk to that server.
+
+    home: folder for the database and the logs; port: of the server on 127.0.0.1; deployments: a file such as
+    prefect.yaml; query_seconds: between two questions of the worker for work. Yields a function that replaces the
+    worker where it has ended, and raises RuntimeError where the server has.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
+        del os.environ[name]
+    os.environ.update(environment(home, port, query_seconds))
+    prefect = [sys.executable, "-m", "prefect"]
+    server_log, worker_log = home / "server.log", home / "worker.log"
+    for log in (server_log, worker_log):
+        log.unlink(missing_ok=True)
+    with background([*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)], server_log) as serves:
+        wait_for_server(port, serves, server_log)
+        deploy(deployments)
+        command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
+        with replaceable(lambda: background(command, worker_log)) as works_again:
+
+            def check() -> None:
+                if not serves():
+                    raise RuntimeError(f"the Prefect server ended; {end_of(server_log)}")
+                works_again()
+
+            yield check
+
+
+@contextmanager
+def replaceable(start: Callable) -> Iterator[Callable[[], None]]:
+    """A child in the background; yields a function that starts another where it has ended."""
+    running = start()
+    runs = running.__enter__()
+
+    def again() -> None:
+        nonlocal running, runs
+        if not runs():
+            running.__exit__(None, None, None)
+            print("the worker ended, and its runs with it; another one is started", flush=True)
+            time.sleep(_PAUSE)
+            running = start()
+            runs = running.__enter__()
+
+    try:
+        yield again
+    finally:
+        running.__exit__(None, None, None)
+
+
+def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
+    """What server, worker and flow runs are told."""
+    return quiet_prefect(home) | {
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_API_HOST": "127.0.0.1",
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
+        # For `python -m flows.engine`, which prefect.yaml names, to be this Python.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+def wait_for_server(port: int, serves: Callable[[], bool], log: Path) -> None:
+    """Until it answers; RuntimeError with the end of its log where it ends or takes too long."""
+    url = f"http://127.0.0.1:{port}/api/health"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
+    deadline = time.monotonic() + _START_SECONDS
+    while serves() and time.monotonic() < deadline:
+        try:
+            with opener.open(url, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    raise RuntimeError(f"the Prefect server did not answer at {url} in {_START_SECONDS:g} s; {end_of(log)}")
+
+
+def deploy(deployments: Path) -> None:
+    """Make the work pool, the alarm, and what the file says; ChildFailed with Prefect's words where it is wrong."""
+    from prefect.client.orchestration import get_client  # here, because what it reads is set before
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+    set_alarm()
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(deployments)]
+    run_child(command, lambda line: None)
+
+
+def set_alarm() -> None:
+    """The automation that crashes a flow run whose process and worker are both gone: nobody else would say so."""
+    from prefect.automations import Automation, EventTrigger, Posture
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+
+    ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+    wanted = {
+        "description": f"made by flows/serve.py; a run gives a sign of life every {HEARTBEAT} s",
+        "trigger": EventTrigger(
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", *ended},
+            match={"prefect.resource.id": ["prefect.flow-run.*"]},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=SILENCE),
+        ),
+        "actions": [
+            ChangeFlowRunState(state=StateType.CRASHED, message=f"no sign of life for {SILENCE} s: its process is gone")
+        ],
+    }
+    try:
+        found = Automation.read(name=_ALARM)
+    except ValueError:
+        Automation(name=_ALARM, **wanted).create()
+        return
+    for field, value in wanted.items():
+        setattr(found, field, value)
+    found.update()
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log, for an error."""
+    lines = log.read_text(errors="replace").splitlines()[-50:]
+    return f"{log} ends with:\n" + "\n".join(lines)
+
+
+def serve(home: Path, port: int, deployments: Path) -> None:
+    """Serve until a signal."""
+    print(f"starting Prefect with its home in {home}", flush=True)
+    with serving(home, port, deployments) as check:
+        print(
+            f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has what flows say\n"
+            f"in another terminal:  export PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
+            "                      prefect deployment run pretrain-vlbert/default --watch\n"
+            "Ctrl-C ends server, worker and runs",
+            flush=True,
+        )
+        while True:
+            check()
+            time.sleep(_POLL)
+
+
+def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    home = Path(variables.get("PREFECT_HOME") or ".prefect")
+    parser.add_argument("--deployments", type=Path, default=Path("prefect.yaml"), help="file (%(default)s)")
+    parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")
+    parser.add_argument("--port", type=int, default=PORT, help="of the server and its UI (%(default)s)")
+    chosen = parser.parse_args(arguments)
+    if not chosen.deployments.is_file():
+        sys.exit(f"there is no file {chosen.deployments}; --deployments names one such as prefect.yaml")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
+    try:
+        serve(chosen.home.absolute(), chosen.port, chosen.deployments)
+    except (RuntimeError, ChildFailed) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
