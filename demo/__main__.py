@@ -160,7 +160,7 @@ def write_deployments(file: Path, parameters: dict) -> None:
     root, work, datasets, finetuning = (parameters[name] for name in ("root", "work", "datasets", "finetunings"))
     first = datasets[0]
     source = {name: value for name, value in first.items() if name != "detector"}
-    scenes = {"root": root, "detector": first["detector"], "datasets": [first["name"], datasets[1]["name"]]}
+    scenes = {"root": root, "detector": first["detector"], "datasets": [first["name"]]}
     own = {
         "pretrain_vlbert": parameters,
         "collect_flow": {"root": root, "dataset": source},
@@ -232,14 +232,13 @@ def stages_shown(log: Path) -> Iterator[None]:
 
 
 def _follow(log: Path, over: threading.Event) -> None:
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        unfinished = ""
-        while not over.wait(0.2) or unfinished:
-            text = lines.read()
-            *whole, rest = (unfinished + text).split("\n")
-            unfinished = rest if not over.is_set() else ""
+    with log.open("rb") as lines:
+        unfinished, last = b"", False
+        while not last:
+            last = over.wait(0.2)  # before the look, which then finds all that was written until the end
+            *whole, unfinished = (unfinished + lines.read()).split(b"\n")
             for line in whole:
-                found = _STAGE_LINE.match(line)
+                found = _STAGE_LINE.match(line.decode(errors="replace"))
                 if found:
                     print(f"{found['time']}  {found['said']}", flush=True)
 

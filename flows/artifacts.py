@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import get_run_logger
-from prefect.artifacts import create_image_artifact, create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.runtime import flow_run
@@ -36,27 +37,29 @@ def name_run(name: str, *tags: str) -> None:
 class Live:
     """One artifact of this flow run, made at the first `show` and changed by the later ones.
 
-    A change costs the server an event, so there is one in `seconds` at most and, later, in a hundredth of the time that
-    has passed: about 100 in the first half hour, 500 in two days.
+    A change costs the server an event with all that is shown, so there is one in `seconds` at most and, later, in a
+    hundredth of the time that has passed (about 100 in the first half hour, 600 in two days); of an image in a
+    twentieth (about 140 in two days).
     """
 
     def __init__(self, stage: str, name: str, seconds: float = 10.0, image: bool = False):
         self.key, self.description = key_of(stage, name), f"{stage}: {name}"
-        self.seconds, self.image = seconds, image
+        self.seconds, self.image, self.share = seconds, image, 0.05 if image else 0.01
         self.started, self.shown, self.id = time.monotonic(), None, None
 
     @property
     def due(self) -> bool:
         """Whether `show` would be in time."""
         now = time.monotonic()
-        return self.shown is None or now - self.shown >= max(self.seconds, (now - self.started) / 100)
+        return self.shown is None or now - self.shown >= max(self.seconds, (now - self.started) * self.share)
 
     def show(self, content: str) -> None:
         """Show markdown, or the URL of an image, instead of what was shown before."""
+        if self.image:  # Prefect's own image artifacts print the URL, too: of a data: URI, all of it
+            content = f"![{self.key}]({content})"
         with reporting():
             if self.id is None:
-                create = create_image_artifact if self.image else create_markdown_artifact
-                self.id = create(content, key=self.key, description=self.description)
+                self.id = create_markdown_artifact(content, key=self.key, description=self.description)
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=content))
@@ -88,9 +91,11 @@ def table_of_counts(catalog: Catalog, stage: str) -> str:
         *(f"| {escaped(s)} | {count:,} | {count / counts.total():.1%} |" for s, count in counts.most_common()),
     ]
     if with_failures:
-        lines += ["", "The commonest reasons:", "", "| status | rows | for example |", "|---|---:|---|"]
+        # A list, because a cell of a table does not break its lines: what is long would be out of sight.
+        lines += ["", "The commonest reasons, each with an example:", ""]
         lines += [
-            f"| {escaped(status)} | {rows:,} | {escaped(example)} |"
+            f"- **{escaped(status)}**, {rows:,} {'row' if rows == 1 else 'rows'}"
+            + (example and f": {escaped(example)}")
             for status, rows, example in commonest_reasons(catalog, stage, with_failures)
         ]
     return "\n".join(lines)
@@ -112,15 +117,17 @@ def commonest_reasons(catalog: Catalog, stage: str, shards: list[str]) -> list[t
 
 
 def table_of_progress(facts: Mapping[str, object]) -> str:
-    """How far a stage is: one row a fact."""
-    return "\n".join(["| | |", "|---|---:|", *(f"| {name} | {escaped(str(value))} |" for name, value in facts.items())])
+    """How far a stage is: one row a fact, the first as the head."""
+    head, *rows = (f"| {name} | {escaped(str(value))} |" for name, value in facts.items())
+    return "\n".join([head, "|---|---:|", *rows])
 
 
 def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str, note: str = "") -> str:
     """The numbers of a last validation, beside what the paper reports."""
-    lines = [f"checkpoint {link(checkpoint)}", *(["", note] if note else []), "", "| metric | value |", "|---|---:|"]
-    lines += [f"| {name} | {value:.3f} |" for name, value in metrics.items()]
-    return "\n".join([*lines, f"| **on the real data** | {escaped(paper)} |"])
+    # The paper's words stand above: in a cell they would push the values out of sight.
+    lines = [f"Checkpoint {link(checkpoint)}", "", f"**The paper, on the real data:** {escaped(paper)}"]
+    lines += [*(["", note] if note else []), "", "| metric | value |", "|---|---:|"]
+    return "\n".join([*lines, *(f"| {escaped(name)} | {value:.3f} |" for name, value in metrics.items())])
 
 
 def publish(stage: str, name: str, markdown: str) -> None:
@@ -131,7 +138,8 @@ def publish(stage: str, name: str, markdown: str) -> None:
 def link(where: str) -> str:
     """A place in the storage as a link that a person can copy where the browser does not follow it."""
     url = where if "://" in where else f"file://{where}"
-    return f"[`{where}`]({url.replace(' ', '%20')})"
+    text = re.sub(r"[\[\]\\]", lambda found: quote(found[0]), where)  # the UI shows all else as it is, escapes too
+    return f"[{text}]({quote(url, safe=':/')})"
 
 
 def key_of(stage: str, name: str) -> str:

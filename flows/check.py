@@ -102,8 +102,6 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
     start = ["start_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
     recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
-    if isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"{where}.recipe {settings.recipe_name} is a pre-training, no fine-tuning")
     if hasattr(recipe.task, "folder"):
         if not settings.folder:
             raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(_REFCOCO_FILES)}")

@@ -7,6 +7,7 @@ that dies is replaced; its runs have died with it. docs/operating.md says how to
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from uuid import UUID
 
 from flows.settings import quiet_prefect
 from flows.supervisor import ChildFailed, background, run_child
@@ -24,6 +26,7 @@ from flows.supervisor import ChildFailed, background, run_child
 POOL = "local"
 PORT = 4200  # Prefect's own
 HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
+SIGNS_KEPT = 3600  # seconds: a training of two days gives thousands, and the alarm needs but the last
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
 _START_SECONDS = 120.0  # that the server may take
 _POLL = 0.5  # seconds between looks at the worker
@@ -49,6 +52,7 @@ def serving(home: Path, port: int, deployments: Path, query_seconds: float = 5.0
         log.unlink(missing_ok=True)
     with background([*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)], server_log) as serves:
         wait_for_server(port, serves, server_log)
+        crash_the_dead()
         deploy(deployments)
         command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
         with replaceable(lambda: background(command, worker_log)) as works_again:
@@ -90,6 +94,9 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(
+            {"prefect.flow-run.heartbeat": SIGNS_KEPT}
+        ),
         # For `python -m flows.engine`, which prefect.yaml names, to be this Python.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
@@ -152,6 +159,43 @@ def set_alarm() -> None:
     for field, value in wanted.items():
         setattr(found, field, value)
     found.update()
+
+
+def crash_the_dead() -> None:
+    """Crash the runs that the server believes to be at work, and that no process of this machine works for.
+
+    They died together with the server, as when the machine lost power: nobody else would end them, and a deployment
+    that runs once at a time would wait for them for ever. The server listens on this machine alone: no other has any.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId, FlowRunFilterState
+    from prefect.client.schemas.filters import FlowRunFilterStateType as OfType
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    at_work = FlowRunFilterState(type=OfType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]))
+    with get_client(sync_client=True) as client:
+        spared, found = set(), worked_for()
+        while found:  # a run that is worked for, and those below it, which are in the same process
+            spared |= found
+            below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=list(found)))
+            found = {run.id for run in client.read_flow_runs(flow_run_filter=below)} - spared
+        for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=at_work)):
+            if run.id not in spared:
+                state = Crashed(message="its process was gone when the server started again")
+                client.set_flow_run_state(run.id, state, force=True)
+
+
+def worked_for() -> set[UUID]:
+    """The flow runs that processes of this machine work for: each child of one has a variable that names it."""
+    found = set()
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended meanwhile, or is another user's
+            for variable in variables.read_bytes().split(b"\0"):
+                name, _, value = variable.partition(b"=")
+                if name == b"PREFECT__FLOW_RUN_ID":
+                    found.add(UUID(value.decode()))
+    return found
 
 
 def end_of(log: Path) -> str:

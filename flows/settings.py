@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from storage.download import DownloadSettings
 
 # For pydantic, with which Prefect reads parameters: a name that is no field is an error, and the UI's form shows the
@@ -24,8 +26,8 @@ class DetectorSettings:
     """Boxes from an annotation file, or found by the network."""
     annotations: str | None = None
     """annotated: file in COCO's detection format."""
-    preset: str | None = None
-    """faster_rcnn: vg_resnet101, vg_resnet50 or demo."""
+    preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
+    """faster_rcnn: which network, by the names of detectors/faster_rcnn.py."""
     weights: str | None = None
     """faster_rcnn: safetensors file."""
     untrained: bool = False
@@ -135,9 +137,21 @@ class Source:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
 
 
+def _with_words_of(base: type) -> dict:
+    """The configuration of a class below `base`: pydantic reads the docstrings of a class's own fields alone."""
+
+    def describe(form: dict) -> None:
+        for name, about in TypeAdapter(base).json_schema()["properties"].items():
+            form["properties"][name].setdefault("description", about["description"])
+
+    return _STRICT | {"json_schema_extra": describe}
+
+
 @dataclass(frozen=True)
 class Dataset(Source):
     """One folder of images in the storage, where they come from and how regions are found in them."""
+
+    __pydantic_config__ = _with_words_of(Source)
 
     detector: DetectorSettings = field(kw_only=True)
     """How regions are found."""
@@ -216,7 +230,7 @@ class FinetuneSettings:
     task: Literal["refcoco"] = "refcoco"
     """Of vlbert/tasks."""
     recipe: str = ""
-    """Of vlbert/recipes.py; empty: finetune_<task>_base."""
+    """Of vlbert/recipes.py; empty: finetune_TASK_base."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""

@@ -295,9 +295,11 @@ def _descendants(ancestor: int) -> set[int]:
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]  # the name before may hold anything
+                # Where only the first thread has ended, the process looks dead, and others of it still work.
+                ended = state in (b"Z", b"X") and len(os.listdir(f"/proc/{name}/task")) < 2
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended meanwhile
-            children.setdefault(int(parent), []).append((int(name), state in (b"Z", b"X")))
+            children.setdefault(int(parent), []).append((int(name), ended))
     found, todo = set(), [ancestor]
     while todo:
         for pid, ended in children.get(todo.pop(), []):

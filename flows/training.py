@@ -13,7 +13,6 @@ from flows.supervisor import run_child
 from storage.objects import open_objects
 from vlbert.record import last_metrics
 
-_PROGRESS_SECONDS = 5.0  # between progress lines that are passed on; all others are
 # What vlbert.record and vlbert.train print: a progress line, and which samples the run reads.
 _PROGRESS = re.compile(
     r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  (?P<left>\S+) left$"
@@ -68,7 +67,7 @@ def train(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
     command += ["-m", "vlbert.train", recipe, *(f"{name}={value}" for name, value in given.items()), *overrides]
     # Some lines begin with the run's name as it is.
-    log = paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"), _PROGRESS_SECONDS)
+    log = paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"))
 
     def on_line(line: str) -> None:
         log(line)
@@ -163,15 +162,20 @@ def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> No
             raise ValueError(f"override {assignment}: the stage sets {field} itself; use {settings[field]} instead")
 
 
-def paced(say: Callable[[str], None], seconds: float) -> Callable[[str], None]:
-    """`say`, but of progress lines at most one in `seconds`: a flow's log is kept in a database."""
-    last = time.monotonic() - seconds
+def paced(
+    say: Callable[[str], None], seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+) -> Callable[[str], None]:
+    """`say`, but of progress lines only a few: a flow's log is kept in a database.
+
+    At most one in `seconds` and, later, in a hundredth of the time that has passed: about 700 in two days.
+    """
+    started, last = clock(), None
 
     def on_line(line: str) -> None:
         nonlocal last
-        now = time.monotonic()
         if _PROGRESS.match(line):
-            if now - last < seconds:
+            now = clock()
+            if last is not None and now - last < max(seconds, (now - started) / 100):
                 return
             last = now
         say(line)

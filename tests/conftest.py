@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from operated import Operated, operated, tiny_road
 
+from demo.__main__ import write_deployments
 from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
@@ -23,6 +26,20 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=120):
         yield
+
+
+@pytest.fixture(scope="session")
+def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    """The demo's deployments on the tiny road, with a server and a worker, as `make serve` starts them."""
+    folder = tmp_path_factory.mktemp("served")
+    file = folder / "prefect.yaml"
+    write_deployments(file, tiny_road(world, folder / "root"))
+    hour = (time.gmtime().tm_hour + 6) % 24  # the schedule is awake, but starts nothing while tests run
+    file.write_text(
+        file.read_text().replace("'*/15 * * * *'", f"0 {hour} * * *").replace("active: false", "active: true")
+    )
+    with operated(folder / "prefect", file) as serving:
+        yield serving
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,24 @@
 """Settings of the flows and what is checked of them before any work: each fault is named at second 0."""
 
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import demo.__main__ as demo
 from demo.world import World, WorldSettings, draw_world
 from detectors.run import _parser as detector_parser
 from flows import finetune, pretrain
 from flows.check import check
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from flows.collect import COMMITTED, collect_settings
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, Source
+from flows.supervisor import run_child
 from storage.download import DownloadSettings, ImageSettings
+
+PROJECT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +35,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_settings_that_contradict_each_other_are_refused():
     detector = DetectorSettings("annotated", annotations="a.json")
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Dataset("x", detector, captions="a.tsv", images="folder")
+        Dataset("x", captions="a.tsv", images="folder", detector=detector)
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Dataset("x", detector)
+        Source("x")
     with pytest.raises(ValueError, match="rows_per_shard is 0"):
-        Dataset("x", detector, captions="a.tsv", rows_per_shard=0)
+        Dataset("x", captions="a.tsv", rows_per_shard=0, detector=detector)
     with pytest.raises(ValueError, match="count is 0"):
         Processes(0)
     with pytest.raises(ValueError, match=r"vocabulary_size: only for .* set text, too"):
@@ -138,6 +140,24 @@ def test_the_flow_refuses_a_misspelt_setting(world: World, path: tuple):
         pretrain_vlbert.validate_parameters(road)
 
 
+def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(world: World):
+    from prefect.exceptions import ParameterTypeError
+
+    from flows.collect import collect_flow
+    from flows.pipeline import pretrain_vlbert
+
+    road = as_json(world)
+    (dataset,) = road["datasets"]
+    with pytest.raises(ParameterTypeError, match="dataset.detector: Unexpected"):
+        collect_flow.validate_parameters({"root": "r", "dataset": dataset})
+    detector = dataset.pop("detector")
+    assert collect_flow.validate_parameters({"root": "r", "dataset": dataset})["dataset"].name == "captions"
+    with pytest.raises(ParameterTypeError, match="datasets.0.detector: Field required"):
+        pretrain_vlbert.validate_parameters(road)
+    with pytest.raises(TypeError):
+        Dataset("x", "a.tsv", None, DownloadSettings(), 10, 2, DetectorSettings(**detector))  # keyword-only
+
+
 def test_the_form_in_the_flow_ui_has_words_for_every_setting():
     from flows.pipeline import pretrain_vlbert
 
@@ -158,8 +178,11 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
 
 
 def a_road(world: World) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
+    from flows.pipeline import pretrain_vlbert
+
     parameters = demo.flow_parameters(Path("r"), world, seed=0, processes=1)
-    return parameters["datasets"], parameters["pretraining"], parameters["finetunings"]
+    road = pretrain_vlbert.validate_parameters(parameters)
+    return road["datasets"], road["pretraining"], road["finetunings"]
 
 
 def test_the_road_of_the_demo_passes(world: World):
@@ -244,8 +267,10 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
         ({"dataset": "refcoco"}, r"finetunings\[0\].dataset is 'refcoco'"),
         ({"folder": "no"}, r"finetunings\[0\].folder: there is no file no/refs\(unc\).p"),
         ({"folder": ""}, r"finetunings\[0\].folder is not set"),
-        ({"recipe": "finetune"}, r"finetunings\[0\].recipe is 'finetune'; it must be one of"),
-        ({"recipe": "pretrain_vlbert_demo"}, "is a pre-training, no fine-tuning"),
+        (
+            {"recipe": "finetune_refcoco_demi"},
+            r"finetunings\[0\].recipe is 'finetune_refcoco_demi'; it must be one of finetune_refcoco_base",
+        ),
         ({"recipe": "finetune_refcoco_base"}, "has another architecture than the pre-training pretrain_vlbert_demo"),
         ({"overrides": ("optimizer.rate=3",)}, r"finetunings\[0\] .*OptimizerConfig has no field 'rate'"),
         ({"overrides": ("bert=bert-base-uncased",)}, "Recipe.bert is .* None where start_from is set"),
@@ -267,46 +292,96 @@ def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path):
     with pytest.raises(ValueError, match="use the setting run instead"):
         pretrain.pretrain(str(tmp_path), str(tmp_path), PretrainSettings(overrides=("run=x",)))
     with pytest.raises(ValueError, match="use the pre-training's vocabulary instead"):
-        finetune.finetune(str(tmp_path), FinetuneSettings(pretrained=False, overrides=("vocabulary=x",)))
+        finetune.finetune(str(tmp_path), str(tmp_path), FinetuneSettings(overrides=("vocabulary=x",)))
 
 
-# --- python -m flows.pipeline -----------------------------------------------------------------------------------------
+# --- deployments ------------------------------------------------------------------------------------------------------
 
 
-def test_the_program_says_in_a_line_what_is_wrong_with_its_file_and_has_a_prefect_of_its_own(
-    world: World, tmp_path: Path
-):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    del environment["PREFECT_HOME"]
-    file = tmp_path / "road.json"
+def deployments_of(file: Path) -> dict[str, dict]:
+    """Flow/name -> what the file says of it and `read`, its parameters as its flow gets them."""
+    from prefect.flows import load_flow_from_entrypoint
 
-    def run(**more: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "flows.pipeline", "road.json"]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
-        )
-
-    file.write_text(json.dumps(as_json(world) | {"datasets": []}))
-    ended = run(HOME=str(tmp_path / "home"))
-    assert (ended.returncode, ended.stderr) == (1, "pretraining.dataset is 'captions', and datasets has only none\n")
-    assert (tmp_path / ".prefect").is_dir()
-    assert not (tmp_path / "home" / ".prefect").exists()
-    shutil.rmtree(tmp_path / ".prefect")
-    file.write_text('{"root": 1,\n}')
-    ended = run(PREFECT_HOME=str(tmp_path / "mine"))
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("road.json:")
-    assert ": no JSON: " in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert (tmp_path / "mine").is_dir()
-    assert not (tmp_path / ".prefect").exists()
+    found = {}
+    for deployment in yaml.safe_load(file.read_text())["deployments"]:
+        flow = load_flow_from_entrypoint(deployment["entrypoint"])
+        given, known = deployment["parameters"], flow.parameters
+        assert set(known.required) <= set(given) <= set(known.properties)
+        found[f"{flow.name}/{deployment['name']}"] = deployment | {"read": flow.validate_parameters(given)}
+    return found
 
 
-def test_a_parameter_file_that_cannot_be_read_is_named(tmp_path: Path):
-    from flows.pipeline import read_parameters
+NAMES = {
+    *("pretrain-vlbert/default", "collect-captions/default", "finetune/default"),
+    *("detect-regions/default", "detect-regions/scheduled"),
+}
 
-    with pytest.raises(ValueError, match="cannot read .*no.json: No such file"):
-        read_parameters(tmp_path / "no.json")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="list.json holds no JSON object"):
-        read_parameters(tmp_path / "list.json")
+
+def test_the_projects_deployments_fit_their_flows():
+    found = deployments_of(PROJECT / "prefect.yaml")
+    assert set(found) == NAMES
+    (dataset,) = found["pretrain-vlbert/default"]["read"]["datasets"]
+    assert isinstance(dataset, Dataset)
+    assert collect_settings(dataset) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
+    for name in ("detect-regions/default", "detect-regions/scheduled"):
+        assert found[name]["read"]["detector"] == dataset.detector
+        assert found[name]["read"]["datasets"] == (dataset.name,)
+    pretraining = found["pretrain-vlbert/default"]["read"]["pretraining"]
+    assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
+
+
+def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(world: World, tmp_path: Path):
+    parameters = demo.flow_parameters(tmp_path, world, seed=0, processes=1)
+    demo.write_deployments(tmp_path / "prefect.yaml", parameters)
+    found = deployments_of(tmp_path / "prefect.yaml")
+    assert set(found) == NAMES
+    road = found["pretrain-vlbert/default"]["read"]
+    check(road["datasets"], road["pretraining"], road["finetunings"])
+    captions = road["datasets"][0]
+    assert collect_settings(captions) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
+    assert found["detect-regions/scheduled"]["read"]["detector"] == captions.detector
+    assert found["detect-regions/scheduled"]["read"]["datasets"] == (captions.name,)
+    assert found["finetune/default"]["read"]["settings"] == dataclasses.replace(
+        road["finetunings"][0], pretraining=road["pretraining"].run
+    )
+    assert [schedule["active"] for schedule in found["detect-regions/scheduled"]["schedules"]] == [False]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_prefect_takes_the_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.settings import PREFECT_API_URL
+
+    shutil.copy(PROJECT / "prefect.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    environment = {"PREFECT_API_URL": PREFECT_API_URL.value()}
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="local", type="process"))
+        run_child(command, lambda line: None, environment=environment)
+        flows = {flow.id: flow.name for flow in client.read_flows()}
+        found = {f"{flows[one.flow_id]}/{one.name}": one for one in client.read_deployments()}
+        automations = client.request("POST", "/automations/filter").json()
+        try:
+            assert set(found) == NAMES
+            assert {one.work_pool_name for one in found.values()} == {"local"}
+            assert {one.job_variables["command"] for one in found.values()} == {"python -m flows.engine"}
+            limits = {name: one.global_concurrency_limit for name, one in found.items()}
+            assert [name for name, limit in limits.items() if not limit] == ["finetune/default"]
+            assert {limit.limit for limit in limits.values() if limit} == {1}
+            # Relative paths in parameters begin where `prefect deploy` ran.
+            moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(tmp_path)}}
+            assert [one.pull_steps for one in found.values()] == 5 * [[moves]]
+            (schedule,) = found["detect-regions/scheduled"].schedules
+            assert (schedule.schedule.cron, schedule.active) == ("*/15 * * * *", True)
+            (automation,) = [one for one in automations if one["trigger"]["expect"] == [COMMITTED]]
+            assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}
+            assert [action["deployment_id"] for action in automation["actions"]] == [
+                str(found["detect-regions/scheduled"].id)
+            ]
+        finally:  # the server is that of other tests, too
+            for automation in automations:
+                client.request("DELETE", f"/automations/{automation['id']}")
+            for one in found.values():
+                client.delete_deployment(one.id)

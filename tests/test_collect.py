@@ -138,7 +138,7 @@ def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World,
     before = contents(root)
     of(root).objects.delete("captions/images/00003.parquet")
     said = []
-    group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40)
+    group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40, 4)
     counts = collect_group(root, captions(world, report_every=0), group, said.append)
     assert counts == of(root).counts(IMAGES)  # of the whole group, whoever committed it
     assert contents(root) == before

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import logging
 import re
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -35,13 +35,13 @@ def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, w
     from flows.pipeline import Road
 
     def trained(run: str, metrics: dict[str, float]) -> Trained:
-        return Trained(run, "", metrics, None, 1.0, 1)
+        return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
 
     finetuned = [
         trained(demo.RUNS["with"], {"accuracy": with_it, "chance": 0.25}),
         trained(demo.RUNS["without"], {"accuracy": without, "chance": 0.25}),
     ]
-    road = Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned)
+    road = Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
     messages = demo.gates(road)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
@@ -49,23 +49,46 @@ def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, w
         assert part in message
 
 
-def test_what_stages_say_in_flows_and_in_tasks_is_shown_and_prefects_own_words_are_not(capsys: pytest.CaptureFixture):
-    from flows.pipeline import Road  # noqa: F401  brings prefect, which sets its loggers up
-
-    with demo.show_stages():
-        for kind in ("flow_runs", "task_runs"):
-            logger = logging.getLogger(f"prefect.{kind}")
-            logger.info("captions: said in %s", kind)
-            logger.handle(logger.makeRecord(logger.name, logging.INFO, "/x/prefect/engine.py", 1, "Finished", (), None))
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[2] for line in shown] == ["captions: said in flow_runs", "captions: said in task_runs"]
+def logged(said: str, kind: str = "Flow", name: str = "finetune_refcoco_demo finetune-with on a1 snapshot b2") -> bytes:
+    """A line of a worker's log."""
+    return f"10:11:12.345 | INFO    | {kind} run '{name}' - {said}\n".encode()
 
 
-def test_a_server_that_does_not_come_up_is_an_error_with_its_last_words(tmp_path: Path):
-    log = tmp_path / "server.log"
-    log.write_text("Port 4200 is already in use.\n")
-    with pytest.raises(RuntimeError, match=r"(?s)did not answer.*Port 4200 is already in use"):
-        demo.wait_for("http://127.0.0.1:9/health", lambda: False, log)
+def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_words_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    log, shown = tmp_path / "worker.log", []
+
+    def until(lines: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(shown) < lines:
+            assert time.monotonic() < deadline, shown
+            shown.extend(capsys.readouterr().out.splitlines())
+            time.sleep(0.02)
+
+    log.write_text("Worker 'ProcessWorker' started!\n")
+    with log.open("ab", buffering=0) as file, demo.stages_shown(log):
+        file.write(logged("captions: 4 of 9 shards collected: ok 380, timeout 5"))
+        file.write(logged("Finished in state Completed()", "Task", "captions from 00000"))
+        file.write(logged("refcoco+: nothing to detect", "Task", "refcoco+"))
+        until(2)
+        half = logged("pretrain is complete: é")
+        file.write(half[:-2])  # the first byte of the last letter
+        time.sleep(0.5)  # two looks
+        file.write(half[-2:])
+        until(3)
+        file.write(logged("the flow UI was not told: captions: x"))
+        file.write(logged("finetune-with: step 4/4"))
+        file.write(logged("finetune-without: the last words"))
+        file.write(logged("captions: half a li")[:-1])  # of a worker that was killed
+    shown += capsys.readouterr().out.splitlines()
+    assert shown == [
+        "10:11:12  captions: 4 of 9 shards collected: ok 380, timeout 5",
+        "10:11:12  refcoco+: nothing to detect",
+        "10:11:12  pretrain is complete: é",
+        "10:11:12  finetune-with: step 4/4",
+        "10:11:12  finetune-without: the last words",
+    ]
 
 
 def test_the_demo_has_a_prefect_of_its_own_that_no_proxy_stands_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -75,9 +98,6 @@ def test_the_demo_has_a_prefect_of_its_own_that_no_proxy_stands_before(tmp_path:
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv("NO_PROXY", "*")
     assert quiet_prefect(tmp_path)["NO_PROXY"] == "*"
-    theirs = {"PREFECT_API_KEY": "secret", "PREFECT_API_DATABASE_CONNECTION_URL": "postgres://", "HOME": "/home/x"}
-    assert demo.without_prefect(theirs) == {"HOME": "/home/x"}
-    assert demo.server_environment(tmp_path, 4300)["PREFECT_API_URL"] == "http://127.0.0.1:4300/api"
 
 
 def test_the_commands_that_are_printed_name_the_root_and_the_seed(tmp_path: Path):

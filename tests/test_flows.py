@@ -1,31 +1,46 @@
 """The stages on a tiny drawn world, most of them without Prefect, and the whole road as a flow, twice."""
 
-import dataclasses
+import base64
 import json
 import logging
 import re
 import shutil
+import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from s3 import s3_server
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterParentFlowRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import Failed
 
 import demo.__main__ as demo
 from demo.world import World
 from detectors.run import STORAGE_UNREACHABLE
-from flows.artifacts import key_of, table_of_counts
-from flows.collect import collect_settings, network_failed
-from flows.detect import NoReport, detect, detect_dataset
-from flows.finetune import finetune
-from flows.pretrain import copy_vocabulary
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings
+from flows.artifacts import key_of
+from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed
+from flows.detect import NoReport, detect, detect_dataset, detect_flow
+from flows.pipeline import Road, pretrain_vlbert
+from flows.settings import Dataset, DetectorSettings
 from flows.supervisor import ChildFailed
-from flows.training import Trained, paced
-from storage.catalog import Catalog, Row
+from flows.training import Watch, paced
+from storage.catalog import Catalog
 from storage.collect import collect
 from storage.download import DownloadSettings
 from storage.objects import StorageUnreachable, open_objects
 
+PROJECT = Path(__file__).parents[1]
 IMAGES = "images"
 
 
@@ -43,7 +58,7 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Datas
 
 def refcoco(world: World) -> Dataset:
     detector = DetectorSettings("annotated", annotations=str(world.refcoco_instances))
-    return Dataset("refcoco+", detector, images=str(world.refcoco_images), rows_per_shard=6)
+    return Dataset("refcoco+", detector=detector, images=str(world.refcoco_images), rows_per_shard=6)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +79,56 @@ def of(root: str, dataset: str = "captions") -> Catalog:
     return Catalog(open_objects(root), dataset)
 
 
+def newest(client: SyncPrefectClient, flow: str) -> FlowRun:
+    """The last run of this flow."""
+    named = FlowFilter(name=FlowFilterName(any_=[flow]))
+    return client.read_flow_runs(flow_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+
+
+def below(client: SyncPrefectClient, run: FlowRun) -> list[FlowRun]:
+    """The flow runs that this one has started, in their order."""
+    parent = FlowRunFilterParentFlowRunId(any_=[run.id])
+    children = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent), limit=100)
+    return sorted(children, key=lambda child: child.start_time)
+
+
+def tasks_of(client: SyncPrefectClient, *runs: FlowRun) -> list[str]:
+    """The names of the tasks of these flow runs: Prefect keeps a task run for each subflow, too."""
+    flow_runs = FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in runs]))
+    tasks = client.read_task_runs(flow_run_filter=flow_runs, limit=100)
+    return sorted(task.name for task in tasks if not task.state.state_details.child_flow_run_id)
+
+
+def artifacts_of(client: SyncPrefectClient, *runs: FlowRun) -> dict[str, str]:
+    """Key -> content of what these flow runs show; a result, which Prefect keeps as an artifact too, has no key."""
+    ours = {run.id for run in runs}
+    shown = [one for one in client.read_artifacts(limit=200) if one.key and one.flow_run_id in ours]
+    assert len({one.key for one in shown}) == len(shown), "one artifact a key and run"
+    return {one.key: one.data for one in shown}
+
+
+def logs_of(client: SyncPrefectClient, run: FlowRun, last: str) -> list[str]:
+    """What the run has logged, once the server has `last`."""
+    mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]))
+    deadline = time.monotonic() + 20
+    while True:
+        messages = [line.message for line in client.read_logs(mine, limit=200)]
+        if any(message.startswith(last) for message in messages):
+            return messages
+        assert time.monotonic() < deadline, messages
+        time.sleep(0.2)
+
+
+def committed_events(client: SyncPrefectClient, root: str) -> list[dict]:
+    """The events about newly committed shards under this root."""
+    answer = client.request("POST", "/events/filter", json={"filter": {"event": {"name": [COMMITTED]}}, "limit": 50})
+    return [event for event in answer.json()["events"] if event["resource"]["vlbert.root"] == root]
+
+
 # --- collect ----------------------------------------------------------------------------------------------------------
 
 
 def test_only_a_network_that_failed_is_tried_again():
-    from prefect.states import Failed
-
     def failed(error: Exception) -> bool:
         return network_failed(None, None, Failed(data=error))
 
@@ -91,7 +150,7 @@ def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_
     file, said = tmp_path / "but-one.json", []
     file.write_text(json.dumps(annotated))
     dataset = captions(world, detector=DetectorSettings("annotated", annotations=str(file)))
-    found = detect(root, dataset, said.append)
+    found = detect(root, dataset.name, dataset.detector, said.append)
     assert of(root).counts(found.stage)["no_annotation"] == 1
     assert (found.shards, found.new_shards, found.untrained) == (4, 4, False)
     assert found.images == of(root).counts(found.stage)["ok"]
@@ -103,10 +162,10 @@ def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_
 
     of(root).objects.delete(f"captions/{found.stage}/00001.parquet")
     said.clear()
-    assert detect(root, dataset, said.append).new_shards == 1
+    assert detect(root, dataset.name, dataset.detector, said.append).new_shards == 1
     assert "shard 00001, 1 of 1:" in said[0]
     said.clear()
-    again = detect(root, dataset, said.append)
+    again = detect(root, dataset.name, dataset.detector, said.append)
     assert said == [f"captions: nothing to detect: 4 of 4 shards have {found.stage}"]
     assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
 
@@ -114,7 +173,7 @@ def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_
 def test_a_detector_that_fails_says_why(world: World, root: str, tmp_path: Path):
     detector = DetectorSettings("annotated", annotations=str(tmp_path / "nothing.json"))
     with pytest.raises(ChildFailed, match="there is no annotation file .*nothing.json"):
-        detect(root, captions(world, detector=detector), lambda line: None)
+        detect(root, "captions", detector, lambda line: None)
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -131,24 +190,83 @@ def test_a_detector_that_ends_well_without_naming_its_stage_is_an_error(
     stand_in(tmp_path, monkeypatch, "print('{\"images\": 3}')")
     said = []
     with pytest.raises(NoReport, match=r"captions: `.*detectors.run .*` ended well and did not say which stage"):
-        detect(root, captions(world), said.append)
+        detect(root, "captions", captions(world).detector, said.append)
     assert said == ['captions: {"images": 3}']  # JSON, but no report of ours
 
 
 def test_a_detector_that_could_not_reach_the_storage_is_run_again_by_prefect_and_no_other(
     world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from prefect.states import Failed
-
     assert (detect_dataset.retries, detect_dataset.retry_condition_fn) == (3, network_failed)
     stand_in(tmp_path, monkeypatch, f"import sys; print('no bucket'); sys.exit({STORAGE_UNREACHABLE})")
     with pytest.raises(StorageUnreachable, match="no bucket") as unreachable:
-        detect(root, captions(world), lambda line: None)
+        detect(root, "captions", captions(world).detector, lambda line: None)
     assert network_failed(None, None, Failed(data=unreachable.value))
     (tmp_path / "detectors" / "run.py").write_text("import sys; sys.exit(1)")
     with pytest.raises(ChildFailed) as failed:
-        detect(root, captions(world), lambda line: None)
+        detect(root, "captions", captions(world).detector, lambda line: None)
     assert not network_failed(None, None, Failed(data=failed.value))
+
+
+def real_detector() -> str:
+    """A program that goes on as the real `python -m detectors.run`."""
+    return (
+        f"import os, sys; os.chdir({str(PROJECT)!r}); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'detectors.run', *sys.argv[1:]])"
+    )
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_network_that_comes_back_costs_a_second_attempt_and_no_failure(
+    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    first = f"import pathlib, sys; tried = pathlib.Path({str(tmp_path / 'tried')!r})\n"
+    first += f"if not tried.exists():\n    tried.touch(); sys.exit({STORAGE_UNREACHABLE})\n"
+    stand_in(tmp_path, monkeypatch, first + real_detector())
+    quick = detect_dataset.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
+
+    @flow(name="retrying")
+    def retrying() -> int:
+        return quick(root, "captions", captions(world).detector).new_shards
+
+    assert retrying() == 4
+    assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_dataset_that_fails_keeps_no_other_waiting_and_the_log_has_the_detectors_last_fifty_lines(
+    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(Path(root) / "captions", Path(root) / "broken")
+    (Path(root) / "runs" / "images").mkdir(parents=True)  # no dataset: no shard is in it
+    program = "import sys\nif sys.argv[2] == 'broken':\n"
+    program += "    [print(f'line {i} of 60') for i in range(1, 61)]; sys.exit(3)\n"
+    stand_in(tmp_path, monkeypatch, program + real_detector())
+    with pytest.raises(ChildFailed, match=r"detectors.run .* broken .*\nit failed with exit status 3; its last lines:"):
+        detect_flow(root, captions(world).detector)
+    (stage,) = {path.parent.name for path in Path(root).glob("captions/regions/*/*.parquet")}
+    assert len(of(root).shards(f"regions/{stage}")) == 4
+    assert not of(root, "broken").shards(f"regions/{stage}")
+
+    with get_client(sync_client=True) as client:
+        run = newest(client, "detect-regions")
+        logs = logs_of(client, run, "Finished in state Failed")
+        artifacts = artifacts_of(client, run)
+    assert (run.name, run.state_type.value) == (f"detect broken, captions by {stage}", "FAILED")
+    assert run.tags == ["dataset:broken", "dataset:captions", f"detector:{stage}"]
+    assert run.state.message.startswith("Flow run encountered an exception: ChildFailed: ")
+    assert set(artifacts) == {"detecting-captions", "regions-captions"}
+    (told,) = [line for line in logs if line.startswith("broken: ") and "its last lines:" in line]
+    assert [line for line in told.splitlines() if " of 60" in line] == [f"  | line {i} of 60" for i in range(11, 61)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_with_no_images_anywhere_there_is_nothing_to_detect(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    assert detect_flow(str(tmp_path), captions(world).detector) == {}
+    assert f"nothing to detect: no dataset under {tmp_path} has images" in caplog.text
 
 
 def test_an_untrained_detector_is_named_loudly(world: World, root: str):
@@ -156,7 +274,7 @@ def test_an_untrained_detector_is_named_loudly(world: World, root: str):
         of(root).objects.delete(f"captions/images/{shard}.parquet")
     said = []
     detector = DetectorSettings("faster_rcnn", preset="demo", untrained=True, maximum=12)
-    found = detect(root, captions(world, detector=detector), said.append)
+    found = detect(root, "captions", detector, said.append)
     assert found.untrained
     assert "captions: the network has random weights: its regions mean nothing" in said
     assert "WARNING" in said[-1]
@@ -168,56 +286,12 @@ def test_an_untrained_detector_is_named_loudly(world: World, root: str):
 
 def test_progress_lines_are_passed_on_now_and_then_and_all_others_always():
     heard = []
-    on_line = paced(heard.append, 60)
+    on_line = paced(heard.append)
     progress = [f"step {i}/100  words 1.000  10.0 samples/s  0:10 left" for i in range(5)]
     rest = ["step 4/100  validation  words_accuracy 0.500", "step 4/100  saved runs/x/step-0000004", "x is complete"]
     for line in progress + rest:
         on_line(line)
     assert heard == [progress[0], *rest]
-
-
-def test_fine_tuning_starts_from_a_checkpoint_exactly_where_it_should(tmp_path: Path):
-    with pytest.raises(ValueError, match="name one in start_from, or set pretrained to False"):
-        finetune(str(tmp_path), FinetuneSettings())
-    with pytest.raises(ValueError, match="leave start_from out, or set pretrained to True"):
-        finetune(str(tmp_path), FinetuneSettings(pretrained=False), start_from="root/runs/x/step-0000001")
-
-
-def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
-    with s3_server("bucket"):
-        objects = open_objects("s3://bucket/root")
-        objects.put("runs/x/step-0000010/vocab.txt", b"old\n")
-        objects.put("runs/x/step-0000020/vocab.txt", b"[PAD]\nred\n")
-        trained = Trained("x", objects.where("runs/x/step-0000020"), {}, None, 1.0, 1)
-        file = copy_vocabulary("s3://bucket/root", trained, tmp_path / "work")
-    assert file.read_bytes() == b"[PAD]\nred\n"
-    assert file.is_relative_to(tmp_path / "work")
-
-
-# --- what the flow UI shows -------------------------------------------------------------------------------------------
-
-
-def test_a_table_counts_every_status_and_quotes_the_web_as_plain_words(tmp_path: Path):
-    catalog = of(str(tmp_path))
-    hostile = "[x](javascript:alert(1)) | <b>`\\` http://a.example/_x_\n" + "y" * 300
-    rows = [Row(0, "a" * 20, "http_404", hostile), Row(1, "b" * 20, "http_404", "second"), Row(2, "c" * 20, "timeout")]
-    catalog.commit(IMAGES, "00000", [], rows, {"source": {}})
-    catalog.commit(IMAGES, "00001", [], [Row(3, "d" * 20, "http_404", "third")], {"source": {}})
-    first, _, head, _, *lines = table_of_counts(catalog, IMAGES).splitlines()
-    assert first.startswith("4 rows in 2 shards: ")
-    assert head == "| status | rows | for example |"
-    assert lines[1:] == ["| timeout | 1 |  |"]
-    assert lines[0].startswith(
-        r"| http\_404 | 3 | \[x\]\(javascript\:alert\(1\)\) \| \<b\>\`\\\` http\:\/\/a\.example\/\_x\_ yyy"
-    )
-    assert lines[0].count("y") == 200 - hostile.index("y")
-
-
-def test_no_two_datasets_share_an_artifact():
-    keys = [key_of("images", name) for name in ("refcoco", "refcoco+", "RefCOCO", "refcoco_", "a-b", "a b", "ü", "ö")]
-    assert keys[0] == "images-refcoco"
-    assert len(set(keys)) == len(keys)
-    assert all(re.fullmatch("[a-z0-9-]+", key) for key in keys)
 
 
 # --- the whole road, as a flow ----------------------------------------------------------------------------------------
@@ -226,35 +300,20 @@ def test_no_two_datasets_share_an_artifact():
 def tiny_road(world: World, root: Path) -> dict:
     """What `make demo` tells the flow, with four steps a run and one fine-tuning."""
     parameters = demo.flow_parameters(root, world, seed=0, processes=1)
-    steps = ("steps=4", "validate_every=4", "validation_samples=8")
-    return parameters | {
-        "datasets": [
-            dataclasses.replace(
-                dataset,
-                download=dataclasses.replace(dataset.download, deadline=1.5),
-                rows_per_shard=10,
-                shards_per_task=2,
-            )
-            for dataset in parameters["datasets"]
-        ],
-        "pretraining": dataclasses.replace(
-            parameters["pretraining"], overrides=(*steps, "data.batch=4", "data.text_batch=2")
-        ),
-        "finetunings": [
-            dataclasses.replace(settings, overrides=(*steps, "data.batch=4"))
-            for settings in parameters["finetunings"][:1]
-        ],
-    }
+    steps = ["steps=4", "validate_every=4", "validation_samples=8", "data.batch=4"]
+    for dataset in parameters["datasets"]:
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2}
+        dataset["download"]["deadline"] = 1.5
+    parameters["pretraining"]["overrides"] = [*steps, "data.text_batch=2"]
+    parameters["finetunings"] = parameters["finetunings"][:1]
+    parameters["finetunings"][0]["overrides"] = steps
+    return parameters
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twice(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    from prefect.client.orchestration import get_client
-
-    from flows.pipeline import pretrain_vlbert
-
     root = tmp_path / "root"
     caplog.set_level(logging.INFO)
     road = pretrain_vlbert(**tiny_road(world, root))
@@ -263,66 +322,162 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         ("held-out", 1, 1),
         ("refcoco+", 2, 2),
     ]
+    assert {name: found.new_shards for name, found in road.detected.items()} == {
+        "captions": 4,
+        "held-out": 1,
+        "refcoco+": 2,
+    }
     assert road.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
     assert 0 <= road.pretrained.metrics["watched_accuracy"] <= 1
-    words = (root / "runs/pretrain/step-0000004/vocab.txt").read_bytes()
-    assert Path(road.pretrained.vocabulary).read_bytes() == words
-    assert Path(road.pretrained.vocabulary).is_relative_to(root / "work")
     assert [trained.run for trained in road.finetuned] == ["finetune-with"]
     assert 0 < road.finetuned[0].metrics["chance"] < 1
     assert f"VL-BERT from {road.pretrained.checkpoint}" in caplog.text
+    for trained, dataset, recipe in (
+        (road.pretrained, "captions", "pretrain_vlbert_demo"),
+        (road.finetuned[0], "refcoco+", "finetune_refcoco_demo"),
+    ):
+        assert (trained.recipe, trained.detector) == (recipe, road.detected[dataset].detector)
+        state = json.loads((Path(trained.checkpoint) / "state.json").read_text())
+        assert trained.snapshot == state["data"]["snapshot"]
 
+    said = [record.getMessage() for record in caplog.records]
     caplog.clear()
     again = pretrain_vlbert(**tiny_road(world, root) | {"finetunings": []})
-    said = [record.getMessage() for record in caplog.records]
-    assert "captions: nothing to download: 4 of 4 shards are committed" in said
-    assert "refcoco+: nothing to download: 2 of 2 shards are committed" in said
-    assert sum("nothing to detect" in line for line in said) == 3
-    assert any(line.startswith("pretrain is complete: ") for line in said)
+    said_again = [record.getMessage() for record in caplog.records]
+    assert "captions: nothing to download: 4 of 4 shards are committed" in said_again
+    assert "refcoco+: nothing to download: 2 of 2 shards are committed" in said_again
+    assert sum("nothing to detect" in line for line in said_again) == 3
+    assert any(line.startswith("pretrain is complete: ") for line in said_again)
     assert again.pretrained.checkpoint == road.pretrained.checkpoint
     assert again.pretrained.metrics == road.pretrained.metrics
 
     with get_client(sync_client=True) as client:
-        runs, tasks = client.read_flow_runs(limit=100), client.read_task_runs(limit=100)
-        flows = {flow.id: flow.name for flow in client.read_flows()}
-        artifacts = {artifact.key: artifact.data for artifact in client.read_artifacts(limit=100)}
-        names = sorted(task.name for task in tasks if not task.state.state_details.child_flow_run_id)
-    assert {run.state_type.value for run in runs} == {"COMPLETED"}
-    assert sorted(flows[run.flow_id] for run in runs) == sorted(
-        2 * ["pretrain-vlbert", *3 * ["collect-captions"], *3 * ["detect-regions"], "pretrain"] + ["finetune"]
-    )
-    # Four shards of captions in groups of two, one group held out, one imported: of the first run alone.
-    # (Prefect keeps a task run for each subflow, too.)
-    assert [name for name in names if " from " in name] == [
-        "captions from 00000",
-        "captions from 00002",
-        "held-out from 00000",
-        "refcoco+ from 00000",
+        named = FlowFilter(name=FlowFilterName(any_=["pretrain-vlbert"]))
+        second, first = client.read_flow_runs(flow_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=2)
+        stages = below(client, first)
+        looked_at(client, road, first, stages)
+        shown(root, road, artifacts_of(client, first, *stages))
+        assert {run.state_type.value for run in [first, second, *stages, *below(client, second)]} == {"COMPLETED"}
+        assert (second.name, second.tags) == (first.name, first.tags)
+        assert [run.name for run in below(client, second)] == [run.name for run in stages[:-1]]
+        # Of the whole road, nothing was left to collect: what collecting has as tasks is of the first run alone.
+        assert tasks_of(client, *below(client, second)) == ["captions", "held-out", "refcoco+"]
+        shown_again = set(artifacts_of(client, second, *below(client, second)))
+        assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
+        assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
+    named_while_it_runs(next(line for line in said if line.startswith("pretrain: ") and "(snapshot " in line), road)
+    an_event_tells_of_new_shards_collected_alone(world, str(root))
+
+
+def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[FlowRun]) -> None:
+    """The flow runs by their names and tags: recipe, detector, snapshot."""
+    scenes, things = road.detected["captions"].detector, road.detected["refcoco+"].detector
+    trained, tuned = road.pretrained, road.finetuned[0]
+    assert scenes != things
+    assert trained.snapshot != tuned.snapshot
+    name = f"pretrain_vlbert_demo pretrain on {scenes} snapshot {trained.snapshot}"
+    tags = [f"detector:{scenes}", "recipe:pretrain_vlbert_demo", f"snapshot:{trained.snapshot}"]
+    assert (run.name, run.tags) == (name, tags)
+    assert [(stage.name, stage.tags) for stage in stages] == [
+        ("collect captions from train.tsv", ["dataset:captions"]),
+        ("collect held-out from held_out.tsv", ["dataset:held-out"]),
+        ("collect refcoco+ from images", ["dataset:refcoco+"]),
+        (f"detect captions by {scenes}", ["dataset:captions", f"detector:{scenes}"]),
+        (f"detect held-out by {scenes}", ["dataset:held-out", f"detector:{scenes}"]),
+        (f"detect refcoco+ by {things}", ["dataset:refcoco+", f"detector:{things}"]),
+        (name, tags),
+        (
+            f"finetune_refcoco_demo finetune-with on {things} snapshot {tuned.snapshot}",
+            [f"detector:{things}", "recipe:finetune_refcoco_demo", f"snapshot:{tuned.snapshot}"],
+        ),
     ]
-    assert [name for name in names if " from " not in name] == sorted(
-        2 * ["captions", "held-out", "refcoco+"]
-    )  # detect
+    # Four shards of captions in groups of two, one group held out, one imported.
+    assert tasks_of(client, *stages) == [
+        *("captions", "captions from 00000", "captions from 00002"),
+        *("held-out", "held-out from 00000", "refcoco+", "refcoco+ from 00000"),
+    ]
+
+
+def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
+    """What the road leaves in the flow UI."""
+    datasets, runs = ("captions", "held-out", "refcoco+"), {"pretrain": "pretrain", "finetune": "finetune-with"}
     assert set(artifacts) == {
-        *("images-captions", "images-held-out", key_of("images", "refcoco+")),
-        *("regions-captions", "regions-held-out", key_of("regions", "refcoco+")),
-        *("pretrain-pretrain", "finetune-finetune-with"),
+        *(key_of(stage, name) for stage in ("collecting", "images", "detecting", "regions") for name in datasets),
+        *(f"{stage}{what}-{run}" for stage, run in runs.items() for what in ("", "-progress", "-curves")),
     }
-    assert r"| http\_404 | 1 | " in artifacts["images-captions"]
-    assert "| watched_accuracy |" in artifacts["pretrain-pretrain"]
+    assert "| shards | 4 of 4 |" in artifacts["collecting-captions"]
+    assert "| rows | 32 of 32 |" in artifacts["collecting-captions"]
+    assert "| shards | 4 of 4 |" in artifacts["detecting-captions"]
+    ok = road.collected[0].counts["ok"]
+    assert f"| images | {ok}, ".replace(",", r"\,") in artifacts["collecting-captions"]
+    assert f"| images | {ok}, ".replace(",", r"\,") in artifacts["detecting-captions"]
+
+    counts, _, reasons = artifacts["images-captions"].partition("The commonest reasons")
+    assert f"| ok | {ok} | " in counts
+    assert r"| http\_404 | 1 | " in counts
+    rows = [row for row in reasons.splitlines() if row.startswith("- ")]
+    assert 0 < len(rows) <= 10
+    assert any(row.startswith(r"- **http\_404**, 1 row") for row in rows)
+    assert "| ok | 8 | 100.0% |" in artifacts["images-held-out"]
+    assert "reasons" not in artifacts["images-held-out"] + artifacts["regions-captions"]
+    assert (
+        f"({(root / 'captions/regions').as_uri()}/{road.detected['captions'].detector})"
+        in artifacts["regions-captions"]
+    )
+
+    for stage, run in runs.items():
+        assert "| step | 4 of 4 |" in artifacts[f"{stage}-progress-{run}"]
+        picture = re.fullmatch(r"!\[.+\]\(data:image/svg\+xml;base64,([^)]+)\)", artifacts[f"{stage}-curves-{run}"])
+        svg = ElementTree.fromstring(base64.b64decode(picture[1], validate=True))
+        assert svg.tag == "{http://www.w3.org/2000/svg}svg"
+        words = [text.strip() for text in svg.itertext()]
+        assert f"{run}: training loss" in words
+        assert f"{run}: validation" in words
+    assert r"| watched\_accuracy |" in artifacts["pretrain-pretrain"]
+    assert "on the real data:** no number in the paper" in artifacts["pretrain-pretrain"]
+    assert f"| accuracy | {road.finetuned[0].metrics['accuracy']:.3f} |" in artifacts["finetune-finetune-with"]
+    assert r"on the real data:** 79\.88 val" in artifacts["finetune-finetune-with"]
+
+
+def named_while_it_runs(line: str, road: Road) -> None:
+    """A training's flow run gets its name and its tags from a line that vlbert.train prints before its first step."""
+
+    @flow(name="watching")
+    def watching() -> None:
+        Watch("pretrain", "nowhere", "pretrain_vlbert_demo", "pretrain")(line)
+
+    watching()
+    with get_client(sync_client=True) as client:
+        run = newest(client, "watching")
+    assert (run.name, run.tags) == (road.pretrained.name, sorted(road.pretrained.tags))
+
+
+def an_event_tells_of_new_shards_collected_alone(world: World, root: str) -> None:
+    """Inside the road the next stage detects them, and where nothing is new there is nothing to detect."""
+    parameters = tiny_road(world, Path(root))["datasets"][1]
+    source = {name: value for name, value in parameters.items() if name != "detector"}
+    assert collect_flow(root, source).new_shards == 0
+    of(root, "held-out").objects.delete("held-out/images/00000.parquet")
+    assert collect_flow(root, source).new_shards == 1
+    with get_client(sync_client=True) as client:
+        deadline = time.monotonic() + 30
+        while not committed_events(client, root):  # they come in order: those of the road would be here by then
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        (event,) = committed_events(client, root)
+    assert event["resource"]["prefect.resource.id"] == "vlbert.images.held-out"
+    assert event["payload"] == {"dataset": "held-out", "new_shards": 1}
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_stage_that_fails_fails_its_flow_with_the_reason(world: World, tmp_path: Path):
-    from prefect.client.orchestration import get_client
-
-    from flows.collect import collect_flow
-
     broken = tmp_path / "broken.tsv"
     broken.write_text("a caption without an address\n")
     with pytest.raises(ValueError, match="broken.tsv:1: no tab"):
         collect_flow(str(tmp_path / "root"), captions(world, broken, rows_per_shard=1))
     with get_client(sync_client=True) as client:
-        run = max(client.read_flow_runs(limit=100), key=lambda run: run.created)
-        tasks = [task for task in client.read_task_runs(limit=100) if task.flow_run_id == run.id]
-    assert (run.name, run.state_type.value) == ("captions", "FAILED")
+        run = newest(client, "collect-captions")
+        tasks = tasks_of(client, run)
+    assert (run.name, run.state_type.value) == ("collect captions from broken.tsv", "FAILED")
+    assert "broken.tsv:1: no tab" in run.state.message
     assert not tasks, "a broken list is found before anything is asked for"

@@ -61,7 +61,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     dataset = Dataset(
         "captions",
         # Small, for the processors' sake: the network is whole, ResNet-50 with its dilated res5.
-        DetectorSettings(preset="vg_resnet50", untrained=True, short_side=160, post_nms=24, threads=2),
+        detector=DetectorSettings(preset="vg_resnet50", untrained=True, short_side=160, post_nms=24, threads=2),
         captions=str(captions),
         download=DownloadSettings(allowed_hosts=(server,)),
         rows_per_shard=10,
@@ -73,7 +73,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     rows = [row for shard in catalog.shards("images") for row in catalog.manifest("images", shard).table.to_pylist()]
     assert [(row["row"], row["status"]) for row in rows] == [(i, "ok") for i in range(19)]
 
-    detected = detect(root, dataset)
+    detected = detect(root, dataset.name, dataset.detector)
     assert detected.untrained
     samples = [sample for shard in ("00000", "00001") for sample in catalog.read(detected.stage, shard)]
     assert [sample.caption for sample in samples] == [caption for caption, _ in pairs]

@@ -175,6 +175,21 @@ signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
         assert not any("Traceback" in line for line in failed.value.tail), failed.value
 
 
+def test_a_child_whose_first_thread_has_ended_is_still_there(mark: str):
+    """For the kernel such a process is a zombie, which nobody can wait for before its other threads end."""
+    program = """
+import ctypes, signal, sys, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=lambda: (print("ready", flush=True), time.sleep(600))).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with pytest.raises(ChildTimedOut) as failed:
+        run_child(python(program, mark), print, timeout=1, grace=0.3)
+    assert failed.value.returncode == -signal.SIGKILL
+    assert failed.value.tail == ["ready"]
+    assert not alive(mark)
+
+
 def test_what_a_child_leaves_behind_is_ended(mark: str):
     program = """
 import subprocess, sys

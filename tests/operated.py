@@ -1,0 +1,155 @@
+"""`python -m flows.serve` as a user has it, on a free port, and what a test asks its server and the machine."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+import demo.__main__ as demo
+from demo.serve import free_port
+from demo.world import World
+from flows.settings import quiet_prefect
+from flows.supervisor import background
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+
+@dataclass(frozen=True)
+class Operated:
+    """A server and a worker; home is Prefect's, url that of the server, deployments the file that is served."""
+
+    home: Path
+    url: str
+    deployments: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What Prefect's command line is told."""
+        return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"}
+
+    def ask(self, method: str, path: str, **json: object) -> object:
+        """The answer of the server's API."""
+        for _ in range(5):
+            answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=30, trust_env=False)
+            if (
+                answer.status_code != httpx.codes.SERVICE_UNAVAILABLE
+            ):  # its database is busy: ask again, as Prefect does
+                break
+            time.sleep(1)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    def start(self, deployment: str, **parameters: object) -> str:
+        """Ask for a run of flow/name, as the UI does; its id."""
+        known = self.ask("GET", f"/deployments/name/{deployment}")
+        return self.ask("POST", f"/deployments/{known['id']}/create_flow_run", parameters=parameters)["id"]
+
+    def complete(self, deployment: str, **parameters: object) -> str:
+        """A run of flow/name that has completed; its id."""
+        run = self.start(deployment, **parameters)
+        wait_until(lambda: self.state(run) in ENDED, 120)
+        assert self.state(run) == "COMPLETED", "\n".join(self.logs(run))
+        return run
+
+    def state(self, run: str) -> str:
+        """RUNNING, COMPLETED, CRASHED, ..."""
+        return self.ask("GET", f"/flow_runs/{run}")["state_type"]
+
+    def below(self, run: str) -> list[dict]:
+        """The flow runs that this one has started, and those that they have."""
+        found = self.ask("POST", "/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [run]}})
+        return [*found, *(deeper for child in found for deeper in self.below(child["id"]))]
+
+    def listen(self) -> Callable[[], list[str]]:
+        """A function that gives what flows have printed since now: also the last words, which the server may lack."""
+        log = self.home / "worker.log"
+        start = log.stat().st_size
+        return lambda: log.read_bytes()[start:].decode(errors="replace").splitlines()
+
+    def logs(self, run: str) -> list[str]:
+        """What the run and those below it have logged, in order of time."""
+        runs = [run, *(child["id"] for child in self.below(run))]
+        said = [
+            line
+            for one in runs
+            for line in self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200)
+        ]
+        return [line["message"] for line in sorted(said, key=lambda line: line["timestamp"])]
+
+    def processes(self, run: str) -> dict[int, str]:
+        """Process id and command line of all that works for the run: children inherit the variable that names it."""
+        return {
+            pid: command.replace("\0", " ").strip()
+            for pid, command, variables in running()
+            if f"PREFECT__FLOW_RUN_ID={run}" in variables.split("\0")
+        }
+
+    def process(self, run: str) -> int:
+        """Process id of the flow itself."""
+        return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
+
+    def worker(self) -> int:
+        """Process id of the worker."""
+        ours = f"PREFECT_HOME={self.home}"
+        return next(
+            pid
+            for pid, command, variables in running()
+            if "\0worker\0start\0" in command and "supervisor.py" not in command and ours in variables.split("\0")
+        )
+
+
+@contextmanager
+def operated(home: Path, deployments: Path) -> Iterator[Operated]:
+    """Serve these deployments until the block ends."""
+    port, log = free_port(0), home.parent / "serve.log"
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flows.serve", "--home", str(home), "--port", str(port)]
+    with background([*command, "--deployments", str(deployments)], log) as serves:
+
+        def ready() -> bool:
+            assert serves(), log.read_text()
+            return "the flow UI is at" in log.read_text()
+
+        wait_until(ready, 180)
+        served = Operated(home, f"http://127.0.0.1:{port}", deployments)
+        wait_until(lambda: served.ask("POST", "/work_pools/local/workers/filter"), 60)
+        yield served
+
+
+def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
+    """What `make demo` tells the flow pretrain-vlbert, as JSON, with shards of ten rows and four steps a run."""
+    parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
+    for dataset in parameters["datasets"]:
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2}
+        dataset["download"] |= {"deadline": 1.5}
+    steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
+    parameters["pretraining"] |= {"overrides": [*steps, "data.text_batch=2"]}
+    for settings in parameters["finetunings"]:
+        settings |= {"overrides": steps}
+    return parameters
+
+
+def running() -> Iterator[tuple[int, str, str]]:
+    """(process id, command line, environment) of every process that has not ended, parts separated by NUL."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                command, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if command:  # empty of one that has ended and is not reaped
+                yield int(folder.name), command.decode(errors="replace"), variables.decode(errors="replace")
+
+
+def wait_until(holds: Callable[[], object], seconds: float) -> float:
+    """Seconds until it held."""
+    started = time.monotonic()
+    while not holds():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s"
+        time.sleep(0.1)
+    return time.monotonic() - started

@@ -1,0 +1,132 @@
+"""Where a fine-tuning starts: which checkpoint, which regions, whose vocabulary. The training itself: test_flows."""
+
+from pathlib import Path
+
+import pytest
+from s3 import s3_server
+
+from flows.finetune import copy_vocabulary, find_checkpoint, finetune
+from flows.settings import FinetuneSettings
+from flows.supervisor import ChildFailed
+from storage.objects import open_objects
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Pre-training x with two whole checkpoints and the first files of a third."""
+    objects = open_objects(str(tmp_path / "root"))
+    for step in ("step-0000010", "step-0000020", "step-0000030"):
+        objects.put(f"runs/x/{step}/vocab.txt", f"[PAD]\n{step}\n".encode())
+    for step in ("step-0000010", "step-0000020"):
+        objects.put(f"runs/x/{step}/state.json", b"{}")
+    return str(tmp_path / "root")
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "pretraining", "found"),
+    [
+        ("latest", "x", "{root}/runs/x/step-0000020"),
+        ("step-0000010", "x", "{root}/runs/x/step-0000010"),
+        ("none", "x", "{root}/runs/x/step-0000020"),  # for its vocabulary
+        ("none", "", None),
+        # Of another root, which need not be in reach here.
+        ("s3://bucket/root/runs/y/step-0000001", "x", "s3://bucket/root/runs/y/step-0000001"),
+        ("s3://bucket/root/runs/y/step-0000001", "", "s3://bucket/root/runs/y/step-0000001"),
+    ],
+)
+def test_a_checkpoint_is_found_by_its_name(root: str, checkpoint: str, pretraining: str, found: str | None):
+    settings = FinetuneSettings(checkpoint=checkpoint, pretraining=pretraining)
+    assert find_checkpoint(root, settings) == (found and found.format(root=root))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "pretraining", "message"),
+    [
+        ("latest", "", "checkpoint is latest and pretraining names no run; name a run under {root}/runs, give "),
+        ("step-0000010", "", "checkpoint is step-0000010 and pretraining names no run"),
+        ("step-0000030", "x", "{root}/runs/x has no checkpoint step-0000030; it has step-0000010, step-0000020"),
+        ("step-10", "x", "{root}/runs/x has no checkpoint step-10; it has step-0000010, step-0000020"),
+        ("latest", "y", "{root}/runs/y has no checkpoint latest; it has none"),
+        ("none", "y", "{root}/runs/y has no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_an_error_that_names_those_that_are(
+    root: str, checkpoint: str, pretraining: str, message: str
+):
+    with pytest.raises(ValueError) as error:
+        find_checkpoint(root, FinetuneSettings(checkpoint=checkpoint, pretraining=pretraining))
+    assert f"finetune: {message.format(root=root)}" in str(error.value)
+
+
+def told(root: str, work: Path, settings: FinetuneSettings) -> list[str]:
+    """The fields that torchrun is given."""
+    with pytest.raises(ChildFailed) as failed:
+        finetune(root, str(work), settings, lambda line: None)
+    return failed.value.command[failed.value.command.index("vlbert.train") + 1 :]
+
+
+@pytest.fixture
+def no_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, `python -m torch.distributed.run` ends at once."""
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    for name in ("__init__.py", "distributed/__init__.py"):
+        (tmp_path / "torch" / name).touch()
+    (tmp_path / "torch" / "distributed" / "run.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("no_torchrun")
+def test_training_is_told_the_checkpoint_or_else_the_vocabulary_of_the_run_that_it_is_compared_with(
+    root: str, tmp_path: Path
+):
+    settings = {"pretraining": "x", "detector": "abc", "folder": "refs", "run": "r", "overrides": ("steps=4",)}
+    base = [f"data.root={root}", "run=r", "data.dataset=refcoco+", "data.held_out=refcoco+", "data.detector=abc"]
+    starts = told(root, tmp_path / "work", FinetuneSettings(**settings))
+    assert starts == [
+        *("finetune_refcoco_base", *base, "task.folder=refs"),
+        *(f"start_from={root}/runs/x/step-0000020", "steps=4"),
+    ]
+    assert not (tmp_path / "work").exists()  # nothing to copy: a checkpoint has its vocabulary
+
+    fresh = told(root, tmp_path / "work", FinetuneSettings(**settings, checkpoint="none"))
+    file = tmp_path / "work" / "vocabularies" / "x.txt"
+    assert fresh == ["finetune_refcoco_base", *base, "task.folder=refs", f"vocabulary={file}", "steps=4"]
+    assert file.read_bytes() == b"[PAD]\nstep-0000020\n"
+
+    alone = told(root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco_demo"))
+    assert alone == [
+        *("finetune_refcoco_demo", f"data.root={root}", "run=finetune_refcoco_demo"),
+        *("data.dataset=refcoco+", "data.held_out=refcoco+"),
+    ]
+
+
+def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
+    with s3_server("bucket"):
+        objects = open_objects("s3://bucket/root")
+        objects.put("runs/x/step-0000010/vocab.txt", b"old\n")
+        objects.put("runs/x/step-0000020/vocab.txt", b"[PAD]\nred\n")
+        file = copy_vocabulary(objects.where("runs/x/step-0000020"), tmp_path / "work")
+    assert file.read_bytes() == b"[PAD]\nred\n"
+    assert file.is_relative_to(tmp_path / "work")
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "checkpoint", ["", "newest", "step-", "step-12x", "x/step-0000010", "/runs/x/step-1", "root/runs/x", "None"]
+)
+def test_a_checkpoint_that_cannot_be_one_is_refused_at_once(checkpoint: str):
+    with pytest.raises(ValueError, match="checkpoint is .*; say latest, a step such as step-0000400, ROOT/runs/RUN/"):
+        FinetuneSettings(checkpoint=checkpoint)
+
+
+def test_a_task_has_a_recipe_of_its_own_and_takes_no_other_tasks():
+    assert FinetuneSettings().recipe_name == "finetune_refcoco_base"
+    assert FinetuneSettings(recipe="finetune_refcoco_demo").recipe_name == "finetune_refcoco_demo"
+    for recipe in ("pretrain_vlbert_base", "finetune_vqa_base", "finetune_refcoco"):
+        with pytest.raises(ValueError, match=f"recipe {recipe} is none of task refcoco; choose a recipe finetune_ref"):
+            FinetuneSettings(recipe=recipe)

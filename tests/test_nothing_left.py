@@ -1,0 +1,152 @@
+"""A flow, its worker, or both die while it detects or trains: nothing is left of it, and the next run goes on.
+
+Real server, worker, detector and torchrun. `pytest -m "" -s tests/test_nothing_left.py` prints a line for each.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from operated import ENDED, Operated, operated, running, tiny_road, wait_until
+
+from demo.world import World
+
+LEFT = 5.0  # seconds after which no process may be left
+ALARM = 90.0  # seconds after which every run must have ended for the server, too
+# A network of the real size on small pictures: about a second a shard, so that there is something to interrupt.
+SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 224, "threads": 1}
+STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
+QUICK = {("cancel", "training"), ("kill -9 of the worker", "detection")}
+EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
+TABLE = [
+    pytest.param(event, stage, marks=[] if (event, stage) in QUICK else pytest.mark.slow, id=f"{event}, {stage}")
+    for stage in ("detection", "training")
+    for event in EVENTS
+]
+
+
+@pytest.fixture(scope="module")
+def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A road of its own root: shards of one row, and a training without end on two processes."""
+    parameters = tiny_road(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
+    parameters["datasets"][:] = parameters["datasets"][:1]
+    parameters["datasets"][0]["rows_per_shard"] = 1
+    parameters["pretraining"] |= {"overrides": STEPS, "held_out": None}
+    return parameters | {"finetunings": []}
+
+
+@pytest.fixture(scope="module")
+def collected(served: Operated, road: dict) -> int:
+    """How many image shards lie in the road's root."""
+    source = {name: value for name, value in road["datasets"][0].items() if name != "detector"}
+    served.complete("collect-captions/default", root=road["root"], dataset=source)
+    return len(list(Path(road["root"]).glob("captions/images/*.parquet")))
+
+
+def committed(root: str) -> dict[str, int]:
+    """The manifests of the slow detector's shards, and when each was written."""
+    return {file.name: file.stat().st_mtime_ns for file in Path(root).glob("captions/regions/*/*.parquet")}
+
+
+def checkpoints(root: str) -> list[str]:
+    """The whole checkpoints of the pre-training, oldest first."""
+    return sorted(file.parent.name for file in Path(root).glob("runs/pretrain/step-*/state.json"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("event", "stage"), TABLE)
+def test_nothing_is_left_and_the_next_run_goes_on(
+    served: Operated, road: dict, request: pytest.FixtureRequest, event: str, stage: str
+):
+    if stage == "detection":
+        found = interrupted_detection(served, road["root"], request.getfixturevalue("collected"), event)
+    else:
+        found = interrupted_training(served, road, event)
+    seconds = [f"{found[name]:.1f}" for name in ("gone", "ended", "all_ended")]
+    print(f"\n| {event} | {stage} | {seconds[0]} | {found['state']} | {seconds[1]} | {seconds[2]} |")
+    assert found["gone"] <= LEFT
+    assert found["all_ended"] <= ALARM
+    assert found["state"] == ("CANCELLED" if event == "cancel" else "CRASHED")
+
+
+def interrupted_detection(served: Operated, root: str, images: int, event: str) -> dict:
+    """Interrupt a detection after its first shards."""
+    before, said = committed(root), served.listen()
+    run = served.start("detect-regions/default", root=root, detector=SLOW, datasets=["captions"])
+    wait_until(lambda: len(committed(root)) >= len(before) + 2, 90)
+    found = interrupt(served, run, event, "detectors.run")
+    assert before.items() <= committed(root).items(), "a shard was committed twice"
+    first = next(line for line in said() if "captions: shard" in line)
+    assert f", 1 of {images - len(before)}:" in first, "it began with what the runs before it had left"
+    return found
+
+
+def interrupted_training(served: Operated, road: dict, event: str) -> dict:
+    """Interrupt a training on two processes after its first new checkpoint."""
+    root = road["root"]
+    before, said = checkpoints(root), served.listen()
+    run = served.start("pretrain-vlbert/default", **road)
+    wait_until(lambda: set(checkpoints(root)) - set(before), 120)
+    found = interrupt(served, run, event, "vlbert.train")
+    if before:
+        assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in said())
+    return found
+
+
+def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
+    """Do `event` to a run whose child is at work; seconds until nothing was left and until the server knew."""
+    commands = served.processes(run)
+    at_work = [command for command in commands.values() if child in command and "supervisor.py" not in command]
+    assert len(at_work) == (3 if child == "vlbert.train" else 1), commands  # torchrun and two ranks
+    if event == "cancel":
+        command = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
+        subprocess.run(command, env=os.environ | served.variables, check=True, capture_output=True, timeout=60)
+    else:
+        victims = {
+            "SIGTERM to the flow": [served.process(run)],
+            "kill -9 of the flow": [served.process(run)],
+            "kill -9 of the worker": [served.worker()],
+            "kill -9 of both": [served.worker(), served.process(run)],
+        }[event]
+        for pid in victims:
+            os.kill(pid, signal.SIGTERM if event.startswith("SIGTERM") else signal.SIGKILL)
+    started = time.monotonic()
+    wait_until(lambda: not served.processes(run), 4 * LEFT)
+    gone = time.monotonic() - started
+    wait_until(lambda: served.state(run) in ENDED, ALARM + 10)
+    ended = time.monotonic() - started
+    runs = [child["id"] for child in served.below(run)]
+    wait_until(lambda: all(served.state(one) in ENDED for one in runs), ALARM + 10)
+    return {"gone": gone, "ended": ended, "all_ended": time.monotonic() - started, "state": served.state(run)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
+    served: Operated, road: dict, tmp_path: Path
+):
+    root, home = road["root"], tmp_path / "prefect"
+    with operated(home, served.deployments) as first:
+        run, before = first.start("pretrain-vlbert/default", **road), set(checkpoints(root))
+        wait_until(lambda: set(checkpoints(root)) - before, 120)
+        serve = next(
+            pid
+            for pid, command, _ in running()
+            if command.startswith(f"{sys.executable}\0-m\0flows.serve\0--home\0{home}\0")
+        )
+        os.kill(serve, signal.SIGKILL)
+        wait_until(
+            lambda: not [pid for pid, _, variables in running() if f"PREFECT_HOME={home}" in variables.split("\0")],
+            LEFT,
+        )
+    with operated(home, served.deployments) as second:
+        assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
+        assert second.state(run) == "CRASHED"
+        last, said = checkpoints(root)[-1], second.listen()
+        again = second.start("pretrain-vlbert/default", **road)
+        wait_until(lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
+        interrupt(second, again, "SIGTERM to the flow", "vlbert.train")

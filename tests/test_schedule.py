@@ -1,0 +1,82 @@
+"""New image shards are detected by themselves: by the clock, and because they were committed. A real server."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from operated import ENDED, Operated, tiny_road, wait_until
+from pydantic import TypeAdapter
+
+from demo.world import World
+from flows.collect import collect_settings
+from flows.settings import Source
+from storage.collect import collect
+
+
+def scheduled(served: Operated) -> list[str]:
+    """The runs of detect-regions/scheduled that the clock has not planned."""
+    deployment = served.ask("GET", "/deployments/name/detect-regions/scheduled")["id"]
+    found = served.ask("POST", "/flow_runs/filter", deployments={"id": {"any_": [deployment]}})
+    return [run["id"] for run in found if not run["auto_scheduled"]]
+
+
+def manifests(root: Path) -> dict[str, int]:
+    """The shards that have regions, and when each was committed."""
+    return {file.stem: file.stat().st_mtime_ns for file in root.glob("captions/regions/*/*.parquet")}
+
+
+@pytest.mark.timeout(400)
+def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_dropped_them_there(
+    served: Operated, world: World, tmp_path: Path
+):
+    deployments = yaml.safe_load(served.deployments.read_text())["deployments"]
+    (root,) = (Path(one["parameters"]["root"]) for one in deployments if one["name"] == "scheduled")
+    dataset = tiny_road(world, root)["datasets"][0]
+    source = {name: value for name, value in dataset.items() if name != "detector"} | {"rows_per_shard": 4}
+    half = tmp_path / "train.tsv"
+    half.write_text("".join(world.train_tsv.read_text().splitlines(keepends=True)[:12]))
+
+    # Collected, which the flow says in an event: nobody else starts the scheduled run.
+    known = scheduled(served)
+    served.complete("collect-captions/default", dataset=source | {"captions": str(half)})
+    wait_until(lambda: set(scheduled(served)) - set(known), 30)
+    (run,) = set(scheduled(served)) - set(known)
+    wait_until(lambda: served.state(run) in ENDED, 90)
+    assert served.state(run) == "COMPLETED", served.logs(run)
+    before = manifests(root)
+    assert sorted(before) == ["00000", "00001", "00002"]
+
+    # Dropped there: what another machine has collected from the whole list.
+    other = str(tmp_path / "other")
+    settings = TypeAdapter(Source).validate_python(source)
+    collect(other, collect_settings(settings), lambda line: None)
+    new = sorted({file.name[:5] for file in Path(other, "captions/images").glob("*.parquet")} - set(before))
+    assert len(new) == 5
+    for shard in new:
+        for file in sorted(
+            Path(other, "captions/images").glob(f"{shard}*"), key=lambda file: file.suffix == ".parquet"
+        ):
+            shutil.copy(file, root / "captions/images")  # the manifest, which makes a shard visible, last
+    said = served.listen()
+    runs = [served.start("detect-regions/scheduled") for _ in range(2)]
+    wait_until(lambda: all(served.state(run) in ENDED for run in runs), 150)
+    assert [served.state(run) for run in runs] == ["COMPLETED"] * 2
+    detected = [line.partition(" shard ")[2][:5] for line in said() if "captions: shard " in line]
+    assert sorted(detected) == new, "each once, and no other"
+    assert sum("captions: nothing to detect: 8 of 8 shards have" in line for line in said()) == 1
+    after = manifests(root)
+    assert before.items() <= after.items(), "what was detected before stays as it was"
+    assert sorted(after) == [f"{number:05}" for number in range(8)]
+
+
+def test_the_clock_starts_it_every_quarter_of_an_hour(served: Operated):
+    project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
+    (deployment,) = (one for one in project["deployments"] if one["name"] == "scheduled")
+    (schedule,) = deployment["schedules"]
+    assert (schedule["cron"], "active" in schedule) == ("*/15 * * * *", False)
+
+    known = served.ask("GET", "/deployments/name/detect-regions/scheduled")["id"]
+    planned = {"deployments": {"id": {"any_": [known]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    wait_until(lambda: served.ask("POST", "/flow_runs/filter", **planned), 90)
+    assert all(run["auto_scheduled"] for run in served.ask("POST", "/flow_runs/filter", **planned))
