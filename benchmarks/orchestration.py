@@ -200,8 +200,8 @@ def expected_task_runs(shards: int, shards_per_task: int) -> int:
 
 def expected_artifacts() -> int:
     """Of this road, whatever its size: progress and result of collecting and of detecting for each of three datasets;
-    progress, curves and result of each training."""
-    return 3 * (2 + 2) + 2 * 3
+    progress, curves and result of each training; and the road's own."""
+    return 3 * (2 + 2) + 2 * 3 + 1
 
 
 def stages_of(ask: "Server") -> tuple[list[Stage], float]:

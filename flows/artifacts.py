@@ -8,7 +8,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import quote
 
@@ -128,6 +128,14 @@ def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str, 
     lines = [f"Checkpoint {link(checkpoint)}", "", f"**The paper, on the real data:** {escaped(paper)}"]
     lines += [*(["", note] if note else []), "", "| metric | value |", "|---|---:|"]
     return "\n".join([*lines, *(f"| {escaped(name)} | {value:.3f} |" for name, value in metrics.items())])
+
+
+def table_of_stages(stages: Sequence[tuple[str, str, float]]) -> str:
+    """(stage, what it came to, seconds) of a whole road."""
+    lines = ["| stage | seconds | came to |", "|---|---:|---|"]
+    return "\n".join(
+        lines + [f"| {escaped(name)} | {seconds:,.0f} | {escaped(what)} |" for name, what, seconds in stages]
+    )
 
 
 def publish(stage: str, name: str, markdown: str) -> None:

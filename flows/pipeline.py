@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from prefect import flow
 
-from flows.artifacts import name_run
+from flows.artifacts import name_run, publish, table_of_stages
 from flows.check import check
 from flows.collect import Collected, collect_flow
 from flows.detect import Detected, detect_flow
@@ -22,6 +22,7 @@ from flows.finetune import finetune_flow
 from flows.pretrain import pretrain_flow
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.training import Trained
+from storage.catalog import OK
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,22 @@ def pretrain_vlbert(
         )
         finetuned.append(finetune_flow(root, work, settings))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Road(collected, detected, pretrained, finetuned, peak_bytes)
+    road = Road(collected, detected, pretrained, finetuned, peak_bytes)
+    publish("road", pretrained.run, table_of_stages(came_to(road)))
+    return road
+
+
+def came_to(road: Road) -> list[tuple[str, str, float]]:
+    """(stage, what it came to, seconds), in order; the stages' own artifacts say more."""
+    lines = [
+        (f"collect {one.dataset}", f"{one.counts.get(OK, 0):,} images in {one.shards:,} shards", one.seconds)
+        for one in road.collected
+    ]
+    lines += [
+        (f"detect {one.dataset}", f"{one.regions:,} regions in {one.images:,} images by {one.detector}", one.seconds)
+        for one in road.detected.values()
+    ]
+    for trained in (road.pretrained, *road.finetuned):
+        numbers = ", ".join(f"{name} {value:.3f}" for name, value in trained.metrics.items() if "accuracy" in name)
+        lines.append((trained.run, numbers or trained.checkpoint, trained.seconds))
+    return lines

@@ -19,6 +19,11 @@ os.environ.update(quiet_prefect(Path(_home.name)))
 os.environ.pop("PREFECT_API_URL", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does."""
+    items.sort(key=lambda item: bool({"prefect_server", "served"} & set(item.fixturenames)))
+
+
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """A Prefect server on a temporary database; it takes up to half a minute to start."""

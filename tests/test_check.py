@@ -323,9 +323,9 @@ def test_the_projects_deployments_fit_their_flows():
     (dataset,) = found["pretrain-vlbert/default"]["read"]["datasets"]
     assert isinstance(dataset, Dataset)
     assert collect_settings(dataset) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
-    for name in ("detect-regions/default", "detect-regions/scheduled"):
+    for name, datasets in {"detect-regions/default": (dataset.name,), "detect-regions/scheduled": ()}.items():
         assert found[name]["read"]["detector"] == dataset.detector
-        assert found[name]["read"]["datasets"] == (dataset.name,)
+        assert found[name]["read"]["datasets"] == datasets
     pretraining = found["pretrain-vlbert/default"]["read"]["pretraining"]
     assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
 

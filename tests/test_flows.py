@@ -404,7 +404,18 @@ def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
     assert set(artifacts) == {
         *(key_of(stage, name) for stage in ("collecting", "images", "detecting", "regions") for name in datasets),
         *(f"{stage}{what}-{run}" for stage, run in runs.items() for what in ("", "-progress", "-curves")),
+        "road-pretrain",
     }
+    stages = [
+        re.match(r"\| (.*?) \| [\d,]+ \| (.*) \|$", row).groups() for row in artifacts["road-pretrain"].splitlines()[2:]
+    ]
+    assert [re.sub(r"\\(.)", r"\1", name) for name, _ in stages] == [
+        *(f"collect {name}" for name in datasets),
+        *(f"detect {name}" for name in datasets),
+        *("pretrain", "finetune-with"),
+    ]
+    assert stages[0][1] == f"{road.collected[0].counts['ok']} images in 4 shards"
+    assert f"accuracy {road.finetuned[0].metrics['accuracy']:.3f}".replace(".", r"\.") in stages[-1][1]
     assert "| shards | 4 of 4 |" in artifacts["collecting-captions"]
     assert "| rows | 32 of 32 |" in artifacts["collecting-captions"]
     assert "| shards | 4 of 4 |" in artifacts["detecting-captions"]
