@@ -7,15 +7,17 @@ that dies is replaced; its runs have died with it. docs/operating.md says how to
 """
 
 import argparse
+import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from uuid import UUID
@@ -43,6 +45,11 @@ def serving(home: Path, port: int, deployments: Path, query_seconds: float = 5.0
     worker where it has ended, and raises RuntimeError where the server has.
     """
     home.mkdir(parents=True, exist_ok=True)
+    with alone(home, port):
+        yield from _serving(home, port, deployments, query_seconds)
+
+
+def _serving(home: Path, port: int, deployments: Path, query_seconds: float) -> Iterator[Callable[[], None]]:
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
         del os.environ[name]
     os.environ.update(environment(home, port, query_seconds))
@@ -66,7 +73,24 @@ def serving(home: Path, port: int, deployments: Path, query_seconds: float = 5.0
 
 
 @contextmanager
-def replaceable(start: Callable) -> Iterator[Callable[[], None]]:
+def alone(home: Path, port: int) -> Iterator[None]:
+    """RuntimeError where another serves from `home` or on `port`: it would be taken for ours, and its runs for dead."""
+    with open(home / "serving", "w") as file, socket.socket() as listener:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"{home} is served already, by another process; end that, or give --home") from error
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that is just closing is free
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise RuntimeError(f"port {port} is taken: {error.strerror}; give another, make serve PORT=...") from error
+        listener.close()
+        yield
+
+
+@contextmanager
+def replaceable(start: Callable[[], AbstractContextManager[Callable[[], bool]]]) -> Iterator[Callable[[], None]]:
     """A child in the background; yields a function that starts another where it has ended."""
     running = start()
     runs = running.__enter__()
@@ -210,8 +234,9 @@ def serve(home: Path, port: int, deployments: Path) -> None:
     with serving(home, port, deployments) as check:
         print(
             f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has what flows say\n"
-            f"in another terminal:  export PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
-            "                      prefect deployment run pretrain-vlbert/default --watch\n"
+            "in another terminal:\n"
+            f"    export PREFECT_HOME={home} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
+            f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
             "Ctrl-C ends server, worker and runs",
             flush=True,
         )

@@ -1,0 +1,109 @@
+"""`make serve`: what it tells Prefect, what it refuses, the alarm. What it is for: test_nothing_left, test_schedule."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from operated import Operated, running, wait_until
+
+from demo.serve import free_port
+from flows.serve import HEARTBEAT, SILENCE, alone, environment, replaceable
+from flows.supervisor import background
+
+PROJECT = Path(__file__).parents[1]
+
+
+def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    command = [sys.executable, "-m", "flows.serve", *arguments]
+    environment = variables | {"PYTHONPATH": str(PROJECT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_port_that_is_taken_and_a_file_that_is_not_there_are_refused_before_anything_starts(tmp_path: Path):
+    found = serve("--port", str(free_port(0)), folder=tmp_path)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr == "there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
+    assert found.returncode == 1
+    assert f"port {port} is taken: Address already in use; give another, make serve PORT=..." in found.stderr
+    assert [file.name for file in (tmp_path / ".prefect").iterdir()] == ["serving"]
+
+
+def test_a_home_is_served_once(tmp_path: Path):
+    with alone(tmp_path, free_port(0)):
+        with pytest.raises(RuntimeError, match="is served already"), alone(tmp_path, free_port(0)):
+            pass
+        with alone(tmp_path / "..", free_port(0)):
+            pass
+    with alone(tmp_path, free_port(0)):
+        pass
+
+
+def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.1)
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    log = tmp_path / "log"
+
+    def pids() -> list[int]:
+        return [int(line) for line in log.read_text().split()]
+
+    with replaceable(lambda: background([sys.executable, "-S", "-c", program], log)) as check:
+        wait_until(lambda: log.exists() and pids(), 10)
+        check()
+        assert len(pids()) == 1, "one that works is left alone"
+        os.kill(pids()[0], signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while len(pids()) < 2 and time.monotonic() < deadline:
+            check()
+            time.sleep(0.1)
+        assert len(pids()) == 2
+        os.kill(pids()[1], 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids()[1], 0)
+
+
+def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
+    told = environment(tmp_path, 4321, 2.5)
+    assert told["PREFECT_HOME"] == str(tmp_path)
+    assert told["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT)
+    assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
+    program = "import shutil; print(shutil.which('python'))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | told, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()).parent == Path(sys.executable).parent
+
+
+def test_the_alarm_is_there_once_and_the_worker_is_ours(served: Operated):
+    (alarm,) = (
+        one for one in served.ask("POST", "/automations/filter") if one["name"].startswith("flow runs without a sign")
+    )
+    assert alarm["enabled"]
+    assert alarm["trigger"]["posture"] == "Proactive"
+    assert alarm["trigger"]["within"] == SILENCE
+    assert alarm["actions"][0]["type"] == "change-flow-run-state"
+    assert alarm["actions"][0]["state"] == "CRASHED"
+    pool = served.ask("GET", "/work_pools/local")
+    assert pool["type"] == "process"
+    assert any(pid == served.worker() for pid, _, _ in running())
+    limits = {
+        f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}": (one["global_concurrency_limit"] or {}).get("limit")
+        for one in served.ask("POST", "/deployments/filter")
+    }
+    assert limits == {
+        "pretrain_vlbert/default": 1,
+        "collect_flow/default": 1,
+        "detect_flow/default": 1,
+        "detect_flow/scheduled": 1,
+        "finetune_flow/default": 1,
+    }
