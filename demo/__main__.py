@@ -7,6 +7,7 @@ Exits with 1 where the model did not learn what it should.
 """
 
 import argparse
+import copy
 import os
 import re
 import resource
@@ -168,7 +169,8 @@ def write_deployments(file: Path, parameters: dict) -> None:
         "finetune_flow": {"root": root, "work": work, "settings": finetuning[0] | {"pretraining": RUNS["pretrain"]}},
     }
     for deployment in project["deployments"]:
-        deployment["parameters"] = own[deployment["entrypoint"].rpartition(".")[2]]
+        # Copied, so that the file repeats what two of them have in common, where it would refer to it.
+        deployment["parameters"] = copy.deepcopy(own[deployment["entrypoint"].rpartition(".")[2]])
         for schedule in deployment.get("schedules", ()):
             schedule["active"] = False
     file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))

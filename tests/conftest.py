@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from operated import Operated, operated, tiny_road
 
 from demo.__main__ import write_deployments
@@ -20,8 +21,16 @@ os.environ.pop("PREFECT_API_URL", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does."""
-    items.sort(key=lambda item: bool({"prefect_server", "served"} & set(item.fixturenames)))
+    """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does.
+
+    Those that look at its pages go before those that let runs die, and find the runs of one road alone.
+    """
+
+    def turn(item: pytest.Item) -> int:
+        needs = set(item.fixturenames)
+        return ("prefect_server" in needs) + 2 * ("served" in needs) + ("served" in needs and "browser" not in needs)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +44,18 @@ def prefect_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
-    """The demo's deployments on the tiny road, with a server and a worker, as `make serve` starts them."""
+    """The demo's deployments on the tiny road, with a server and a worker, as `make serve` starts them.
+
+    The scheduled detection has a root of its own, and is awake, but the clock starts nothing while tests run.
+    """
     folder = tmp_path_factory.mktemp("served")
     file = folder / "prefect.yaml"
     write_deployments(file, tiny_road(world, folder / "root"))
-    hour = (time.gmtime().tm_hour + 6) % 24  # the schedule is awake, but starts nothing while tests run
-    file.write_text(
-        file.read_text().replace("'*/15 * * * *'", f"0 {hour} * * *").replace("active: false", "active: true")
-    )
+    project = yaml.safe_load(file.read_text())
+    (scheduled,) = (one for one in project["deployments"] if one["name"] == "scheduled")
+    scheduled["parameters"]["root"] = str(folder / "scheduled")
+    scheduled["schedules"][0] |= {"cron": f"0 {(time.gmtime().tm_hour + 6) % 24} * * *", "active": True}
+    file.write_text(yaml.safe_dump(project))
     with operated(folder / "prefect", file) as serving:
         yield serving
 

@@ -122,16 +122,14 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 
 
 def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
-    """What `make demo` tells the flow pretrain-vlbert, as JSON, with shards of ten rows and four steps a run."""
+    """What `make demo` tells the flow pretrain-vlbert, as JSON: four steps a run, nothing held out, one fine-tuning."""
     parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
-    for dataset in parameters["datasets"]:
-        dataset |= {"rows_per_shard": 10, "shards_per_task": 2}
-        dataset["download"] |= {"deadline": 1.5}
+    captions, _, things = parameters["datasets"]
+    captions["download"]["deadline"] = 1.5
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
-    parameters["pretraining"] |= {"overrides": [*steps, "data.text_batch=2"]}
-    for settings in parameters["finetunings"]:
-        settings |= {"overrides": steps}
-    return parameters
+    parameters["pretraining"] |= {"held_out": None, "overrides": [*steps, "data.text_batch=2"]}
+    finetunings = [parameters["finetunings"][0] | {"overrides": steps}]
+    return parameters | {"datasets": [captions, things], "finetunings": finetunings}
 
 
 def running() -> Iterator[tuple[int, str, str]]:

@@ -64,7 +64,7 @@ def test_a_supervisor_is_known_by_its_program():
         stdin=subprocess.PIPE,
     )
     try:
-        assert is_supervisor(process.pid)
+        wait_until(lambda: is_supervisor(process.pid), 10)  # the kernel shows its command line a moment later
         assert not is_supervisor(os.getpid())
     finally:
         process.send_signal(signal.SIGTERM)

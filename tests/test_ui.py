@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
-from operated import Operated, operated
+from operated import Operated
 from playwright.sync_api import Browser, Page, expect
 from pydantic import TypeAdapter
 
 import demo.__main__ as demo
-from demo.world import World
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source
 from storage.objects import open_objects
 from vlbert.record import last_metrics
@@ -32,32 +31,17 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ui") / "root"
+def root(served: Operated) -> Path:
+    """Where the road puts what it makes."""
+    return served.deployments.parent / "root"
 
 
 @pytest.fixture(scope="module")
-def served(browser: Browser, world: World, root: Path) -> Iterator[Operated]:
-    """The demo's deployments on the small world: four steps a training, nothing held out, one fine-tuning."""
-    parameters = demo.flow_parameters(root, world, seed=0, processes=1)
-    steps = ["steps=4", "validate_every=4", "log_every=1", "validation_samples=8", "data.batch=4"]
-    captions, _, things = parameters["datasets"]
-    captions["download"]["deadline"] = 1.5
-    parameters["datasets"] = [captions, things]
-    parameters["pretraining"] |= {"held_out": None, "overrides": [*steps, "data.text_batch=2"]}
-    parameters["finetunings"] = [parameters["finetunings"][0] | {"overrides": steps}]
-    file = root.parent / "prefect.yaml"
-    demo.write_deployments(file, parameters)
-    with operated(root.parent / "prefect", file) as serving:
-        yield serving
-
-
-@pytest.fixture(scope="module")
-def walked(served: Operated) -> subprocess.CompletedProcess:
+def walked(browser: Browser, served: Operated) -> subprocess.CompletedProcess:
     """The road, run and watched as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "prefect", *demo.WALK],
-        env={**os.environ, "PREFECT_HOME": str(served.home), "PREFECT_API_URL": f"{served.url}/api"},
+        env=os.environ | served.variables,
         capture_output=True,
         text=True,
         timeout=240,
