@@ -19,7 +19,7 @@ ui: $(VENV)/installed  ## the flow UI over what `make demo` did, and a worker: i
 	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)
 
 serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
-	$(BIN)/python -m flows.serve --deployments "$(DEPLOYMENTS)" --port $(PORT)
+	$(BIN)/python -m flows.serve --deployments "$(DEPLOYMENTS)" --port $(PORT) $(if $(LIMIT),--limit $(LIMIT))
 
 test: $(VENV)/installed lint  ## 10 minutes at most on 2 cores
 	$(BIN)/python -m pytest

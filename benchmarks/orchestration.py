@@ -159,7 +159,7 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         before = size_of(home)
         started = time.monotonic()
         try:
-            run_child([sys.executable, "-m", "prefect", *WALK], _mute)
+            run_child([sys.executable, "-m", "prefect", *WALK], lambda line: None)
         except ChildFailed as error:
             raise RuntimeError(f"the road failed: {end_of(home / 'worker.log')}") from error
         seconds = time.monotonic() - started
@@ -231,7 +231,7 @@ def stages_of(ask: "Server") -> tuple[list[Stage], float]:
 
 
 def _result(run: str) -> "Road":
-    from prefect.client.orchestration import get_client  # here, as above
+    from prefect.client.orchestration import get_client  # here, because Prefect reads its settings when it is imported
 
     with get_client(sync_client=True) as client:
         return client.read_flow_run(run).state.result()
@@ -239,10 +239,6 @@ def _result(run: str) -> "Road":
 
 def _seconds(time_of_day: str) -> float:
     return datetime.fromisoformat(time_of_day).timestamp()
-
-
-def _mute(line: str) -> None:
-    """Nothing: hundreds of lines would hide the table."""
 
 
 class Server:
@@ -357,7 +353,7 @@ def project(home: Path, database: Database) -> list[Kept]:
 
     Each kind of row as large as it is in this database, as often as the flows' own code lets it through.
     """
-    from flows.training import Watch, paced  # here, as above
+    from flows.training import Watch, paced  # here, because Prefect reads its settings when it is imported
     from vlbert.recipes import pretrain_vlbert_base
 
     recipe, seconds, clock = pretrain_vlbert_base(), HOURS * 3600, Clock()
@@ -385,7 +381,7 @@ def project(home: Path, database: Database) -> list[Kept]:
 
 def kept_seconds() -> float:
     """How old a sign of life grows before the server removes it, at most."""
-    from prefect.settings import get_current_settings  # here, as above
+    from prefect.settings import get_current_settings  # here, because Prefect reads its settings when it is imported
 
     vacuum = get_current_settings().server.services.db_vacuum
     return vacuum.event_retention_overrides["prefect.flow-run.heartbeat"].total_seconds() + vacuum.loop_seconds

@@ -144,14 +144,15 @@ def again(what: str, root: Path, seed: int = 0) -> str:
 def walk(log: Path) -> "Road":
     """Run the deployment `pretrain-vlbert/default` to its end, as a user would; what it came to."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
     from prefect.client.schemas.sorting import FlowRunSort
 
     say(f"prefect {' '.join(WALK)}")
     with stages_shown(log):
         run_child([sys.executable, "-m", "prefect", *WALK], lambda line: None)
     with get_client(sync_client=True) as client:
-        newest = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=10)
-        run = next(run for run in newest if run.deployment_id and "road" in run.tags)
+        road = FlowRunFilter(tags=FlowRunFilterTags(all_=["road"]))
+        (run,) = client.read_flow_runs(flow_run_filter=road, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1)
     return run.state.result()
 
 

@@ -5,10 +5,11 @@ away is logged, and work goes on.
 """
 
 import hashlib
+import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import quote
 
@@ -18,6 +19,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
 from storage.catalog import OK, Catalog
@@ -38,7 +40,7 @@ class Live:
     """One artifact of this flow run, made at the first `show` and changed by the later ones.
 
     A change costs the server an event with all that is shown, so there is one in `seconds` at most and, later, in a
-    hundredth of the time that has passed (about 100 in the first half hour, 600 in two days); of an image in a
+    hundredth of the time that has passed (about 160 in the first half hour, 600 in two days); of an image in a
     twentieth (about 140 in two days).
     """
 
@@ -72,7 +74,11 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  of the server, the network, the client: none of them is the stage's
-        get_run_logger().warning("the flow UI was not told: %s: %s", type(error).__name__, error)
+        try:
+            logger = get_run_logger()
+        except MissingContextError:  # outside any run
+            logger = logging.getLogger(__name__)
+        logger.warning("the flow UI was not told: %s: %s", type(error).__name__, error)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -138,9 +144,10 @@ def table_of_stages(stages: Sequence[tuple[str, str, float]]) -> str:
     )
 
 
-def publish(stage: str, name: str, markdown: str) -> None:
-    """Show `markdown` beside the flow run and on the artifacts page, as the latest of its key."""
-    Live(stage, name).show(markdown)
+def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:
+    """Show what `markdown` gives beside the flow run and on the artifacts page, as the latest of its key."""
+    with reporting():  # also of what it reads for that
+        Live(stage, name).show(markdown())
 
 
 def link(where: str) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from functools import partial
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -53,12 +54,13 @@ def network_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     retry_jitter_factor=0.5,
     retry_condition_fn=network_failed,
     cache_policy=NO_CACHE,
+    persist_result=False,
 )
 def collect_shards(root: str, settings: CollectSettings, group: Group) -> dict[str, int]:
     return collect_group(root, settings, group, get_run_logger().info)
 
 
-@flow(name="collect-captions", flow_run_name="collect {dataset.name}")
+@flow(name="collect-captions", flow_run_name="collect {dataset.name}", persist_result=False)
 def collect_flow(root: str, dataset: Source) -> Collected:
     """Download or import the images of one dataset.
 
@@ -87,11 +89,12 @@ def collect_flow(root: str, dataset: Source) -> Collected:
             progress.show(table_of_progress(facts))
         return counts
 
-    collected = collect(root, settings, get_run_logger().info, run_group)
-    catalog = Catalog(open_objects(root), dataset.name)
-    publish("images", dataset.name, table_of_counts(catalog, IMAGES))
-    if collected.new_shards and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
-        with reporting():
-            about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
-            emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": collected.new_shards})
+    try:
+        collected = collect(root, settings, get_run_logger().info, run_group)
+    finally:  # also where a later group has failed
+        if shards and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
+            with reporting():
+                about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
+                emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": shards})
+    publish("images", dataset.name, partial(table_of_counts, Catalog(open_objects(root), dataset.name), IMAGES))
     return collected

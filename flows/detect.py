@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow.compute as pc
 from prefect import flow, get_run_logger, task
@@ -128,6 +129,7 @@ def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_by
     retry_jitter_factor=0.5,
     retry_condition_fn=network_failed,
     cache_policy=NO_CACHE,
+    persist_result=False,
 )
 def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detected:
     started, progress = time.monotonic(), Live("detecting", dataset)
@@ -145,7 +147,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
     return detect(root, dataset, detector, get_run_logger().info, on_shard)
 
 
-@flow(name="detect-regions", flow_run_name="detect")
+@flow(name="detect-regions", flow_run_name="detect", persist_result=False)
 def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...] = ()) -> dict[str, Detected]:
     """Find regions in every image shard that has none yet of this detector; what was found, by dataset.
 
@@ -156,7 +158,10 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
     """
     objects, logger = open_objects(root), get_run_logger()
     names = list(datasets) or datasets_with(objects, IMAGES)
-    name_run(f"detect {', '.join(names)} by {detector.preset or detector.backend}", *(f"dataset:{n}" for n in names))
+    name_run(
+        f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",
+        *(f"dataset:{n}" for n in names),
+    )
     if not names:
         logger.info("nothing to detect: no dataset under %s has images", objects.where(""))
     detected, failed = {}, []
@@ -171,7 +176,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         if found.untrained:
             logger.warning("the regions of %s come from an UNTRAINED detector", name)
         name_run(f"detect {', '.join(names)} by {found.detector}", f"detector:{found.detector}")
-        publish("regions", name, table_of_counts(Catalog(objects, name), found.stage))
+        publish("regions", name, partial(table_of_counts, Catalog(objects, name), found.stage))
     if failed:
         raise failed[0]
     return detected

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-_LAST_SECONDS = 4.0  # between SIGTERM and SIGKILL, so that nothing is left 5 s after the worker's end
+_LAST_SECONDS = 3.5  # between SIGTERM and SIGKILL, so that nothing is left 5 s after the worker's end
 _POLL = 0.2  # seconds between looks at who is our parent
 
 

@@ -1,5 +1,6 @@
 """Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,10 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     """ROOT/runs/RUN/STEP that the settings name: `none` means the latest one, too, but for its words alone."""
     if "/runs/" in settings.checkpoint:
         return settings.checkpoint
+    began = began_from(root, settings.run or settings.recipe_name)
+    as_it_began = settings.checkpoint in ("latest", (began or "").rpartition("/")[2])
+    if began and f"/runs/{settings.pretraining}/" in began and as_it_began:
+        return began  # whatever is the latest now, and whether that one is still there
     if not settings.pretraining:
         if settings.checkpoint == "none":
             return None
@@ -71,6 +76,15 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
     return f"{where}/{wanted[0]}"
 
 
+def began_from(root: str, run: str) -> str | None:
+    """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
+    from vlbert.checkpoint import checkpoints  # here, as above
+
+    objects = open_objects(root)
+    saved = checkpoints(objects, run)
+    return json.loads(objects.get(f"{saved[-1]}/config.json"))["recipe"]["start_from"] if saved else None
+
+
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     """The vocab.txt of ROOT/runs/RUN/STEP, whoever made it, as a file of this machine: the root may be a bucket."""
     root, _, path = checkpoint.rpartition("/runs/")
@@ -80,7 +94,7 @@ def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     return file
 
 
-@flow(name="finetune", flow_run_name="{settings.task} {settings.run}")
+@flow(name="finetune", flow_run_name="{settings.task}", persist_result=False)
 def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
     """Fine-tune VL-BERT on one task.
 

@@ -36,7 +36,7 @@ class Road:
     peak_bytes: int  # memory of the process that ran the flows, without its children
 
 
-@flow(name="pretrain-vlbert", flow_run_name="{pretraining.recipe} {pretraining.run}", persist_result=True)
+@flow(name="pretrain-vlbert", flow_run_name="{pretraining.recipe}", persist_result=True)
 def pretrain_vlbert(
     root: str,
     work: str,
@@ -59,7 +59,9 @@ def pretrain_vlbert(
     for dataset in datasets:
         detected |= detect_flow(root, dataset.detector, (dataset.name,))
 
-    pretrained = pretrain_flow(root, work, pretraining, detected[pretraining.dataset].detector)
+    detector = detected[pretraining.dataset].detector
+    name_run(f"{pretraining.recipe} on {detector}", f"recipe:{pretraining.recipe}", f"detector:{detector}")
+    pretrained = pretrain_flow(root, work, pretraining, detector)
     name_run(pretrained.name, *pretrained.tags)
 
     finetuned = []
@@ -72,7 +74,7 @@ def pretrain_vlbert(
         finetuned.append(finetune_flow(root, work, settings))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     road = Road(collected, detected, pretrained, finetuned, peak_bytes)
-    publish("road", pretrained.run, table_of_stages(came_to(road)))
+    publish("road", pretrained.run, lambda: table_of_stages(came_to(road)))
     return road
 
 

@@ -69,7 +69,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], N
     run_child(command, say)
 
 
-@flow(name="pretrain", flow_run_name="{settings.recipe} {settings.run}")
+@flow(name="pretrain", flow_run_name="{settings.recipe}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset."""
     watch = Watch("pretrain", root, settings.recipe, settings.run)

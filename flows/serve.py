@@ -1,6 +1,6 @@
 """Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarm for runs that died.
 
-    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT]          until Ctrl-C
+    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N]          until Ctrl-C
 
 Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A worker
 that dies is replaced; its runs have died with it. docs/operating.md says how to run the parts on machines of their own.
@@ -10,6 +10,7 @@ import argparse
 import fcntl
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -17,13 +18,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from uuid import UUID
 
 from flows.settings import quiet_prefect
-from flows.supervisor import ChildFailed, background, run_child
+from flows.supervisor import background, run_child
 
 POOL = "local"
 PORT = 4200  # Prefect's own
@@ -37,19 +38,23 @@ _ALARM = "flow runs without a sign of life are crashed"
 
 
 @contextmanager
-def serving(home: Path, port: int, deployments: Path, query_seconds: float = 5.0) -> Iterator[Callable[[], None]]:
+def serving(
+    home: Path, port: int, deployments: Path, query_seconds: float = 5.0, limit: int | None = None
+) -> Iterator[Callable[[], None]]:
     """Server, deployments and worker while the block runs; this process and its children talk to that server.
 
     home: folder for the database and the logs; port: of the server on 127.0.0.1; deployments: a file such as
-    prefect.yaml; query_seconds: between two questions of the worker for work. Yields a function that replaces the
-    worker where it has ended, and raises RuntimeError where the server has.
+    prefect.yaml; query_seconds: between two questions of the worker for work; limit: runs that it takes at once.
+    Yields a function that replaces the worker where it has ended, and raises RuntimeError where the server has.
     """
     home.mkdir(parents=True, exist_ok=True)
     with alone(home, port):
-        yield from _serving(home, port, deployments, query_seconds)
+        yield from _serving(home, port, deployments, query_seconds, limit)
 
 
-def _serving(home: Path, port: int, deployments: Path, query_seconds: float) -> Iterator[Callable[[], None]]:
+def _serving(
+    home: Path, port: int, deployments: Path, query_seconds: float, limit: int | None
+) -> Iterator[Callable[[], None]]:
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
         del os.environ[name]
     os.environ.update(environment(home, port, query_seconds))
@@ -62,7 +67,9 @@ def _serving(home: Path, port: int, deployments: Path, query_seconds: float) -> 
         crash_the_dead()
         deploy(deployments)
         command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
-        with replaceable(lambda: background(command, worker_log)) as works_again:
+        if limit is not None:
+            command += ["--limit", str(limit)]
+        with replaceable(lambda: background(command, worker_log), crash_the_dead) as works_again:
 
             def check() -> None:
                 if not serves():
@@ -90,24 +97,23 @@ def alone(home: Path, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def replaceable(start: Callable[[], AbstractContextManager[Callable[[], bool]]]) -> Iterator[Callable[[], None]]:
-    """A child in the background; yields a function that starts another where it has ended."""
-    running = start()
-    runs = running.__enter__()
+def replaceable(
+    start: Callable[[], AbstractContextManager[Callable[[], bool]]], after: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """A child in the background; yields a function that calls `after` and starts another where it has ended."""
+    with ExitStack() as running:
+        runs = running.enter_context(start())
 
-    def again() -> None:
-        nonlocal running, runs
-        if not runs():
-            running.__exit__(None, None, None)
-            print("the worker ended, and its runs with it; another one is started", flush=True)
-            time.sleep(_PAUSE)
-            running = start()
-            runs = running.__enter__()
+        def again() -> None:
+            nonlocal runs
+            if not runs():
+                running.close()
+                print("the worker ended, and its runs with it; another one is started", flush=True)
+                time.sleep(_PAUSE)  # its runs have ended in 5 s
+                after()
+                runs = running.enter_context(start())
 
-    try:
         yield again
-    finally:
-        running.__exit__(None, None, None)
 
 
 def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
@@ -118,6 +124,9 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
         "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
+        # Who runs is remembered over a restart of the server, and who waits asks once a minute: each asking is kept.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "60",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(
             {"prefect.flow-run.heartbeat": SIGNS_KEPT}
         ),
@@ -188,8 +197,9 @@ def set_alarm() -> None:
 def crash_the_dead() -> None:
     """Crash the runs that the server believes to be at work, and that no process of this machine works for.
 
-    They died together with the server, as when the machine lost power: nobody else would end them, and a deployment
-    that runs once at a time would wait for them for ever. The server listens on this machine alone: no other has any.
+    They died together with the server, as when the machine lost power, or with their worker before their first sign of
+    life: nobody else would end them, and a deployment that runs once at a time would wait for them for ever. The server
+    listens on this machine alone: no other has any.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId, FlowRunFilterState
@@ -206,7 +216,7 @@ def crash_the_dead() -> None:
             found = {run.id for run in client.read_flow_runs(flow_run_filter=below)} - spared
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=at_work)):
             if run.id not in spared:
-                state = Crashed(message="its process was gone when the server started again")
+                state = Crashed(message="its process was gone when server or worker started again")
                 client.set_flow_run_state(run.id, state, force=True)
 
 
@@ -214,7 +224,7 @@ def worked_for() -> set[UUID]:
     """The flow runs that processes of this machine work for: each child of one has a variable that names it."""
     found = set()
     for variables in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it ended meanwhile, or is another user's
+        with suppress(OSError, ValueError):  # it ended meanwhile, is another user's, or has set that to no id
             for variable in variables.read_bytes().split(b"\0"):
                 name, _, value = variable.partition(b"=")
                 if name == b"PREFECT__FLOW_RUN_ID":
@@ -228,14 +238,14 @@ def end_of(log: Path) -> str:
     return f"{log} ends with:\n" + "\n".join(lines)
 
 
-def serve(home: Path, port: int, deployments: Path) -> None:
+def serve(home: Path, port: int, deployments: Path, limit: int | None = None) -> None:
     """Serve until a signal."""
     print(f"starting Prefect with its home in {home}", flush=True)
-    with serving(home, port, deployments) as check:
+    with serving(home, port, deployments, limit=limit) as check:
         print(
             f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has what flows say\n"
             "in another terminal:\n"
-            f"    export PREFECT_HOME={home} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
+            f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
             f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"
             "Ctrl-C ends server, worker and runs",
             flush=True,
@@ -253,13 +263,14 @@ def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = 
     parser.add_argument("--deployments", type=Path, default=Path("prefect.yaml"), help="file (%(default)s)")
     parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="of the server and its UI (%(default)s)")
+    parser.add_argument("--limit", type=int, help="runs at once (no limit); 1 where runs share a GPU")
     chosen = parser.parse_args(arguments)
     if not chosen.deployments.is_file():
         sys.exit(f"there is no file {chosen.deployments}; --deployments names one such as prefect.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
     try:
-        serve(chosen.home.absolute(), chosen.port, chosen.deployments)
-    except (RuntimeError, ChildFailed) as error:
+        serve(chosen.home.absolute(), chosen.port, chosen.deployments, chosen.limit)
+    except RuntimeError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

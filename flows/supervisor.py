@@ -92,10 +92,10 @@ def run_child(
                 reason = f"it was silent for {silence:g} s"
             elif _readable(output, _until(now, started, timeout, heard, silence)):
                 data = os.read(output, 2**16)
-                heard = time.monotonic()
                 for line in lines.feed(data) if data else lines.rest():
                     tail.append(line)
                     on_line(line)
+                heard = time.monotonic()  # after on_line, whose time is not the child's silence
                 if not data:
                     break
             elif process.poll() is not None:  # killed from outside, and somebody else still holds the pipe

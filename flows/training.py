@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flows.artifacts import Live, name_run, publish, reporting, table_of_metrics, table_of_progress
 from flows.curves import curves
@@ -67,7 +68,7 @@ def train(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
     command += ["-m", "vlbert.train", recipe, *(f"{name}={value}" for name, value in given.items()), *overrides]
     # Some lines begin with the run's name as it is.
-    log = paced(lambda line: say(line if line.startswith(run) else f"{run}: {line}"))
+    log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 
     def on_line(line: str) -> None:
         log(line)
@@ -151,7 +152,7 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
         from vlbert.tasks import paper_of
 
         paper = paper_of(RECIPES[trained.recipe]().task)
-        publish(stage, trained.run, table_of_metrics(trained.metrics, paper, trained.checkpoint))
+        publish(stage, trained.run, partial(table_of_metrics, trained.metrics, paper, trained.checkpoint))
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

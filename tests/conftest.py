@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def turn(item: pytest.Item) -> int:
         needs = set(item.fixturenames)
-        return ("prefect_server" in needs) + 2 * ("served" in needs) + ("served" in needs and "browser" not in needs)
+        return ("prefect_server" in needs) + 2 * ("served" in needs) + ("served" in needs and "walked" not in needs)
 
     items.sort(key=turn)
 

@@ -36,10 +36,8 @@ class Operated:
         """The answer of the server's API."""
         for _ in range(5):
             answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=30, trust_env=False)
-            if (
-                answer.status_code != httpx.codes.SERVICE_UNAVAILABLE
-            ):  # its database is busy: ask again, as Prefect does
-                break
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break  # else its database is busy: ask again, as Prefect's own client does
             time.sleep(1)
         answer.raise_for_status()
         return answer.json() if answer.content else None

@@ -16,6 +16,7 @@ from flows.artifacts import (
     key_of,
     link,
     name_run,
+    publish,
     reporting,
     table_of_counts,
     table_of_metrics,
@@ -23,7 +24,7 @@ from flows.artifacts import (
 )
 from flows.curves import curves, draw
 from storage.catalog import Catalog, Row
-from storage.objects import open_objects
+from storage.objects import StorageUnreachable, open_objects
 
 IMAGES = "images"
 
@@ -217,6 +218,14 @@ def test_one_artifact_is_made_and_then_changed_and_a_server_that_refuses_is_logg
         mine = [artifact for artifact in client.read_artifacts(limit=200) if artifact.key == key_of("showing", name)]
     assert (run.name, run.tags, run.state_type.value) == ("second", ["a:1", "b:2"], "COMPLETED")
     assert [(artifact.data, artifact.type, artifact.flow_run_id) for artifact in mine] == [("two", "markdown", run.id)]
+
+
+def test_a_table_that_cannot_be_read_and_a_place_outside_any_run_fail_nothing(caplog: pytest.LogCaptureFixture):
+    def table() -> str:
+        raise StorageUnreachable("no bucket")
+
+    publish("images", "captions", table)
+    assert "the flow UI was not told: StorageUnreachable: no bucket" in caplog.text
 
 
 @pytest.mark.usefixtures("prefect_server")

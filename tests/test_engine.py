@@ -48,11 +48,13 @@ def test_a_run_ends_with_its_worker(tmp_path: Path, name: str, least: float, mos
     notes = tmp_path / name
     worker = subprocess.Popen([sys.executable, "-c", WORKER, RUN, str(notes)], stdout=subprocess.PIPE, text=True)
     run = int(worker.stdout.readline())
-    wait_until(notes.exists, 20)
-    time.sleep(0.5)
-    assert not ended(run), "while its worker lives"
-    worker.kill()
-    worker.wait()
+    try:
+        wait_until(notes.exists, 20)
+        time.sleep(0.5)
+        assert not ended(run), "while its worker lives"
+    finally:
+        worker.kill()
+        worker.wait()
     assert least <= wait_until(lambda: ended(run), most + 5) <= most
     assert notes.read_text() == "SIGTERM ", "one, and no second that would interrupt what the first one started"
 

@@ -1,5 +1,6 @@
 """Where a fine-tuning starts: which checkpoint, which regions, whose vocabulary. The training itself: test_flows."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def root(tmp_path: Path) -> str:
 def test_a_checkpoint_is_found_by_its_name(root: str, checkpoint: str, pretraining: str, found: str | None):
     settings = FinetuneSettings(checkpoint=checkpoint, pretraining=pretraining)
     assert find_checkpoint(root, settings) == (found and found.format(root=root))
+
+
+@pytest.mark.parametrize("checkpoint", ["latest", "step-0000005"])
+def test_a_run_that_goes_on_starts_from_what_it_began_with_even_if_that_is_gone(root: str, checkpoint: str):
+    """Pre-training went on meanwhile, and removed its old checkpoints."""
+    objects = open_objects(root)
+    began = f"{root}/runs/x/step-0000005"
+    objects.put("runs/tuned/step-0000100/config.json", json.dumps({"recipe": {"start_from": began}}).encode())
+    settings = FinetuneSettings(run="tuned", checkpoint=checkpoint, pretraining="x")
+    if checkpoint == "latest":  # no whole checkpoint yet: a new run
+        assert find_checkpoint(root, settings) == f"{root}/runs/x/step-0000020"
+    objects.put("runs/tuned/step-0000100/state.json", b"{}")
+    assert find_checkpoint(root, settings) == began
+    other = FinetuneSettings(run="tuned", checkpoint="step-0000010", pretraining="x")
+    assert find_checkpoint(root, other) == f"{root}/runs/x/step-0000010", "asked for: training says what differs"
 
 
 @pytest.mark.parametrize(

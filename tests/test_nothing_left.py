@@ -18,7 +18,7 @@ from demo.world import World
 LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
 # A network of the real size on small pictures: about a second a shard, so that there is something to interrupt.
-SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 224, "threads": 1}
+SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "threads": 1}
 STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
 QUICK = {("cancel", "training"), ("kill -9 of the worker", "detection")}
 EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
@@ -144,6 +144,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
             LEFT,
         )
     with operated(home, served.deployments) as second:
+        assert len(second.ask("POST", "/automations/filter")) == 2, "the alarm and the trigger, each once"
         assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
         assert second.state(run) == "CRASHED"
         last, said = checkpoints(root)[-1], second.listen()

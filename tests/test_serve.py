@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from operated import Operated, running, wait_until
+from operated import Operated, wait_until
 
 from demo.serve import free_port
 from flows.serve import HEARTBEAT, SILENCE, alone, environment, replaceable
@@ -42,7 +42,8 @@ def test_a_home_is_served_once(tmp_path: Path):
     with alone(tmp_path, free_port(0)):
         with pytest.raises(RuntimeError, match="is served already"), alone(tmp_path, free_port(0)):
             pass
-        with alone(tmp_path / "..", free_port(0)):
+        (tmp_path / "another").mkdir()
+        with alone(tmp_path / "another", free_port(0)):
             pass
     with alone(tmp_path, free_port(0)):
         pass
@@ -51,12 +52,12 @@ def test_a_home_is_served_once(tmp_path: Path):
 def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("flows.serve._PAUSE", 0.1)
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    log = tmp_path / "log"
+    log, after = tmp_path / "log", []
 
     def pids() -> list[int]:
         return [int(line) for line in log.read_text().split()]
 
-    with replaceable(lambda: background([sys.executable, "-S", "-c", program], log)) as check:
+    with replaceable(lambda: background([sys.executable, "-S", "-c", program], log), lambda: after.append(1)) as check:
         wait_until(lambda: log.exists() and pids(), 10)
         check()
         assert len(pids()) == 1, "one that works is left alone"
@@ -66,6 +67,7 @@ def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tm
             check()
             time.sleep(0.1)
         assert len(pids()) == 2
+        assert after == [1]
         os.kill(pids()[1], 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pids()[1], 0)
@@ -84,7 +86,7 @@ def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
     assert Path(found.stdout.strip()).parent == Path(sys.executable).parent
 
 
-def test_the_alarm_is_there_once_and_the_worker_is_ours(served: Operated):
+def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served: Operated):
     (alarm,) = (
         one for one in served.ask("POST", "/automations/filter") if one["name"].startswith("flow runs without a sign")
     )
@@ -95,15 +97,15 @@ def test_the_alarm_is_there_once_and_the_worker_is_ours(served: Operated):
     assert alarm["actions"][0]["state"] == "CRASHED"
     pool = served.ask("GET", "/work_pools/local")
     assert pool["type"] == "process"
-    assert any(pid == served.worker() for pid, _, _ in running())
-    limits = {
-        f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}": (one["global_concurrency_limit"] or {}).get("limit")
+    collisions = {
+        f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}": one["concurrency_options"]["collision_strategy"]
         for one in served.ask("POST", "/deployments/filter")
+        if one["global_concurrency_limit"]["limit"] == 1
     }
-    assert limits == {
-        "pretrain_vlbert/default": 1,
-        "collect_flow/default": 1,
-        "detect_flow/default": 1,
-        "detect_flow/scheduled": 1,
-        "finetune_flow/default": 1,
+    assert collisions == {
+        "pretrain_vlbert/default": "ENQUEUE",
+        "collect_flow/default": "ENQUEUE",
+        "detect_flow/default": "ENQUEUE",
+        "detect_flow/scheduled": "CANCEL_NEW",
+        "finetune_flow/default": "ENQUEUE",
     }

@@ -150,6 +150,18 @@ def test_silence_is_counted_from_the_last_output_even_without_a_newline(mark: st
     assert failed.value.tail == ["." * 12]
 
 
+def test_time_that_a_listener_takes_is_not_the_childs_silence():
+    program = "import time\nfor _ in range(3): print('at work', flush=True); time.sleep(0.2)"
+    heard = []
+
+    def listen(line: str) -> None:
+        heard.append(line)
+        time.sleep(0.7)
+
+    run_child(python(program), listen, silence=0.6)
+    assert heard == ["at work"] * 3
+
+
 def test_a_child_that_ends_in_the_grace_period_may_say_a_last_word(mark: str):
     program = """
 import signal, sys, time

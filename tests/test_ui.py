@@ -37,7 +37,7 @@ def root(served: Operated) -> Path:
 
 
 @pytest.fixture(scope="module")
-def walked(browser: Browser, served: Operated) -> subprocess.CompletedProcess:
+def walked(served: Operated) -> subprocess.CompletedProcess:
     """The road, run and watched as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "prefect", *demo.WALK],
@@ -136,6 +136,17 @@ def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, serv
     for name in names.values():
         expect(run_links(page, name).first).to_be_visible()
     expect(page.get_by_text("Completed", exact=True)).to_have_count(1 + 6)
+
+
+def test_what_the_road_has_fine_tuned_is_complete_for_the_deployment_too(
+    walked: subprocess.CompletedProcess, served: Operated
+):
+    """Last of the tests that look at runs: it adds one. The deployment names no detector, and `latest`."""
+    assert walked.returncode == 0
+    said = served.listen()
+    run = served.complete("finetune/default")
+    assert any("finetune-with is complete" in line for line in said())
+    assert served.ask("DELETE", f"/flow_runs/{run}") is None
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

@@ -273,6 +273,8 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
     fixed = ("task", "model", "data", "optimizer", "start_from", "bert")
     free = {"data.root", "data.workers", "data.text_corpus"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
+        if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with
+            continue
         if name == "start_from" and now and before:  # the same checkpoint may lie under another root
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
