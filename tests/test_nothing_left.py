@@ -126,6 +126,18 @@ def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served: Operated, road: dict):
+    run = served.start("detect-regions/default", root=road["root"], detector=SLOW, datasets=["captions"])
+    wait_until(lambda: served.state(run) == "PENDING", 60)
+    os.kill(served.worker(), signal.SIGKILL)
+    seconds = wait_until(lambda: served.state(run) in ENDED, ALARM)
+    print(f"\n| kill -9 of the worker | starting | | {served.state(run)} | {seconds:.1f} | |")
+    assert served.state(run) == "CRASHED"
+    assert not served.processes(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
     served: Operated, road: dict, tmp_path: Path
 ):

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from operated import wait_until
 
 from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, background, run_child
 
@@ -31,15 +32,6 @@ def alive(mark: str) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
     return found
-
-
-def wait_until(holds: Callable[[], bool], seconds: float) -> float:
-    """Seconds until it held."""
-    started = time.monotonic()
-    while not holds():
-        assert time.monotonic() - started < seconds, f"not within {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - started
 
 
 @pytest.fixture
