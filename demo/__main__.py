@@ -78,7 +78,7 @@ def run_demo(root: Path, seed: int, processes: int) -> int:
     with WorldServer(world.root):
         drawn, own = time.monotonic() - started, own_peak()
         say("starting a Prefect server and a worker")
-        with serving(home, free_port(0), deployments, query_seconds=1.0):
+        with serving(home, free_port(0), deployments, query_seconds=2.0):
             road = walk(home / "worker.log")
     walked = time.monotonic() - started - drawn
     worked = [*road.collected, *road.detected.values(), road.pretrained, *road.finetuned]
