@@ -91,6 +91,11 @@ class Operated:
         """Process id of the flow itself."""
         return next(pid for pid, command in self.processes(run).items() if command.endswith("-m flows.engine"))
 
+    def serve(self) -> int:
+        """Process id of `python -m flows.serve` itself."""
+        ours = f"\0-m\0flows.serve\0--home\0{self.home}\0"
+        return next(pid for pid, command, _ in running() if ours in command and "supervisor.py" not in command)
+
     def worker(self) -> int:
         """Process id of the worker."""
         ours = f"PREFECT_HOME={self.home}"

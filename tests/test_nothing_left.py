@@ -138,6 +138,26 @@ def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, road: dict, collected: int):
+    """As on a machine of its own that is gone: `make serve`, which would look after its worker, is asleep meanwhile."""
+    before = committed(road["root"])
+    run = served.start("detect-regions/default", root=road["root"], detector=SLOW, datasets=["captions"])
+    wait_until(lambda: len(committed(road["root"])) > len(before), 90)
+    serve = served.serve()
+    os.kill(serve, signal.SIGSTOP)
+    try:
+        found = interrupt(served, run, "kill -9 of both", "detectors.run")
+        message = served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
+    finally:
+        os.kill(serve, signal.SIGCONT)
+    print(f"\n| the same, nobody there | detection | {found['gone']:.1f} | {found['state']} | {found['ended']:.1f} | |")
+    assert found["state"] == "CRASHED"
+    assert 30 < found["ended"] <= ALARM
+    assert message.startswith("no sign of life for 70 s")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
     served: Operated, road: dict, tmp_path: Path
 ):
@@ -145,12 +165,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
     with operated(home, served.deployments) as first:
         run, before = first.start("pretrain-vlbert/default", **road), set(checkpoints(root))
         wait_until(lambda: set(checkpoints(root)) - before, 120)
-        serve = next(
-            pid
-            for pid, command, _ in running()
-            if command.startswith(f"{sys.executable}\0-m\0flows.serve\0--home\0{home}\0")
-        )
-        os.kill(serve, signal.SIGKILL)
+        os.kill(first.serve(), signal.SIGKILL)
         wait_until(
             lambda: not [pid for pid, _, variables in running() if f"PREFECT_HOME={home}" in variables.split("\0")],
             LEFT,
