@@ -99,7 +99,7 @@ def test_a_table_shows_the_ten_commonest_reasons(tmp_path: Path):
 
 
 def test_a_table_of_metrics_has_the_papers_number_and_progress_is_a_row_a_fact():
-    where = "s3://bucket/root/runs/x/step-0000004"
+    where = "s3://bucket/vl-root/runs/x/step-0000004"
     table = table_of_metrics({"accuracy": 0.5, "chance_of_it": 1 / 3}, "79.88 val", where)
     assert "\n| accuracy | 0.500 |\n| chance\\_of\\_it | 0.333 |" in table
     assert "on the real data:** 79\\.88 val\n" in table
@@ -118,7 +118,7 @@ def test_no_two_datasets_share_an_artifact():
 @pytest.mark.parametrize(
     ("where", "words", "url"),
     [
-        ("/data/root/captions", "/data/root/captions", "file:///data/root/captions"),
+        ("/data/vl/captions", "/data/vl/captions", "file:///data/vl/captions"),
         ("/a b/100% (old)", "/a b/100% (old)", "file:///a%20b/100%25%20%28old%29"),
         ("s3://bucket/a[b]\\c", "s3://bucket/a%5Bb%5D%5Cc", "s3://bucket/a%5Bb%5D%5Cc"),
         ("/" + 300 * "x", "/" + 300 * "x", "file:///" + 300 * "x"),

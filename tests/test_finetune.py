@@ -34,8 +34,8 @@ def root(tmp_path: Path) -> str:
         ("none", "x", "{root}/runs/x/step-0000020"),  # for its vocabulary
         ("none", "", None),
         # Of another root, which need not be in reach here.
-        ("s3://bucket/root/runs/y/step-0000001", "x", "s3://bucket/root/runs/y/step-0000001"),
-        ("s3://bucket/root/runs/y/step-0000001", "", "s3://bucket/root/runs/y/step-0000001"),
+        ("s3://bucket/vl-root/runs/y/step-0000001", "x", "s3://bucket/vl-root/runs/y/step-0000001"),
+        ("s3://bucket/vl-root/runs/y/step-0000001", "", "s3://bucket/vl-root/runs/y/step-0000001"),
     ],
 )
 def test_a_checkpoint_is_found_by_its_name(root: str, checkpoint: str, pretraining: str, found: str | None):
