@@ -128,11 +128,11 @@ def table_of_progress(facts: Mapping[str, object]) -> str:
     return "\n".join([head, "|---|---:|", *rows])
 
 
-def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str, note: str = "") -> str:
+def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str) -> str:
     """The numbers of a last validation, beside what the paper reports."""
     # The paper's words stand above: in a cell they would push the values out of sight.
     lines = [f"Checkpoint {link(checkpoint)}", "", f"**The paper, on the real data:** {escaped(paper)}"]
-    lines += [*(["", note] if note else []), "", "| metric | value |", "|---|---:|"]
+    lines += ["", "| metric | value |", "|---|---:|"]
     return "\n".join([*lines, *(f"| {escaped(name)} | {value:.3f} |" for name, value in metrics.items())])
 
 
