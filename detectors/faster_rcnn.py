@@ -1,8 +1,9 @@
 """ResNet-C4 Faster R-CNN with object classes and attributes: the network of bottom-up attention, on torchvision's ops.
 
 An image goes through `resize` -> `to_input` -> backbone -> RPN -> proposals -> RoI features -> heads; each is callable
-alone. The regions of an image are its proposals, unregressed, chosen by select.py: the features and probabilities of a
-box belong to exactly that box. `FasterRCNNDetector` is the whole behind the Detector interface.
+alone. The regions of an image are its proposals, chosen by select.py: the features and probabilities of a region are
+those of exactly that proposal. `boxes` says which box stands for it. `FasterRCNNDetector` is the whole behind the
+Detector interface.
 Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors a cell, P proposals, K boxes,
 D channels of res5, C classes without background; the background is the last column, as "no attribute" is.
 """
@@ -32,6 +33,9 @@ PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
 # Goes into every detector's id: raise it when the code below, or select.py, finds other regions than before.
 _RULES_VERSION = 1
+# Settings that are younger than the first ids, with what was done before: with it they do not enter the id.
+_BEFORE_THEY_WERE_SETTINGS = {"boxes": "proposals", "keep_features": False}
+_LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -325,6 +329,11 @@ class FasterRCNN(nn.Module):
         """Classes, boxes and attributes for features [K, D]."""
         return self.roi_heads.box_predictor(features)
 
+    def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
+        """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
+        own = deltas[torch.arange(len(labels), device=labels.device), labels]
+        return clip_boxes(apply_deltas(own, proposals, self.config.box_weights), height, width)
+
 
 # --- behind the Detector interface ------------------------------------------------------------------------------------
 
@@ -335,6 +344,14 @@ class DetectorSettings:
 
     selection: SelectionSettings = field(default_factory=SelectionSettings)
     """Which proposals become regions."""
+    boxes: str = "proposals"
+    """A region's box: `proposals`, the RPN's own, as in the authors' files; or `regressed`, where the box head moves it
+    for the region's class, as Faster R-CNN's detections are. Only the box changes: which regions there are, their
+    order, probabilities and features are those of the proposals. Regressed boxes may therefore overlap more than the
+    selection allows; one without any area inside the image keeps its proposal's box.
+    """
+    keep_features: bool = False
+    """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
     device: str = "cpu"
     """`cpu`, `cuda`, or one of several as `cuda:1`."""
     head_dtype: str = "float32"
@@ -349,6 +366,8 @@ class DetectorSettings:
     def __post_init__(self):
         if self.threads < 1:
             raise ValueError(f"DetectorSettings.threads is {self.threads}, must be at least 1")
+        if self.boxes not in ("proposals", "regressed"):
+            raise ValueError(f"DetectorSettings.boxes is {self.boxes!r}, neither 'proposals' nor 'regressed'")
         if self.head_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"DetectorSettings.head_dtype is {self.head_dtype!r}, neither 'float32' nor 'bfloat16'")
         if self.device_type not in ("cpu", "cuda"):
@@ -393,6 +412,8 @@ class FasterRCNNDetector:
             "rules_version": _RULES_VERSION,
             "network": dataclasses.asdict(network.config),
             "selection": dataclasses.asdict(settings.selection),
+            "boxes": settings.boxes,
+            "keep_features": settings.keep_features,
             "head_dtype": settings.head_dtype,
             "device": settings.device_type,
             "convolutions": "tf32" if settings.tf32 else "float32",
@@ -405,6 +426,7 @@ class FasterRCNNDetector:
         indifferent = {"weights_file", "classes", "threads", "device"}
         if not settings.tf32:
             indifferent.add("convolutions")
+        indifferent |= {name for name, before in _BEFORE_THEY_WERE_SETTINGS.items() if self.about[name] == before}
         self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
@@ -423,21 +445,37 @@ class FasterRCNNDetector:
             return f"bad_image: is {width}x{height}, its record says {sample.width}x{sample.height}"
         network = self.network
         pixels = to_input(resize(image, network.config), self.settings.device)
+        resized = pixels.shape[2:]
         c4 = network.backbone(pixels)
         logits, deltas = network.rpn(c4)
-        proposals, _ = network.proposals(logits[0], deltas[0], *pixels.shape[2:])
-        stored = to_stored_pixels(proposals, pixels.shape[2:], (height, width))
-        visible = (stored[:, 2:] > stored[:, :2]).all(dim=1)
+        proposals, _ = network.proposals(logits[0], deltas[0], *resized)
+        stored = to_stored_pixels(proposals, resized, (height, width))
+        visible = _have_area(stored)
         proposals, stored = proposals[visible], stored[visible]
         if not len(proposals):
             return "no_regions: the network proposes no box with a finite score"
         with torch.autocast(self.settings.device_type, torch.bfloat16, enabled=self.settings.head_dtype == "bfloat16"):
             features = network.roi_features(c4, proposals)
         outputs = network.heads(features.float())
-        return self._choose(sample.key, stored.cpu().numpy(), outputs)
+        regions, chosen = self._choose(sample.key, stored.cpu().numpy(), outputs)
+        if self.settings.boxes == "regressed":
+            labels = torch.from_numpy(regions.labels).to(chosen)
+            deltas = outputs.box_deltas[chosen]
+            if not torch.isfinite(deltas).all():
+                raise ValueError(f"the network's boxes for sample {sample.key} are not finite: are these its weights?")
+            moved = network.regressed(proposals[chosen], deltas, labels, *resized)
+            moved = to_stored_pixels(moved, resized, (height, width))
+            moved = torch.where(_have_area(moved)[:, None], moved, stored[chosen])
+            regions = dataclasses.replace(regions, boxes=moved.cpu().numpy())
+        if self.settings.keep_features:
+            regions = dataclasses.replace(regions, features=_as_float16(features[chosen], sample.key))
+        return regions
 
-    def _choose(self, key: str, boxes: np.ndarray, outputs: HeadOutputs) -> Regions:
-        """The regions among boxes [P, 4] (stored-image pixels), by the 10-100 rule, most probable first."""
+    def _choose(self, key: str, boxes: np.ndarray, outputs: HeadOutputs) -> tuple[Regions, Tensor]:
+        """The regions among boxes [P, 4] (stored-image pixels), by the 10-100 rule, most probable first.
+
+        With them int64 [N], which of the boxes each is, on the device of the outputs.
+        """
         probs = outputs.class_logits.softmax(dim=1).cpu().numpy()
         if not np.isfinite(probs).all():
             raise ValueError(
@@ -452,7 +490,7 @@ class FasterRCNNDetector:
             attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1].cpu().numpy()[chosen]
             attributes = attribute_probs.argmax(axis=1).astype(np.int32)
             attribute_scores = attribute_probs.max(axis=1)
-        return Regions(
+        regions = Regions(
             boxes=boxes[chosen],
             scores=foreground[chosen].max(axis=1),
             labels=foreground[chosen].argmax(axis=1).astype(np.int32),
@@ -462,6 +500,25 @@ class FasterRCNNDetector:
             attributes=attributes,
             attribute_scores=attribute_scores,
         )
+        return regions, torch.from_numpy(chosen).to(outputs.class_logits.device)
+
+
+def _have_area(boxes: Tensor) -> Tensor:
+    """bool [K]: which boxes [K, 4] hold any pixels at all."""
+    return (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
+
+
+def _as_float16(features: Tensor, key: str) -> np.ndarray:
+    """Features [N, D] of a sample's regions as they are stored; ValueError where float16 cannot hold one."""
+    features = features.float().cpu().numpy()
+    lost = np.argwhere(~(np.abs(features) <= _LARGEST_FLOAT16))
+    if len(lost):
+        region, column = lost[0]
+        raise ValueError(
+            f"sample {key}: feature {column} of region {region} is {features[region, column]:g}; float16 holds numbers "
+            f"up to {_LARGEST_FLOAT16:.0f}. Are these the network's weights? If so, detect without --keep-features"
+        )
+    return features.astype(np.float16)
 
 
 def to_stored_pixels(boxes: Tensor, resized: Sequence[int], stored: Sequence[int]) -> Tensor:

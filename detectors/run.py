@@ -124,8 +124,12 @@ def detect_pending(
     return committed
 
 
-def stage_size(catalog: Catalog, stage: str) -> dict:
-    """What a stage takes where it is stored: bytes of tars and manifests, in all and per 1,000 images with regions."""
+def stage_size(catalog: Catalog, detector: Detector) -> dict:
+    """What a detector's regions take where they are stored, images included, and whether features are among them.
+
+    Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
+    """
+    stage = stage_of(detector)
     size = sum(info.size for info in catalog.objects.list(f"{catalog.dataset}/{stage}/"))
     snapshot = catalog.snapshot(stage)
     images = snapshot.ok_rows
@@ -133,6 +137,7 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
         "stage": stage,
         "shards": len(snapshot.shards),
         "images": images,
+        "keep_features": detector.about.get("keep_features", False),
         "bytes": size,
         "bytes_per_1000_images": round(1000 * size / images) if images else None,
     }
@@ -144,8 +149,9 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 _ANNOTATED = ("annotations", "crowd")
 _SELECTION = ("minimum", "maximum", "threshold", "strict", "nms_threshold", "plus_one")
 _NETWORK = ("short_side", "long_side", "post_nms", "roi_op")
+_REGIONS = ("boxes", "keep_features")
 _RUNNING = ("device", "head_dtype", "tf32", "threads")
-_FASTER_RCNN = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_RUNNING)
+_FASTER_RCNN = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_REGIONS, *_RUNNING)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,6 +180,16 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--long-side", type=int, help="pixels that its longer side may have")
     network.add_argument("--post-nms", type=int, help="proposals an image")
     network.add_argument("--roi-op", choices=["pool", "align1"], help="RoIPool, or RoIAlign with one sample")
+    network.add_argument(
+        "--boxes",
+        choices=["proposals", "regressed"],
+        help="a region's box: the RPN's, or where the box head moves it for the region's class (proposals)",
+    )
+    network.add_argument(
+        "--keep-features",
+        action=argparse.BooleanOptionalAction,
+        help="store the regions' features, too, in float16 (no)",
+    )
     network.add_argument("--device", help="cpu or cuda (cpu)")
     network.add_argument("--head-dtype", choices=["float32", "bfloat16"], help="precision of res5 (float32)")
     network.add_argument("--tf32", action="store_true", default=None, help="convolutions of a GPU in TF32 (float32)")
@@ -213,7 +229,8 @@ def _faster_rcnn(options: argparse.Namespace) -> Detector:
     if options.seed is not None and options.untrained is None:
         raise ValueError("--seed is for --untrained only; leave it out")
     config = dataclasses.replace(PRESETS[options.preset], **_given(options, _NETWORK))
-    settings = DetectorSettings(SelectionSettings(**_given(options, _SELECTION)), **_given(options, _RUNNING))
+    selection = SelectionSettings(**_given(options, _SELECTION))
+    settings = DetectorSettings(selection, **_given(options, _REGIONS + _RUNNING))
     seed = options.seed or 0
     network = FasterRCNN.untrained(config, seed)
     weights = {"untrained": True, "seed": seed} if options.untrained else load_weights(network, options.weights).about
@@ -228,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if detector.about["untrained"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         detect_pending(catalog, detector, lambda report: print(json.dumps(report), flush=True), options.shard)
-        print(json.dumps(stage_size(catalog, stage_of(detector))), flush=True)
+        print(json.dumps(stage_size(catalog, detector)), flush=True)
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)

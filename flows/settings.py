@@ -52,6 +52,10 @@ class DetectorSettings:
     """faster_rcnn: proposals an image."""
     roi_op: Literal["pool", "align1"] | None = None
     """faster_rcnn: RoIPool, or RoIAlign with one sample."""
+    boxes: Literal["proposals", "regressed"] | None = None
+    """faster_rcnn: a region's box, the RPN's own or where the box head moves it for the region's class."""
+    keep_features: bool | None = None
+    """faster_rcnn: store the regions' features, too, for a model on precomputed ones (float16: 2 D bytes a region)."""
     device: str | None = None
     """faster_rcnn: cpu or cuda."""
     head_dtype: Literal["float32", "bfloat16"] | None = None

@@ -13,6 +13,7 @@ import httpx
 import demo.__main__ as demo
 from demo.serve import free_port
 from demo.world import World
+from flows.serve import end_of
 from flows.settings import quiet_prefect
 from flows.supervisor import background
 
@@ -50,13 +51,24 @@ class Operated:
     def complete(self, deployment: str, **parameters: object) -> str:
         """A run of flow/name that has completed; its id."""
         run = self.start(deployment, **parameters)
-        wait_until(lambda: self.state(run) in ENDED, 120)
+        self.wait_for(run, lambda: self.state(run) in ENDED, 120)
         assert self.state(run) == "COMPLETED", "\n".join(self.logs(run))
         return run
 
     def state(self, run: str) -> str:
         """RUNNING, COMPLETED, CRASHED, ..."""
         return self.ask("GET", f"/flow_runs/{run}")["state_type"]
+
+    def wait_for(self, run: str, holds: Callable[[], object], seconds: float) -> float:
+        """Seconds until it held; where it does not come to that, what is known of the run."""
+        return wait_until(holds, seconds, lambda: self.account(run))
+
+    def account(self, run: str) -> str:
+        """The states of the run and of those below it, its processes, and the last lines of the logs."""
+        found = [self.ask("GET", f"/flow_runs/{run}"), *self.below(run)]
+        states = [f"{one['name']} is {one['state_type']}: {one['state']['message'] or ''}" for one in found]
+        logs = [end_of(log) for log in (self.home / "worker.log", self.home.parent / "serve.log")]
+        return "\n".join([*states, f"processes: {self.processes(run)}", *logs])
 
     def below(self, run: str) -> list[dict]:
         """The flow runs that this one has started, and those that they have."""
@@ -147,10 +159,10 @@ def running() -> Iterator[tuple[int, str, str]]:
                 yield int(folder.name), command.decode(errors="replace"), variables.decode(errors="replace")
 
 
-def wait_until(holds: Callable[[], object], seconds: float) -> float:
-    """Seconds until it held."""
+def wait_until(holds: Callable[[], object], seconds: float, why: Callable[[], str] = lambda: "") -> float:
+    """Seconds until it held; where it does not come to that, an error with what `why` gives."""
     started = time.monotonic()
     while not holds():
-        assert time.monotonic() - started < seconds, f"not within {seconds} s"
+        assert time.monotonic() - started < seconds, f"not within {seconds} s\n{why()}"
         time.sleep(0.1)
     return time.monotonic() - started

@@ -17,8 +17,9 @@ from demo.world import World
 
 LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
-# A network of the real size on small pictures: about a second a shard, so that there is something to interrupt.
-SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "threads": 1}
+# A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
+SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "post_nms": 20}
+SLOW |= {"threads": 1}
 STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
 QUICK = {("kill -9 of the worker", "training")}  # the others are `slow`
 EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
@@ -40,16 +41,32 @@ def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def collected(served: Operated, road: dict) -> int:
-    """How many image shards lie in the road's root."""
-    source = {name: value for name, value in road["datasets"][0].items() if name != "detector"}
-    served.complete("collect-captions/default", root=road["root"], dataset=source)
-    return len(list(Path(road["root"]).glob("captions/images/*.parquet")))
+def collected(world: World, served: Operated, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A root of its own, where no road detects with another detector: more shards of one row than are used up."""
+    root = tmp_path_factory.mktemp("collected")
+    rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
+    (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
+    source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv"), "rows_per_shard": 1}
+    del source["detector"]
+    served.complete("collect-captions/default", root=str(root), dataset=source)
+    return str(root)
+
+
+def waiting(root: str) -> int:
+    """How many image shards the slow detector has not done."""
+    return len(list(Path(root).glob("captions/images/*.parquet"))) - len(committed(root))
 
 
 def committed(root: str) -> dict[str, int]:
     """The manifests of the slow detector's shards, and when each was written."""
-    return {file.name: file.stat().st_mtime_ns for file in Path(root).glob("captions/regions/*/*.parquet")}
+    return {str(file): file.stat().st_mtime_ns for file in Path(root).glob("captions/regions/*/*.parquet")}
+
+
+def detecting(served: Operated, root: str) -> str:
+    """A run of the slow detector that can be interrupted."""
+    left = waiting(root)
+    assert left >= 6, f"{left} shards wait in {root}: the tests before used up the others; collect more"
+    return served.start("detect-regions/default", root=root, detector=SLOW, datasets=["captions"])
 
 
 def checkpoints(root: str) -> list[str]:
@@ -63,7 +80,7 @@ def test_nothing_is_left_and_the_next_run_goes_on(
     served: Operated, road: dict, request: pytest.FixtureRequest, event: str, stage: str
 ):
     if stage == "detection":
-        found = interrupted_detection(served, road["root"], request.getfixturevalue("collected"), event)
+        found = interrupted_detection(served, request.getfixturevalue("collected"), event)
     else:
         found = interrupted_training(served, road, event)
     seconds = [f"{found[name]:.1f}" for name in ("gone", "ended", "all_ended")]
@@ -73,15 +90,15 @@ def test_nothing_is_left_and_the_next_run_goes_on(
     assert found["state"] == ("CANCELLED" if event == "cancel" else "CRASHED")
 
 
-def interrupted_detection(served: Operated, root: str, images: int, event: str) -> dict:
+def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     """Interrupt a detection after its first shards."""
-    before, said = committed(root), served.listen()
-    run = served.start("detect-regions/default", root=root, detector=SLOW, datasets=["captions"])
-    wait_until(lambda: len(committed(root)) >= len(before) + 2, 90)
+    before, said, left = committed(root), served.listen(), waiting(root)
+    run = detecting(served, root)
+    served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
     found = interrupt(served, run, event, "detectors.run")
     assert before.items() <= committed(root).items(), "a shard was committed twice"
     first = next(line for line in said() if "captions: shard" in line)
-    assert f", 1 of {images - len(before)}:" in first, "it began with what the runs before it had left"
+    assert f", 1 of {left}:" in first, "it began with what the runs before it had left"
     return found
 
 
@@ -90,7 +107,7 @@ def interrupted_training(served: Operated, road: dict, event: str) -> dict:
     root = road["root"]
     before, said = checkpoints(root), served.listen()
     run = served.start("pretrain-vlbert/default", **road)
-    wait_until(lambda: set(checkpoints(root)) - set(before), 120)
+    served.wait_for(run, lambda: set(checkpoints(root)) - set(before), 120)
     found = interrupt(served, run, event, "vlbert.train")
     if before:
         assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in said())
@@ -115,22 +132,22 @@ def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
         for pid in victims:
             os.kill(pid, signal.SIGTERM if event.startswith("SIGTERM") else signal.SIGKILL)
     started = time.monotonic()
-    wait_until(lambda: not served.processes(run), 4 * LEFT)
+    served.wait_for(run, lambda: not served.processes(run), 4 * LEFT)
     gone = time.monotonic() - started
-    wait_until(lambda: served.state(run) in ENDED, ALARM + 10)
+    served.wait_for(run, lambda: served.state(run) in ENDED, ALARM + 10)
     ended = time.monotonic() - started
     runs = [child["id"] for child in served.below(run)]
-    wait_until(lambda: all(served.state(one) in ENDED for one in runs), ALARM + 10)
+    served.wait_for(run, lambda: all(served.state(one) in ENDED for one in runs), ALARM + 10)
     return {"gone": gone, "ended": ended, "all_ended": time.monotonic() - started, "state": served.state(run)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served: Operated, road: dict):
-    run = served.start("detect-regions/default", root=road["root"], detector=SLOW, datasets=["captions"])
-    wait_until(lambda: served.state(run) == "PENDING", 60)
+def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served: Operated, collected: str):
+    run = detecting(served, collected)
+    served.wait_for(run, lambda: served.state(run) == "PENDING", 60)
     os.kill(served.worker(), signal.SIGKILL)
-    seconds = wait_until(lambda: served.state(run) in ENDED, ALARM)
+    seconds = served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
     print(f"\n| kill -9 of the worker | starting | | {served.state(run)} | {seconds:.1f} | |")
     assert served.state(run) == "CRASHED"
     assert not served.processes(run)
@@ -138,11 +155,11 @@ def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, road: dict, collected: int):
+def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, collected: str):
     """As on a machine of its own that is gone: `make serve`, which would look after its worker, is asleep meanwhile."""
-    before = committed(road["root"])
-    run = served.start("detect-regions/default", root=road["root"], detector=SLOW, datasets=["captions"])
-    wait_until(lambda: len(committed(road["root"])) > len(before), 90)
+    before = committed(collected)
+    run = detecting(served, collected)
+    served.wait_for(run, lambda: len(committed(collected)) > len(before), 90)
     serve = served.serve()
     os.kill(serve, signal.SIGSTOP)
     try:
@@ -164,7 +181,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
     root, home = road["root"], tmp_path / "prefect"
     with operated(home, served.deployments) as first:
         run, before = first.start("pretrain-vlbert/default", **road), set(checkpoints(root))
-        wait_until(lambda: set(checkpoints(root)) - before, 120)
+        first.wait_for(run, lambda: set(checkpoints(root)) - before, 120)
         os.kill(first.serve(), signal.SIGKILL)
         wait_until(
             lambda: not [pid for pid, _, variables in running() if f"PREFECT_HOME={home}" in variables.split("\0")],
@@ -176,5 +193,5 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
         assert second.state(run) == "CRASHED"
         last, said = checkpoints(root)[-1], second.listen()
         again = second.start("pretrain-vlbert/default", **road)
-        wait_until(lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
+        second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
         interrupt(second, again, "SIGTERM to the flow", "vlbert.train")

@@ -1,1 +1,24 @@
-"""VL-BERT (Su et al., ICLR 2020): the model as a library, and the program that trains it."""
+"""VL-BERT (Su et al., ICLR 2020): the model as a library, and the program that trains it.
+
+from vlbert import Batch, Encoded, Example, Picture, VLBert, Vocabulary, Words, collate
+"""
+
+from typing import Any
+
+# Where each name of the library is defined. Looked up when asked for: settings and flows do without torch.
+_HOMES = {
+    "VLBert": "vlbert.model",
+    "Encoded": "vlbert.model",
+    "ModelConfig": "vlbert.config",
+    "Vocabulary": "vlbert.text",
+} | dict.fromkeys(("Batch", "Example", "Picture", "Words", "collate"), "vlbert.batch")
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module vlbert has no {name}; it has {', '.join(_HOMES)}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

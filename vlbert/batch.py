@@ -2,9 +2,9 @@
 
 Legend of shape letters, used in every file of vlbert/:
 
-    N  rows of a batch (one caption, question or expression each)      t, T  word pieces of a row; of the longest row
+    N  rows of a batch (one caption, choice or expression each)        t, T  word pieces of a row; of the longest row
     P  pictures of a batch (rows without a picture have none)          r, R  regions of a row; of the row with most
-    H, W  height and width of the padded pictures, pixels              K     regions that are there, over all rows
+    H, W  height and width of the padded pictures, pixels              K     regions that are there, over all pictures
     C  channels of the model (hidden size)                             M     things asked for, over all rows
 """
 
@@ -40,40 +40,58 @@ class Words:
 class Picture:
     """The picture half of an example.
 
-    pixels   uint8 [3, h, w]   RGB, already resized
-    boxes    float32 [r, 4]    x1 y1 x2 y2 in those pixels; row 0 is the whole image
-    hidden   bool [r]          regions whose pixels the model must not see (masked regions); never row 0
-    targets, asked             as in Words, by region
+    boxes     float32 [r, 4]     x1 y1 x2 y2 in pixels of the resized picture; row 0 is the whole image
+    hidden    bool [r]           regions that the model must not see (masked regions); never row 0
+    size      (width, height)    of the resized picture
+    pixels    uint8 [3, h, w]    RGB, already resized; None where features are precomputed
+    features  float [r, D]       precomputed ones, row 0 included; None end to end
+    cells     float32 [r, S, S]  share of each cell of a region's S x S grid that its object covers; None: all of it
+    classes   int64 [r]          the object's class, for models with one [IMG] a class; None elsewhere
+    targets, asked               as in Words, by region
     """
 
-    pixels: Tensor
     boxes: np.ndarray
     hidden: np.ndarray
+    size: tuple[int, int]
+    pixels: Tensor | None = None
+    features: np.ndarray | None = None
+    cells: np.ndarray | None = None
+    classes: np.ndarray | None = None
     targets: dict[str, np.ndarray] = field(default_factory=dict)
     asked: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One row of a batch before padding. `about` travels beside it untouched (ids for predictions)."""
+    """A text and its picture, if it has one; with `more`, further texts about the same picture (the choices of an
+    answer). Each text is a row of the batch. `about` travels beside it untouched (ids for predictions)."""
 
     key: str
     words: Words
     picture: Picture | None = None
     about: dict = field(default_factory=dict)
+    more: tuple[Words, ...] = ()
+
+    @property
+    def texts(self) -> tuple[Words, ...]:
+        return (self.words, *self.more)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N examples, padded. Masks say what is real; no value in the data stands for "nothing".
+    """The N texts of some examples, padded. Masks say what is real; no value in the data stands for "nothing".
 
-    keys           list of N sample keys           about           list of N dicts
+    keys           list of sample keys             about           list of dicts, both one an example
     tokens         int64 [N, T]                    boxes           float32 [N, R, 4]  pixels, row 0 the whole image
     text_mask      bool [N, T]                     region_mask     bool [N, R]  all False in a row without a picture
     segments       int64 [N, T]                    region_hidden   bool [N, R]
-    looks_at       int64 [N, T]
-    pixels         uint8 [P, 3, H, W]              picture_rows    int64 [P]     the row that each picture belongs to
-    picture_sizes  int64 [P, 2]  (width, height) of each picture without its padding
+    looks_at       int64 [N, T]                    region_classes  int64 [N, R]  see Picture.classes
+    pixels         uint8 [P, 3, H, W]  H = W = 0 where features are precomputed
+    picture_sizes  int64 [P, 2]        (width, height) of each picture without its padding
+    picture_of     int64 [N]           the picture of each row; -1: none. Rows of one picture have the same regions
+    picture_rows   int64 [P]           the first row of each picture
+    features       float [K, D]        of the real regions of all pictures, in picture order; [0, 0] end to end
+    cells          float32 [K, S, S]   likewise, see Picture.cells; [0, 0, 0] where objects cover their regions
     targets        name -> [N, T, ...] or [N, R, ...]              asked    name -> [M, ...], in row order
     """
 
@@ -86,14 +104,19 @@ class Batch:
     boxes: Tensor
     region_mask: Tensor
     region_hidden: Tensor
+    region_classes: Tensor
     pixels: Tensor
-    picture_rows: Tensor
     picture_sizes: Tensor
+    picture_of: Tensor
+    picture_rows: Tensor
+    features: Tensor
+    cells: Tensor
     targets: dict[str, Tensor]
     asked: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return len(self.keys)
+        """N, the number of rows."""
+        return len(self.tokens)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`; pixels travel as uint8."""
@@ -113,44 +136,59 @@ class Batch:
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    """Pad N examples to one Batch. ValueError where examples of one batch carry different targets."""
-    words = [e.words for e in examples]
-    rows = [i for i, e in enumerate(examples) if e.picture is not None]
-    pictures = [examples[i].picture for i in rows]
-    t = max(len(w.tokens) for w in words)
-    r = max((len(p.boxes) for p in pictures), default=0)
-
-    pixels = torch.zeros(
-        len(pictures),
-        3,
-        max((p.pixels.shape[1] for p in pictures), default=0),
-        max((p.pixels.shape[2] for p in pictures), default=0),
-        dtype=torch.uint8,
-    )
-    for i, picture in enumerate(pictures):
-        pixels[i, :, : picture.pixels.shape[1], : picture.pixels.shape[2]] = picture.pixels
-
-    every_word = range(len(examples))
-    targets = _pad_all(words, every_word, len(examples), t) | _pad_all(pictures, rows, len(examples), r)
-    asked = _concatenate_all(words) | _concatenate_all(pictures)
+    """Pad the texts of some examples to one Batch. ValueError where they carry different targets or features."""
+    owners = [i for i, e in enumerate(examples) for _ in e.texts]
+    words = [text for e in examples for text in e.texts]
+    pictures = [e.picture for e in examples if e.picture is not None]
+    number = {i: p for p, i in enumerate(i for i, e in enumerate(examples) if e.picture is not None)}
+    rows = [row for row, i in enumerate(owners) if i in number]  # those with a picture
+    shown = [examples[owners[row]].picture for row in rows]
+    n, t, r = len(words), max(len(w.tokens) for w in words), max((len(p.boxes) for p in pictures), default=0)
+    every_row, none = range(n), np.zeros(0, bool)
+    targets = _pad_all(words, every_row, n, t) | _pad_all(shown, rows, n, r)
+    asked = _concatenate_all(words) | _concatenate_all(shown)
+    classes = [np.zeros(len(p.boxes), np.int64) if p.classes is None else p.classes for p in shown]
     return Batch(
         keys=[e.key for e in examples],
         about=[e.about for e in examples],
-        tokens=_pad([w.tokens for w in words], every_word, len(examples), t),
-        text_mask=_pad([np.ones(len(w.tokens), bool) for w in words], every_word, len(examples), t),
-        segments=_pad([w.segments for w in words], every_word, len(examples), t),
-        looks_at=_pad([w.looks_at for w in words], every_word, len(examples), t),
-        boxes=_pad([p.boxes for p in pictures], rows, len(examples), r, like=np.zeros((0, 4), np.float32)),
-        region_mask=_pad(
-            [np.ones(len(p.boxes), bool) for p in pictures], rows, len(examples), r, like=np.zeros(0, bool)
-        ),
-        region_hidden=_pad([p.hidden for p in pictures], rows, len(examples), r, like=np.zeros(0, bool)),
-        pixels=pixels,
-        picture_rows=torch.tensor(rows, dtype=torch.int64),
-        picture_sizes=torch.tensor([p.pixels.shape[:0:-1] for p in pictures], dtype=torch.int64).reshape(-1, 2),
+        tokens=_pad([w.tokens for w in words], every_row, n, t),
+        text_mask=_pad([np.ones(len(w.tokens), bool) for w in words], every_row, n, t),
+        segments=_pad([w.segments for w in words], every_row, n, t),
+        looks_at=_pad([w.looks_at for w in words], every_row, n, t),
+        boxes=_pad([p.boxes for p in shown], rows, n, r, like=np.zeros((0, 4), np.float32)),
+        region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
+        region_hidden=_pad([p.hidden for p in shown], rows, n, r, like=none),
+        region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
+        pixels=_pad_pixels([p.pixels for p in pictures if p.pixels is not None], len(pictures)),
+        picture_sizes=torch.tensor([p.size for p in pictures], dtype=torch.int64).reshape(-1, 2),
+        picture_of=torch.tensor([number.get(i, -1) for i in owners], dtype=torch.int64),
+        picture_rows=torch.tensor([owners.index(i) for i in number], dtype=torch.int64),
+        features=_of_all_pictures(pictures, "features", axes=2),
+        cells=_of_all_pictures(pictures, "cells", axes=3),
         targets=targets,
         asked=asked,
     )
+
+
+def _pad_pixels(pictures: Sequence[Tensor], count: int) -> Tensor:
+    """uint8 [count, 3, H, W] with each picture in its upper left corner, zeros elsewhere; H = W = 0 without any."""
+    if len(pictures) not in (0, count):
+        raise ValueError(f"{count - len(pictures)} of {count} pictures of one batch have no pixels")
+    height, width = (max((p.shape[axis] for p in pictures), default=0) for axis in (1, 2))
+    pixels = torch.zeros(count, 3, height, width, dtype=torch.uint8)
+    for padded, picture in zip(pixels, pictures, strict=False):
+        padded[:, : picture.shape[1], : picture.shape[2]] = picture
+    return pixels
+
+
+def _of_all_pictures(pictures: Sequence[Picture], name: str, axes: int) -> Tensor:
+    """The arrays `name` of all pictures, one after the other; empty where none has one."""
+    arrays = [array for array in (getattr(p, name) for p in pictures) if array is not None]
+    if not arrays:
+        return torch.zeros((0,) * axes)
+    if len(arrays) < len(pictures):
+        raise ValueError(f"{len(pictures) - len(arrays)} of {len(pictures)} pictures of one batch have no {name}")
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 def _pad(

@@ -59,7 +59,7 @@ def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Voca
             parameter.copy_(theirs[source])
 
     embedding = vlbert.embedding
-    copy(embedding.words.weight, f"{prefix}embeddings.word_embeddings.weight")
+    copy(embedding.words.weight[: vlbert.vocab_size], f"{prefix}embeddings.word_embeddings.weight")
     copy(embedding.segments.weight[:2], f"{prefix}embeddings.token_type_embeddings.weight")
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
     with torch.no_grad():
@@ -74,4 +74,4 @@ def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Voca
             copy(getattr(head.word_transform.dense, kind), f"cls.predictions.transform.dense.{kind}")
             copy(getattr(head.word_transform.norm, kind), f"cls.predictions.transform.LayerNorm.{kind}")
     if hasattr(head, "word_bias"):
-        copy(head.word_bias, "cls.predictions.bias")
+        copy(head.word_bias[: vlbert.vocab_size], "cls.predictions.bias")

@@ -52,6 +52,9 @@ def hidden_pixels(boxes: Tensor, hidden: Tensor, height: int, width: int) -> Ten
 
 
 def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
-    """The boxes [r, 4] after the picture of `width` pixels is mirrored left to right."""
+    """The boxes [r, 4] after the picture of `width` pixels is mirrored left to right.
+
+    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `hidden_pixels` hides.
+    """
     x1, y1, x2, y2 = boxes.T
-    return np.stack([width - x2, y1, width - x1, y2], axis=1)
+    return np.stack([width - 1 - x2, y1, width - 1 - x1, y2], axis=1)

@@ -1,38 +1,63 @@
-"""Checkpoints: folders, each whole once its state.json is there. No file is a pickle (docs/formats.md, Checkpoint).
+"""Models in folders, and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
 
-ROOT/runs/<run>/step-0000100/   config.json  vocab.txt  model.safetensors  optimizer.safetensors  state.json (last)
+config.json  model.safetensors  vocab.txt     a model: what from_pretrained and start_from read
+ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
 """
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from storage.objects import Objects
+from storage.objects import LocalObjects, Objects
 from vlbert.config import ModelConfig, Recipe, from_json, to_json
 from vlbert.text import Vocabulary
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
+CONFIG, MODEL, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What was read of one: `model` holds the tensors by name, "vlbert.*" and "head.*"."""
+    """What was read of a model, and of the run that it is a checkpoint of: `model` holds "vlbert.*" and "head.*"."""
 
     where: str
     config: dict
-    state: dict  # state.json: step, seed, samples consumed, the shards that were read
     model_config: ModelConfig
-    vocabulary: Vocabulary
+    vocab_size: int
+    vocabulary: Vocabulary | None
     model: dict[str, Tensor]
+    state: dict = field(default_factory=dict)  # state.json: step, seed, samples consumed, the shards that were read
 
     @property
     def num_classes(self) -> int:
         return self.config["num_classes"]
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, without it."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self.model.items() if name.startswith(prefix)}
+
+
+def model_files(
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    vocab_size: int,
+    vocabulary: Vocabulary | None,
+    about: dict | None = None,
+) -> dict[str, bytes]:
+    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*", `about` adds to config.json."""
+    plain = {"version": CHECKPOINT_VERSION, "model": to_json(config), "vocab_size": vocab_size}
+    files = {
+        CONFIG: _json(plain | (about or {})),
+        MODEL: save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}),
+    }
+    return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
 def save_checkpoint(
@@ -48,19 +73,12 @@ def save_checkpoint(
 ) -> str:
     """Write runs/<run>/step-<step>/ and return its path; state.json goes last, and makes it whole."""
     folder = f"runs/{run}/step-{step:07d}"
-    config = {
-        "version": CHECKPOINT_VERSION,
-        "task": type(recipe.task).__name__,
-        "num_classes": num_classes,
-        "model": to_json(recipe.model),
-        "recipe": to_json(recipe),
-    }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    objects.put(f"{folder}/config.json", _json(config))
-    objects.put(f"{folder}/vocab.txt", vocabulary.text().encode())
-    objects.put(f"{folder}/model.safetensors", save(tensors))
-    objects.put(f"{folder}/optimizer.safetensors", save(_optimizer_tensors(model, optimizer)))
-    objects.put(f"{folder}/state.json", _json({"version": CHECKPOINT_VERSION, "step": step} | state))
+    about = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
+    files = model_files(model.state_dict(), recipe.model, len(vocabulary), vocabulary, about)
+    files["optimizer.safetensors"] = save(_optimizer_tensors(model, optimizer))
+    files["state.json"] = _json({"version": CHECKPOINT_VERSION, "step": step} | state)
+    for name, data in files.items():
+        objects.put(f"{folder}/{name}", data)
     return folder
 
 
@@ -80,20 +98,51 @@ def remove_old(objects: Objects, run: str, keep: int) -> None:
 
 
 def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
-    """Model, vocabulary and configuration; ValueError says what is missing or of another version."""
-    where = objects.where(folder)
+    """A whole checkpoint; ValueError says what is missing or of another version."""
     if not objects.exists(f"{folder}/state.json"):
-        raise ValueError(f"{where} is no whole checkpoint: it has no state.json; name a step-* folder of a run")
-    config = json.loads(objects.get(f"{folder}/config.json"))
-    if config.get("version") != CHECKPOINT_VERSION:
-        raise ValueError(f"{where} is of version {config.get('version')}, this code reads {CHECKPOINT_VERSION}")
+        raise ValueError(
+            f"{objects.where(folder)} is no whole checkpoint: it has no state.json; name a step-* folder of a run"
+        )
+    return _read(objects, folder, read_state(objects, folder))
+
+
+def read_model(folder: str | Path) -> Checkpoint:
+    """The model in a local folder, whoever wrote it; ValueError says what is missing or of another version."""
+    return _read(LocalObjects(str(folder)), "", {})
+
+
+def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
+    where, inside = objects.where(folder).rstrip("/"), f"{folder}/" if folder else ""
+    for name in (CONFIG, MODEL):
+        if not objects.exists(inside + name):
+            raise ValueError(f"{where} holds no model: it has no {name}")
+    try:
+        config = json.loads(objects.get(inside + CONFIG))
+        version = config.get("version")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{where}/{CONFIG} is no configuration of a model: {error}") from error
+    if version != CHECKPOINT_VERSION:
+        raise ValueError(f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}")
+    try:
+        tensors = load(objects.get(inside + MODEL))
+    except SafetensorError as error:
+        raise ValueError(f"{where}/{MODEL} is torn or no safetensors file ({error}); copy it again") from error
+    vocabulary = None
+    if objects.exists(inside + VOCABULARY):
+        pieces = objects.get(inside + VOCABULARY).decode().splitlines()
+        vocabulary = Vocabulary(pieces, where=f"{where}/{VOCABULARY}")
+        if len(vocabulary) != config["vocab_size"]:
+            raise ValueError(
+                f"{where}/{VOCABULARY} has {len(vocabulary)} pieces, the model {config['vocab_size']}: not its own"
+            )
     return Checkpoint(
         where=where,
         config=config,
-        state=read_state(objects, folder),
-        model_config=from_json(ModelConfig, config["model"], f"{where}/config.json"),
-        vocabulary=Vocabulary(objects.get(f"{folder}/vocab.txt").decode().splitlines(), where=f"{where}/vocab.txt"),
-        model=load(objects.get(f"{folder}/model.safetensors")),
+        model_config=from_json(ModelConfig, config["model"], f"{where}/{CONFIG}"),
+        vocab_size=config["vocab_size"],
+        vocabulary=vocabulary,
+        model=tensors,
+        state=state,
     )
 
 
@@ -104,7 +153,12 @@ def read_state(objects: Objects, folder: str) -> dict[str, Any]:
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """All tensors of `model` from `tensors`, exactly; ValueError names any missing, left over or of another shape."""
-    wanted = model.state_dict()
+    check_tensors(model.state_dict(), tensors, where)
+    model.load_state_dict(tensors)
+
+
+def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], where: str) -> None:
+    """ValueError where `tensors` have not the names and shapes of `wanted`, a model's."""
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - tensors.keys())]
     problems += [f"has {name}, which the model has not" for name in sorted(tensors.keys() - wanted.keys())]
     problems += [
@@ -115,7 +169,6 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{where} does not fit the model: it {'; '.join(problems[:5])}{more}")
-    model.load_state_dict(tensors)
 
 
 def load_optimizer(objects: Objects, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

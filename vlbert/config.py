@@ -15,8 +15,9 @@ def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class RegionConfig:
-    """Fast R-CNN features: from pixels and boxes to one vector a region, trained end to end (paper 3.2, 3.3)."""
+    """One vector a region: by a Fast R-CNN that is trained along (paper 3.2, 3.3), or kept by a detector beforehand."""
 
+    features: Literal["end_to_end", "precomputed"] = "end_to_end"  # from pixels, or float16 vectors in the shards
     resnet: ResNetConfig = ResNetConfig(
         stem_pool="torch"
     )  # ResNet-101; the authors pad its first pool, detectors do not
@@ -28,9 +29,10 @@ class RegionConfig:
     untrained: bool = False  # start from random weights: said in so many words, or refused
     pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0..255: the VG detector's
     pixel_std: float = 1.0  # pixels are divided by it after the mean is taken off
-    hidden_pixels: Literal["mean", "black"] = (
-        "mean"  # what masked regions show: the mean colour (code) or zeros (paper)
-    )
+    # Masked regions lose their raw pixels (paper 3.3) or, as precomputed features must, nothing but their own vector,
+    # which one learned vector replaces: then regions that overlap them still show what is asked for.
+    hide: Literal["pixels", "features"] = "pixels"
+    hidden_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
 
     def __post_init__(self):
         _check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
@@ -39,6 +41,19 @@ class RegionConfig:
         _check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
         _check(self, self.pixel_std > 0, "pixel_std", "positive")
         _check(self, not (self.weights and self.untrained), "untrained", "false where weights are named")
+        _check(
+            self, self.features == "end_to_end" or not self.weights, "weights", "None where features are precomputed"
+        )
+
+    @property
+    def channels(self) -> int:
+        """Width D of a region's vector; precomputed ones come from a ResNet of the same width."""
+        return self.resnet.res5_channels
+
+    @property
+    def hides_features(self) -> bool:
+        """Whether a masked region's vector is replaced by a learned one."""
+        return self.features == "precomputed" or self.hide == "features"
 
 
 @dataclass(frozen=True)
@@ -54,11 +69,20 @@ class ModelConfig:
     initializer_range: float = (
         0.02  # standard deviation of new weights. 0.02 belongs to 768 channels: with 96, take 0.06
     )
-    visual_gain_words: float = 0.0  # gain that the LayerNorm of the picture's term starts with, at words ...
-    visual_gain_regions: float = 0.0  # ... and at regions; 0 as published: the picture is faded in
-    visual_activation: Literal["relu", "none"] = "relu"  # after the fully connected layer: code relu, paper none
-    geometry: Literal["centre", "corners"] = "centre"  # code: centre and size; paper: the two corners
+    visual_channels: int | None = None  # width of a look, the visual feature embedding; None: hidden
+    visual_dropout: bool = True  # dropout on what goes into the look's fully connected layer
+    visual_activation: Literal["relu", "none"] = "relu"  # after that layer
+    visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's own rule, or as all
+    visual_norm: Literal["layer_norm", "scale", "none"] = "layer_norm"  # before a look is added to words and regions
+    visual_gain_words: float = 0.0  # gain that this norm (or scale) starts with, at words ...
+    visual_gain_regions: float = 0.0  # ... and at regions; at 0 the picture is faded in
+    geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
     geometry_channels: int = 2048
+    special_tokens: Literal["own", "vocabulary"] = "own"  # [IMG] and [END]: apart, or words that can be answers too
+    hidden_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
+    end_look: bool = False  # [END] carries the look of the whole image, as words do
+    region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
+    head_initialisation: Literal["xavier", "normal"] = "xavier"  # linear layers that fine-tuning adds
     regions: RegionConfig = RegionConfig()
 
     def __post_init__(self):
@@ -68,6 +92,12 @@ class ModelConfig:
         _check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
         _check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
         _check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
+        alone = self.special_tokens == "own" or (self.region_classes is None and not self.hidden_region_token)
+        _check(self, alone, "special_tokens", "own where regions have tokens by class or hidden ones one of theirs")
+
+    def word_rows(self, vocab_size: int) -> int:
+        """Rows of the word table: the vocabulary and, where they belong to it, [IMG] and [END] behind it."""
+        return vocab_size + (2 if self.special_tokens == "vocabulary" else 0)
 
 
 @dataclass(frozen=True)
@@ -97,21 +127,37 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and linear decay (paper A.2)."""
+    """The optimizer, and how its learning rate goes up and down (paper A.2)."""
 
+    kind: Literal["adamw", "adam", "sgd"] = "adamw"  # decay beside the gradient, or in it (Adam, SGD with momentum)
     learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
     region_learning_rate: float | None = None  # of the Fast R-CNN; None: the same
-    warm_up: int = 8000  # steps from 0 to learning_rate; then linearly to 0 at the last step
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-6
-    weight_decay: float = 1e-4
-    clip: float = 10.0  # largest global gradient norm
+    warm_up: int = 8000  # steps from 0 to learning_rate
+    schedule: Literal["linear", "step"] = "linear"  # after warm-up: linearly to 0, or by `decay` at each of decay_at
+    decay_at: tuple[int, ...] = ()  # step: after so many steps
+    decay: float = 0.1  # step: factor
+    betas: tuple[float, float] = (0.9, 0.999)  # Adam's
+    momentum: float = 0.9  # SGD's
+    epsilon: float = 1e-6  # Adam's
+    corrects_epsilon: bool = (
+        False  # PyTorch's Adam adds epsilon after correcting the second moment's bias, BERT's before
+    )
+    weight_decay: float = 1e-4  # of every parameter, biases and LayerNorms included
+    clip: float | None = 10.0  # largest global gradient norm; None: any
 
     def __post_init__(self):
         _check(self, self.learning_rate > 0, "learning_rate", "positive")
         _check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        _check(self, self.clip > 0, "clip", "positive")
+        _check(self, self.clip is None or self.clip > 0, "clip", "positive")
         _check(self, len(self.betas) == 2, "betas", "two numbers")
+        _check(self, 0 < self.momentum < 1, "momentum", "in (0, 1)")
+        _check(
+            self,
+            (self.schedule == "step") == bool(self.decay_at),
+            "decay_at",
+            "given for schedule step, and only there",
+        )
+        _check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
 
 
 @dataclass(frozen=True)
@@ -238,6 +284,7 @@ def from_json(kind: type, values: dict, where: str) -> Any:
 
 # Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
 _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
+_FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
 _FREE |= {"regions.weights", "regions.untrained"}
 

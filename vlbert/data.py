@@ -4,6 +4,7 @@ The whole state of the data in a checkpoint is {snapshot, seed, samples consumed
 epochs, sample c is question shuffled(c mod n) of epoch c div n, and step s takes samples s*batch .. (s+1)*batch - 1.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Protocol
@@ -262,7 +263,7 @@ class ValidationData(Dataset):
             return [collate([self._example(place) for place in places])]
         *examples, after = [self._example(place % len(self.numbers)) for place in range(start, places.stop + 1)]
         pictures = [e.picture for e in [*examples[1:], after]]
-        others = [Example(e.key, e.words, other, e.about) for e, other in zip(examples, pictures, strict=True)]
+        others = [dataclasses.replace(e, picture=other) for e, other in zip(examples, pictures, strict=True)]
         return [collate(examples), collate(others)]
 
     def _example(self, place: int) -> Example:

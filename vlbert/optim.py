@@ -1,4 +1,4 @@
-"""AdamW in two groups, and the learning rate's warm-up and decay (paper A.2)."""
+"""The optimizer in two groups, and how its learning rate goes up and down (paper A.2)."""
 
 import torch
 from torch import nn
@@ -6,37 +6,44 @@ from torch import nn
 from vlbert.config import OptimizerConfig
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all trainable parameters; those of the Fast R-CNN may have a learning rate of their own.
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, Adam or SGD over all trainable parameters; those of the Fast R-CNN may have a learning rate of their own.
 
-    As in the authors' code, weight decay applies to every parameter, biases and LayerNorms included.
+    Weight decay applies to every parameter, biases and LayerNorms included.
     """
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups["fast_rcnn." in name].append(parameter)
     region_rate = config.learning_rate if config.region_learning_rate is None else config.region_learning_rate
-    return torch.optim.AdamW(
-        [
-            {"params": groups[False], "peak": config.learning_rate},
-            {"params": groups[True], "peak": region_rate},
-        ],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,  # one kernel for all parameters, on CPUs too
-    )
+    peaks = {False: config.learning_rate, True: region_rate}
+    parameters = [{"params": group, "peak": peaks[of_regions]} for of_regions, group in groups.items() if group]
+    # Fused: one kernel for all parameters, on CPUs too.
+    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
+    if config.kind == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+    adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
+    return adam(parameters, betas=config.betas, eps=config.epsilon, **common)
 
 
-def learning_rate_factor(step: int, steps: int, warm_up: int) -> float:
-    """Of step 0..steps-1: rises linearly to 1 over `warm_up` steps, then falls linearly to 0 just after the last."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return (steps - step) / max(1, steps - warm_up)
+def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
+    """Of update 1, 2, ... of `updates`: rises linearly to 1 over the warm-up, then falls as config.schedule says.
+
+    linear: to 0 at the last update, as in the authors' code. step: by `decay` after each of `decay_at` updates.
+    """
+    if update < config.warm_up:
+        return update / config.warm_up
+    if config.schedule == "step":
+        return config.decay ** sum(update >= at for at in config.decay_at)
+    return max(0.0, (updates - update) / max(1, updates - config.warm_up))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, warm_up: int) -> None:
-    """Give every group its learning rate for step `step`."""
+def prepare_step(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
+    """Give every group what holds for step 0..steps-1: its learning rate and, for Adam, its epsilon."""
+    # One update more in the schedule than there are: so the last one is not lost to a learning rate of 0.
+    factor = learning_rate_factor(step + 1, steps + 1, config)
     for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * learning_rate_factor(step, steps, warm_up)
+        group["lr"] = group["peak"] * factor
+        if config.kind != "sgd" and not config.corrects_epsilon:
+            # BERT's Adam divides by sqrt(v) + epsilon and then corrects the bias of v, PyTorch's the other way round.
+            group["eps"] = config.epsilon / (1 - config.betas[1] ** (step + 1)) ** 0.5

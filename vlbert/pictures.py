@@ -9,6 +9,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from storage.sample import Sample
+from vlbert.batch import Picture
 from vlbert.boxes import flip_horizontally
 from vlbert.config import RegionConfig
 
@@ -17,43 +18,91 @@ from vlbert.config import RegionConfig
 class View:
     """One sample's picture as a model sees it.
 
-    pixels  uint8 [3, h, w]     RGB
-    boxes   float32 [1 + r, 4]  in those pixels; row 0 is the whole image, then the sample's regions in their order
+    size      (width, height)     of the resized picture
+    boxes     float32 [1 + r, 4]  in its pixels; row 0 is the whole image, then the sample's regions in their order
+    pixels    uint8 [3, h, w]     RGB; None where features are precomputed
+    features  float32 [r, D]      precomputed, of the sample's regions; None end to end
     """
 
-    pixels: Tensor
+    size: tuple[int, int]
     boxes: np.ndarray
     scale: tuple[float, float]  # view pixels per stored pixel, across and down
     flipped: bool
+    pixels: Tensor | None = None
+    features: np.ndarray | None = None
 
     def place(self, boxes: np.ndarray) -> np.ndarray:
         """Boxes [n, 4] in stored pixels -> float32 [n, 4] in view pixels, clipped to the picture."""
-        return _place(boxes, self.scale, self.flipped, self.pixels.shape[2], self.pixels.shape[1])
+        return _place(boxes, self.scale, self.flipped, *self.size)
+
+    def picture(
+        self, hidden: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
+    ) -> Picture:
+        """The Picture of the whole image and the first `count` regions, `hidden` (bool [1 + count]) among them.
+
+        Precomputed, the whole image's vector is the mean over all regions of the sample that are not hidden, as
+        published; those that do not fit in count too. `more` are further fields of Picture.
+        """
+        count = len(self.boxes) - 1 if count is None else count
+        hidden = np.zeros(1 + count, bool) if hidden is None else hidden
+        features = None
+        if self.features is not None:
+            left = self.features.sum(axis=0, keepdims=True)
+            whole_image = left / max(1, len(self.features))
+            if hidden.any():
+                left = left - self.features[:count][hidden[1:]].sum(axis=0)
+                whole_image = left / (len(self.features) - hidden.sum() + 1e-5)
+            features = np.concatenate([whole_image, self.features[:count]]).astype(np.float32)
+        return Picture(
+            boxes=self.boxes[: 1 + count], hidden=hidden, size=self.size, pixels=self.pixels, features=features, **more
+        )
 
 
 def view(sample: Sample, config: RegionConfig, flip: bool) -> View:
     """Decode, resize (short side to config.short_side unless the long side would pass its limit), mirror if `flip`.
 
-    ValueError names the sample where it has no regions or its JPEG does not decode.
+    With precomputed features nothing is decoded: boxes are placed as if it were, and features stay as they are.
+    ValueError names the sample where it has no regions or no features, or its JPEG does not decode.
     """
     if sample.regions is None:
         raise ValueError(f"sample {sample.key} has no regions; run the detection stage on its shard first")
-    try:
-        pixels = decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
-    except RuntimeError as error:
-        raise ValueError(f"sample {sample.key} ({sample.url}): its JPEG does not decode: {error}") from error
-    stored_height, stored_width = pixels.shape[1:]
-    height, width = resized(stored_height, stored_width, config.short_side, config.long_side)
-    if (height, width) != (stored_height, stored_width):
+    stored = (sample.width, sample.height)
+    pixels, features = None, None
+    if config.features == "precomputed":
+        features = _features(sample, config)
+    else:
+        pixels = _decode(sample)
+        stored = (pixels.shape[2], pixels.shape[1])
+    height, width = resized(*stored[::-1], config.short_side, config.long_side)
+    if pixels is not None and (width, height) != stored:
         # Resizing uint8 is several times faster on a channels-last view.
         pixels = pixels[None].contiguous(memory_format=torch.channels_last)
         pixels = resize(pixels, [height, width], InterpolationMode.BILINEAR, antialias=True)[0].contiguous()
-    if flip:
+    if pixels is not None and flip:
         pixels = pixels.flip(2)
-    scale = (width / stored_width, height / stored_height)
+    scale = (width / stored[0], height / stored[1])
     whole_image = np.array([[0, 0, width - 1, height - 1]], np.float32)
     boxes = np.concatenate([whole_image, _place(sample.regions.boxes, scale, flip, width, height)])
-    return View(pixels, boxes, scale, flip)
+    return View((width, height), boxes, scale, flip, pixels, features)
+
+
+def _features(sample: Sample, config: RegionConfig) -> np.ndarray:
+    features = sample.regions.features
+    if features is None or features.shape[1] != config.channels:
+        found = "no features" if features is None else f"features of {features.shape[1]} channels"
+        raise ValueError(
+            f"the regions of sample {sample.key} carry {found}, the model takes {config.channels} channels; detect "
+            "with --keep-features, or train from pixels: model.regions.features=end_to_end"
+        )
+    return features.astype(np.float32)
+
+
+def _decode(sample: Sample) -> Tensor:
+    """uint8 [3, h, w], RGB."""
+    try:
+        return decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
+    except RuntimeError as error:
+        raise ValueError(f"sample {sample.key} ({sample.url}): its JPEG does not decode: {error}") from error
 
 
 def resized(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:

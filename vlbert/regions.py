@@ -13,12 +13,11 @@ STRIDE = 16  # pixels of the picture per cell of the C4 map
 
 
 class FastRCNN(nn.Module):
-    """The appearance of every real region of a batch; padded regions are never computed."""
+    """The appearance of every real region of the pictures of a batch; padded regions are never computed."""
 
     def __init__(self, config: RegionConfig):
         super().__init__()
         self.config = config
-        self.channels = config.resnet.res5_channels
         self.backbone = ResNetC4(config.resnet)
         self.res5 = Res5(config.resnet)
         self.backbone.freeze(min(config.frozen_stages, 4))
@@ -29,30 +28,34 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The K real regions of the batch, in row order: [K, channels]."""
-        return self.features(self.network_input(batch), batch)
+        """The K real regions of the batch's pictures, in picture order: [K, D]."""
+        return self.appearance(self.network_input(batch), batch)
 
-    def features(self, pixels: Tensor, batch: Batch) -> Tensor:
-        """The same from pixels that are normalised already: float [P, 3, H, W] -> [K, channels]."""
+    def appearance(self, pixels: Tensor, batch: Batch) -> Tensor:
+        """The same from pixels that are normalised already: float [P, 3, H, W] -> [K, D]."""
         maps = self.backbone(pixels)  # (P, C4, H/16, W/16)
-        owner = torch.full((len(batch),), -1, device=maps.device)
-        owner[batch.picture_rows] = torch.arange(len(batch.picture_rows), device=maps.device)
-        rows, _ = batch.region_mask.nonzero(as_tuple=True)  # (K,)
-        rois = torch.cat([owner[rows, None].to(batch.boxes.dtype), batch.boxes[batch.region_mask]], dim=1)  # (K, 5)
+        mask = batch.region_mask[batch.picture_rows]  # (P, R)
+        pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
+        boxes = batch.boxes[batch.picture_rows][mask]  # (K, 4)
+        rois = torch.cat([pictures[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
         with torch.autocast(maps.device.type, enabled=False):  # half precision would move the sampling points
             cells = roi_align(
                 maps.float(), rois.float(), self.config.roi_size, 1 / STRIDE, sampling_ratio=1, aligned=False
             )
-        return self.res5(cells).mean(dim=(2, 3))
+        cells = self.res5(cells)  # (K, D, S, S)
+        if len(batch.cells):
+            cells = cells * batch.cells[:, None]  # what is not the object counts as zero, in the mean too
+        return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> Tensor:
         """Pixels as the network takes them: float [P, 3, H, W], BGR, mean off, hidden regions and padding blank."""
         pixels = (batch.pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
         height, width = pixels.shape[2:]
-        rows = batch.picture_rows
-        hole = hidden_pixels(batch.boxes[rows], batch.region_hidden[rows], height, width)[:, None]
-        blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
-        pixels = torch.where(hole, blank, pixels)
+        if self.config.hide == "pixels":
+            rows = batch.picture_rows
+            hole = hidden_pixels(batch.boxes[rows], batch.region_hidden[rows], height, width)[:, None]
+            blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
+            pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
         # where a picture ends in a batch of larger ones, as in the authors' code; batches of one size avoid that.
         inside_x = torch.arange(width, device=pixels.device) < batch.picture_sizes[:, :1]  # (P, W)

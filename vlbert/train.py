@@ -8,6 +8,7 @@ optimizer.learning_rate=1e-4. A run that was stopped goes on from its last check
 
 import argparse
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from vlbert.checkpoint import (
     load_model,
     load_optimizer,
     read_checkpoint,
+    read_model,
     remove_old,
     save_checkpoint,
 )
@@ -33,7 +35,7 @@ from vlbert.data import ShardSamples, TrainingData, batches, check_shares, mix, 
 from vlbert.distributed import World
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
-from vlbert.optim import make_optimizer, set_learning_rate
+from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
 from vlbert.record import Record, last_metrics
 from vlbert.tasks import Questions, Task, make_task
@@ -67,7 +69,7 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
     run.model.train()
     steps = range(run.step, recipe.steps)
     for step, parts in zip(steps, batches(run.data, steps, recipe.data.workers, world.device), strict=True):
-        set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer.warm_up)
+        prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer)
         torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
         for number, part in enumerate(parts):
             syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
@@ -76,7 +78,7 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
                     losses = parallel(part.to(world.device))
                 loss = mean_losses(losses, world, since_log) / len(parts)
                 (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip)
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip or math.inf)
         if not torch.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
@@ -126,7 +128,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     held_out, held_out_pinned = None, None
     if config.held_out:
         held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
-    start_from = read_checkpoint(*_split_checkpoint(recipe.start_from)) if recipe.start_from and not resumed else None
+    start_from = read_start(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = samples.sample(0).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
@@ -227,11 +229,9 @@ def make_model(
                 f"{start_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
                 f"{differing[0][2]} there and {differing[0][1]} here"
             )
-        ours = {k.removeprefix("vlbert."): v for k, v in start_from.model.items() if k.startswith("vlbert.")}
-        load_model(model.vlbert, ours, start_from.where)
+        load_model(model.vlbert, start_from.part("vlbert."), start_from.where)
         for part, source in getattr(model.head, "start_from", {}).items():
-            prefix = f"head.{source}."
-            found = {k.removeprefix(prefix): v for k, v in start_from.model.items() if k.startswith(prefix)}
+            found = start_from.part(f"head.{source}.")
             if found:  # a checkpoint of another task than pre-training has no such part, and the head starts fresh
                 load_model(getattr(model.head, part), found, start_from.where)
         say(f"VL-BERT from {start_from.where}")
@@ -240,10 +240,18 @@ def make_model(
 
 def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
     """That of the checkpoint, else of the file that is named, else BERT's, else one built from the captions."""
-    if checkpoint:
+    if checkpoint and checkpoint.vocabulary:
         return checkpoint.vocabulary
     if recipe.vocabulary:
-        return Vocabulary.read(recipe.vocabulary)
+        vocabulary = Vocabulary.read(recipe.vocabulary)
+        if checkpoint and len(vocabulary) != checkpoint.vocab_size:
+            raise ValueError(
+                f"vocabulary={recipe.vocabulary} has {len(vocabulary)} pieces, {checkpoint.where} was trained with "
+                f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
+            )
+        return vocabulary
+    if checkpoint:
+        raise ValueError(f"{checkpoint.where} came without a vocabulary; give its own with vocabulary=vocab.txt")
     if recipe.bert:
         return bert_vocabulary(recipe.bert)
     pieces = None
@@ -263,7 +271,8 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "-m vlbert.text` and give data.text_corpus=FOLDER, or train without text-only rows: data.text_batch=0"
         )
     regions = recipe.model.regions
-    if not (regions.weights or regions.untrained or recipe.start_from or resumed):
+    from_pixels = regions.features == "end_to_end"
+    if from_pixels and not (regions.weights or regions.untrained or recipe.start_from or resumed):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
             "or start_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
@@ -284,12 +293,14 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             )
 
 
-def _split_checkpoint(path: str) -> tuple[Objects, str]:
-    """A path such as ROOT/runs/<run>/step-0000100 as (objects of ROOT, path in it)."""
+def read_start(path: str) -> Checkpoint:
+    """The model that a new run starts from: a checkpoint, ROOT/runs/<run>/step-*, or any local folder with a model."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
-    if not separator:
-        raise ValueError(f"start_from={path} is no checkpoint: name ROOT/runs/<run>/step-*")
-    return open_objects(root), f"runs/{rest}"
+    if separator:
+        return read_checkpoint(open_objects(root), f"runs/{rest}")
+    if "://" in path:
+        raise ValueError(f"start_from={path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
+    return read_model(path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -72,5 +72,8 @@ def paper_of(settings: Any) -> str:
 def _task_of(settings: Any) -> type[Task]:
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+    from vlbert.tasks.vcr import VCR, VCRSettings
+    from vlbert.tasks.vqa import VQA, VQASettings
 
-    return {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO}[type(settings)]
+    tasks = {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA}
+    return tasks[type(settings)]

@@ -9,7 +9,7 @@ of the text-only corpus and 70 % of masked regions for the base model.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Picture, Words
+from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.masking import RegionMasking, WordMasking, mask_regions, mask_words
-from vlbert.model import Encoded, HeadTransform, VLBert, initialise
+from vlbert.model import Encoded, HeadTransform, Pooler, VLBert, initialise
 from vlbert.pictures import View
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
@@ -33,16 +33,23 @@ if TYPE_CHECKING:
 class PretrainingSettings:
     words: WordMasking = WordMasking()
     regions: RegionMasking = RegionMasking()
-    max_elements: int | None = 64  # word pieces and regions of a row; beyond it the longer of the two loses its end.
-    #                                 The authors' code: 64; the paper: up to 100 regions (None: no limit)
+    max_elements: int | None = 64  # word pieces and regions of a row; beyond it the longer of the two loses its end
     text_length: int = 64  # pieces of a text-only row
+    text_specials: bool = False  # a text-only row is [CLS] text [SEP], else its bare words
+    region_target: Literal["distribution", "class"] = "distribution"  # what a masked region is: as the detector says,
+    #                                                                    class by class, or its likeliest class
+    losses_over: Literal["questions", "rows"] = (
+        "questions"  # a loss is the mean of all that is asked, or of rows' means
+    )
+    relationship: bool = False  # a head that says whether caption and picture belong together. No data of ours trains
+    #                             it (the paper found that it hurts, table 4): it is there for checkpoints that have one
     watched_words: tuple[str, ...] = ()  # words whose accuracy is reported by itself: those that only the picture tells
 
     def __post_init__(self):
         if self.max_elements is not None and self.max_elements < 3:
             raise ValueError(f"max_elements is {self.max_elements}; [CLS], [SEP] and the whole image alone are 3")
-        if self.text_length < 1:
-            raise ValueError(f"text_length is {self.text_length}; it must be at least 1")
+        if self.text_length < (3 if self.text_specials else 1):
+            raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
 
 
 class Pretraining:
@@ -72,19 +79,22 @@ class Pretraining:
             asked=np.concatenate([[False], asked_words, [False]]),
             answers=tokens[asked_words],
         )
-        picture = Picture(
-            pixels=view.pixels,
-            boxes=view.boxes[: 1 + count],
-            hidden=hidden_regions,
-            targets={"region_asked": asked_regions},
-            asked={"region_classes": regions.class_probs_background_first()[asked_regions[1:]]},
+        answers = regions.class_probs_background_first()[asked_regions[1:]]
+        if self.settings.region_target == "class":  # that of the foreground: a region is one because of it
+            answers = np.eye(answers.shape[1], dtype=np.float32)[regions.labels_background_first()[asked_regions[1:]]]
+        picture = view.picture(
+            hidden_regions, count, targets={"region_asked": asked_regions}, asked={"region_classes": answers}
         )
         return Example(sample.key, words, picture)
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
-        """A row of the text-only corpus; as in the authors' code, it has no [CLS] and no [SEP]."""
+        """A row of the text-only corpus."""
         hidden, asked = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-        return Example(key, self._words(hidden, asked, tokens[asked]))
+        if not self.settings.text_specials:
+            return Example(key, self._words(hidden, asked, tokens[asked]))
+        hidden, asked, tokens = (values[: self.settings.text_length - 2] for values in (hidden, asked, tokens))
+        row = [self.vocabulary.cls, *hidden, self.vocabulary.sep]
+        return Example(key, self._words(row, np.pad(asked, 1), tokens[asked]))
 
     def _words(self, tokens: Sequence[int], asked: np.ndarray, answers: np.ndarray) -> Words:
         zeros = np.zeros(len(tokens), np.int64)
@@ -105,21 +115,33 @@ class Pretraining:
         return tokens[: text - 2], boxes - 1
 
     def head(self, config: ModelConfig) -> nn.Module:
-        return PretrainingHead(config, len(self.vocabulary), self.num_classes)
+        return PretrainingHead(config, len(self.vocabulary), self.num_classes, self.settings.relationship)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         words, regions = head(vlbert, encoded, batch)
         word_losses = F.cross_entropy(words.float(), batch.asked["words"], reduction="none")  # (M,)
-        row, _ = batch.targets["word_asked"].nonzero(as_tuple=True)
-        with_picture = batch.region_mask[:, 0][row] if batch.region_mask.shape[1] else torch.zeros_like(row).bool()
-        region_losses = F.cross_entropy(
-            regions.float(), batch.asked["region_classes"], reduction="none"
-        )  # soft targets
-        return {
-            "words": (word_losses[with_picture].sum(), int(with_picture.sum())),
-            "text_words": (word_losses[~with_picture].sum(), int((~with_picture).sum())),
-            "regions": (region_losses.sum(), len(region_losses)),
+        word_row, _ = batch.targets["word_asked"].nonzero(as_tuple=True)
+        with_picture = batch.picture_of[word_row] >= 0
+        region_classes = batch.asked.get("region_classes", regions.new_zeros(regions.shape).float())
+        region_losses = F.cross_entropy(regions.float(), region_classes, reduction="none")  # soft targets
+        region_row, _ = batch.targets.get("region_asked", batch.region_mask).nonzero(as_tuple=True)
+        losses = {
+            "words": self._total(word_losses[with_picture], word_row[with_picture], len(batch)),
+            "text_words": self._total(word_losses[~with_picture], word_row[~with_picture], len(batch)),
+            "regions": self._total(region_losses, region_row, len(batch)),
         }
+        if self.settings.relationship and "related" in batch.asked:
+            related = F.cross_entropy(head.related(encoded, batch).float(), batch.asked["related"], reduction="sum")
+            losses["relationship"] = (related, len(batch.asked["related"]))
+        return losses
+
+    def _total(self, losses: Tensor, row: Tensor, rows: int) -> tuple[Tensor, int]:
+        """Sum and count of the losses [M], or of the means of those rows in which something was asked."""
+        if self.settings.losses_over == "questions":
+            return losses.sum(), len(losses)
+        counts = torch.bincount(row, minlength=rows)
+        means = losses.new_zeros(rows).index_add(0, row, losses) / counts.clamp(min=1)
+        return means.sum(), int((counts > 0).sum())
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         words, regions = head(vlbert, encoded, batch)
@@ -147,20 +169,32 @@ class Pretraining:
 
 
 class PretrainingHead(nn.Module):
-    """Two classifiers, computed only where something is asked."""
+    """Classifiers of masked words and masked regions, computed only where something is asked."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, num_classes: int):
+    def __init__(self, config: ModelConfig, vocab_size: int, num_classes: int, relationship: bool):
         super().__init__()
         self.word_transform = HeadTransform(config.hidden, normed=True)
-        self.word_bias = nn.Parameter(torch.zeros(vocab_size))
+        self.word_bias = nn.Parameter(torch.zeros(config.word_rows(vocab_size)))
         self.region_transform = HeadTransform(config.hidden, normed=False)
         self.region_classifier = nn.Linear(config.hidden, 1 + num_classes)  # background first
+        self.pooler = Pooler(config.hidden) if relationship else None
+        self.relationship = nn.Linear(config.hidden, 2) if relationship else None
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits at the words asked for [M, V] (tied to the word embeddings), at the regions [M', 1 + classes]."""
-        words = self.word_transform(encoded.text[batch.targets["word_asked"]])
-        word_logits = F.linear(words, vlbert.embedding.words.weight, self.word_bias)
+        """Logits at the words asked for [M, V], at the regions asked for [M', 1 + classes]."""
         region_asked = batch.targets.get("region_asked")
         regions = encoded.regions[region_asked] if region_asked is not None else encoded.text[:0, 0]
-        return word_logits, self.region_classifier(self.region_transform(regions))
+        return self.words(vlbert, encoded.text[batch.targets["word_asked"]]), self.regions(regions)
+
+    def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
+        """[M, C] -> logits [M, V], tied to the word embeddings."""
+        return F.linear(self.word_transform(text), vlbert.embedding.words.weight, self.word_bias)
+
+    def regions(self, regions: Tensor) -> Tensor:
+        """[M', C] -> logits [M', 1 + classes]."""
+        return self.region_classifier(self.region_transform(regions))
+
+    def related(self, encoded: Encoded, batch: Batch) -> Tensor:
+        """Logits [rows with a picture, 2]: column 1 says that caption and picture belong together."""
+        return self.relationship(self.pooler(encoded.text)[batch.picture_of >= 0])

@@ -5,6 +5,7 @@
 The paper (table 3), VL-BERT base on ground-truth regions: val 79.88, testA 82.40, testB 75.01 (% of expressions).
 """
 
+import functools
 import io
 import json
 import pickle
@@ -21,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Picture, Words
+from vlbert.batch import Batch, Example, Words
 from vlbert.boxes import iou
 from vlbert.config import ModelConfig
-from vlbert.model import Encoded, HeadTransform, VLBert, initialise
+from vlbert.model import Classifier, Encoded, VLBert
 from vlbert.pictures import View
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
@@ -58,7 +59,11 @@ class RefCOCO:
     def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
         self.vocabulary = vocabulary
-        self.expressions = read_expressions(Path(settings.folder))
+
+    @functools.cached_property
+    def expressions(self) -> dict[str, dict[str, list["Expression"]]]:
+        """split -> image file -> its expressions."""
+        return read_expressions(Path(self.settings.folder))
 
     def questions(self, samples: "Samples", held_out: bool) -> Questions:
         split = self.settings.validate_on if held_out else "train"
@@ -79,27 +84,28 @@ class RefCOCO:
 
     def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
         text = swap_sides(ask.text) if view.flipped else ask.text
-        tokens = np.array([self.vocabulary.cls, *self.vocabulary.encode(text), self.vocabulary.sep])
-        zeros = np.zeros(len(tokens), np.int64)
         to_stored = np.array([sample.width / ask.image_size[0], sample.height / ask.image_size[1]] * 2)
         overlap = iou(view.boxes, view.place(np.array([ask.box]) * to_stored))[:, 0]  # (1 + r,)
         candidate = np.ones(len(view.boxes), bool)
         candidate[0] = self.settings.whole_image_competes
-        picture = Picture(
-            pixels=view.pixels,
-            boxes=view.boxes,
-            hidden=np.zeros(len(view.boxes), bool),
-            targets={"candidate": candidate, "right": candidate & (overlap > 0.5), "iou": overlap.astype(np.float32)},
+        picture = view.picture(
+            targets={"candidate": candidate, "right": candidate & (overlap > 0.5), "iou": overlap.astype(np.float32)}
         )
         about = {"sentence_id": ask.sentence_id, "ref_id": ask.ref_id, "expression": ask.text}
-        return Example(sample.key, Words(tokens, zeros, zeros), picture, about)
+        return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
+
+    def words(self, expression: np.ndarray) -> Words:
+        """[CLS] expression [SEP]."""
+        tokens = np.array([self.vocabulary.cls, *expression, self.vocabulary.sep], np.int64)
+        zeros = np.zeros(len(tokens), np.int64)
+        return Words(tokens, zeros, zeros)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        return RegionScore(config)
+        return Classifier(config, outputs=1, kind="regions", dropout=0.0)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         candidate = batch.targets["candidate"]
-        scores, right = head(encoded.regions[candidate]), batch.targets["right"][candidate]
+        scores, right = head(encoded.regions[candidate])[:, 0], batch.targets["right"][candidate]
         return {
             "regions": (F.binary_cross_entropy_with_logits(scores.float(), right.float(), reduction="sum"), len(scores))
         }
@@ -108,7 +114,7 @@ class RefCOCO:
         candidate = batch.targets["candidate"]
         # Only candidates can win: neither padding nor, unless it competes, the whole image.
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
-        scores[candidate] = head(encoded.regions[candidate]).float()
+        scores[candidate] = head(encoded.regions[candidate])[:, 0].float()
         chosen = scores.argmax(1)
         iou = batch.targets["iou"].gather(1, chosen[:, None])[:, 0]
         best = batch.targets["iou"].masked_fill(~candidate, -1).argmax(1)
@@ -129,21 +135,6 @@ class RefCOCO:
             "exact": float(np.mean([row["exact"] for row in rows])),
             "chance": float(np.mean([1 / row["candidates"] for row in rows])),
         }
-
-
-class RegionScore(nn.Module):
-    """Dense, GELU (from pre-training's region head), then one number a region."""
-
-    start_from = {"transform": "region_transform"}  # our part -> the part of pre-training's head that it starts as
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.transform = HeadTransform(config.hidden, normed=False)
-        self.score = nn.Linear(config.hidden, 1)
-        initialise(self, config.initializer_range)
-
-    def forward(self, regions: Tensor) -> Tensor:
-        return self.score(self.transform(regions))[..., 0]
 
 
 def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
