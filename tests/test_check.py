@@ -61,6 +61,10 @@ def test_settings_that_contradict_each_other_are_refused():
         ({"preset": "demo", "untrained": True, "annotations": "x"}, "annotations: not for backend faster_rcnn"),
         ({"backend": "annotated", "annotations": "x", "maximum": 3}, "maximum: not for backend annotated"),
         ({"backend": "annotated", "annotations": "x", "untrained": True}, "untrained: not for backend annotated"),
+        (
+            {"backend": "annotated", "annotations": "x", "boxes": "regressed", "keep_features": True},
+            "boxes, keep_features: not for backend annotated",
+        ),
     ],
 )
 def test_a_detectors_settings_belong_together(settings: dict, message: str):
@@ -82,6 +86,8 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
         long_side=300,
         post_nms=20,
         roi_op="pool",
+        boxes="regressed",
+        keep_features=True,
         device="cpu",
         head_dtype="bfloat16",
         threads=2,
@@ -92,6 +98,7 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
             assert parsed[field.name] == getattr(settings, field.name), field.name
             assert parsed[field.name] is not None, field.name
     assert "--strict" in dataclasses.replace(settings, strict=True).flags()
+    assert "--no-keep-features" in dataclasses.replace(settings, keep_features=False).flags()
 
 
 def as_json(world: World) -> dict:

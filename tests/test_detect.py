@@ -76,9 +76,10 @@ class CountingDetector(AnnotatedDetector):
         return super().detect(samples)
 
 
-def untrained_demo() -> FasterRCNNDetector:
+def untrained_demo(**settings) -> FasterRCNNDetector:
     config = dataclasses.replace(DEMO, short_side=84, long_side=112, post_nms=30)
-    return FasterRCNNDetector(FasterRCNN.untrained(config, 0), {"untrained": True, "seed": 0}, DetectorSettings())
+    network = FasterRCNN.untrained(config, 0)
+    return FasterRCNNDetector(network, {"untrained": True, "seed": 0}, DetectorSettings(**settings))
 
 
 def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
@@ -271,12 +272,43 @@ def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
 def test_a_stage_knows_its_size(tmp_path: Path):
     catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1]))
-    assert stage_size(catalog, stage_of(detector))["bytes_per_1000_images"] is None
+    assert stage_size(catalog, detector)["bytes_per_1000_images"] is None
     detect_shard(catalog, "00000", detector)
     files = list((tmp_path / "root" / "captions" / "regions" / detector.id).iterdir())
-    size = stage_size(catalog, stage_of(detector))
+    size = stage_size(catalog, detector)
     assert size["bytes"] == sum(file.stat().st_size for file in files) > 0
     assert (size["images"], size["bytes_per_1000_images"]) == (2, 500 * size["bytes"])
+    assert size["keep_features"] is False
+
+
+def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
+    pictures = [a_sample(n) for n in range(4)]
+    catalog, sizes = collected(tmp_path, [pictures]), {}
+    for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
+        detector = untrained_demo(boxes=boxes, keep_features=keep)
+        detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
+        assert detect_shard(catalog, "00000", detector)
+        found = [sample.regions for sample in catalog.read(stage_of(detector), "00000")]
+        for ours, regions in zip(detector.detect(pictures), found, strict=True):
+            assert np.array_equal(ours.boxes, regions.boxes)
+            assert (regions.features is not None) == keep
+            if keep:
+                assert regions.features.shape == (len(regions), DEMO.resnet.res5_channels)
+                assert (regions.features.dtype, regions.features.any()) == (np.float16, True)
+                assert np.array_equal(ours.features, regions.features)
+        sizes[boxes, keep] = stage_size(catalog, detector) | {"regions": found}
+    assert [size["keep_features"] for size in sizes.values()] == [False, True, True]
+    assert len({size["stage"] for size in sizes.values()}) == 3
+    plain, featured, regressed = (size["regions"] for size in sizes.values())
+    for one, two, three in zip(plain, featured, regressed, strict=True):
+        assert np.array_equal(one.boxes, two.boxes)
+        assert np.array_equal(two.features, three.features)
+        assert not np.array_equal(two.boxes, three.boxes)
+    # Two bytes a number; beside them only the array's header, and padding of members and of the tar.
+    numbers = sum(regions.features.size for regions in featured)
+    more = sizes["proposals", True]["bytes"] - sizes["proposals", False]["bytes"]
+    assert abs(more - 2 * numbers) < 10_240 + len(pictures) * 512 + 1024
+    assert 2 * numbers > 20_480
 
 
 def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -288,6 +320,7 @@ def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: p
     assert sorted((line["shard"], line["images"]) for line in lines[:2]) == [("00000", 1), ("00001", 2)]
     assert lines[2]["images"] == 2
     assert lines[2]["bytes_per_1000_images"] > 0
+    assert lines[2]["keep_features"] is False
 
 
 def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -308,6 +341,28 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
     ]
 
 
+def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, capsys: pytest.CaptureFixture):
+    root = tmp_path / "root"
+    catalog = collected(root, [[a_sample(0)]])
+    network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
+    stages = []
+    for flags in ([], ["--no-keep-features"], ["--keep-features"], ["--keep-features", "--boxes", "regressed"]):
+        main([*network, *flags])
+        stages.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    names = [stage["stage"] for stage in stages]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    assert [stage["keep_features"] for stage in stages] == [False, False, True, True]
+    bytes_of = [stage["bytes_per_1000_images"] for stage in stages]
+    assert bytes_of[0] == bytes_of[1] < bytes_of[2]
+    configs = [catalog.manifest(name, "00000").meta["config"] for name in names[1:]]
+    assert [(config["boxes"], config["keep_features"]) for config in configs] == [
+        ("proposals", False),
+        ("proposals", True),
+        ("regressed", True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -325,6 +380,8 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
         (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--minimum", "101"], "minimum 101"),
         (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--tf32"], "tf32 is for device cuda"),
         (["--backend", "annotated", "--tf32"], "--tf32: not for --backend annotated"),
+        (["--backend", "annotated", "--keep-features"], "--keep-features: not for --backend annotated"),
+        (["--backend", "annotated", "--boxes", "regressed"], "--boxes: not for --backend annotated"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags: list[str], message: str):

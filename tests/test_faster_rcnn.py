@@ -23,6 +23,8 @@ from detectors.faster_rcnn import (
     FasterRCNN,
     FasterRCNNConfig,
     FasterRCNNDetector,
+    HeadOutputs,
+    _as_float16,
     _running,
     apply_deltas,
     cell_anchors,
@@ -291,29 +293,140 @@ def test_align1_does_not_shift_boxes_by_half_a_cell():
 # --- the detector -----------------------------------------------------------------------------------------------------
 
 
+TURNED = a_sample(340, 450)  # resized to 168x222: scales 2.0238 and 2.0270
+TO_STORED = np.array([450 / 222, 340 / 168] * 2, np.float32)
+
+
+@torch.inference_mode()
+def stages(network: FasterRCNN) -> tuple[torch.Tensor, torch.Tensor, HeadOutputs]:
+    """Proposals of TURNED in input pixels, their features, and what the heads say about them."""
+    pixels = to_input(resize(decode_bgr(TURNED.image), SMALL))
+    assert pixels.shape == (1, 3, 168, 222)
+    c4 = network.backbone(pixels)
+    logits, deltas = network.rpn(c4)
+    proposals, _ = network.proposals(logits[0], deltas[0], 168, 222)
+    features = network.roi_features(c4, proposals)
+    return proposals, features, network.heads(features)
+
+
+def proposal_of_each(boxes: np.ndarray, proposals: torch.Tensor) -> np.ndarray:
+    """Which proposal each box of TURNED's regions is."""
+    distance = np.abs(boxes[:, None] - (proposals.numpy() * TO_STORED)[None]).max(axis=2)
+    assert distance.min(axis=1).max() < 1e-3
+    return distance.argmin(axis=1)
+
+
 def test_regions_are_proposals_in_pixels_of_the_stored_image():
     detector = untrained(seed=1)
-    sample = a_sample(340, 450)  # resized to 168x222: scales 2.0238 and 2.0270
-    (regions,) = detector.detect([sample])
-    network = detector.network
-    with torch.inference_mode():
-        pixels = to_input(resize(decode_bgr(sample.image), SMALL))
-        assert pixels.shape == (1, 3, 168, 222)
-        c4 = network.backbone(pixels)
-        logits, deltas = network.rpn(c4)
-        proposals, _ = network.proposals(logits[0], deltas[0], 168, 222)
-        outputs = network.heads(network.roi_features(c4, proposals))
+    (regions,) = detector.detect([TURNED])
+    proposals, _, outputs = stages(detector.network)
     probs, attribute_probs = outputs.class_logits.softmax(1), outputs.attribute_logits.softmax(1)[:, :3]
-    scaled = proposals.numpy() * np.array([450 / 222, 340 / 168] * 2, np.float32)
-    distance = np.abs(regions.boxes[:, None] - scaled[None]).max(axis=2)
-    assert distance.min(axis=1).max() < 1e-3
-    nearest = distance.argmin(axis=1)
+    nearest = proposal_of_each(regions.boxes, proposals)
     assert np.allclose(regions.class_probs, probs.numpy()[nearest], atol=1e-3)
     assert np.allclose(regions.scores, probs.numpy()[nearest, regions.labels])
     assert np.allclose(regions.attribute_scores, attribute_probs.numpy()[nearest].max(axis=1))
     assert np.array_equal(regions.attributes, attribute_probs.numpy()[nearest].argmax(axis=1))
     assert regions.boxes[:, 2].max() > 222
     assert regions.boxes[:, 3].max() > 168
+
+
+ARRAYS = ("scores", "labels", "class_probs", "attributes", "attribute_scores")
+
+
+def test_kept_features_are_those_of_each_regions_own_proposal_and_change_nothing_else():
+    (plain,) = untrained(seed=1).detect([TURNED])
+    detector = untrained(seed=1, keep_features=True)
+    (regions,) = detector.detect([TURNED])
+    assert plain.features is None
+    assert all(np.array_equal(getattr(plain, name), getattr(regions, name)) for name in ("boxes", *ARRAYS))
+    proposals, features, _ = stages(detector.network)
+    own = proposal_of_each(regions.boxes, proposals)
+    assert regions.features.dtype == np.float16
+    assert regions.features.shape == (len(regions), TINY.res5_channels)
+    assert np.allclose(regions.features, features[own], rtol=1e-3, atol=1e-3)
+    # The regions' order is not the proposals', and two regions can be told apart by their features.
+    assert not np.array_equal(own, np.arange(len(own)))
+    assert np.abs(features[own].diff(dim=0)).amax(dim=1).median() > 0.1
+
+
+@pytest.mark.parametrize("wrong", [65600.0, -7e4, float("inf"), float("nan")])
+def test_a_feature_that_float16_cannot_hold_is_an_error_that_names_the_sample(wrong: float):
+    features = torch.tensor([[1.0, 2, 65504], [-65504, wrong, 0]])
+    message = f"sample cat: feature 1 of region 1 is {wrong:g}; float16 holds numbers up to 65504.*--keep-features"
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        _as_float16(features, "cat")
+    assert _as_float16(features[:1], "cat").tolist() == [[1, 2, 65504]]
+
+
+def test_features_beyond_float16_stop_only_a_detector_that_keeps_them():
+    plain, keeping = untrained(), untrained(keep_features=True)
+    for detector in (plain, keeping):
+        detector.network.roi_heads.res5.register_forward_hook(lambda _, inputs, output: output + 7e4)
+    (regions,) = plain.detect([TURNED])
+    assert len(regions) >= 10
+    with pytest.raises(ValueError, match="sample key0: feature 0 of region 0 is 7.*float16 holds numbers up to 65504"):
+        keeping.detect([TURNED])
+
+
+def moving(shift: float = 0.0, **settings) -> FasterRCNNDetector:
+    """A detector whose box head moves boxes far, another way for each class; class 2 by `shift` widths in addition."""
+    detector = untrained(seed=2, **settings)
+    predictor = detector.network.roi_heads.box_predictor
+    with torch.no_grad():
+        predictor.bbox_pred.weight *= 25
+        predictor.bbox_pred.bias[4 * 2] = shift * 10
+        predictor.cls_score.weight *= 30
+    return detector
+
+
+def test_regressed_boxes_are_where_the_deltas_of_a_regions_own_class_move_its_proposal():
+    (plain,) = moving(keep_features=True).detect([TURNED])
+    detector = moving(boxes="regressed", keep_features=True)
+    (regions,) = detector.detect([TURNED])
+    assert all(np.array_equal(getattr(plain, name), getattr(regions, name)) for name in ("features", *ARRAYS))
+    proposals, _, outputs = stages(detector.network)
+    own = proposal_of_each(plain.boxes, proposals)
+    expected, clipped = [], 0
+    for box, label in zip(own, regions.labels, strict=True):
+        x1, y1, x2, y2 = proposals[box].tolist()
+        dx, dy, dw, dh = outputs.box_deltas[box, label].tolist()
+        x, y = (x1 + x2) / 2 + dx / 10 * (x2 - x1), (y1 + y2) / 2 + dy / 10 * (y2 - y1)
+        width, height = (x2 - x1) * np.exp(min(dw / 5, np.log(62.5))), (y2 - y1) * np.exp(min(dh / 5, np.log(62.5)))
+        moved = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+        inside = moved.clip(0, [222, 168, 222, 168])
+        clipped += not np.array_equal(moved, inside)
+        expected.append(inside * TO_STORED)
+    assert np.allclose(regions.boxes, expected, atol=0.01)
+    # What the test would not see otherwise: boxes that stay, that need no clipping or are all of one class.
+    assert 0 < clipped < len(regions)
+    assert np.median(np.abs(regions.boxes - plain.boxes).max(axis=1)) > 10
+    assert len(set(regions.labels)) > 1
+
+
+def test_a_regressed_box_without_area_in_the_image_keeps_its_proposals():
+    (plain,) = moving().detect([TURNED])
+    (moved,) = moving(boxes="regressed").detect([TURNED])
+    (regions,) = moving(shift=1e4, boxes="regressed").detect([TURNED])
+    gone = plain.labels == 2
+    assert 0 < gone.sum() < len(gone)
+    assert np.array_equal(regions.boxes[gone], plain.boxes[gone])
+    assert np.array_equal(regions.boxes[~gone], moved.boxes[~gone])
+    assert not np.array_equal(moved.boxes[gone], plain.boxes[gone])
+    flat = moving(boxes="regressed")
+    with torch.no_grad():
+        flat.network.roi_heads.box_predictor.bbox_pred.bias.view(5, 4)[:, 3] = -1e5  # heights times exp(-20,000)
+    (regions,) = flat.detect([TURNED])
+    assert np.array_equal(regions.boxes, plain.boxes)
+
+
+def test_box_weights_that_make_no_sense_stop_only_a_detector_that_uses_them():
+    plain, regressing = untrained(), untrained(boxes="regressed")
+    for detector in (plain, regressing):
+        torch.nn.init.constant_(detector.network.roi_heads.box_predictor.bbox_pred.bias, float("nan"))
+    (regions,) = plain.detect([TURNED])
+    assert len(regions) >= 10
+    with pytest.raises(ValueError, match="boxes for sample key0 are not finite"):
+        regressing.detect([TURNED])
 
 
 def test_regions_lie_in_the_stored_image_best_first_with_their_whole_distribution():
@@ -384,6 +497,26 @@ def test_the_id_follows_everything_that_decides_the_output():
     assert untrained().id in ids
 
 
+def test_ids_are_those_of_before_boxes_and_features_could_be_chosen(monkeypatch: pytest.MonkeyPatch):
+    assert untrained().id == "be33f065c6e3"
+    assert untrained(seed=1).id == "1b4415b663f7"
+    assert untrained(head_dtype="bfloat16").id == "4bbc06ba7e75"
+    assert untrained(selection=SelectionSettings(threshold=0.2)).id == "9a435b33ff7a"
+    assert untrained(boxes="proposals", keep_features=False).id == "be33f065c6e3"
+    monkeypatch.setattr(FasterRCNN, "to", lambda network, device: network)
+    with torch.device("meta"):
+        network = FasterRCNN(VG_RESNET101)
+    weights = {"untrained": False, "weights_sha256": "ab" * 32, "anchors": "config"}
+    assert FasterRCNNDetector(network, weights, DetectorSettings()).id == "80615f34a08b"
+
+
+def test_boxes_and_features_are_in_the_description_and_make_other_detectors():
+    choices = [(boxes, keep) for boxes in ("proposals", "regressed") for keep in (False, True)]
+    detectors = [untrained(boxes=boxes, keep_features=keep) for boxes, keep in choices]
+    assert [(d.about["boxes"], d.about["keep_features"]) for d in detectors] == choices
+    assert len({detector.id for detector in detectors}) == 4
+
+
 def test_the_description_says_device_and_precision_and_only_tf32_makes_another_detector(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -399,7 +532,11 @@ def test_the_description_says_device_and_precision_and_only_tf32_makes_another_d
     assert (on_gpu.about["device"], on_gpu.about["convolutions"]) == ("cuda", "float32")
     assert (in_tf32.about["device"], in_tf32.about["convolutions"]) == ("cuda", "tf32")
     assert on_gpu.id == untrained().id != in_tf32.id
-    kept = {k: v for k, v in on_gpu.about.items() if k not in ("device", "convolutions", "threads")}
+    kept = {
+        k: v
+        for k, v in on_gpu.about.items()
+        if k not in ("device", "convolutions", "threads", "boxes", "keep_features")
+    }
     assert on_gpu.id == detector_id(kept)
 
 
@@ -433,6 +570,7 @@ def test_a_gpu_finds_what_the_cpu_does_though_torchs_own_default_is_tf32():
         ({"device": "gpu"}, "device is 'gpu', must be cpu, cuda"),
         ({"tf32": True}, "tf32 is for device cuda; leave it out"),
         ({"threads": 0}, "threads is 0"),
+        ({"boxes": "detections"}, "boxes is 'detections', neither 'proposals' nor 'regressed'"),
         ({"head_dtype": "float16"}, "head_dtype is 'float16'"),
     ],
 )
@@ -685,11 +823,11 @@ def check_parity(network: FasterRCNN, folder: Path, image: int) -> None:
     check_parity_of_selection(stored, probs.numpy())
     if "prop_bbox_deltas" in stored:
         deltas = tensor("prop_bbox_deltas").unflatten(1, (-1, 4))
-        boxes = clip_boxes(apply_deltas(deltas, tensor("proposals"), network.config.box_weights), *size)
         box, label = torch.nonzero(probs > 0.2, as_tuple=True)
-        kept = torchvision.ops.batched_nms(boxes[box, label], probs[box, label], label, 0.6)[:100]
+        boxes = network.regressed(tensor("proposals")[box], deltas[box], label, *size)
+        kept = torchvision.ops.batched_nms(boxes, probs[box, label], label, 0.6)[:100]
         assert label[kept].tolist() == stored["det_classes"].tolist()
-        assert_near(boxes[box, label][kept], stored["det_boxes"], "det_boxes")
+        assert_near(boxes[kept], stored["det_boxes"], "det_boxes")
 
 
 def check_parity_of_selection(stored: dict, probs: np.ndarray) -> None:

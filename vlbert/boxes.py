@@ -1,7 +1,5 @@
 """Boxes are float32 x1 y1 x2 y2 in pixels, continuous: width is x2 - x1."""
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
         low, high = boxes[:, :2], boxes[:, 2:]
         boxes = torch.cat([(low + high) / 2, high - low], dim=1)
     position = 100 * boxes / scale
-    wavelength = torch.exp(torch.arange(n, device=boxes.device, dtype=boxes.dtype) * (math.log(1000) / n))
+    wavelength = 1000 ** (torch.arange(n, device=boxes.device, dtype=boxes.dtype) / n)
     angle = position[:, :, None] / wavelength  # (K, 4, n)
     return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vlbert.data import Samples
 
 
+ROW_EPSILON = 1e-4  # what the authors' code adds to counts where it takes means of rows
+
+
 @dataclass(frozen=True)
 class PretrainingSettings:
     words: WordMasking = WordMasking()
@@ -140,8 +143,9 @@ class Pretraining:
         if self.settings.losses_over == "questions":
             return losses.sum(), len(losses)
         counts = torch.bincount(row, minlength=rows)
-        means = losses.new_zeros(rows).index_add(0, row, losses) / counts.clamp(min=1)
-        return means.sum(), int((counts > 0).sum())
+        means = losses.new_zeros(rows).index_add(0, row, losses) / (counts + ROW_EPSILON)
+        asked = int((counts > 0).sum())
+        return means.sum() * asked / (asked + ROW_EPSILON), asked
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         words, regions = head(vlbert, encoded, batch)
