@@ -60,13 +60,13 @@ def detect(
     `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.
     StorageUnreachable where the storage was out of reach, which another attempt may change.
     """
-    started, shards, images, stages = time.monotonic(), 0, 0, []
+    started, shards, images, sizes = time.monotonic(), 0, 0, []
 
     def on_line(line: str) -> None:
         nonlocal shards, images
         report = _as_report(line) or {}
         if "stage" in report:
-            stages.append(report["stage"])
+            sizes.append(report)
         elif "done" not in report:
             say(f"{dataset}: {line}")
         else:
@@ -85,10 +85,15 @@ def detect(
         if error.returncode == STORAGE_UNREACHABLE:
             raise StorageUnreachable(str(error)) from error
         raise
-    if not stages:
+    if not sizes:
         raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
     catalog = Catalog(open_objects(root), dataset)
-    detected = _look(catalog, stages[-1], shards, time.monotonic() - started, finished.peak_bytes)
+    size = sizes[-1]
+    detected = _look(catalog, size["stage"], shards, time.monotonic() - started, finished.peak_bytes)
+    if size["images"]:
+        megabytes, per_1000 = size["bytes"] / 1e6, size["bytes_per_1000_images"] / 1e6
+        kept = "with" if size["keep_features"] else "without"
+        say(f"{dataset}: {megabytes:,.1f} MB in {size['stage']}, {per_1000:,.1f} per 1,000 images, {kept} features")
     if not shards:
         say(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.untrained:

@@ -231,7 +231,7 @@ class FinetuneSettings:
 
     __pydantic_config__ = _STRICT
 
-    task: Literal["refcoco"] = "refcoco"
+    task: Literal["refcoco", "vqa", "vcr"] = "refcoco"
     """Of vlbert/tasks."""
     recipe: str = ""
     """Of vlbert/recipes.py; empty: finetune_TASK_base."""

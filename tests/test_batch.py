@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,14 @@ def words(length: int, asked: list[int]) -> Words:
 def picture(regions: int, height: int, width: int) -> Picture:
     boxes = np.arange(4 * regions, dtype=np.float32).reshape(regions, 4)
     hidden = np.arange(regions) == 1
-    return Picture(torch.full((3, height, width), regions, dtype=torch.uint8), boxes, hidden, {"region_asked": hidden})
+    pixels = torch.full((3, height, width), regions, dtype=torch.uint8)
+    return Picture(boxes, hidden, (width, height), pixels, targets={"region_asked": hidden})
+
+
+def precomputed(regions: int, channels: int = 2) -> Picture:
+    """As `picture`, of the same sizes: region r of a picture with n regions has features n + r / 10."""
+    features = np.float32(regions + np.arange(regions) / 10)[:, None].repeat(channels, axis=1)
+    return dataclasses.replace(picture(regions, 4, 6), pixels=None, features=features)
 
 
 def test_rows_keep_their_content_and_padding_is_marked():
@@ -32,6 +41,9 @@ def test_rows_keep_their_content_and_padding_is_marked():
     assert batch.region_mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert batch.boxes[2, 2].tolist() == [8, 9, 10, 11]
     assert batch.picture_rows.tolist() == [0, 2]
+    assert batch.picture_of.tolist() == [0, -1, 1]
+    assert batch.region_classes.tolist() == [[0, 0, 0]] * 3
+    assert (batch.features.numel(), batch.cells.numel()) == (0, 0)
     assert batch.picture_sizes.tolist() == [[6, 4], [2, 5]], "(width, height)"
     assert tuple(batch.pixels.shape) == (2, 3, 5, 6)
     assert batch.pixels[0, 0].sum() == 2 * 4 * 6
@@ -46,6 +58,42 @@ def test_a_batch_of_text_alone_has_no_pictures():
     assert tuple(batch.pixels.shape) == (0, 3, 0, 0)
     assert tuple(batch.region_mask.shape) == (2, 0)
     assert tuple(batch.boxes.shape) == (2, 0, 4)
+    assert (batch.picture_of.tolist(), len(batch.picture_rows), len(batch.features)) == ([-1, -1], 0, 0)
+
+
+def test_texts_about_one_picture_are_rows_that_share_it():
+    choices = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
+    batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), picture(3, 5, 2))])
+    assert len(batch) == 5
+    assert (batch.keys, batch.about) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
+    assert batch.text_mask.sum(1).tolist() == [2, 3, 2, 4, 1]
+    assert batch.picture_of.tolist() == [-1, 0, 0, 0, 1]
+    assert batch.picture_rows.tolist() == [1, 4]
+    assert len(batch.pixels) == len(batch.picture_sizes) == 2
+    assert batch.region_mask.sum(1).tolist() == [0, 2, 2, 2, 3]
+    assert torch.equal(batch.boxes[1], batch.boxes[3])
+    assert batch.targets["region_asked"].sum(1).tolist() == [0, 1, 1, 1, 1], "what a picture asks is asked of each text"
+    assert batch.asked["words"].tolist() == [1, 0, 3]
+
+
+def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_order():
+    cells = np.arange(2 * 3 * 3, dtype=np.float32).reshape(2, 3, 3)
+    first = dataclasses.replace(precomputed(2), cells=cells, classes=np.array([0, 7]))
+    second = dataclasses.replace(precomputed(3), cells=np.ones((3, 3, 3), np.float32))
+    batch = collate([Example("a", words(3, []), first, more=(words(2, []),)), Example("b", words(2, []), second)])
+    np.testing.assert_allclose(batch.features[:, 1], [2, 2.1, 3, 3.1, 3.2])
+    assert tuple(batch.cells.shape) == (5, 3, 3)
+    np.testing.assert_array_equal(batch.cells[:2], cells)
+    assert batch.region_classes.tolist() == [[0, 7, 0], [0, 7, 0], [0, 0, 0]]
+    assert tuple(batch.pixels.shape) == (2, 3, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["pixels", "features", "cells"])
+def test_pictures_of_one_batch_all_have_it_or_none(name):
+    whole = dataclasses.replace(picture(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
+    without = dataclasses.replace(whole, **{name: None})
+    with pytest.raises(ValueError, match=f"1 of 2 pictures of one batch have no {name}"):
+        collate([Example("a", words(3, []), whole), Example("b", words(3, []), without)])
 
 
 def test_examples_that_ask_for_different_things_do_not_mix():

@@ -30,9 +30,19 @@ def test_hidden_pixels_belong_to_their_own_picture():
 
 
 def test_mirroring_twice_changes_nothing_and_once_swaps_the_sides():
-    boxes = np.array([[0, 1, 3, 4], [5, 0, 10, 2]], np.float32)
-    assert flip_horizontally(boxes, 10).tolist() == [[7, 1, 10, 4], [0, 0, 5, 2]]
+    boxes = np.array([[0, 1, 3, 4], [5, 0, 9, 2]], np.float32)
+    assert flip_horizontally(boxes, 10).tolist() == [[6, 1, 9, 4], [0, 0, 4, 2]]
     np.testing.assert_array_equal(flip_horizontally(flip_horizontally(boxes, 10), 10), boxes)
+
+
+def test_a_mirrored_box_hides_the_mirrored_pixels():
+    box, hidden = np.array([[1.2, 2.0, 3.9, 4.0]], np.float32), torch.tensor([[True]])
+    columns = np.floor(box)  # the pixels that it touches
+    straight, mirrored = (
+        hidden_pixels(torch.from_numpy(b)[None], hidden, 6, 8)[0] for b in (columns, flip_horizontally(columns, 8))
+    )
+    assert straight.sum() == 9
+    assert torch.equal(mirrored, straight.flip(1))
 
 
 def test_the_papers_geometry_is_of_the_corners():

@@ -60,7 +60,7 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
     assert saved.model_config == RECIPE.model
     assert saved.vocabulary.pieces == WORDS.pieces
     assert saved.num_classes == 3
-    assert saved.state == {"version": 1, "step": 3} | STATE
+    assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3} | STATE
     expected, optimizer = model_and_optimizer()
     model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))
     load_model(model, saved.model, saved.where)

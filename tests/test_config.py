@@ -35,7 +35,7 @@ def test_overrides_reach_every_depth_and_keep_the_types():
     ("assignment", "says"),
     [
         ("optimiser.learning_rate=1", "Recipe has no field 'optimiser'"),
-        ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has learning_rate"),
+        ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has kind, learning_rate"),
         ("steps", "has no '='"),
         ("steps=many", "'many' is no int"),
         ("model.geometry=polar", "one of centre, corners"),
@@ -50,11 +50,18 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("optimizer.clip=0", "OptimizerConfig.clip is 0"),
         ("optimizer.betas=0.9", "two numbers"),
         ("model.regions.pixel_mean=1,2", "three numbers"),
+        ("model.regions.features=precomputed model.regions.weights=x", "must be None where features are precomputed"),
+        ("model.special_tokens=vocabulary", "own where regions have tokens by class or hidden ones one of theirs"),
+        ("optimizer.schedule=step", "OptimizerConfig.decay_at is ()"),
+        ("optimizer.decay_at=3", "given for schedule step, and only there"),
+        ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of steps"),
+        ("optimizer.momentum=1", "OptimizerConfig.momentum is 1"),
+        ("task.text_specials=true task.text_length=2", "text_length is 2; it must be at least 1, and 3 with"),
     ],
 )
 def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
     with pytest.raises(ValueError, match=".*") as error:
-        override(RECIPES["pretrain_vlbert_base"](), [assignment])
+        override(RECIPES["pretrain_vlbert_base"](), assignment.split())
     assert says in str(error.value)
 
 

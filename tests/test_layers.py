@@ -21,6 +21,7 @@ KNOW_DETECTORS = {
     "vlbert/predict.py",
     "vlbert/config.py",
     "vlbert/recipes.py",
+    "vlbert/published.py",
     "vlbert/train.py",  # starts from a detector's weights
 }
 FILES = sorted(path.relative_to(ROOT) for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))

@@ -265,7 +265,7 @@ def test_started_from_bert_and_seeing_nothing_it_is_bert(bert):
     tokens = torch.from_numpy(LETTERS.encode("some words of text that bert reads"))[None]
     batch = collate([Example("a", Words(tokens[0].numpy(), np.zeros_like(tokens[0]), np.zeros_like(tokens[0])))])
     with torch.no_grad():
-        embedded, mask = ours.vlbert.embedding(batch, torch.zeros(0, ours.vlbert.fast_rcnn.channels))
+        embedded, mask = ours.vlbert.embedding(batch, torch.zeros(0, TINY_MODEL.regions.channels))
         mask[:, -1] = False
         text = ours.vlbert.encoder(embedded, mask)[:, : tokens.shape[1]]
         expected = theirs.bert(tokens).last_hidden_state
@@ -298,4 +298,4 @@ def test_new_weights_are_spread_as_the_configuration_says():
     assert float(model.embedding.words.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.bias.detach().abs().max()) == 0
-    assert float(model.embedding.visual_norm_words.weight.detach().abs().max()) == 0
+    assert float(model.embedding.look_of_words.norm.weight.detach().abs().max()) == 0

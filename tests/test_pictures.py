@@ -7,11 +7,12 @@ import torch
 from PIL import Image
 from tiny import TINY_MODEL, tiny_sample
 
-from storage.sample import Regions
+from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
 from vlbert.pictures import resized, view
 
 AS_STORED = TINY_MODEL.regions
+PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", untrained=False)
 LARGER = RegionConfig(short_side=128, long_side=400)
 
 
@@ -42,13 +43,56 @@ def test_a_red_square_stays_under_its_box_when_the_picture_is_mirrored():
     sample = tiny_sample(0, regions=1)
     regions = Regions(np.array([[8, 16, 40, 48]], np.float32), np.ones(1, np.float32), np.ones(1, np.int32), "x", 0)
     sample = dataclasses.replace(sample, image=data.getvalue(), regions=regions)
-    for flip, x in ((False, 8), (True, 96 - 40)):
+    for flip, x in ((False, 8), (True, 96 - 1 - 40)):
         seen = view(sample, AS_STORED, flip)
         assert seen.boxes[1].tolist() == [x, 16, x + 32, 48]
         inside = seen.pixels[:, 20:44, x + 4 : x + 28].float().mean((1, 2))
         assert inside[0] > 230, "RGB: red is the first channel"
         assert inside[2] < 30
         assert (seen.pixels[:, :, :4] if not flip else seen.pixels[:, :, -4:]).float().mean((1, 2))[2] > 230
+
+
+def with_features(number: int, regions: int) -> Sample:
+    sample = tiny_sample(number, regions)
+    features = np.random.default_rng(number).standard_normal((regions, PRECOMPUTED.channels)).astype(np.float16)
+    return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
+
+
+def test_precomputed_the_whole_image_is_the_mean_of_what_is_not_hidden():
+    sample = with_features(1, regions=3)
+    features = sample.regions.features.astype(np.float32)
+    seen = view(dataclasses.replace(sample, image=b"never decoded"), PRECOMPUTED, flip=False)
+    everything = seen.picture()
+    assert everything.pixels is None
+    assert everything.size == (96, 64)
+    assert everything.features.dtype == np.float32
+    np.testing.assert_allclose(everything.features, [features.mean(0), *features], rtol=1e-6)
+    # Regions 0 and 1 fit into the row, 0 is hidden: what did not fit still counts.
+    part = seen.picture(np.array([False, True, False]), count=2)
+    np.testing.assert_allclose(part.features, [features[1:].mean(0), *features[:2]], atol=2e-5)
+    assert (part.hidden.tolist(), len(part.boxes)) == ([False, True, False], 3)
+    np.testing.assert_allclose(seen.picture(np.array([False, True, True, True])).features[0], 0, atol=0.5)
+
+
+def test_mirroring_moves_precomputed_boxes_and_leaves_the_features():
+    straight, mirrored = (view(with_features(1, 2), PRECOMPUTED, flip).picture() for flip in (False, True))
+    np.testing.assert_array_equal(mirrored.features, straight.features)
+    np.testing.assert_array_equal(mirrored.boxes[:, [2, 0]], 95 - straight.boxes[:, [0, 2]])
+    np.testing.assert_array_equal(mirrored.boxes[:, 1::2], straight.boxes[:, 1::2])
+
+
+def test_what_a_task_adds_to_a_picture_goes_along():
+    classes = np.array([0, 3, 4])
+    assert view(tiny_sample(1), AS_STORED, flip=False).picture(classes=classes).classes is classes
+
+
+def test_samples_without_features_or_with_those_of_another_width_are_named():
+    sample = tiny_sample(1)
+    with pytest.raises(ValueError, match=f"sample {sample.key} carry no features, .* --keep-features, or train from"):
+        view(sample, PRECOMPUTED, flip=False)
+    wide = dataclasses.replace(sample.regions, features=np.zeros((2, 7), np.float16))
+    with pytest.raises(ValueError, match="carry features of 7 channels, the model takes 128"):
+        view(dataclasses.replace(sample, regions=wide), PRECOMPUTED, flip=False)
 
 
 def test_a_long_picture_is_bounded_by_its_long_side():

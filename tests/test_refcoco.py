@@ -113,7 +113,7 @@ def test_padding_and_the_whole_image_never_win(task, samples):
         ]
     )
     scores = torch.tensor([[9.0, -5, -6, 9], [9, -7, -5, -6]])
-    encoded = Encoded(torch.zeros(2, 5, 1), scores[..., None])
+    encoded = Encoded(torch.zeros(2, 5, 1), scores[..., None], appearance=torch.zeros(0))
     rows = task.predictions(None, Score(), encoded, batch)
     assert [row["region"] for row in rows] == [0, 1]
     assert [row["candidates"] for row in rows] == [2, 3]
@@ -131,7 +131,8 @@ def test_a_region_that_does_not_meet_the_object_is_not_exact(task, samples):
     question = task.questions(urls(samples), held_out=True).asks[0]
     nowhere = dataclasses.replace(question, box=(0.0, 0.0, 0.5, 0.5))
     batch = collate([ask(task, samples[0], nowhere)])
-    (row,) = task.predictions(None, Score(), Encoded(torch.zeros(1, 5, 1), torch.zeros(1, 3, 1)), batch)
+    encoded = Encoded(torch.zeros(1, 5, 1), torch.zeros(1, 3, 1), appearance=torch.zeros(0))
+    (row,) = task.predictions(None, Score(), encoded, batch)
     assert (row["iou"], row["exact"]) == (0.0, False)
 
 

@@ -18,7 +18,6 @@ from storage.objects import open_objects
 from vlbert.checkpoint import checkpoints, read_checkpoint, read_state
 from vlbert.config import Recipe
 from vlbert.distributed import World
-from vlbert.optim import learning_rate_factor
 from vlbert.recipes import RECIPES
 from vlbert.record import read_metrics
 from vlbert.text import make_corpus
@@ -294,9 +293,3 @@ def test_what_is_wrong_is_said_on_the_command_line(root, more, says):
     assert result.returncode != 0
     assert says in result.stderr
     assert not (root / "runs" / "refused").exists()
-
-
-def test_the_learning_rate_rises_and_falls_in_straight_lines():
-    factors = [learning_rate_factor(step, steps=10, warm_up=4) for step in range(10)]
-    assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-    assert learning_rate_factor(0, 5, 0) == 1

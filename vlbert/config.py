@@ -259,6 +259,21 @@ def _parse(text: str, wanted: Any, whole: str) -> Any:
     )
 
 
+def override_values(config: Any, values: dict[str, Any]) -> Any:
+    """The config with every dotted field of `values` set, all at once; KeyError names one that does not exist."""
+    tree: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if not hasattr(config, name):
+            raise KeyError(f"{type(config).__name__} has no field {name}")
+        tree.setdefault(name, {})[rest] = value
+    changes = {
+        name: inner[""] if "" in inner else override_values(getattr(config, name), inner)
+        for name, inner in tree.items()
+    }
+    return dataclasses.replace(config, **changes)
+
+
 def to_json(config: Any) -> dict:
     """The config as nested dicts of plain values, for config.json and reports."""
     return dataclasses.asdict(config)

@@ -1,5 +1,6 @@
 """From a stored JPEG to what the model sees of it: decoded, resized, perhaps mirrored, its boxes moved along."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,12 @@ class View:
     def place(self, boxes: np.ndarray) -> np.ndarray:
         """Boxes [n, 4] in stored pixels -> float32 [n, 4] in view pixels, clipped to the picture."""
         return _place(boxes, self.scale, self.flipped, *self.size)
+
+    def with_boxes(self, boxes: np.ndarray) -> "View":
+        """The view with more regions behind its own: boxes [n, 4] in stored pixels. Not precomputed."""
+        if self.features is not None:
+            raise ValueError("boxes cannot join precomputed features; train from pixels: model.regions.features")
+        return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def picture(
         self, hidden: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None

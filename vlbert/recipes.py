@@ -1,13 +1,25 @@
-"""One function a run; each returns the whole configuration. A name tells task, architecture and size."""
+"""One function a run; each returns the whole configuration. A name tells task, architecture, size and rule book.
+
+Those without a suffix are the runs of the authors' code, with its rules (vlbert/rules.py) and its numbers; `_paper` are
+those of the paper's appendix A.2. Steps are epochs of the data set over the batch: 3.3 M captions, 213 k questions of
+VCR, 658 k of VQA's train and val together, 120 k expressions of RefCOCO+. `data.batch` is global: whatever the number
+of GPUs, batch = GPUs x accumulate x what one GPU computes at a time, and the learning rate is the one that stands here.
+"""
+
+from dataclasses import replace
 
 from detectors.resnet import ResNetConfig
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
+from vlbert.rules import paper, published
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
 
 BASE = ModelConfig()
-LARGE = ModelConfig(layers="J" * 24, hidden=1024, heads=16, intermediate=4096)
+_SIZE_OF_LARGE = {"layers": "J" * 24, "hidden": 1024, "heads": 16, "intermediate": 4096}
+LARGE = ModelConfig(**_SIZE_OF_LARGE)
 
 # Small enough to learn from 800 drawn scenes in three minutes on two cores. What decides: N(0, 0.02) leaves attention
 # of 96 channels inert, so weights start wider; and a picture faded in from gain 0 comes too late
@@ -36,45 +48,239 @@ DEMO = ModelConfig(
 )
 
 
+# The authors' learning rates: theirs are per sample, 1e-7 x 256 in pre-training.
+_PRETRAINING = OptimizerConfig(learning_rate=2.56e-5, warm_up=16_000, clip=10.0)
+_PAPER_PRETRAINING = OptimizerConfig(learning_rate=2e-5, warm_up=8_000)
+
+
+def _precomputed(model: ModelConfig) -> ModelConfig:
+    return replace(model, regions=RegionConfig(features="precomputed"))
+
+
+def _vcr_sized(model: ModelConfig) -> ModelConfig:
+    return replace(model, regions=RegionConfig(long_side=1200))
+
+
 def pretrain_vlbert_base() -> Recipe:
-    """Paper 4.1 and A.2: 250k steps of 128 captions and 128 text-only rows, end to end."""
-    return Recipe(
-        name="pretrain_vlbert_base",
-        task=PretrainingSettings(),
-        model=BASE,
-        data=DataConfig(batch=128, text_batch=128),
-        optimizer=OptimizerConfig(learning_rate=2e-5, warm_up=8000),
-        steps=250_000,
-        bert="bert-base-uncased",
+    """250k steps (10 epochs) of 128 captions and 128 text-only rows, end to end; 2 days on 16 V100."""
+    return published(
+        Recipe(
+            name="pretrain_vlbert_base",
+            task=PretrainingSettings(),
+            model=BASE,
+            data=DataConfig(batch=128, text_batch=128),
+            optimizer=_PRETRAINING,
+            steps=250_000,
+            bert="bert-base-uncased",
+        )
+    )
+
+
+def pretrain_vlbert_base_precomputed() -> Recipe:
+    """As base, on features kept by the detector: what VQA starts from; 30 hours on 4 V100."""
+    recipe = pretrain_vlbert_base()
+    return replace(recipe, name="pretrain_vlbert_base_precomputed", model=_precomputed(recipe.model), precision="fp32")
+
+
+def pretrain_vlbert_base_captions_only() -> Recipe:
+    """As base_precomputed, without the text-only corpus: 256 captions a step, 10 epochs."""
+    recipe = pretrain_vlbert_base_precomputed()
+    return replace(
+        recipe,
+        name="pretrain_vlbert_base_captions_only",
+        data=replace(recipe.data, batch=256, text_batch=0),
+        optimizer=replace(recipe.optimizer, warm_up=8_000),
+        steps=125_000,
     )
 
 
 def pretrain_vlbert_large() -> Recipe:
-    """As base, twice as deep; two backward passes a step, as the authors had room for."""
-    return Recipe(
+    """As base, twice as deep; two backward passes a step, as the authors had room for; 5.5 days on 16 V100."""
+    recipe = pretrain_vlbert_base()
+    return replace(
+        recipe,
         name="pretrain_vlbert_large",
-        task=PretrainingSettings(),
         model=LARGE,
-        data=DataConfig(batch=128, text_batch=128, accumulate=2),
-        optimizer=OptimizerConfig(learning_rate=2e-5, warm_up=8000),
-        steps=250_000,
+        data=replace(recipe.data, accumulate=2),
         bert="bert-large-uncased",
     )
 
 
+def pretrain_vlbert_large_precomputed() -> Recipe:
+    """As large, on features kept by the detector."""
+    recipe = pretrain_vlbert_large()
+    return replace(
+        recipe,
+        name="pretrain_vlbert_large_precomputed",
+        model=_precomputed(recipe.model),
+        data=replace(recipe.data, accumulate=1),
+    )
+
+
+def pretrain_vlbert_base_paper() -> Recipe:
+    """Paper 4.1 and A.2."""
+    recipe = pretrain_vlbert_base()
+    return paper(replace(recipe, name="pretrain_vlbert_base_paper", optimizer=_PAPER_PRETRAINING))
+
+
+def pretrain_vlbert_large_paper() -> Recipe:
+    """Paper 4.1 and A.2, from BERT large."""
+    recipe = pretrain_vlbert_large()
+    return paper(replace(recipe, name="pretrain_vlbert_large_paper", optimizer=_PAPER_PRETRAINING))
+
+
+def _finetuning(recipe: Recipe, epoch: int) -> Recipe:
+    """Validated on all that is held out, and saved, after each epoch of so many steps."""
+    return replace(recipe, validation_samples=None, validate_every=epoch, save_every=epoch)
+
+
+def finetune_vcr_base() -> Recipe:
+    """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling after epochs 14 and 18.
+
+    Q->A and QA->R are two runs: task.question=answer and task.question=rationale. Starts from an end-to-end model.
+    """
+    epoch = 3_327
+    recipe = Recipe(
+        name="finetune_vcr_base",
+        task=VCRSettings(),
+        model=_vcr_sized(BASE),
+        data=DataConfig(dataset="vcr", held_out="vcr", batch=64, accumulate=4),
+        optimizer=OptimizerConfig(
+            kind="sgd", learning_rate=4.48e-3, warm_up=1_000, schedule="step", decay_at=(14 * epoch, 18 * epoch)
+        ),
+        steps=20 * epoch,
+        precision="fp32",
+    )
+    return _finetuning(published(recipe), epoch)
+
+
+def finetune_vcr_large() -> Recipe:
+    """As base; the authors ran it on 4 GPUs and, with data.accumulate=1, on 16."""
+    recipe = finetune_vcr_base()
+    return replace(recipe, name="finetune_vcr_large", model=_vcr_sized(LARGE), precision="bf16")
+
+
+def finetune_vcr_base_paper() -> Recipe:
+    """Paper 4.2.1 and A.2: 256 triplets of question, answer and picture a step."""
+    recipe = finetune_vcr_base()
+    optimizer = replace(recipe.optimizer, learning_rate=5e-3)
+    return paper(replace(recipe, name="finetune_vcr_base_paper", optimizer=optimizer))
+
+
+def finetune_vcr_large_paper() -> Recipe:
+    """Paper 4.2.1 and A.2, large."""
+    recipe = finetune_vcr_base_paper()
+    model = replace(recipe.model, **_SIZE_OF_LARGE)
+    return replace(recipe, name="finetune_vcr_large_paper", model=model, precision="bf16")
+
+
+def finetune_vqa_base() -> Recipe:
+    """5 epochs of 256 questions a step, on train and val together; starts from a precomputed model."""
+    epoch = 2_571
+    recipe = Recipe(
+        name="finetune_vqa_base",
+        task=VQASettings(),
+        model=_precomputed(BASE),
+        data=DataConfig(dataset="vqa", held_out="vqa", batch=256),
+        optimizer=OptimizerConfig(learning_rate=1.6e-4, warm_up=500),
+        steps=5 * epoch,
+        precision="fp32",
+    )
+    return _clipped(_finetuning(published(recipe), epoch))
+
+
+def finetune_vqa_large() -> Recipe:
+    """As base, in four backward passes a step."""
+    recipe = finetune_vqa_base()
+    return replace(
+        recipe, name="finetune_vqa_large", model=_precomputed(LARGE), data=replace(recipe.data, accumulate=4)
+    )
+
+
+def finetune_vqa_base_paper() -> Recipe:
+    """Paper 4.2.2 and A.2: 20 epochs, end to end."""
+    recipe = finetune_vqa_base()
+    return paper(
+        replace(
+            recipe,
+            name="finetune_vqa_base_paper",
+            model=BASE,
+            optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=2_000),
+            steps=20 * recipe.validate_every,
+            precision="bf16",
+        )
+    )
+
+
+def finetune_vqa_large_paper() -> Recipe:
+    """Paper 4.2.2 and A.2, large."""
+    recipe = finetune_vqa_base_paper()
+    return replace(recipe, name="finetune_vqa_large_paper", model=replace(recipe.model, **_SIZE_OF_LARGE))
+
+
 def finetune_refcoco_base() -> Recipe:
-    """Paper A.2: 20 epochs of 256 expressions a step (120k expressions learn in 9,400 steps)."""
-    return Recipe(
+    """20 epochs of 32 expressions a step, on ground-truth regions; starts from an end-to-end model."""
+    epoch = 3_756
+    recipe = Recipe(
         name="finetune_refcoco_base",
         task=RefCOCOSettings(),
         model=BASE,
-        data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=256),
-        optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=500, clip=1.0),
-        steps=9_400,
-        validation_samples=None,
-        validate_every=470,
-        save_every=470,
+        data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, accumulate=2),
+        optimizer=OptimizerConfig(learning_rate=2.56e-5, warm_up=3_750),
+        steps=20 * epoch,
+        precision="fp32",
     )
+    return _clipped(_finetuning(published(recipe), epoch))
+
+
+def finetune_refcoco_large() -> Recipe:
+    """As base, in four backward passes a step."""
+    recipe = finetune_refcoco_base()
+    return replace(recipe, name="finetune_refcoco_large", model=LARGE, data=replace(recipe.data, accumulate=4))
+
+
+def finetune_refcoco_base_detected() -> Recipe:
+    """As base, on detected regions (data.detector says whose); trained with the ground truth among them."""
+    recipe = finetune_refcoco_base()
+    task = replace(recipe.task, adds_ground_truth=True)
+    return replace(recipe, name="finetune_refcoco_base_detected", task=task)
+
+
+def finetune_refcoco_large_detected() -> Recipe:
+    """As base_detected, in four backward passes a step."""
+    recipe = finetune_refcoco_large()
+    task = replace(recipe.task, adds_ground_truth=True)
+    return replace(recipe, name="finetune_refcoco_large_detected", task=task)
+
+
+def finetune_refcoco_base_paper() -> Recipe:
+    """Paper 4.2.3 and A.2: 20 epochs of 256 expressions a step, on regions of either kind."""
+    epoch = 470
+    recipe = finetune_refcoco_base()
+    return _finetuning(
+        paper(
+            replace(
+                recipe,
+                name="finetune_refcoco_base_paper",
+                data=replace(recipe.data, batch=256, accumulate=1),
+                optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=500),
+                steps=20 * epoch,
+                precision="bf16",
+            )
+        ),
+        epoch,
+    )
+
+
+def finetune_refcoco_large_paper() -> Recipe:
+    """Paper 4.2.3 and A.2, large."""
+    recipe = finetune_refcoco_base_paper()
+    return replace(recipe, name="finetune_refcoco_large_paper", model=replace(recipe.model, **_SIZE_OF_LARGE))
+
+
+def _clipped(recipe: Recipe) -> Recipe:
+    """The authors clip at 1 where they fine-tune with AdamW."""
+    return replace(recipe, optimizer=replace(recipe.optimizer, clip=1.0))
 
 
 def pretrain_vlbert_demo() -> Recipe:
@@ -122,8 +328,26 @@ RECIPES = {
     recipe.__name__: recipe
     for recipe in (
         pretrain_vlbert_base,
+        pretrain_vlbert_base_precomputed,
+        pretrain_vlbert_base_captions_only,
+        pretrain_vlbert_base_paper,
         pretrain_vlbert_large,
+        pretrain_vlbert_large_precomputed,
+        pretrain_vlbert_large_paper,
+        finetune_vcr_base,
+        finetune_vcr_base_paper,
+        finetune_vcr_large,
+        finetune_vcr_large_paper,
+        finetune_vqa_base,
+        finetune_vqa_base_paper,
+        finetune_vqa_large,
+        finetune_vqa_large_paper,
         finetune_refcoco_base,
+        finetune_refcoco_base_detected,
+        finetune_refcoco_base_paper,
+        finetune_refcoco_large,
+        finetune_refcoco_large_detected,
+        finetune_refcoco_large_paper,
         pretrain_vlbert_demo,
         finetune_refcoco_demo,
     )

@@ -235,6 +235,8 @@ def make_model(
             if found:  # a checkpoint of another task than pre-training has no such part, and the head starts fresh
                 load_model(getattr(model.head, part), found, start_from.where)
         say(f"VL-BERT from {start_from.where}")
+    if hasattr(task, "begin"):
+        task.begin(model.vlbert, model.head, start_from.config.get("task") if start_from else None)
     return model
 
 

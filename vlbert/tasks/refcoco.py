@@ -11,7 +11,7 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class RefCOCOSettings:
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
     validate_on: Literal["val", "testA", "testB"] = "val"
-    whole_image_competes: bool = False  # may the whole image be the answer? The paper: no; the authors' code: yes
+    whole_image_competes: bool = False  # may the whole image be the answer?
+    adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the regions that were found
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Expression:
     text: str
     box: tuple[float, float, float, float]  # of the object: x1 y1 x2 y2 in pixels of the image that the data set ships
     image_size: tuple[int, int]  # width, height of that image
+    objects: tuple[tuple[float, float, float, float], ...]  # boxes of all annotated objects of the image
+    held_out: bool
 
 
 class RefCOCO:
@@ -79,12 +82,15 @@ class RefCOCO:
                 f"{len(missing)} of {len(by_file)} images of the split {split} are in no region shard, such as "
                 f"{missing[0]}; collect and detect the images of {self.settings.folder} first"
             )
+        by_file = {file: [replace(one, held_out=held_out) for one in ones] for file, ones in by_file.items()}
         pairs = [(sample_of[file], expression) for file, expressions in by_file.items() for expression in expressions]
         return Questions(np.array([sample for sample, _ in pairs]), [expression for _, expression in pairs])
 
     def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
         text = swap_sides(ask.text) if view.flipped else ask.text
         to_stored = np.array([sample.width / ask.image_size[0], sample.height / ask.image_size[1]] * 2)
+        if self.settings.adds_ground_truth and not ask.held_out:
+            view = view.with_boxes(np.array(ask.objects) * to_stored)
         overlap = iou(view.boxes, view.place(np.array([ask.box]) * to_stored))[:, 0]  # (1 + r,)
         candidate = np.ones(len(view.boxes), bool)
         candidate[0] = self.settings.whole_image_competes
@@ -145,7 +151,11 @@ def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
     with open(folder / "instances.json") as file:
         instances = json.load(file)
     images = {image["id"]: image for image in instances["images"]}
-    boxes = {annotation["id"]: annotation["bbox"] for annotation in instances["annotations"]}
+    boxes, objects = {}, defaultdict(list)
+    for annotation in instances["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        boxes[annotation["id"]] = (x, y, x + w, y + h)
+        objects[annotation["image_id"]].append(boxes[annotation["id"]])
     expressions: dict[str, dict[str, list[Expression]]] = defaultdict(lambda: defaultdict(list))
     for ref in read_plain_pickle(folder / "refs(unc).p"):
         if ref["image_id"] not in images or ref["ann_id"] not in boxes:
@@ -153,15 +163,17 @@ def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
                 f"{folder}/refs(unc).p: ref {ref['ref_id']} names image {ref['image_id']}, annotation {ref['ann_id']}, "
                 f"which instances.json does not hold; both files must be of the same data set"
             )
-        image, (x, y, w, h) = images[ref["image_id"]], boxes[ref["ann_id"]]
+        image = images[ref["image_id"]]
         for sentence in ref["sentences"]:
             expressions[ref["split"]][image["file_name"]].append(
                 Expression(
                     sentence["sent_id"],
                     ref["ref_id"],
                     sentence["sent"],
-                    (x, y, x + w, y + h),
+                    boxes[ref["ann_id"]],
                     (image["width"], image["height"]),
+                    tuple(objects[ref["image_id"]]),
+                    held_out=False,
                 )
             )
     return {split: dict(by_file) for split, by_file in expressions.items()}
