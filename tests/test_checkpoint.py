@@ -1,6 +1,11 @@
-"""The checkpoint as a format: a golden one must stay readable and be written again byte for byte."""
+"""The checkpoint as a format: a golden one must stay readable and be written again byte for byte.
+
+It is made by `PYTHONPATH=. python tests/test_checkpoint.py` (only when the format gets a new version) and described in
+docs/formats.md.
+"""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,16 @@ from safetensors.torch import load
 
 from detectors.resnet import ResNetConfig
 from storage.objects import open_objects
-from vlbert.checkpoint import checkpoints, load_model, load_optimizer, read_checkpoint, remove_old, save_checkpoint
+from vlbert.checkpoint import (
+    CHECKPOINT_VERSION,
+    checkpoints,
+    load_model,
+    load_optimizer,
+    read_checkpoint,
+    read_model,
+    remove_old,
+    save_checkpoint,
+)
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
@@ -109,3 +123,54 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         load_model(model, wide, "file")
     for what in ("lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as (9,), the model as (7,)"):
         assert what in str(error.value)
+
+
+def test_a_checkpoint_and_what_save_pretrained_wrote_are_opened_alike(tmp_path):
+    trained = VLBert.from_pretrained(GOLDEN / "checkpoint" / FOLDER)
+    assert not trained.training
+    trained.save_pretrained(tmp_path / "model")
+    again = VLBert.from_pretrained(str(tmp_path / "model"))
+    assert sorted(path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".md") == [
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+    ]
+    expected, _ = model_and_optimizer()
+    for model in (trained, again):
+        assert (model.config, model.vocabulary.pieces) == (RECIPE.model, WORDS.pieces)
+        for name, tensor in expected.vlbert.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> Path:
+    return Path(shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", lambda data: data.replace(b'"version": 2', b'"version": 1'), "of version 1, this code reads 2"),
+        ("config.json", lambda data: b"[]", "config.json is no configuration of a model"),
+        ("config.json", lambda data: data[:99], "config.json is no configuration of a model"),
+        ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", None, "holds no model: it has no model.safetensors"),
+        ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 pieces, the model 7: not its own"),
+    ],
+)
+def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):
+    if change is None:
+        (model_folder / file).unlink()
+    else:
+        (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
+    with pytest.raises(ValueError, match="model") as error:
+        read_model(model_folder)
+    assert says in str(error.value)
+    assert str(model_folder) in str(error.value)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(GOLDEN / "checkpoint", ignore_errors=True)
+    golden_model, golden_optimizer = model_and_optimizer()
+    objects = open_objects(str(GOLDEN / "checkpoint"))
+    save_checkpoint(objects, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)

@@ -20,6 +20,9 @@ def test_overrides_reach_every_depth_and_keep_the_types():
             "model.geometry=corners",
             "task.watched_words=red,blue",
             "optimizer.betas=0.9,0.98",
+            "optimizer.clip=none",
+            "optimizer.schedule=step",
+            "optimizer.decay_at=20,30",
         ],
     )
     assert (recipe.steps, recipe.optimizer.learning_rate) == (1000, 3e-4)
@@ -29,6 +32,7 @@ def test_overrides_reach_every_depth_and_keep_the_types():
     assert recipe.model.geometry == "corners"
     assert recipe.task.watched_words == ("red", "blue")
     assert recipe.optimizer.betas == (0.9, 0.98)
+    assert (recipe.optimizer.clip, recipe.optimizer.decay_at) == (None, (20, 30))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
 from vlbert.batch import Example, collate
@@ -61,6 +62,34 @@ def test_text_only_rows_have_neither_special_tokens_nor_a_picture():
     assert row.words.asked["words"].tolist() == tokens.tolist()
 
 
+def test_text_only_rows_may_stand_between_special_tokens_and_lose_their_end_to_them():
+    tokens = WORDS.encode("a red square and a blue circle")
+    tagged = task(dataclasses.replace(ALL, text_specials=True, text_length=7))
+    row = tagged.text_example("text-3", tokens, np.random.default_rng(0)).words
+    assert row.tokens.tolist() == [WORDS.cls, *[WORDS.mask] * 5, WORDS.sep]
+    assert row.targets["word_asked"].tolist() == [False, *[True] * 5, False]
+    assert row.asked["words"].tolist() == tokens[:5].tolist()
+    with pytest.raises(ValueError, match="text_length is 2; it must be at least 1, and 3 with text_specials"):
+        PretrainingSettings(text_specials=True, text_length=2)
+
+
+def test_a_masked_region_is_asked_for_as_the_detector_says_or_as_its_likeliest_class():
+    sample = tiny_sample(1)
+    probs = np.full_like(sample.regions.class_probs, 0.05)
+    probs[:, 0] = 0.5  # the background, likelier than any class
+    probs[[0, 1], sample.regions.labels] = 0.2
+    doubtful = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=probs))
+    seen = view(sample, TINY_MODEL.regions, False)
+    asked = {
+        target: task(dataclasses.replace(ALL, region_target=target))
+        .example(doubtful, seen, None, np.random.default_rng(0))
+        .picture.asked["region_classes"]
+        for target in ("distribution", "class")
+    }
+    np.testing.assert_array_equal(asked["distribution"], probs.astype(np.float32))
+    np.testing.assert_array_equal(asked["class"], np.eye(9, dtype=np.float32)[sample.regions.labels])
+
+
 def test_long_rows_lose_the_end_of_the_longer_half():
     cut = example(task(dataclasses.replace(ALL, max_elements=8)), regions=2)
     # 7 words and 2 + 1 regions: words go until both fit into 8 with [CLS] and [SEP].
@@ -81,6 +110,67 @@ def test_words_of_captions_and_of_text_alone_are_counted_apart():
     assert float(losses["words"][0].detach()) / captions == pytest.approx(np.log(len(WORDS)), rel=0.3)
 
 
+@pytest.mark.parametrize("losses_over", ["questions", "rows"])
+@pytest.mark.parametrize("pictures", [True, False], ids=["captions and text", "text alone"])
+@pytest.mark.parametrize("words", [1.0, 0.0], ids=["words", "no words"])
+@pytest.mark.parametrize("regions", [1.0, 0.0], ids=["regions", "no regions"])
+def test_whatever_is_not_asked_has_a_loss_of_zero_and_harms_nothing(losses_over, pictures, words, regions):
+    asking = task(
+        PretrainingSettings(WordMasking(words), RegionMasking(regions), losses_over=losses_over, max_elements=None)
+    )
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking)
+    rows = [asking.text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))]
+    losses = model(collate([*([example(asking, 1, 3)] if pictures else []), *rows, *rows]))
+    expected = {"words": pictures and words, "text_words": words, "regions": pictures and regions}
+    for name, (loss, count) in losses.items():
+        assert (count > 0) == (float(loss.detach()) > 0) == bool(expected.pop(name)), name
+    assert not expected
+    sum(loss / max(1, count) for loss, count in losses.values()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
+    settings = dataclasses.replace(ALL, losses_over="rows")
+    text = task().text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
+    silent = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
+    batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(silent, 3), text])
+    words, regions = (torch.randn(len(batch.asked[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
+    head = Oracle(lambda _: words, lambda _: regions)
+    each = F.cross_entropy(words, batch.asked["words"], reduction="none")
+    each_region = F.cross_entropy(regions, batch.asked["region_classes"], reduction="none")
+    # Words: 3 of row 0, 2 of row 1 (text), 11 of row 2, none of row 3, 2 of row 4 (text). Regions: 1, then 3.
+    captions, texts = torch.cat([each[:3], each[5:16]]), torch.cat([each[3:5], each[16:]])
+    losses = {name: task(s).losses(None, head, None, batch) for name, s in (("questions", ALL), ("rows", settings))}
+    for name, all_of_it in (("words", captions), ("text_words", texts), ("regions", each_region)):
+        total, count = losses["questions"][name]
+        torch.testing.assert_close((total, count), (all_of_it.sum(), len(all_of_it)))
+    by_row = {
+        "words": [each[:3], each[5:16]],
+        "text_words": [each[3:5], each[16:]],
+        "regions": [each_region[:1], each_region[1:]],
+    }
+    for name, rows in by_row.items():
+        # The authors add 1e-4 to both counts.
+        mean = sum(row.sum() / (len(row) + 1e-4) for row in rows) / (len(rows) + 1e-4)
+        total, count = losses["rows"][name]
+        assert count == len(rows)
+        torch.testing.assert_close(total / count, mean)
+
+
+def test_whether_caption_and_picture_belong_together_is_asked_of_rows_with_a_picture():
+    asking = task(dataclasses.replace(ALL, relationship=True))
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking).eval()
+    text = asking.text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
+    batch = collate([example(asking, 1), text, example(asking, 2)])
+    assert "relationship" not in model(batch), "no data asks it"
+    batch.asked["related"] = torch.tensor([1, 0])
+    logits = model.head.related(model.vlbert(batch), batch)
+    assert logits.shape == (2, 2)
+    loss, count = model(batch)["relationship"]
+    assert count == 2
+    torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor([1, 0]), reduction="sum"))
+
+
 class Oracle(torch.nn.Module):
     """A head that says what a function of the batch says."""
 
@@ -93,7 +183,7 @@ class Oracle(torch.nn.Module):
 
 
 def one_hot(ids: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(ids, size).float()
+    return F.one_hot(ids, size).float()
 
 
 def test_accuracy_counts_words_watched_words_and_hidden_regions():

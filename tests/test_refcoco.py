@@ -101,7 +101,7 @@ class Score(torch.nn.Module):
     """A head whose score of a region is the first channel of its vector."""
 
     def forward(self, regions):
-        return regions[..., 0]
+        return regions[..., :1]
 
 
 def test_padding_and_the_whole_image_never_win(task, samples):

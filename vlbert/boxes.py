@@ -19,7 +19,7 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
     if not corners:
         low, high = boxes[:, :2], boxes[:, 2:]
         boxes = torch.cat([(low + high) / 2, high - low], dim=1)
-    position = 100 * boxes / scale
+    position = boxes / scale * 100
     wavelength = 1000 ** (torch.arange(n, device=boxes.device, dtype=boxes.dtype) / n)
     angle = position[:, :, None] / wavelength  # (K, 4, n)
     return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)

@@ -116,20 +116,14 @@ def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
     for name in (CONFIG, MODEL):
         if not objects.exists(inside + name):
             raise ValueError(f"{where} holds no model: it has no {name}")
-    try:
-        config = json.loads(objects.get(inside + CONFIG))
-        version = config.get("version")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{where}/{CONFIG} is no configuration of a model: {error}") from error
-    if version != CHECKPOINT_VERSION:
-        raise ValueError(f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}")
+    config = read_config(objects.get(inside + CONFIG), f"{where}/{CONFIG}")
     try:
         tensors = load(objects.get(inside + MODEL))
     except SafetensorError as error:
         raise ValueError(f"{where}/{MODEL} is torn or no safetensors file ({error}); copy it again") from error
     vocabulary = None
     if objects.exists(inside + VOCABULARY):
-        pieces = objects.get(inside + VOCABULARY).decode().splitlines()
+        pieces = objects.get(inside + VOCABULARY).decode(errors="replace").splitlines()
         vocabulary = Vocabulary(pieces, where=f"{where}/{VOCABULARY}")
         if len(vocabulary) != config["vocab_size"]:
             raise ValueError(
@@ -144,6 +138,28 @@ def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
         model=tensors,
         state=state,
     )
+
+
+def read_config(data: bytes, where: str) -> dict:
+    """What config.json holds; ValueError where it is that of something else, or of another version of this code."""
+    try:
+        config = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{where} is torn or no JSON ({error}); copy it again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("version"), int):
+        raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
+    if config["version"] > CHECKPOINT_VERSION:
+        raise ValueError(
+            f"{where} is of version {config['version']}, this code reads {CHECKPOINT_VERSION}: take a newer vlbert"
+        )
+    if config["version"] < CHECKPOINT_VERSION:
+        raise ValueError(
+            f"{where} is of version {config['version']}, this code reads {CHECKPOINT_VERSION}: the model was another "
+            "one then; train it again, or use the code that it was made with"
+        )
+    if not isinstance(config.get("model"), dict) or not isinstance(config.get("vocab_size"), int):
+        raise ValueError(f"{where} lacks model or vocab_size: it is not whole; copy it again")
+    return config
 
 
 def read_state(objects: Objects, folder: str) -> dict[str, Any]:

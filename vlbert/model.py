@@ -1,11 +1,13 @@
 """VLBert: a batch of captions and pictures in, contextual vectors of words and regions out."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.nn.functional as F
 from huggingface_hub import ModelHubMixin, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from torch import Tensor, nn
 
 from vlbert.batch import Batch
@@ -39,7 +41,7 @@ class Encoded:
     attentions: tuple[Tensor, ...] | None = None
 
 
-class VLBert(nn.Module, ModelHubMixin, library_name="vlbert", license="mit"):
+class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
     """Fast R-CNN features, the visual-linguistic embedding and the encoder (paper, figure 1).
 
     `VLBert.from_pretrained(folder or hub name)` reads what `save_pretrained(folder)`, a training run (into its step-*
@@ -95,32 +97,52 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert", license="mit"):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         tensors = {f"vlbert.{name}": tensor for name, tensor in self.state_dict().items()}
+        (save_directory / VOCABULARY).unlink(missing_ok=True)  # that of a model which this one replaces
         for name, data in model_files(tensors, self.config, self.vocab_size, self.vocabulary).items():
             (save_directory / name).write_bytes(data)
 
     @classmethod
-    def _from_pretrained(
+    def from_pretrained(
         cls,
+        pretrained_model_name_or_path: str | Path,
         *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        **unused: Any,  # the hub's mixin hands us fields of config.json
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
     ) -> "VLBert":
-        folder = Path(model_id)
+        """The model of a local folder or, by name, of the Hugging Face hub; in eval mode, on the CPU, float32.
+
+        revision, cache_dir, force_download, local_files_only and token are those of `hf_hub_download`. ValueError where
+        there is no model, or one of another version of this code.
+        """
+        folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
-            options = {"revision": revision, "cache_dir": cache_dir, "force_download": force_download}
-            options |= {"local_files_only": local_files_only, "token": token}
-            folder = Path(
-                [hf_hub_download(model_id, name, **options) for name in (CONFIG, VOCABULARY, MODEL)][-1]
-            ).parent
+            folder = download_model(
+                str(pretrained_model_name_or_path),
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+            )
         saved = read_model(folder)
         model = cls(saved.model_config, saved.vocab_size, saved.vocabulary)
         load_model(model, saved.part("vlbert."), saved.where)
         return model.eval()
+
+
+def download_model(name: str, **options: Any) -> Path:
+    """The folder with the files of a model of the hub; ValueError where there is none of that name."""
+    try:
+        hf_hub_download(name, CONFIG, **options)
+        with contextlib.suppress(EntryNotFoundError):  # a model may come without its vocabulary
+            hf_hub_download(name, VOCABULARY, **options)
+        return Path(hf_hub_download(name, MODEL, **options)).parent
+    except (HFValidationError, EntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{name} is neither a folder nor a model on the hub ({reason})") from error
 
 
 class Pooler(nn.Module):

@@ -12,8 +12,9 @@ import argparse
 import json
 import pickle
 import re
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from detectors.resnet import ResNetConfig
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
-from vlbert.config import ModelConfig, RegionConfig, from_json, to_json
+from vlbert.config import ModelConfig, RegionConfig, architecture, differing_fields, from_json, to_json
 from vlbert.model import VLBert
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
@@ -111,15 +112,19 @@ _VCR_REGIONS = {
     "appearance": [("image_feature_extractor.regularizing_predictor.", "head.region_classifier.")],
     "none": [],
 }
+_WORDS = "vlbert.word_embeddings.weight"
 # Keys that repeat others: their beginning -> that of those.
 _ALIASES = {
     "image_feature_extractor.head.0.": "image_feature_extractor.roi_head_feature_extractor.",
-    "vlbert.mlm_head.predictions.decoder.weight": "vlbert.word_embeddings.weight",
+    "vlbert.mlm_head.predictions.decoder.weight": _WORDS,
 }
 # Ours are zeros where theirs lack them: only text-only rows read the first, and only pre-training reads the others.
 _TEXT_ONLY = ("vlbert.embedding.look_without_picture.weight",)
 _ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("hidden_region_token", "hidden_appearance"))
 _COUNTER = ".num_batches_tracked"  # a frozen norm counts nothing
+# Fields that no tensor tells, and that their configuration has too.
+_IN_THEIR_CONFIGURATION = {"heads", "regions.features", "regions.hide", "regions.roi_size"}
+_IN_THEIR_CONFIGURATION |= {"regions.pixel_mean", "regions.pixel_std"}
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,11 @@ class Published:
     def theirs(self) -> Callable[[str], str | None]:
         """Our name -> theirs, None where there is none."""
         rename = _renaming([(ours, theirs) for theirs, ours in self.pairs()])
-        if not isinstance(self.task, VCRSettings):
-            return rename
-        # The four choices go through one module, which wraps the core.
-        return lambda name: re.sub(r"^vlbert\.", "vlbert._module.", rename(name) or "") or None
+        return lambda name: self.in_file(rename(name) or "") or None
+
+    def in_file(self, name: str) -> str:
+        """A plain name as it stands in a file: VCR's four choices go through one module, which wraps the core."""
+        return re.sub(r"^vlbert\.", "vlbert._module.", name) if isinstance(self.task, VCRSettings) else name
 
 
 def _renaming(pairs: list[tuple[str, str]]) -> Callable[[str], str | None]:
@@ -184,37 +190,45 @@ def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> 
     """What these tensors, by plain name, are; ValueError where they are no VL-BERT.
 
     What no shape tells is as published: 64 channels an attention head (unless `heads` says how many those are), the
-    stride in 1x1 convolutions, a dilated res5, VCR's sigmoid.
+    stride in 1x1 convolutions, a dilated res5, VCR's sigmoid and its question, answer or rationale.
     """
-    needed = ("vlbert.word_embeddings.weight", "vlbert.position_embeddings.weight")
-    visual = "image_feature_extractor.obj_downsample.1.weight"
-    for name in (*needed, visual, "vlbert.encoder.layer.0.intermediate.dense.weight"):
-        if name not in shapes:
-            raise ValueError(f"it has no {name}, so it is no VL-BERT of the authors")
-    vocab_size, hidden = shapes[needed[0]]
-    looks, inputs = shapes[visual]
+    vocab_size, hidden = _matrix(shapes, "vlbert.word_embeddings.weight")
+    looks, inputs = _matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
+    tokens, _ = _matrix(shapes, "object_linguistic_embeddings.weight")
+    from_pixels = _any(shapes, "image_feature_extractor.backbone.")
     stages = ["backbone.layer1", "backbone.layer2", "backbone.layer3", "roi_head_feature_extractor"]
     blocks = tuple(_count(shapes, rf"image_feature_extractor\.{re.escape(stage)}\.(\d+)\.") for stage in stages)
-    stem = shapes.get("image_feature_extractor.backbone.conv1.weight")
-    width = stem[0] if stem else (inputs - 2048) // 32
+    width = (inputs - ModelConfig.geometry_channels) // 32  # of what comes in, res5 puts out 32 times its stem's
     regions = RegionConfig(
-        features="end_to_end" if stem else "precomputed",
-        resnet=ResNetConfig(blocks=blocks if stem else (3, 4, 23, 3), width=width, stem_pool="torch"),
-        hide="features" if stem and "object_mask_visual_embedding.weight" in shapes else "pixels",
+        features="end_to_end" if from_pixels else "precomputed",
+        resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
+        hide="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
     )
-    tokens = shapes["object_linguistic_embeddings.weight"][0]
     model = ModelConfig(
         layers="J" * _count(shapes, r"vlbert\.encoder\.layer\.(\d+)\."),
         hidden=hidden,
         heads=heads or max(1, hidden // HEAD_CHANNELS),
-        intermediate=shapes["vlbert.encoder.layer.0.intermediate.dense.weight"][0],
-        max_positions=shapes[needed[1]][0],
+        intermediate=_matrix(shapes, "vlbert.encoder.layer.0.intermediate.dense.weight")[0],
+        max_positions=_matrix(shapes, "vlbert.position_embeddings.weight")[0],
         visual_channels=None if looks == hidden else looks,
-        visual_norm="layer_norm" if "vlbert.visual_ln_text.weight" in shapes else "scale",
+        visual_norm="layer_norm" if _any(shapes, "vlbert.visual_ln_") else "scale",
         region_classes=None if tokens == 1 else tokens,
         regions=regions,
     )
     return Published(_task(shapes), model, vocab_size)
+
+
+def _matrix(shapes: dict[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    """The two sides of a tensor that every file of theirs has."""
+    if name not in shapes:
+        raise ValueError(f"it has no {name}, so it is no VL-BERT of the authors, or not a whole one")
+    if len(shapes[name]) != 2:
+        raise ValueError(f"its {name} is {shapes[name]} and should be a matrix")
+    return shapes[name][0], shapes[name][1]
+
+
+def _any(shapes: dict[str, tuple[int, ...]], beginning: str) -> bool:
+    return any(name.startswith(beginning) for name in shapes)
 
 
 def _count(shapes: dict[str, tuple[int, ...]], pattern: str) -> int:
@@ -224,74 +238,101 @@ def _count(shapes: dict[str, tuple[int, ...]], pattern: str) -> int:
 
 def _task(shapes: dict[str, tuple[int, ...]]) -> Any:
     """The settings of the task that has these tensors."""
-    if "vlbert.mlm_head.predictions.bias" in shapes:
-        related = "vlbert.relationsip_head.caption_image_relationship.weight" in shapes
-        return PretrainingSettings(relationship=related)
-    if "final_mlp.0.dense.weight" in shapes:
-        kind = "words" if "final_mlp.0.LayerNorm.weight" in shapes else "regions"
+    if _any(shapes, "vlbert.mlm_head."):
+        return PretrainingSettings(relationship=_any(shapes, "vlbert.relationsip_head."))
+    if not _any(shapes, "final_mlp."):
+        raise ValueError("it has neither pre-training's heads (vlbert.mlm_head) nor a classifier of a task (final_mlp)")
+    if _any(shapes, "final_mlp.0.dense."):
+        kind = "words" if _any(shapes, "final_mlp.0.LayerNorm.") else "regions"
     else:
-        kind = "two_layers" if "final_mlp.4.weight" in shapes else "linear"
+        kind = "two_layers" if _any(shapes, "final_mlp.4.") else "linear"
     last = {"linear": "final_mlp.1.weight", "two_layers": "final_mlp.4.weight"}.get(kind, "final_mlp.2.weight")
-    if last not in shapes:
-        raise ValueError("it has neither pre-training's heads nor the classifier of a fine-tuned task (final_mlp)")
-    outputs = shapes[last][0]
-    contextual = "cnn_loss_reg.2.weight" in shapes
-    appearance = "image_feature_extractor.regularizing_predictor.weight" in shapes
+    outputs, _ = _matrix(shapes, last)
+    contextual = _any(shapes, "cnn_loss_reg.")
+    appearance = _any(shapes, "image_feature_extractor.regularizing_predictor.")
     if outputs > 1:
         return VQASettings(answers=outputs, classifier=kind)
     if kind == "regions" and not contextual and not appearance:
         return RefCOCOSettings(whole_image_competes=True)
     return VCRSettings(
-        pooled="vlbert.pooler.dense.weight" in shapes,
+        pooled=_any(shapes, "vlbert.pooler."),
         classifier=kind,
-        classifier_width=shapes["final_mlp.1.weight"][0] if kind == "two_layers" else 1024,
+        classifier_width=_matrix(shapes, "final_mlp.1.weight")[0] if kind == "two_layers" else 1024,
         region_loss="contextual" if contextual else "appearance" if appearance else "none",
     )
 
 
-def convert(theirs: dict[str, Tensor], what: Published, where: str) -> tuple[dict[str, Tensor], list[dict]]:
-    """(our tensors in float32, a report with one entry a key); ValueError names all that is unexpected or missing.
+class Refused(ValueError):
+    """A file that is not converted. `report` is that of `convert`, with entries `refused` (why) and `missing`."""
+
+    def __init__(self, message: str, report: list[dict]):
+        super().__init__(message)
+        self.report = report
+
+
+def convert(
+    theirs: dict[str, Tensor], what: Published, where: str, whole: bool = False
+) -> tuple[dict[str, Tensor], list[dict]]:
+    """(our tensors in float32, a report with one entry a key); Refused names all that is unexpected or missing.
 
     An entry has `theirs` (the key), `dtype`, and one of `ours` (what it is with us), `repeats` (the key that it is
     equal to) or `counts` (batches, which a frozen norm does not need); at the end come entries with `ours` alone, for
-    what the file lacks and nothing that it was made for reads.
+    what the file lacks and nothing that it was made for reads. With `whole`, keys that tell nothing new must be there
+    too, as in every file that their code saved.
     """
-    rename, tensors, report, refused = what.ours(), {}, [], []
+    wanted = skeleton(what)
+    expected = {entry["theirs"]: entry for entry in standard(what, wanted)}
+    tensors, report = {}, []
     plain = {plain_name(key): tensor for key, tensor in theirs.items()}
     for key, tensor in theirs.items():
-        name, entry = plain_name(key), {"theirs": key, "dtype": str(tensor.dtype).removeprefix("torch.")}
-        alias = next((name.replace(old, new, 1) for old, new in _ALIASES.items() if name.startswith(old)), None)
-        ours = rename(name)
-        if name.endswith(_COUNTER):
-            entry["counts"] = int(tensor)
-        elif alias:
-            if alias not in plain or not torch.equal(plain[alias], tensor):
-                raise ValueError(f"{where}: {key} should repeat {alias}, and does not: the file is damaged")
-            entry["repeats"] = alias
-        elif ours:
-            entry["ours"] = ours
-            tensors[ours] = tensor.float()
-        else:
-            refused.append(key)
+        entry = {"theirs": key, "dtype": str(tensor.dtype).removeprefix("torch.")}
         report.append(entry)
-    if refused:
-        raise ValueError(f"{where} has {_some(refused)}, which no model of this kind has")
-    wanted = skeleton(what)
-    may_lack = _TEXT_ONLY + (() if isinstance(what.task, PretrainingSettings) else _ONLY_PRETRAINING)
-    for name in sorted(wanted.keys() - tensors.keys()):
-        if name in may_lack:
-            tensors[name] = torch.zeros(wanted[name].shape)
-            report.append({"ours": name, "zeros": True})
-    missing = sorted(wanted.keys() - tensors.keys())
-    if missing:
-        back = what.theirs()
-        raise ValueError(f"{where} lacks {_some([f'{back(name)} (our {name})' for name in missing])}")
-    check_tensors(wanted, tensors, where)
+        name = plain_name(key)
+        known = expected.get(key.removeprefix("module.")) or (not whole and expected.get(what.in_file(name)))
+        if not known:
+            entry["refused"] = "no model of this kind has it"
+        elif "counts" in known:
+            if tensor.shape or tensor.dtype != torch.int64:
+                entry["refused"] = f"it should be one int64, and is {_kind(tensor)}"
+            else:
+                entry["counts"] = int(tensor)
+        elif "repeats" in known:
+            original = plain.get(plain_name(known["repeats"]))
+            if original is None or not _equal(original, tensor):
+                entry["refused"] = f"it should repeat {known['repeats']}, and does not: the file is damaged"
+            else:
+                entry["repeats"] = known["repeats"]
+        elif tensor.shape != wanted[known["ours"]].shape:
+            entry["refused"] = f"it is {list(tensor.shape)} and should be {list(wanted[known['ours']].shape)}"
+        elif tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            entry["refused"] = f"it is {_kind(tensor)}; float32, float16 and bfloat16 are understood"
+        elif not tensor.isfinite().all():
+            entry["refused"] = "it holds NaN or infinity"
+        else:
+            entry["ours"] = known["ours"]
+            tensors[known["ours"]] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    found = {what.in_file(name) for name in plain}
+    for name, entry in expected.items():
+        if name not in found and entry.get("ours") not in _TEXT_ONLY and (whole or "ours" in entry):
+            report.append({"theirs": name, "missing": True})
+    in_theirs = {entry["ours"] for entry in expected.values() if "ours" in entry} - set(_TEXT_ONLY)
+    for name in sorted(wanted.keys() - in_theirs - tensors.keys()):
+        tensors[name] = torch.zeros(wanted[name].shape)
+        report.append({"ours": name, "zeros": True})
+    problems = [f"{e['theirs']}: {e['refused']}" for e in report if "refused" in e]
+    problems += [f"{e['theirs']}: it is missing" for e in report if "missing" in e]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise Refused(f"{where} is not converted. {'; '.join(problems[:5])}{more}", report)
     return tensors, report
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def skeleton(what: Published) -> dict[str, Tensor]:
@@ -302,29 +343,47 @@ def skeleton(what: Published) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not name.endswith(_COUNTER)}
 
 
-def restore(tensors: dict[str, Tensor], what: Published, report: list[dict] | None) -> dict[str, Tensor]:
-    """Our tensors as theirs: exactly the keys and dtypes of the report or, without one, all that their code saves."""
-    if report is None:
-        rename = what.theirs()
-        found = {rename(name): tensor for name, tensor in tensors.items() if not name.endswith(_COUNTER)}
-        norms = [name.removesuffix(".running_var") for name in found if name.endswith(".running_var")]
-        found |= {f"{norm}{_COUNTER}": torch.zeros((), dtype=torch.int64) for norm in norms}
-        for alias, of in _ALIASES.items():
-            found |= {name.replace(of, alias, 1): t for name, t in found.items() if name.startswith(of)}
-        if not isinstance(what.task, PretrainingSettings):  # their fine-tuned models have no use for them
-            for name in ("object_mask_word_embedding", "object_mask_visual_embedding", "aux_text_visual_embedding"):
-                found.pop(f"{name}.weight", None)
-            found.pop("vlbert.mlm_head.predictions.decoder.weight", None)
-        return found
-    found, repeats = {}, {plain_name(e["theirs"]): e["ours"] for e in report if "theirs" in e and "ours" in e}
+def standard(what: Published, ours: Iterable[str]) -> list[dict]:
+    """The report of a file as their code saves it, in float32 and without module., of a model with the tensors `ours`.
+
+    Text-only rows have their look in it, though their code leaves that out where it trained without any.
+    """
+    pretraining = isinstance(what.task, PretrainingSettings)
+    unread = () if pretraining else _TEXT_ONLY + _ONLY_PRETRAINING
+    back = what.theirs()
+    entries = [{"theirs": back(name), "dtype": "float32", "ours": name} for name in ours if name not in unread]
+    norms = [e["theirs"].removesuffix(".running_var") for e in entries if e["theirs"].endswith(".running_var")]
+    entries += [{"theirs": f"{norm}{_COUNTER}", "dtype": "int64", "counts": 0} for norm in norms]
+    for alias, of in _ALIASES.items():
+        for entry in [e for e in entries if e["theirs"].startswith(of)] if pretraining or of != _WORDS else ():
+            told = {"counts": 0} if "counts" in entry else {"repeats": entry["theirs"]}
+            entries.append({"theirs": entry["theirs"].replace(of, alias, 1), "dtype": entry["dtype"]} | told)
+    return entries
+
+
+def restore(tensors: dict[str, Tensor], report: list[dict], where: str) -> dict[str, Tensor]:
+    """Our tensors as theirs: the keys and dtypes of the report. ValueError where they are not those it was made of."""
+    found: dict[str, Tensor] = {}
+    original = {plain_name(e["theirs"]): e["ours"] for e in report if "theirs" in e and "ours" in e}
+    made: dict[tuple[str, str], Tensor] = {}  # keys that repeat each other share memory, and are stored once
     for entry in report:
         if "theirs" not in entry:
             continue
         dtype = getattr(torch, entry["dtype"])
         if "counts" in entry:
             found[entry["theirs"]] = torch.tensor(entry["counts"], dtype=dtype)
-        else:
-            found[entry["theirs"]] = tensors[entry.get("ours") or repeats[entry["repeats"]]].to(dtype)
+            continue
+        ours = entry.get("ours") or original.get(plain_name(entry["repeats"]))
+        if ours not in tensors:
+            raise ValueError(f"{where} is not of this model: it tells of {ours}; delete it, and all is written anew")
+        if (ours, entry["dtype"]) not in made:
+            tensor = made[ours, entry["dtype"]] = tensors[ours].to(dtype)
+            if not torch.equal(tensor.float(), tensors[ours]):
+                raise ValueError(
+                    f"{where} says that {entry['theirs']} was {entry['dtype']}, which cannot hold today's {ours}: the "
+                    "weights have changed since. Delete it, and all is written in float32"
+                )
+        found[entry["theirs"]] = made[ours, entry["dtype"]]
     return found
 
 
@@ -332,53 +391,80 @@ def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
-    start = file.read_bytes()[:512].lstrip()
+    with open(file, "rb") as stream:
+        start = stream.read(512).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not start:
+        raise ValueError(f"{file} is empty: fetch it again")
     if start[:1] == b"<":
         raise ValueError(f"{file} is a web page, not a checkpoint: download the file behind the link")
     try:
-        # Its record of the best epoch may hold a number of numpy's.
-        scalars = [np.dtype, type(np.dtype(np.float64)), np.float64, _numpy_scalar()]
-        with torch.serialization.safe_globals(scalars):
+        with torch.serialization.safe_globals(_scalars()):
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{file} is no checkpoint, or wants to run code: it is not opened ({reason})") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{file} is torn or no checkpoint of torch ({error}); fetch it again") from error
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted:
+            raise ValueError(
+                f"{file} wants to load {wanted.group(1)}, which no checkpoint needs. Nothing was run; do not trust it"
+            ) from error
+        raise ValueError(f"{file} is no checkpoint of torch, or a damaged one; fetch it again") from error
+    except _TORN as error:
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(f"{file} is torn or no checkpoint of torch ({reason}); fetch it again") from error
     tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(tensors, dict) or not tensors or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{file} holds no state dict: a dict of tensors, or one below 'state_dict', is needed")
-    if len({plain_name(key) for key in tensors}) < len(tensors):
-        raise ValueError(f"{file} holds keys with and without module.: it mixes two models")
+    named = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
+    if not tensors or not named:
+        raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")
+    prefixed = [key for key in tensors if key.startswith("module.")]
+    if prefixed and len(prefixed) < len(tensors):
+        bare = next(key for key in tensors if not key.startswith("module."))
+        raise ValueError(f"{file} holds keys with and without module., such as {prefixed[0]} and {bare}: it is mixed")
     return tensors
 
 
-def _numpy_scalar() -> Callable:
-    return np.float64(0).__reduce__()[0]
+# What a damaged file makes torch.load raise; a random byte in its pickle can lead anywhere.
+_TORN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_TORN += (ArithmeticError, struct.error)
+
+
+def _scalars() -> list[Any]:
+    """Numpy's numbers, which their record of the best epoch holds, under their old module's name and today's."""
+    scalar = np.float64(0).__reduce__()[0]
+    names = [f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")]
+    kinds = {type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8")}
+    return [np.dtype, *kinds, *((scalar, name) for name in names)]
 
 
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, heads: int | None = None) -> list[dict]:
-    """Convert their file to a model's folder, and return the report."""
+    """Convert their file to a model's folder, and return the report. ValueError where either is no good."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; give a new folder, or an empty one")
     theirs = read_file(file)
     try:
         what = understand({plain_name(key): tuple(tensor.shape) for key, tensor in theirs.items()}, heads)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    tensors, report = convert(theirs, what, str(file))
+    tensors, report = convert(theirs, what, str(file), whole=True)
     words = Vocabulary.read(vocabulary) if vocabulary else None
     if words and len(words) != what.vocab_size:
-        raise ValueError(f"{vocabulary} has {len(words)} pieces, {file} was trained with {what.vocab_size}")
+        raise ValueError(
+            f"{vocabulary} has {len(words)} pieces, {file} was trained with {what.vocab_size}: not its own"
+        )
     about = {"task": type(what.task).__name__, "settings": to_json(what.task), "num_classes": CLASSES - 1}
     files = model_files(tensors, what.model, what.vocab_size, words, about)
+    files[REPORT] = (json.dumps(report, indent=0) + "\n").encode()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    (folder / REPORT).write_text(json.dumps(report, indent=0) + "\n", encoding="utf-8")
+    for name in sorted(files, key=lambda name: name == CONFIG):  # it goes last: without it the folder is no model
+        (folder / name).write_bytes(files[name])
     return report
 
 
-def to_theirs(folder: Path, file: Path) -> None:
-    """Convert a model's folder to a file of theirs, bit-equal to the one that it came from, if it came from one."""
+def to_theirs(folder: Path, file: Path) -> list[dict]:
+    """Convert a model's folder to a file of theirs, bit-equal to the one that it came from, if it came from one.
+
+    Returns the report. ValueError where their code has no such model.
+    """
+    if file.exists():
+        raise ValueError(f"{file} is there already; give a new name")
     saved = read_model(folder)
     kinds = {k.__name__: k for k in (PretrainingSettings, VCRSettings, VQASettings, RefCOCOSettings)}
     if saved.config.get("task") not in kinds:
@@ -386,32 +472,61 @@ def to_theirs(folder: Path, file: Path) -> None:
     kind = kinds[saved.config["task"]]
     settings = saved.config.get("settings") or saved.config["recipe"]["task"]
     what = Published(from_json(kind, settings, f"{folder}/{CONFIG}"), saved.model_config, saved.vocab_size)
-    report = folder / REPORT
-    restored = restore(saved.model, what, json.loads(report.read_text()) if report.is_file() else None)
-    torch.save({"state_dict": restored}, file)
+    tensors = {name: tensor for name, tensor in saved.model.items() if not name.endswith(_COUNTER)}
+    wanted = skeleton(what)
+    check_tensors(wanted, tensors, str(folder))
+    told = folder / REPORT
+    if told.is_file():
+        report = json.loads(told.read_text(encoding="utf-8"))
+    else:
+        report = [entry | {"theirs": f"module.{entry['theirs']}"} for entry in standard(what, wanted)]
+        _check_theirs(what, {plain_name(e["theirs"]): tuple(wanted[e["ours"]].shape) for e in report if "ours" in e})
+    restored = restore(tensors, report, str(told))
+    part = file.with_name(f"{file.name}.part")
+    torch.save({"state_dict": restored}, part)
+    part.rename(file)
+    return report
+
+
+def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
+    """ValueError where the model follows a rule that their code has not."""
+    theirs = understand(shapes, what.model.heads)
+    for name, ours, published in differing_fields(architecture(what.model), architecture(theirs.model)):
+        stages = name.startswith("regions.resnet.") and not name.endswith((".blocks", ".width", ".stem_pool"))
+        if not stages and name not in _IN_THEIR_CONFIGURATION:
+            raise ValueError(f"their code has no such model: model.{name} is {ours}, theirs is {published}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vlbert.published", description="Convert the authors' checkpoints.")
     parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for their file, a file for a folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
     parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")
     parser.add_argument("--heads", type=int, help="attention heads, where one has not 64 channels")
     options = parser.parse_args()
     try:
         if options.source.is_dir():
-            to_theirs(options.source, options.out)
-            print(f"{options.out}: as the authors' code reads it")
-            return
-        report = to_ours(options.source, options.out, options.vocabulary, options.heads)
+            report = to_theirs(options.source, options.out)
+        else:
+            report = to_ours(options.source, options.out, options.vocabulary, options.heads)
+    except Refused as refused:
+        print_report(refused.report)
+        sys.exit(f"{parser.prog}: {refused}")
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
+    print_report(report)
+    print(f"{options.out}: {sum('theirs' in entry for entry in report)} keys")
+
+
+def print_report(report: list[dict]) -> None:
+    """A line a key: theirs, and what it is with us."""
     for entry in report:
-        become = entry.get("ours") or (
-            f"repeats {entry['repeats']}" if "repeats" in entry else "counts batches: left out"
-        )
-        print(f"{entry.get('theirs', 'not in the file, zeros')} -> {become}")
-    print(f"{options.out}: {sum('theirs' in entry for entry in report)} keys of {options.source}")
+        become = entry.get("ours") or ("counts batches: not needed" if "counts" in entry else "MISSING")
+        if "repeats" in entry:
+            become = f"repeats {entry['repeats']}"
+        if "refused" in entry:
+            become = f"REFUSED: {entry['refused']}"
+        print(f"{entry.get('theirs', '(not in their file: zeros)')} -> {become}")
 
 
 if __name__ == "__main__":
