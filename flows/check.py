@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows import finetune, pretrain
-from flows.settings import Dataset, FinetuneSettings, PretrainSettings
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
 from flows.training import check_overrides
 from vlbert.config import Recipe, architecture, differing_fields, override
 from vlbert.recipes import RECIPES
@@ -19,10 +19,13 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
     for dataset in datasets:
         _check_sources(dataset)
     pretraining_recipe = _check_pretraining(pretraining)
+    detectors = {dataset.name: dataset.detector for dataset in datasets}
+    _check_features("pretraining", pretraining_recipe, detectors, [pretraining.dataset, pretraining.held_out])
     runs = [pretraining_recipe.run_name]
     for number, settings in enumerate(finetunings):
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
+        _check_features(where, recipe, detectors, [settings.dataset])
         differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
         # The architecture of another run, or root, is known when it is read.
         starts_here = settings.checkpoint != "none" and "/runs/" not in settings.checkpoint and not settings.pretraining
@@ -108,6 +111,18 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
         for name in _REFCOCO_FILES:
             _check_file(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe
+
+
+def _check_features(
+    where: str, recipe: Recipe, detectors: dict[str, DetectorSettings], names: Sequence[str | None]
+) -> None:
+    """A run on precomputed features reads shards whose detector kept them."""
+    for name in names:
+        if name and recipe.model.regions.features == "precomputed" and not detectors[name].keep_features:
+            raise ValueError(
+                f"{where}: {recipe.name} takes precomputed features, and the detector of dataset {name} keeps none; "
+                "set its keep_features, or train from pixels with the override model.regions.features=end_to_end"
+            )
 
 
 def _recipe(where: str, name: str, assignments: Sequence[str]) -> Recipe:

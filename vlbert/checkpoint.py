@@ -123,7 +123,10 @@ def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
         raise ValueError(f"{where}/{MODEL} is torn or no safetensors file ({error}); copy it again") from error
     vocabulary = None
     if objects.exists(inside + VOCABULARY):
-        pieces = objects.get(inside + VOCABULARY).decode(errors="replace").splitlines()
+        try:
+            pieces = objects.get(inside + VOCABULARY).decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}/{VOCABULARY} is not UTF-8 ({error}); copy it again") from error
         vocabulary = Vocabulary(pieces, where=f"{where}/{VOCABULARY}")
         if len(vocabulary) != config["vocab_size"]:
             raise ValueError(

@@ -1,13 +1,12 @@
 """VLBert: a batch of captions and pictures in, contextual vectors of words and regions out."""
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.nn.functional as F
 from huggingface_hub import ModelHubMixin, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 
 from vlbert.batch import Batch
@@ -136,13 +135,18 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
 def download_model(name: str, **options: Any) -> Path:
     """The folder with the files of a model of the hub; ValueError where there is none of that name."""
     try:
-        hf_hub_download(name, CONFIG, **options)
-        with contextlib.suppress(EntryNotFoundError):  # a model may come without its vocabulary
+        folder = Path(hf_hub_download(name, CONFIG, **options)).parent
+        options["revision"] = folder.name  # the same commit for all files, whatever is pushed meanwhile
+        try:
             hf_hub_download(name, VOCABULARY, **options)
-        return Path(hf_hub_download(name, MODEL, **options)).parent
+        except EntryNotFoundError as error:  # a model may come without its vocabulary
+            if isinstance(error, LocalEntryNotFoundError) and not options["local_files_only"]:
+                raise  # the hub was out of reach
+        hf_hub_download(name, MODEL, **options)
     except (HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{name} is neither a folder nor a model on the hub ({reason})") from error
+    return folder
 
 
 class Pooler(nn.Module):

@@ -31,7 +31,6 @@ DEMO = ModelConfig(
     max_positions=128,
     dropout=0.0,
     initializer_range=0.06,
-    visual_dropout=False,
     visual_gain_regions=1.0,
     head_initialisation="normal",
     geometry_channels=64,

@@ -46,7 +46,13 @@ class Vocabulary:
     @classmethod
     def read(cls, file: str | Path) -> "Vocabulary":
         """From a vocab.txt: one piece a line, the line number is the id."""
-        return cls(Path(file).read_text(encoding="utf-8").splitlines(), where=str(file))
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"there is no vocabulary {file}; name BERT's vocab.txt, one piece a line") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no vocab.txt: it is not UTF-8 ({error})") from error
+        return cls(text.splitlines(), where=str(file))
 
     @classmethod
     def build(cls, texts: Callable[[], Iterable[str]], size: int) -> "Vocabulary":
