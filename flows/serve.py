@@ -1,6 +1,6 @@
 """Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarm for runs that died.
 
-    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N]          until Ctrl-C
+    python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
 
 Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A worker
 that dies is replaced; its runs have died with it. docs/operating.md says how to run the parts on machines of their own.
@@ -32,6 +32,7 @@ HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least tha
 SIGNS_KEPT = 3600  # seconds: a training of two days gives thousands, and the alarm needs but the last
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
 _START_SECONDS = 120.0  # that the server may take
+QUERY = 5.0  # seconds between two questions of the worker for work
 _POLL = 0.5  # seconds between looks at the worker
 _PAUSE = 5.0  # seconds before a worker that died is replaced
 _ALARM = "flow runs without a sign of life are crashed"
@@ -39,7 +40,7 @@ _ALARM = "flow runs without a sign of life are crashed"
 
 @contextmanager
 def serving(
-    home: Path, port: int, deployments: Path, query_seconds: float = 5.0, limit: int | None = None
+    home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None
 ) -> Iterator[Callable[[], None]]:
     """Server, deployments and worker while the block runs; this process and its children talk to that server.
 
@@ -238,10 +239,10 @@ def end_of(log: Path) -> str:
     return f"{log} ends with:\n" + "\n".join(lines)
 
 
-def serve(home: Path, port: int, deployments: Path, limit: int | None = None) -> None:
+def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY, limit: int | None = None) -> None:
     """Serve until a signal."""
     print(f"starting Prefect with its home in {home}", flush=True)
-    with serving(home, port, deployments, limit=limit) as check:
+    with serving(home, port, deployments, query_seconds, limit) as check:
         print(
             f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has what flows say\n"
             "in another terminal:\n"
@@ -264,12 +265,13 @@ def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = 
     parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="of the server and its UI (%(default)s)")
     parser.add_argument("--limit", type=int, help="runs at once (no limit); 1 where runs share a GPU")
+    parser.add_argument("--query", type=float, default=QUERY, help="seconds between looks for new runs (%(default)g)")
     chosen = parser.parse_args(arguments)
     if not chosen.deployments.is_file():
         sys.exit(f"there is no file {chosen.deployments}; --deployments names one such as prefect.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
     try:
-        serve(chosen.home.absolute(), chosen.port, chosen.deployments, chosen.limit)
+        serve(chosen.home.absolute(), chosen.port, chosen.deployments, chosen.query, chosen.limit)
     except RuntimeError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -221,9 +221,12 @@ def _supervise(command: list[str], grace: float) -> int:
     for number in (*_STOP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
 
+    # Else the handlers above would, before exec, swallow a signal that is meant for the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
     child = os.fork()
     if child == 0:
         _become(command, prctl)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
     statuses: dict[int, int] = {}
     while child not in statuses:
         ready, _, _ = select.select([sys.stdin.fileno(), awake], [], [])
@@ -241,8 +244,10 @@ def _become(command: list[str], prctl: Callable) -> None:
     try:
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and an ignored signal outlives exec
+        # The latter two Python ignores, and an ignored signal outlives exec.
+        for number in (*_STOP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
         os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
         os.execvp(command[0], command)
     except OSError as error:

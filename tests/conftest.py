@@ -1,6 +1,8 @@
 """Prefect with a home of its own, set before anything imports it, and one server for all tests that need one."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -8,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operated import Operated, operated, tiny_road
+from operated import ENDED, Operated, operated, tiny_road
 
-from demo.__main__ import write_deployments
+from demo.__main__ import WALK, write_deployments
 from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
@@ -18,28 +20,29 @@ from flows.settings import quiet_prefect
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
 os.environ.update(quiet_prefect(Path(_home.name)))
 os.environ.pop("PREFECT_API_URL", None)
+# Before anything imports torch: threads that share tiny work wait for each other, for long where the machine is busy.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does.
 
-    Those that look at its pages go before those that let runs die, and find the runs of one road alone.
+    They share one, so first come those that look at its pages and find there the runs of one road alone, then those
+    that start runs, then those whose flows run in this process (one of them wakes the scheduled detection), and last
+    those that let runs and workers die.
     """
 
     def turn(item: pytest.Item) -> int:
         needs = set(item.fixturenames)
-        return ("prefect_server" in needs) + 2 * ("served" in needs) + ("served" in needs and "walked" not in needs)
+        if "served" not in needs:
+            return 0
+        if item.path.name == "test_nothing_left.py":
+            return 5
+        if "prefect_server" in needs:
+            return 4
+        return 3 if "walked" not in needs else 2 if "walked_again" in needs else 1
 
     items.sort(key=turn)
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    """A Prefect server on a temporary database; it takes up to half a minute to start."""
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +61,46 @@ def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     file.write_text(yaml.safe_dump(project))
     with operated(folder / "prefect", file) as serving:
         yield serving
+
+
+@pytest.fixture(scope="session")
+def prefect_server(served: Operated) -> Iterator[None]:
+    """Flows that a test calls in this process, and its questions to Prefect's client, go to the server of `served`."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.settings import PREFECT_API_URL, PREFECT_LOCAL_STORAGE_PATH, temporary_settings
+
+    ours = {PREFECT_API_URL: f"{served.url}/api", PREFECT_LOCAL_STORAGE_PATH: served.home / "storage"}
+    with temporary_settings(ours):
+        yield
+        for worker in (APILogWorker, EventsWorker):
+            worker.drain_all()  # while there is a server to take it
+
+
+@pytest.fixture(scope="session")
+def walked(served: Operated) -> subprocess.CompletedProcess:
+    """The road, run and watched as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "prefect", *WALK],
+        env=os.environ | served.variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="session")
+def walked_again(walked: subprocess.CompletedProcess, served: Operated) -> dict[str, list[str]]:
+    """What the road says when it is run a second time, and the deployment of its fine-tuning, by deployment."""
+    assert walked.returncode == 0, walked.stdout + walked.stderr
+    runs = {
+        "pretrain-vlbert/default": served.start("pretrain-vlbert/default", finetunings=[]),
+        "finetune/default": served.start("finetune/default"),  # beside it: both look what there is, and wait
+    }
+    for run in runs.values():
+        served.wait_for(run, lambda run=run: served.state(run) in ENDED, 120)
+        assert served.state(run) == "COMPLETED", served.account(run)
+    return {deployment: served.logs(run) for deployment, run in runs.items()}
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
     """Serve these deployments until the block ends."""
     port, log = free_port(0), home.parent / "serve.log"
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "flows.serve", "--home", str(home), "--port", str(port)]
+    command = [sys.executable, "-m", "flows.serve", "--home", str(home), "--port", str(port), "--query", "1"]
     with background([*command, "--deployments", str(deployments)], log) as serves:
 
         def ready() -> bool:
@@ -131,20 +131,22 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
             return "the flow UI is at" in log.read_text()
 
         wait_until(ready, 180)
-        served = Operated(home, f"http://127.0.0.1:{port}", deployments)
-        wait_until(lambda: served.ask("POST", "/work_pools/local/workers/filter"), 60)
-        yield served
+        yield Operated(home, f"http://127.0.0.1:{port}", deployments)
 
 
 def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
-    """What `make demo` tells the flow pretrain-vlbert, as JSON: four steps a run, nothing held out, one fine-tuning."""
+    """What `make demo` tells the flow pretrain-vlbert, as JSON: shards of ten, four steps a run, one fine-tuning."""
     parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
-    captions, _, things = parameters["datasets"]
-    captions["download"]["deadline"] = 1.5
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
-    parameters["pretraining"] |= {"held_out": None, "overrides": [*steps, "data.text_batch=2"]}
-    finetunings = [parameters["finetunings"][0] | {"overrides": steps}]
-    return parameters | {"datasets": [captions, things], "finetunings": finetunings}
+    for dataset in parameters["datasets"]:
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2}
+        dataset["download"]["deadline"] = 1.5
+    parameters["finetunings"] = parameters["finetunings"][:1]
+    parameters["pretraining"]["overrides"] = [*steps, "data.text_batch=2"]
+    parameters["finetunings"][0]["overrides"] = steps
+    for training in (parameters["pretraining"], *parameters["finetunings"]):
+        training["processes"]["threads"] = 1  # more would wait for each other where the machine has other work
+    return parameters
 
 
 def running() -> Iterator[tuple[int, str, str]]:

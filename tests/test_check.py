@@ -1,8 +1,6 @@
 """Settings of the flows and what is checked of them before any work: each fault is named at second 0."""
 
 import dataclasses
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,8 @@ from demo.world import World, WorldSettings, draw_world
 from detectors.run import _parser as detector_parser
 from flows import finetune, pretrain
 from flows.check import check
-from flows.collect import COMMITTED, collect_settings
+from flows.collect import collect_settings
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, Source
-from flows.supervisor import run_child
 from storage.download import DownloadSettings, ImageSettings
 
 PROJECT = Path(__file__).parents[1]
@@ -352,41 +349,3 @@ def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(wor
         road["finetunings"][0], pretraining=road["pretraining"].run
     )
     assert [schedule["active"] for schedule in found["detect-regions/scheduled"]["schedules"]] == [False]
-
-
-@pytest.mark.usefixtures("prefect_server")
-def test_prefect_takes_the_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.settings import PREFECT_API_URL
-
-    shutil.copy(PROJECT / "prefect.yaml", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    environment = {"PREFECT_API_URL": PREFECT_API_URL.value()}
-    with get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name="local", type="process"))
-        run_child(command, lambda line: None, environment=environment)
-        flows = {flow.id: flow.name for flow in client.read_flows()}
-        found = {f"{flows[one.flow_id]}/{one.name}": one for one in client.read_deployments()}
-        automations = client.request("POST", "/automations/filter").json()
-        try:
-            assert set(found) == NAMES
-            assert {one.work_pool_name for one in found.values()} == {"local"}
-            assert {one.job_variables["command"] for one in found.values()} == {"python -m flows.engine"}
-            assert {one.global_concurrency_limit.limit for one in found.values()} == {1}
-            # Relative paths in parameters begin where `prefect deploy` ran.
-            moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(tmp_path)}}
-            assert [one.pull_steps for one in found.values()] == 5 * [[moves]]
-            (schedule,) = found["detect-regions/scheduled"].schedules
-            assert (schedule.schedule.cron, schedule.active) == ("*/15 * * * *", True)
-            (automation,) = [one for one in automations if one["trigger"]["expect"] == [COMMITTED]]
-            assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}
-            assert [action["deployment_id"] for action in automation["actions"]] == [
-                str(found["detect-regions/scheduled"].id)
-            ]
-        finally:  # the server is that of other tests, too
-            for automation in automations:
-                client.request("DELETE", f"/automations/{automation['id']}")
-            for one in found.values():
-                client.delete_deployment(one.id)

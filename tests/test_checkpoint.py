@@ -1,6 +1,6 @@
 """The checkpoint as a format: a golden one must stay readable and be written again byte for byte.
 
-It is made by `PYTHONPATH=. python tests/test_checkpoint.py` (only when the format gets a new version) and described in
+It is made by `python tests/test_checkpoint.py` (only when the format gets a new version) and described in
 docs/formats.md.
 """
 
@@ -43,7 +43,7 @@ RECIPE = Recipe(
         intermediate=8,
         max_positions=8,
         geometry_channels=8,
-        regions=RegionConfig(ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
+        regions=RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
     ),
     data=DataConfig(root="somewhere"),
 )
@@ -151,8 +151,8 @@ def model_folder(tmp_path) -> Path:
     ("file", "change", "says"),
     [
         ("config.json", lambda data: data.replace(b'"version": 2', b'"version": 1'), "of version 1, this code reads 2"),
-        ("config.json", lambda data: b"[]", "config.json is no configuration of a model"),
-        ("config.json", lambda data: data[:99], "config.json is no configuration of a model"),
+        ("config.json", lambda data: b"[]", "config.json is not the configuration of a VL-BERT"),
+        ("config.json", lambda data: data[:99], "config.json is torn or no JSON"),
         ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
         ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 pieces, the model 7: not its own"),
@@ -163,10 +163,9 @@ def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, fil
         (model_folder / file).unlink()
     else:
         (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
-    with pytest.raises(ValueError, match="model") as error:
+    with pytest.raises(ValueError, match=str(model_folder)) as error:
         read_model(model_folder)
     assert says in str(error.value)
-    assert str(model_folder) in str(error.value)
 
 
 if __name__ == "__main__":

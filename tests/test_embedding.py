@@ -195,8 +195,9 @@ def test_a_look_is_normed_or_scaled_or_added_as_it_is(norm, channels):
     look.initialise()
     given = torch.randn(3, channels)
     brought = given if channels == 32 else look.to_hidden(given)
-    expected = {"layer_norm": 0.25 * F.layer_norm(brought, (32,), eps=1e-12), "scale": 0.25 * brought, "none": brought}[norm]
-    torch.testing.assert_close(look(given), expected)
+    normed = F.layer_norm(brought, (32,), eps=1e-12)
+    expected = {"layer_norm": 0.25 * normed, "scale": 0.25 * brought, "none": brought}
+    torch.testing.assert_close(look(given), expected[norm])
     learned = {"layer_norm": {"norm.weight", "norm.bias"}, "scale": {"scale"}, "none": set()}[norm]
     assert {name for name, _ in look.named_parameters() if "to_hidden" not in name} == learned
 

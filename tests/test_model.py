@@ -151,7 +151,7 @@ def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
     with torch.no_grad():
         plain = network(collate([given]))
         found = {
-            name: network(collate([dataclasses.replace(given, picture=dataclasses.replace(given.picture, cells=cells))]))
+            name: network(collate([Example("x", given.words, dataclasses.replace(given.picture, cells=cells))]))
             for name, cells in covered.items()
         }
     hook.remove()

@@ -32,10 +32,10 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A road of its own root: shards of one row, and a training without end on two processes."""
+    """A road of its own root: a training without end on two processes."""
     parameters = tiny_road(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
     parameters["datasets"][:] = parameters["datasets"][:1]
-    parameters["datasets"][0]["rows_per_shard"] = 1
+    parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
     parameters["pretraining"] |= {"overrides": STEPS, "held_out": None}
     return parameters | {"finetunings": []}
 
@@ -46,7 +46,8 @@ def collected(world: World, served: Operated, tmp_path_factory: pytest.TempPathF
     root = tmp_path_factory.mktemp("collected")
     rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
     (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
-    source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv"), "rows_per_shard": 1}
+    source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
+    source = source | {"rows_per_shard": 1, "shards_per_task": 100}
     del source["detector"]
     served.complete("collect-captions/default", root=str(root), dataset=source)
     return str(root)

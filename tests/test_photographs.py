@@ -61,7 +61,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     dataset = Dataset(
         "captions",
         # Small, for the processors' sake: the network is whole, ResNet-50 with its dilated res5.
-        detector=DetectorSettings(preset="vg_resnet50", untrained=True, short_side=160, post_nms=24, threads=2),
+        detector=DetectorSettings(preset="vg_resnet50", untrained=True, short_side=160, post_nms=12, threads=1),
         captions=str(captions),
         download=DownloadSettings(allowed_hosts=(server,)),
         rows_per_shard=10,

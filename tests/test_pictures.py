@@ -31,7 +31,8 @@ def test_boxes_grow_with_the_picture():
     seen = view(sample, LARGER, flip=False)
     assert tuple(seen.pixels.shape) == (3, 128, 192)
     np.testing.assert_allclose(seen.boxes[1:], sample.regions.boxes * 2)
-    assert seen.boxes[0].tolist() == [0, 0, 191, 127]
+    assert seen.boxes[0].tolist() == [0, 0, 190, 126], "the whole image grows as they do"
+    assert view(sample, LARGER, flip=True).boxes[0].tolist() == [1, 0, 191, 126]
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
 
 

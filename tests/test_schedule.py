@@ -42,8 +42,8 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     served.complete("collect-captions/default", root=str(root), dataset=source | {"captions": str(half)})
     wait_until(lambda: set(scheduled(served)) - set(known), 30)
     (run,) = set(scheduled(served)) - set(known)
-    wait_until(lambda: served.state(run) in ENDED, 90)
-    assert served.state(run) == "COMPLETED", served.logs(run)
+    served.wait_for(run, lambda: served.state(run) in ENDED, 90)
+    assert served.state(run) == "COMPLETED", served.account(run)
     before = manifests(root)
     assert sorted(before) == ["00000", "00001", "00002"]
 
@@ -60,13 +60,11 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
             shutil.copy(file, root / "captions/images")  # the manifest, which makes a shard visible, last
     said = served.listen()
     runs = [served.start("detect-regions/scheduled") for _ in range(2)]
-    wait_until(lambda: all(served.state(run) in ENDED for run in runs), 150)
+    served.wait_for(runs[0], lambda: all(served.state(run) in ENDED for run in runs), 150)
     # One at a time: the second is cancelled, or comes after the first and finds nothing.
     assert {served.state(run) for run in runs} <= {"CANCELLED", "COMPLETED"}
     detected = [line.partition(" shard ")[2][:5] for line in said() if "captions: shard " in line]
     assert sorted(detected) == new, "each once, and no other"
-    served.complete("detect-regions/scheduled")
-    wait_until(lambda: any("captions: nothing to detect: 8 of 8 shards have" in line for line in said()), 10)
     after = manifests(root)
     assert before.items() <= after.items(), "what was detected before stays as it was"
     assert sorted(after) == [f"{number:05}" for number in range(8)]

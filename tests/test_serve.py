@@ -1,6 +1,7 @@
 """`make serve`: what it tells Prefect, what it refuses, the alarm. What it is for: test_nothing_left, test_schedule."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from operated import Operated, wait_until
+import yaml
+from operated import Operated, operated, wait_until
 
 from demo.serve import free_port
+from flows.collect import COMMITTED
 from flows.serve import HEARTBEAT, SILENCE, alone, environment, replaceable
 from flows.supervisor import background
 
@@ -109,3 +112,44 @@ def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served:
         "detect_flow/scheduled": "CANCEL_NEW",
         "finetune_flow/default": "ENQUEUE",
     }
+
+
+def taken(server: Operated, directory: Path) -> None:
+    """What the server keeps of deployments that it was told of in this folder is what their file says."""
+    flows = {one["id"]: one["name"] for one in server.ask("POST", "/flows/filter")}
+    found = {f"{flows[one['flow_id']]}/{one['name']}": one for one in server.ask("POST", "/deployments/filter")}
+    assert set(found) == {
+        "pretrain-vlbert/default",
+        "collect-captions/default",
+        "detect-regions/default",
+        "detect-regions/scheduled",
+        "finetune/default",
+    }
+    assert {one["work_pool_name"] for one in found.values()} == {"local"}
+    assert {one["job_variables"]["command"] for one in found.values()} == {"python -m flows.engine"}
+    assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
+    # Relative paths in parameters begin where `prefect deploy` ran.
+    moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
+    assert [one["pull_steps"] for one in found.values()] == 5 * [[moves]]
+    scheduled = found["detect-regions/scheduled"]
+    project = yaml.safe_load(server.deployments.read_text())
+    (asked,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
+    (schedule,) = scheduled["schedules"]
+    assert (schedule["schedule"]["cron"], schedule["active"]) == (asked["cron"], True)
+    (automation,) = [
+        one for one in server.ask("POST", "/automations/filter") if one["trigger"]["expect"] == [COMMITTED]
+    ]
+    assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}
+    assert [action["deployment_id"] for action in automation["actions"]] == [scheduled["id"]]
+
+
+def test_prefect_takes_the_deployments_of_the_demo(served: Operated):
+    taken(served, Path.cwd())
+
+
+@pytest.mark.slow
+def test_prefect_takes_the_deployments_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copy(PROJECT / "prefect.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
+        taken(server, tmp_path)

@@ -21,7 +21,7 @@ from vlbert.distributed import World
 from vlbert.recipes import RECIPES
 from vlbert.record import read_metrics
 from vlbert.text import make_corpus
-from vlbert.train import train
+from vlbert.train import main, train
 
 ALONE = World(0, 1, torch.device("cpu"))
 HOUSE = Path(__file__).parents[1]
@@ -48,11 +48,15 @@ def weights(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
     return load_file(root / "runs" / name / f"step-{step:07d}" / "model.safetensors")
 
 
-def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
+def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
+    """The arguments of `vlbert.train` that make a recipe of it."""
     recipe = tiny_recipe(root, run=name, **changes)
+    return ["pretrain_vlbert_demo", *as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]()), *more]
+
+
+def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "vlbert.train", "pretrain_vlbert_demo"]
-    command += [*as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]()), *more]
+    command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -96,7 +100,7 @@ def test_a_finished_run_says_so_and_does_nothing(root, six_steps, capsys):
     assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
 
 
-def test_two_processes_compute_what_one_computes(root, six_steps):
+def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_stopped(root, six_steps):
     model = dataclasses.replace(TINY_MODEL, dropout=0.0)  # dropout draws anew on every rank
     run(root, "one", model=model)
     result = torchrun(root, "two", 2, model=model)
@@ -110,8 +114,15 @@ def test_two_processes_compute_what_one_computes(root, six_steps):
     assert "samples/s" in progress[0]
     assert "left" in progress[0]
 
+    for file in (root / "runs" / "two" / "step-0000006").iterdir():
+        file.unlink()
+    run(root, "two", model=model)
+    assert [line[0] for line in losses(root, "two")] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(np.array(losses(root, "two")), np.array(losses(root, "one")), rtol=2e-5)
 
-def test_a_run_may_go_on_with_another_number_of_processes(root):
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_more_processes(root):
     model = dataclasses.replace(TINY_MODEL, dropout=0.0)
     run(root, "from-one", model=model)
     for file in (root / "runs" / "from-one" / "step-0000006").iterdir():
@@ -285,11 +296,16 @@ def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     [
         (["optimiser.rate=1"], "Recipe has no field 'optimiser'"),
         (["data.root="], "data.root is not set"),
-        (["data.batch=7", "data.text_batch=0"], "data.batch = 7 cannot be shared by 2 processes"),
     ],
 )
-def test_what_is_wrong_is_said_on_the_command_line(root, more, says):
-    result = torchrun(root, "refused", 2 if "batch" in says else 1, *more)
+def test_what_is_wrong_is_said_before_any_process_waits_for_another(root, more, says):
+    with pytest.raises(SystemExit, match=f"^torchrun -m vlbert.train pretrain_vlbert_demo: .*{says}"):
+        main(command_line(root, "refused", *more))
+    assert not (root / "runs" / "refused").exists()
+
+
+def test_what_is_wrong_for_so_many_processes_is_said_on_the_command_line(root):
+    result = torchrun(root, "refused", 2, "data.batch=7", "data.text_batch=0")
     assert result.returncode != 0
-    assert says in result.stderr
+    assert "data.batch = 7 cannot be shared by 2 processes" in result.stderr
     assert not (root / "runs" / "refused").exists()

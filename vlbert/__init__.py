@@ -5,7 +5,7 @@ from vlbert import Batch, Encoded, Example, Picture, VLBert, Vocabulary, Words, 
 
 from typing import Any
 
-# Where each name of the library is defined. Looked up when asked for: settings and flows do without torch.
+# Where each name of the library is defined. Looked up when asked for: vlbert.text, say, needs no torch.
 _HOMES = {
     "VLBert": "vlbert.model",
     "Encoded": "vlbert.model",

@@ -45,7 +45,8 @@ class Picture:
     size      (width, height)    of the resized picture
     pixels    uint8 [3, h, w]    RGB, already resized; None where features are precomputed
     features  float [r, D]       precomputed ones, row 0 included; None end to end
-    cells     float32 [r, S, S]  share of each cell of a region's S x S grid that its object covers; None: all of it
+    cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
+                                 None: all of it
     classes   int64 [r]          the object's class, for models with one [IMG] a class; None elsewhere
     targets, asked               as in Words, by region
     """

@@ -13,6 +13,14 @@ def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
         raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
 
 
+def check_choices(config: Any) -> None:
+    """ValueError where a field of Literal type has none of its values: code and files may name any."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            _check(config, getattr(config, name) in choices, name, f"one of {', '.join(map(repr, choices))}")
+
+
 @dataclass(frozen=True)
 class RegionConfig:
     """One vector a region: by a Fast R-CNN that is trained along (paper 3.2, 3.3), or kept by a detector beforehand."""
@@ -35,6 +43,7 @@ class RegionConfig:
     hidden_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
 
     def __post_init__(self):
+        check_choices(self)
         _check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
         _check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
         _check(self, self.roi_size > 0, "roi_size", "at least 1")
@@ -86,6 +95,7 @@ class ModelConfig:
     regions: RegionConfig = RegionConfig()
 
     def __post_init__(self):
+        check_choices(self)
         _check(
             self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
         )
@@ -139,13 +149,13 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)  # Adam's
     momentum: float = 0.9  # SGD's
     epsilon: float = 1e-6  # Adam's
-    corrects_epsilon: bool = (
-        False  # PyTorch's Adam adds epsilon after correcting the second moment's bias, BERT's before
-    )
+    # BERT's: epsilon is added before the second moment's bias is corrected, and decay follows the step. Else PyTorch's.
+    bert_adam: bool = True
     weight_decay: float = 1e-4  # of every parameter, biases and LayerNorms included
     clip: float | None = 10.0  # largest global gradient norm; None: any
 
     def __post_init__(self):
+        check_choices(self)
         _check(self, self.learning_rate > 0, "learning_rate", "positive")
         _check(self, self.warm_up >= 0, "warm_up", "0 or more")
         _check(self, self.clip is None or self.clip > 0, "clip", "positive")
@@ -183,6 +193,8 @@ class Recipe:
     keep_checkpoints: int = 2  # older ones are removed
 
     def __post_init__(self):
+        check_choices(self)
+        check_choices(self.task)
         _check(self, self.steps > 0, "steps", "at least 1")
         for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
             _check(self, getattr(self, every) > 0, every, "at least 1")

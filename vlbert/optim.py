@@ -44,6 +44,11 @@ def prepare_step(optimizer: torch.optim.Optimizer, step: int, steps: int, config
     factor = learning_rate_factor(step + 1, steps + 1, config)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
-        if config.kind != "sgd" and not config.corrects_epsilon:
+        if config.kind != "sgd" and config.bert_adam:
             # BERT's Adam divides by sqrt(v) + epsilon and then corrects the bias of v, PyTorch's the other way round.
             group["eps"] = config.epsilon / (1 - config.betas[1] ** (step + 1)) ** 0.5
+        if config.kind == "adamw" and config.bert_adam:
+            # And it decays what the step has changed already, PyTorch's what was there before it: the same as a step
+            # that is smaller by the decay.
+            decay = group["lr"] * config.weight_decay
+            group["lr"], group["weight_decay"] = group["lr"] * (1 - decay), config.weight_decay / (1 - decay)

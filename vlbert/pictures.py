@@ -88,8 +88,9 @@ def view(sample: Sample, config: RegionConfig, flip: bool) -> View:
     if pixels is not None and flip:
         pixels = pixels.flip(2)
     scale = (width / stored[0], height / stored[1])
-    whole_image = np.array([[0, 0, width - 1, height - 1]], np.float32)
-    boxes = np.concatenate([whole_image, _place(sample.regions.boxes, scale, flip, width, height)])
+    # The whole image is a box of the stored one, resized and mirrored as all are: as the authors' code has it.
+    whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
+    boxes = _place(np.concatenate([whole_image, sample.regions.boxes]), scale, flip, width, height)
     return View((width, height), boxes, scale, flip, pixels, features)
 
 

@@ -50,9 +50,7 @@ RULES = (
     Rule(10, "model.regions.resnet.norm", "batch", "frozen", "A.2", "whether its BatchNorms are trained"),
     Rule(11, "optimizer.kind", "adam", "adamw", "A.2", "weight decay in the gradient, or beside it"),
     Rule(11, "optimizer.epsilon", 1e-8, 1e-6, "A.2", "Adam's epsilon; the paper names none, Adam's own default"),
-    Rule(
-        11, "optimizer.corrects_epsilon", True, False, "A.2", "where it is added: as Kingma and Ba have it, or before"
-    ),
+    Rule(11, "optimizer.bert_adam", False, True, "A.2", "epsilon before the bias correction, decay after the step"),
     Rule(11, "optimizer.clip", None, 10.0, "A.2", "largest gradient norm; 1 in VQA and RefCOCO+"),
     Rule(12, "model.regions.hidden_pixels", "black", "mean", "3.3", "what hidden pixels show"),
     Rule(13, "task.loss", "softmax", "sigmoid", "4.2", "one of four choices, or each by itself", _VCR),
@@ -69,6 +67,9 @@ RULES = (
 )
 # Rule 17 is a setting of detection, `boxes`: un-regressed proposals (code) or regressed boxes (paper 3.3). Precomputed
 # features (rules 12 and 14) are a recipe of their own: model.regions.features.
+
+
+_FOLLOWS = {"name", "validate_every", "save_every"}  # what follows from the rest is no difference
 
 
 def paper(recipe: Recipe) -> Recipe:

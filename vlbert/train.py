@@ -220,8 +220,7 @@ def make_model(
         load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
         say(f"Fast R-CNN from {recipe.model.regions.weights}")
     if recipe.bert:
-        start_from_bert(model.vlbert, model.head, recipe.bert, vocabulary)
-        say(f"words and encoder from {recipe.bert}")
+        say(start_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
     if start_from:
         differing = differing_fields(architecture(recipe.model), architecture(start_from.model_config))
         if differing:

@@ -70,6 +70,8 @@ class Pretraining:
         self.watched = torch.tensor(watched, dtype=torch.int64)
 
     def questions(self, samples: "Samples", held_out: bool) -> Questions:
+        if self.settings.relationship:
+            raise ValueError("task.relationship is on, and no data asks for it: train with task.relationship=false")
         return Questions(np.arange(len(samples)))
 
     def example(self, sample: Sample, view: View, ask: None, rng: np.random.Generator) -> Example:

@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -192,6 +193,6 @@ def read_plain_pickle(file: Path) -> Any:
 
 
 def swap_sides(text: str) -> str:
-    """The expression for the mirrored picture: left for right and right for left."""
+    """The text for the mirrored picture: left for right and right for left."""
     sides = {"left": "right", "right": "left"}
-    return " ".join(sides.get(word, word) for word in text.split(" "))
+    return re.sub(r"\b(left|right)\b", lambda word: sides[word[0].lower()], text, flags=re.IGNORECASE)

@@ -1,0 +1,81 @@
+"""Files as the authors' code saves them, by the key lists of the shared folder, in a small size."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vlbert.text import SPECIALS, Vocabulary
+
+KEY_LISTS = Path(__file__).parents[2] / "shared" / "parity" / "vlbert" / "state_dict_keys.json"
+KINDS = (
+    "pretrain_base_e2e",
+    "pretrain_base_prec",
+    "pretrain_base_prec_withouttextonly",
+    "vcr_base_q2a",
+    "vqa_base",
+    "refcoco_base",
+)
+needs_key_lists = pytest.mark.skipif(not KEY_LISTS.is_file(), reason=f"{KEY_LISTS} is not there")
+WORDS = Vocabulary([*SPECIALS, "a", "dog", "on", "sofa", *(f"word{i}" for i in range(191))])
+
+
+def base_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of a BASE model of theirs, repeated keys included."""
+    return {name: tuple(shape) for name, shape, _ in json.loads(KEY_LISTS.read_text())[kind]["keys"]}
+
+
+def resized_shapes(kind: str, sides: dict[int, int]) -> dict[str, tuple[int, ...]]:
+    """The same with other sides outside the ResNet."""
+    return {
+        name: shape if _of_resnet(name) else tuple(sides.get(side, side) for side in shape)
+        for name, shape in base_shapes(kind).items()
+    }
+
+
+def small_shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    """64 channels, 200 words, 40 positions, a ResNet-101 whose stem has 2 channels; all layers and all names."""
+    sides = {768: 64, 3072: 128, 30522: len(WORDS), 512: 40, 4096: 2048 + 64, 2048: 64}
+    return {
+        name: tuple(side if side in (1, 3, 7) else side // 32 for side in shape) if _of_resnet(name) else shape
+        for name, shape in resized_shapes(kind, sides).items()
+    }
+
+
+def _of_resnet(name: str) -> bool:
+    return name.startswith("image_feature_extractor.") and "obj_downsample" not in name
+
+
+def small_state(kind: str, dtype: torch.dtype = torch.float32, prefix: str = "module.") -> dict[str, Tensor]:
+    """A state dict of that size: every tensor has values of its own, and the keys that repeat others repeat them."""
+    return {f"{prefix}{name}": _fill(name, shape, dtype) for name, shape in small_shapes(kind).items()}
+
+
+def _fill(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    original = name.replace("extractor.head.0.", "extractor.roi_head_feature_extractor.")
+    original = original.replace("vlbert.mlm_head.predictions.decoder.", "vlbert.word_embeddings.")
+    seed = zlib.crc32(original.encode())
+    if name.endswith("num_batches_tracked"):
+        return torch.tensor(seed % 1000)
+    values = torch.empty(shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values.abs() + 0.5 if name.endswith("running_var") else values
+
+
+def save_released(file: Path, state: dict[str, Tensor], zipped: bool = True) -> Path:
+    """As their trainer saves it; torch 1.0 knew no zip files, and its numpy's scalars lived in another module."""
+    optimizer = {
+        "state": {0: {"step": 3, "exp_avg": torch.zeros(2)}},
+        "param_groups": [{"lr": 1e-7, "betas": (0.9, 0.999), "params": [0]}],
+    }
+    best = {"best_epoch": 8, "best_val": np.float64(0.67)}
+    whole = {"state_dict": state, "optimizer": optimizer, "validation_monitor": best}
+    torch.save(whole, file, _use_new_zipfile_serialization=zipped)
+    if not zipped:
+        data = file.read_bytes()
+        assert b"cnumpy._core.multiarray\n" in data
+        file.write_bytes(data.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    return file
