@@ -10,8 +10,6 @@ from vlbert.config import Recipe, architecture, differing_fields, override
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 
-_REFCOCO_FILES = ("refs(unc).p", "instances.json")
-
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
     """Files, names, recipes and overrides of the whole road, before anything is downloaded; imports torch."""
@@ -105,11 +103,11 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
     start = ["start_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
     recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
-    if hasattr(recipe.task, "folder"):
-        if not settings.folder:
-            raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(_REFCOCO_FILES)}")
-        for name in _REFCOCO_FILES:
-            _check_file(f"{where}.folder", str(Path(settings.folder) / name))
+    files = getattr(recipe.task, "files", ())
+    if files and not settings.folder:
+        raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(files)}")
+    for name in files:
+        _check_file(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe
 
 

@@ -249,7 +249,7 @@ def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden(
     boxes, features = drawn(0).regions.boxes, rng.normal(size=(4, config.regions.channels)).astype(np.float32)
     model = VLBert(config, len(WORDS)).eval()
 
-    def seen(hidden: int | None) -> torch.Tensor:
+    def seen(hidden: int) -> torch.Tensor:
         """How far the outputs move when the vector of region 2 becomes another, with region `hidden` hidden."""
         picture = Picture(boxes, np.arange(4) == hidden, (64, 32), features=features)
         tokens, zeros = np.array([WORDS.cls, WORDS.mask, WORDS.sep]), np.zeros(3, np.int64)

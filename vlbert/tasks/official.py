@@ -60,10 +60,14 @@ def read_answers(file: Path) -> list[str]:
     return [line if line == UNKNOWN else without_punctuation(line) for line in lines]
 
 
+def question_files(split: str) -> tuple[str, str]:
+    """Names of the files with the questions of a split, and with what the annotators said."""
+    return f"v2_OpenEnded_mscoco_{split}_questions.json", f"v2_mscoco_{split}_annotations.json"
+
+
 def read_questions(folder: Path, split: str) -> list[Question]:
     """The questions of a split with their annotations, in the order of the questions file."""
-    asked_in = folder / f"v2_OpenEnded_mscoco_{split}_questions.json"
-    answered_in = folder / f"v2_mscoco_{split}_annotations.json"
+    asked_in, answered_in = (folder / name for name in question_files(split))
     asked, answered = (read_json(file, "task.folder, or the splits") for file in (asked_in, answered_in))
     try:
         answers = {

@@ -42,6 +42,11 @@ class RefCOCOSettings:
     whole_image_competes: bool = False  # may the whole image be the answer?
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the regions that were found
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What `folder` must hold."""
+        return "refs(unc).p", "instances.json"
+
 
 @dataclass(frozen=True)
 class Expression:
@@ -146,7 +151,7 @@ class RefCOCO:
 
 def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
     """split -> image file -> its expressions, from refs(unc).p and instances.json."""
-    for name in ("refs(unc).p", "instances.json"):
+    for name in RefCOCOSettings().files:
         if not (folder / name).is_file():
             raise ValueError(f"there is no {folder / name}; set task.folder to the RefCOCO+ folder that holds it")
     with open(folder / "instances.json") as file:

@@ -54,6 +54,11 @@ class VCRSettings:
     #                                                what the encoder says there, or of the Fast R-CNN's feature alone
     copies_segment: bool = True  # from a pre-trained model, where sentences are of segment A alone, B starts as A
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What `folder` must hold, beside the metadata."""
+        return "train.jsonl", "val.jsonl"
+
     def __post_init__(self):
         if self.max_pieces is not None and self.max_pieces < 1:
             raise ValueError(f"max_pieces is {self.max_pieces}; it must be at least 1")

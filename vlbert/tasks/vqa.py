@@ -23,7 +23,7 @@ from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
 from vlbert.pictures import View
 from vlbert.tasks import Questions
-from vlbert.tasks.official import UNKNOWN, Question, find_samples, read_answers, read_questions
+from vlbert.tasks.official import UNKNOWN, Question, find_samples, question_files, read_answers, read_questions
 from vlbert.tasks.refcoco import swap_sides
 from vlbert.text import Vocabulary
 
@@ -41,6 +41,11 @@ class VQASettings:
     loss: Literal["bce", "cross_entropy"] = "bce"  # each answer by itself, to its soft score; or the best one of all
     classifier: ClassifierKind = "words"  # behind [MASK]: with the transform of pre-training's word classifier, ...
     answers_from_words: bool = True  # an answer's weights start as the mean embedding of its word pieces
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What `folder` must hold."""
+        return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in question_files(s))
 
 
 class VQA:
