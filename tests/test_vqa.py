@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
+from storage.sample import sample_key
 from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
 from vlbert.distributed import World
@@ -53,7 +54,10 @@ def write_vqa(folder: Path, split: str, said: dict[int, list[str]]) -> None:
 def coco(samples: list, split: str) -> list:
     """The samples, named as COCO's images: sample i is image i."""
     urls = [f"http://images.example.org/{split}/COCO_{split}_{i:012d}.jpg" for i in range(len(samples))]
-    return [dataclasses.replace(sample, url=url) for sample, url in zip(samples, urls, strict=True)]
+    return [
+        dataclasses.replace(sample, url=url, key=sample_key(url, sample.caption))
+        for sample, url in zip(samples, urls, strict=True)
+    ]
 
 
 def urls(samples: list) -> SimpleNamespace:
@@ -223,7 +227,7 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
     annotations = folder / "v2_mscoco_one_annotations.json"
     whole = annotations.read_text()
     annotations.write_text((folder / "v2_mscoco_two_annotations.json").read_text())
-    with pytest.raises(ValueError, match="1 questions stand in one alone or have no answer, such as 12"):
+    with pytest.raises(ValueError, match="do not fit: 1 stand in one alone or have no answer, such as question 12"):
         read_questions(folder, "one")
     annotations.write_text(whole.replace("question_id", "id"))
     with pytest.raises(ValueError, match=r"v2_mscoco_one_annotations.json is not in VQA 2.0's format: KeyError"):

@@ -178,7 +178,7 @@ def finetune_vqa_base() -> Recipe:
     epoch = 2_571
     recipe = Recipe(
         name="finetune_vqa_base",
-        task=VQASettings(),
+        task=VQASettings(train_on=("train2014", "val2014")),
         model=_precomputed(BASE),
         data=DataConfig(dataset="vqa", held_out="vqa", batch=256),
         optimizer=OptimizerConfig(learning_rate=1.6e-4, warm_up=500),

@@ -87,8 +87,8 @@ def read_questions(folder: Path, split: str) -> list[Question]:
     without += answers.keys() - {question.question_id for question in questions}
     if without:
         raise ValueError(
-            f"{asked_in} and {answered_in.name} do not fit: {len(without)} questions stand in one alone or have no "
-            f"answer, such as {without[0]}; both must be of the same split"
+            f"{asked_in} and {answered_in.name} do not fit: {len(without)} stand in one alone or have no answer, such "
+            f"as question {without[0]}; both must be of the same split"
         )
     return questions
 
