@@ -309,6 +309,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     recipe = tiny_recipe(
         root,
+        from_scratch=True,
         task=dataclasses.replace(task.settings, names="neutral"),
         data=DataConfig(root=str(root), dataset="vcr", held_out="vcr", batch=2, workers=0, flip=0.5),
         vocabulary=str(tmp_path / "vocab.txt"),

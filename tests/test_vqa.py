@@ -204,6 +204,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     recipe = tiny_recipe(
         root,
+        from_scratch=True,
         task=task.settings,
         data=DataConfig(root=str(root), dataset="vqa", held_out="vqa", batch=4, workers=0, flip=0.5),
         vocabulary=str(tmp_path / "vocab.txt"),

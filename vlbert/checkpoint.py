@@ -20,6 +20,7 @@ from vlbert.config import ModelConfig, Recipe, from_json, to_json
 from vlbert.text import Vocabulary
 
 CHECKPOINT_VERSION = 2
+_COUNTER = ".num_batches_tracked"
 CONFIG, MODEL, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
 
 
@@ -172,7 +173,11 @@ def read_state(objects: Objects, folder: str) -> dict[str, Any]:
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """All tensors of `model` from `tensors`, exactly; ValueError names any missing, left over or of another shape."""
-    check_tensors(model.state_dict(), tensors, where)
+    wanted = model.state_dict()
+    # How many batches a live norm has seen: a frozen one does not count, so files may lack it or have it too many.
+    tensors = {name: tensor for name, tensor in tensors.items() if name in wanted or not name.endswith(_COUNTER)}
+    tensors |= {name: t for name, t in wanted.items() if name.endswith(_COUNTER) and name not in tensors}
+    check_tensors(wanted, tensors, where)
     model.load_state_dict(tensors)
 
 

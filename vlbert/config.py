@@ -144,7 +144,7 @@ class OptimizerConfig:
     region_learning_rate: float | None = None  # of the Fast R-CNN; None: the same
     warm_up: int = 8000  # steps from 0 to learning_rate
     schedule: Literal["linear", "step"] = "linear"  # after warm-up: linearly to 0, or by `decay` at each of decay_at
-    decay_at: tuple[int, ...] = ()  # step: after so many steps
+    decay_at: tuple[int, ...] = ()  # step: from these updates on
     decay: float = 0.1  # step: factor
     betas: tuple[float, float] = (0.9, 0.999)  # Adam's
     momentum: float = 0.9  # SGD's
@@ -159,8 +159,12 @@ class OptimizerConfig:
         _check(self, self.learning_rate > 0, "learning_rate", "positive")
         _check(self, self.warm_up >= 0, "warm_up", "0 or more")
         _check(self, self.clip is None or self.clip > 0, "clip", "positive")
-        _check(self, len(self.betas) == 2, "betas", "two numbers")
+        fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _check(self, fits, "betas", "two numbers in [0, 1)")
         _check(self, 0 < self.momentum < 1, "momentum", "in (0, 1)")
+        _check(self, self.epsilon > 0, "epsilon", "positive")
+        _check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
+        _check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
         _check(
             self,
             (self.schedule == "step") == bool(self.decay_at),
@@ -182,7 +186,10 @@ class Recipe:
     steps: int = 250_000  # optimizer steps in all
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     start_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
-    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from
+    bert: str | None = (
+        None  # Hugging Face folder or hub name of a BERT to start from; with start_from, its pooler alone
+    )
+    from_scratch: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
     vocabulary: str | None = None  # vocab.txt; None: that of start_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
     precision: Literal["fp32", "bf16"] = "bf16"  # autocast on GPUs; the CPU always computes in fp32
@@ -199,7 +206,13 @@ class Recipe:
         for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
             _check(self, getattr(self, every) > 0, every, "at least 1")
         _check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
-        _check(self, not (self.start_from and self.bert), "bert", "None where start_from is set")
+        late = [at for at in self.optimizer.decay_at if at >= self.steps]
+        if late:
+            raise ValueError(
+                f"optimizer.decay_at names update {late[-1]}, and the run has {self.steps} steps; set both, or "
+                "optimizer.schedule=linear and optimizer.decay_at="
+            )
+        _check(self, not (self.from_scratch and (self.start_from or self.bert)), "from_scratch", "false with a start")
 
     @property
     def run_name(self) -> str:
@@ -302,11 +315,28 @@ def from_json(kind: type, values: dict, where: str) -> Any:
         )
 
     def value(name: str) -> Any:
-        if dataclasses.is_dataclass(types[name]):
-            return from_json(types[name], values[name], where)
-        return tuple(values[name]) if isinstance(values[name], list) else values[name]
+        found, wanted = values[name], types[name]
+        if dataclasses.is_dataclass(wanted) and isinstance(found, dict):
+            return from_json(wanted, found, where)
+        if dataclasses.is_dataclass(wanted) or not _fits(found, wanted):
+            raise ValueError(f"{where}: {kind.__name__}.{name} is {found!r}, which is no {wanted}; the file is damaged")
+        return tuple(found) if isinstance(found, list) else found
 
     return kind(**{name: value(name) for name in values})
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value from JSON may be that of a field with this annotation."""
+    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if kind is Literal:
+        return value in inner
+    if kind is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    if inner:  # of several types
+        return any(value is None if option is type(None) else _fits(value, option) for option in inner)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return wanted is Any or type(value) is wanted
 
 
 # Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.

@@ -134,7 +134,7 @@ def _finetuning(recipe: Recipe, epoch: int) -> Recipe:
 
 
 def finetune_vcr_base() -> Recipe:
-    """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling after epochs 14 and 18.
+    """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling at the end of epochs 14 and 18.
 
     Q->A and QA->R are two runs: task.question=answer and task.question=rationale. Starts from an end-to-end model.
     """
@@ -148,6 +148,7 @@ def finetune_vcr_base() -> Recipe:
             kind="sgd", learning_rate=4.48e-3, warm_up=1_000, schedule="step", decay_at=(14 * epoch, 18 * epoch)
         ),
         steps=20 * epoch,
+        bert="bert-base-uncased",  # for its pooler, which pre-training has not
         precision="fp32",
     )
     return _finetuning(published(recipe), epoch)
@@ -156,14 +157,16 @@ def finetune_vcr_base() -> Recipe:
 def finetune_vcr_large() -> Recipe:
     """As base; the authors ran it on 4 GPUs and, with data.accumulate=1, on 16."""
     recipe = finetune_vcr_base()
-    return replace(recipe, name="finetune_vcr_large", model=_vcr_sized(LARGE), precision="bf16")
+    return replace(
+        recipe, name="finetune_vcr_large", model=_vcr_sized(LARGE), bert="bert-large-uncased", precision="bf16"
+    )
 
 
 def finetune_vcr_base_paper() -> Recipe:
     """Paper 4.2.1 and A.2: 256 triplets of question, answer and picture a step."""
     recipe = finetune_vcr_base()
     optimizer = replace(recipe.optimizer, learning_rate=5e-3)
-    return paper(replace(recipe, name="finetune_vcr_base_paper", optimizer=optimizer))
+    return paper(replace(recipe, name="finetune_vcr_base_paper", optimizer=optimizer, bert=None))
 
 
 def finetune_vcr_large_paper() -> Recipe:
@@ -185,7 +188,7 @@ def finetune_vqa_base() -> Recipe:
         steps=5 * epoch,
         precision="fp32",
     )
-    return _clipped(_finetuning(published(recipe), epoch))
+    return _finetuning(published(recipe), epoch)
 
 
 def finetune_vqa_large() -> Recipe:
@@ -229,7 +232,7 @@ def finetune_refcoco_base() -> Recipe:
         steps=20 * epoch,
         precision="fp32",
     )
-    return _clipped(_finetuning(published(recipe), epoch))
+    return _finetuning(published(recipe), epoch)
 
 
 def finetune_refcoco_large() -> Recipe:
@@ -275,11 +278,6 @@ def finetune_refcoco_large_paper() -> Recipe:
     """Paper 4.2.3 and A.2, large."""
     recipe = finetune_refcoco_base_paper()
     return replace(recipe, name="finetune_refcoco_large_paper", model=replace(recipe.model, **_SIZE_OF_LARGE))
-
-
-def _clipped(recipe: Recipe) -> Recipe:
-    """The authors clip at 1 where they fine-tune with AdamW."""
-    return replace(recipe, optimizer=replace(recipe.optimizer, clip=1.0))
 
 
 def pretrain_vlbert_demo() -> Recipe:

@@ -39,6 +39,7 @@ from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
 from vlbert.record import Record, last_metrics
 from vlbert.tasks import Questions, Task, make_task
+from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
 
 
@@ -122,6 +123,9 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         return None
     if resumed:
         say(f"{recipe.run_name} goes on from {resumed.where}")
+        steps = resumed.config["recipe"]["steps"]
+        if steps != recipe.steps:
+            say(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
 
     config = recipe.data
     samples, pinned = open_samples(objects, config.dataset, config.detector, state["data"], world)
@@ -229,14 +233,32 @@ def make_model(
                 f"{differing[0][2]} there and {differing[0][1]} here"
             )
         load_model(model.vlbert, start_from.part("vlbert."), start_from.where)
-        for part, source in getattr(model.head, "start_from", {}).items():
-            found = start_from.part(f"head.{source}.")
-            if found:  # a checkpoint of another task than pre-training has no such part, and the head starts fresh
-                load_model(getattr(model.head, part), found, start_from.where)
-        say(f"VL-BERT from {start_from.where}")
+        taken = start_head(
+            model.head, start_from, same_task=start_from.config.get("task") == type(recipe.task).__name__
+        )
+        say(f"VL-BERT from {start_from.where}, of its head {taken}")
+        if taken == "all":
+            return model
     if hasattr(task, "begin"):
         task.begin(model.vlbert, model.head, start_from.config.get("task") if start_from else None)
     return model
+
+
+def start_head(head: torch.nn.Module, start_from: Checkpoint, same_task: bool) -> str:
+    """Take from a checkpoint the whole head, if it is one of the same task and size, else the parts that the head names
+    in `start_from` (part of ours -> part of pre-training's); says what was taken."""
+    found = start_from.part("head.")
+    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
+        load_model(head, found, start_from.where)
+        return "all"
+    taken = []
+    for part, source in getattr(head, "start_from", {}).items():
+        tensors = start_from.part(f"head.{source}.")
+        if tensors:  # a checkpoint of another task than pre-training has no such part
+            load_model(getattr(head, part), tensors, start_from.where)
+            taken.append(source)
+    return ", ".join(taken) or "nothing"
 
 
 def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
@@ -278,9 +300,14 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
             "or start_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
         )
+    if not (isinstance(recipe.task, PretrainingSettings) or recipe.start_from or recipe.bert or recipe.from_scratch):
+        raise ValueError(
+            "the fine-tuning has no model to start from; give start_from=CHECKPOINT or bert=FOLDER, or say that it "
+            "shall start from random weights: from_scratch=true"
+        )
     if not resumed:
         return
-    fixed = ("task", "model", "data", "optimizer", "start_from", "bert")
+    fixed = ("task", "model", "data", "optimizer", "start_from", "bert", "precision")
     free = {"data.root", "data.workers", "data.text_corpus"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with

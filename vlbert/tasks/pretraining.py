@@ -37,6 +37,7 @@ class PretrainingSettings:
     words: WordMasking = WordMasking()
     regions: RegionMasking = RegionMasking()
     max_elements: int | None = 64  # word pieces and regions of a row; beyond it the longer of the two loses its end
+    caption_length: int = 508  # word pieces of a caption at most: of BERT's 512 positions, four are others'
     text_length: int = 64  # pieces of a text-only row
     text_specials: bool = False  # a text-only row is [CLS] text [SEP], else its bare words
     region_target: Literal["distribution", "class"] = "distribution"  # what a masked region is: as the detector says,
@@ -51,6 +52,8 @@ class PretrainingSettings:
     def __post_init__(self):
         if self.max_elements is not None and self.max_elements < 3:
             raise ValueError(f"max_elements is {self.max_elements}; [CLS], [SEP] and the whole image alone are 3")
+        if self.caption_length < 1:
+            raise ValueError(f"caption_length is {self.caption_length}; it must be at least 1")
         if self.text_length < (3 if self.text_specials else 1):
             raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
 
@@ -107,6 +110,7 @@ class Pretraining:
 
     def _cut(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
         """The tokens and the number of regions that fit; [CLS], [SEP] and the whole image count too."""
+        tokens = tokens[: self.settings.caption_length]
         if self.settings.max_elements is None:
             return tokens, regions
         text, boxes = len(tokens) + 2, regions + 1
@@ -127,9 +131,9 @@ class Pretraining:
         word_losses = F.cross_entropy(words.float(), batch.asked["words"], reduction="none")  # (M,)
         word_row, _ = batch.targets["word_asked"].nonzero(as_tuple=True)
         with_picture = batch.picture_of[word_row] >= 0
-        region_classes = batch.asked.get("region_classes", regions.new_zeros(regions.shape).float())
+        region_classes, region_asked = self._regions(batch, regions)
         region_losses = F.cross_entropy(regions.float(), region_classes, reduction="none")  # soft targets
-        region_row, _ = batch.targets.get("region_asked", batch.region_mask).nonzero(as_tuple=True)
+        region_row, _ = region_asked.nonzero(as_tuple=True)
         losses = {
             "words": self._total(word_losses[with_picture], word_row[with_picture], len(batch)),
             "text_words": self._total(word_losses[~with_picture], word_row[~with_picture], len(batch)),
@@ -139,6 +143,12 @@ class Pretraining:
             related = F.cross_entropy(head.related(encoded, batch).float(), batch.asked["related"], reduction="sum")
             losses["relationship"] = (related, len(batch.asked["related"]))
         return losses
+
+    def _regions(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What the regions asked for are, [M', 1 + classes], and which they are, bool [N, R]; none without pictures."""
+        if "region_asked" in batch.targets:
+            return batch.asked["region_classes"], batch.targets["region_asked"]
+        return logits.new_zeros(logits.shape).float(), batch.region_mask
 
     def _total(self, losses: Tensor, row: Tensor, rows: int) -> tuple[Tensor, int]:
         """Sum and count of the losses [M], or of the means of those rows in which something was asked."""
@@ -153,10 +163,11 @@ class Pretraining:
         words, regions = head(vlbert, encoded, batch)
         right = words.argmax(1) == batch.asked["words"]
         watched = torch.isin(batch.asked["words"], self.watched.to(right.device))
-        region_right = regions.argmax(1) == batch.asked["region_classes"].argmax(1)
-        hidden = batch.region_hidden[batch.targets["region_asked"]]
+        region_classes, region_asked = self._regions(batch, regions)
+        region_right = regions.argmax(1) == region_classes.argmax(1)
+        hidden = batch.region_hidden[region_asked]
         word_rows, region_rows = (
-            batch.targets[name].nonzero()[:, 0].tolist() for name in ("word_asked", "region_asked")
+            asked.nonzero()[:, 0].tolist() for asked in (batch.targets["word_asked"], region_asked)
         )
         rows = [Counter() for _ in range(len(batch))]
         for row, is_right, is_watched in zip(word_rows, right.tolist(), watched.tolist(), strict=True):

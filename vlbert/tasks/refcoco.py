@@ -40,6 +40,7 @@ class RefCOCOSettings:
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
     validate_on: Literal["val", "testA", "testB"] = "val"
     whole_image_competes: bool = False  # may the whole image be the answer?
+    inclusive_boxes: bool = False  # overlaps count pixels: a box from column 3 to column 5 is three wide, not two
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the regions that were found
 
     @property
@@ -97,7 +98,8 @@ class RefCOCO:
         to_stored = np.array([sample.width / ask.image_size[0], sample.height / ask.image_size[1]] * 2)
         if self.settings.adds_ground_truth and not ask.held_out:
             view = view.with_boxes(np.array(ask.objects) * to_stored)
-        overlap = iou(view.boxes, view.place(np.array([ask.box]) * to_stored))[:, 0]  # (1 + r,)
+        box = view.place(np.array([ask.box]) * to_stored)
+        overlap = iou(view.boxes, box, self.settings.inclusive_boxes)[:, 0]  # (1 + r,)
         candidate = np.ones(len(view.boxes), bool)
         candidate[0] = self.settings.whole_image_competes
         picture = view.picture(
@@ -113,6 +115,11 @@ class RefCOCO:
         return Words(tokens, zeros, zeros)
 
     def head(self, config: ModelConfig) -> nn.Module:
+        if self.settings.adds_ground_truth and config.regions.features != "end_to_end":
+            raise ValueError(
+                "task.adds_ground_truth: boxes cannot join precomputed features; set model.regions.features=end_to_end "
+                "or task.adds_ground_truth=false"
+            )
         return Classifier(config, outputs=1, kind="regions", dropout=0.0)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
@@ -132,9 +139,9 @@ class RefCOCO:
         best = batch.targets["iou"].masked_fill(~candidate, -1).argmax(1)
         columns = {
             "key": batch.keys,
-            "region": (chosen - 1).tolist(),  # as in the sample's Regions; -1 is the whole image
-            "iou": iou.tolist(),
-            "exact": ((chosen == best) & (iou > 0)).tolist(),
+            "region": (chosen - 1).tolist(),  # as in the sample's Regions; -1 is the whole image, or that there is none
+            "iou": iou.masked_fill(~candidate.any(1), 0).tolist(),
+            "exact": ((chosen == best) & (iou > 0) & candidate.any(1)).tolist(),
             "candidates": candidate.sum(1).tolist(),
         }
         found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -145,7 +152,7 @@ class RefCOCO:
         return {
             "accuracy": float(np.mean([row["iou"] >= 0.5 for row in rows])),
             "exact": float(np.mean([row["exact"] for row in rows])),
-            "chance": float(np.mean([1 / row["candidates"] for row in rows])),
+            "chance": float(np.mean([1 / row["candidates"] if row["candidates"] else 0 for row in rows])),
         }
 
 

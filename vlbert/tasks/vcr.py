@@ -59,6 +59,11 @@ class VCRSettings:
         """What `folder` must hold, beside the metadata."""
         return "train.jsonl", "val.jsonl"
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """What folders `folder` must hold."""
+        return ("vcr1images",)
+
     def __post_init__(self):
         if self.max_pieces is not None and self.max_pieces < 1:
             raise ValueError(f"max_pieces is {self.max_pieces}; it must be at least 1")
@@ -234,7 +239,7 @@ class VCRHead(nn.Module):
         inputs = config.regions.channels if settings.region_loss == "appearance" else config.hidden
         self.region_classifier = nn.Linear(inputs, CLASSES) if settings.region_loss != "none" else None
         initialise_head(self, config)
-        self.score = Classifier(config, 1, settings.classifier, dropout=0.1, width=settings.classifier_width)
+        self.score = Classifier(config, 1, settings.classifier, dropout=config.dropout, width=settings.classifier_width)
 
     def scores(self, text: Tensor) -> Tensor:
         """text [N, T, C] -> [N, 1]."""

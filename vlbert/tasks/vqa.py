@@ -111,7 +111,7 @@ class VQA:
         return Words(tokens, segments, np.zeros(len(tokens), np.int64), targets={"answer_here": here}, asked=asked)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        return Classifier(config, self.settings.answers, self.settings.classifier, dropout=0.1)
+        return Classifier(config, self.settings.answers, self.settings.classifier, dropout=config.dropout)
 
     @torch.no_grad()
     def begin(self, vlbert: VLBert, head: nn.Module, started_from: str | None) -> None:
