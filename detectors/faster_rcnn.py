@@ -423,7 +423,8 @@ class FasterRCNNDetector:
         # Threads and device change only the last bits of float32 sums as long as no device rounds their terms, so one
         # stage may be made on CPUs and GPUs together. TF32 rounds them to three digits, and makes another detector.
         # The weights' hash says which file it is.
-        indifferent = {"weights_file", "classes", "threads", "device"}
+        indifferent = {"weights_file", "classes", "attribute_names", "release", "differs_from_release"}
+        indifferent |= {"threads", "device"}
         if not settings.tf32:
             indifferent.add("convolutions")
         indifferent |= {name for name, before in _BEFORE_THEY_WERE_SETTINGS.items() if self.about[name] == before}

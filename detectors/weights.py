@@ -1,24 +1,34 @@
-"""Weight files (safetensors) of the Faster R-CNN: loaded whole or not at all, and identified by their hash."""
+"""Weight files (safetensors) of the Faster R-CNN: loaded whole or not at all, and identified by their hash.
 
+    python -m detectors.weights IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
+
+makes one of a published file (releases.py) and says of every tensor what became of it; docs/detector.md tells more.
+"""
+
+import argparse
+import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
-from detectors.resnet import Res5, ResNetC4
+from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN, FasterRCNNConfig
+from detectors.resnet import Res5, ResNetC4, ResNetConfig
 
-_ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
-_ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
+ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
+ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
 # What files may carry beside weights: a counter that inference ignores, and the pixels' statistics, which must be ours.
-_COUNTER = re.compile(r"\.num_batches_tracked$")
-_PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
+COUNTER = re.compile(r"\.num_batches_tracked$")
+PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -31,14 +41,20 @@ class Loaded:
     attributes: bool
     """Whether it has an attribute head."""
     anchors: str
-    """`file`: the anchors stood in the file; `generated`: they follow from the configuration."""
+    """`file`: the anchors stood in the file, or in the release that it was made of; `generated`: by a rule."""
     classes: tuple[str, ...] | None
     """Names of the C classes, from the file's metadata `classes` (a JSON list); None where it has none."""
+    attribute_names: tuple[str, ...] | None = None
+    """The same of the attributes, from `attributes`."""
+    release: str | None = None
+    """The published weights that the file was made of, from `release`."""
+    differences: tuple[str, ...] = ()
+    """Where the network does not detect as that release did, from `detection`: one sentence each."""
 
     @property
     def about(self) -> dict:
         """The description that goes into a detector's `about`."""
-        return {
+        about = {
             "untrained": False,
             "weights_file": self.file,
             "weights_sha256": self.sha256,
@@ -46,6 +62,12 @@ class Loaded:
             "anchors": self.anchors,
             "classes": None if self.classes is None else list(self.classes),
         }
+        # Younger than the first detectors' ids: files that have none of these keep theirs.
+        if self.attribute_names is not None:
+            about["attribute_names"] = list(self.attribute_names)
+        if self.release is not None:
+            about |= {"release": self.release, "differs_from_release": list(self.differences)}
+        return about
 
 
 def weights_hash(file: Path) -> str:
@@ -61,21 +83,89 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
     head may be absent; the network then goes on without it.
     """
     tensors, metadata = _read(file)
+    if tensors and all(name.startswith(("backbone.", "roi_heads.res5.")) for name in tensors):
+        raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
     anchors = _take_extras(tensors, network, file)
     wanted = network.state_dict()
-    head = {name for name in wanted if name.startswith(_ATTRIBUTE_HEAD)}
+    head = {name for name in wanted if name.startswith(ATTRIBUTE_HEAD)}
     attributes = bool(head & tensors.keys())
     expected = {name: tensor for name, tensor in wanted.items() if attributes or name not in head}
     _check_tensors(tensors, expected, file)
-    classes = _class_names(metadata, network.config.num_classes, file)
+    classes = _told_names(metadata, "classes", network.config.num_classes, file)
+    names = _told_names(metadata, "attributes", network.config.num_attributes, file) if attributes else None
 
     if not attributes:
         network.roi_heads.box_predictor.drop_attributes()
     network.load_state_dict(tensors, strict=True)
     if anchors is not None:
         network.proposal_generator.cell_anchors.copy_(anchors)
-    source = "generated" if anchors is None else "file"
-    return Loaded(Path(file).name, weights_hash(file), attributes, source, classes)
+    return Loaded(
+        file=Path(file).name,
+        sha256=weights_hash(file),
+        attributes=attributes,
+        anchors=_told(metadata, "anchors", file) or ("generated" if anchors is None else "file"),
+        classes=classes,
+        attribute_names=names,
+        release=_told(metadata, "release", file),
+        differences=differences(_told(metadata, "detection", file) or {}, network.config),
+    )
+
+
+def read_config(file: Path) -> FasterRCNNConfig:
+    """The network that a file's weights are of, from its metadata `network`; ValueError where it has none."""
+    _, metadata = _read(file, tensors=False)
+    fields = _told(metadata, "network", file)
+    if fields is None:
+        raise ValueError(f"{file} does not say which network its weights are of; name its preset")
+    try:
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        resnet = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["resnet"].items()}
+        return FasterRCNNConfig(**fields | {"resnet": ResNetConfig(**resnet)})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: its `network` is none of this version ({error}); convert it again") from error
+
+
+def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:
+    """Where a network does not detect as `detection` (Release.detection) says, one sentence each."""
+    here = {"box_arithmetic": "continuous"} | dataclasses.asdict(config)
+    return tuple(
+        f"{name} is {here.get(name, 'unknown')}, the release's is {value}"
+        for name, value in detection.items()
+        if here.get(name) != value
+    )
+
+
+def write_weights(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """Write a weight file, and return its sha256; the same content gives the same bytes.
+
+    `about` is its metadata, each value written as JSON: `classes`, `attributes` (lists of names), `network`
+    (dataclasses.asdict of its configuration), and for converted files what releases.py adds.
+    """
+    # safetensors writes metadata in another order in each process, which would give the same weights other hashes.
+    plain = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    length = int.from_bytes(plain[:8], "little")
+    texts = {key: json.dumps(value) for key, value in sorted(about.items())}
+    header = json.dumps({"__metadata__": texts} | json.loads(plain[8 : 8 + length]), separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    data = memoryview(plain)[8 + length :]
+    part = file.with_name(f"{file.name}.part")
+    with open(part, "wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.write(data)
+    part.replace(file)
+    return weights_hash(file)
+
+
+def read_names(file: Path) -> list[str]:
+    """Names of classes or attributes, one a line: the text before the first comma."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no list of names: {error}") from error
+    names = [line.partition(",")[0].strip() for line in lines]
+    if "" in names:
+        raise ValueError(f"{file} has no name in line {names.index('') + 1}")
+    return names
 
 
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
@@ -87,12 +177,10 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     modules = {"backbone.": backbone, "roi_heads.res5.": res5}
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
     # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
-    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if _COUNTER.search(name)}
+    counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
     tensors, _ = _read(file)
     found = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.startswith(tuple(modules)) and not _COUNTER.search(name)
+        name: tensor for name, tensor in tensors.items() if name.startswith(tuple(modules)) and not COUNTER.search(name)
     }
     _check_tensors(found, {name: tensor for name, tensor in ours.items() if name not in counters}, file)
     found |= counters
@@ -101,13 +189,24 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
         module.load_state_dict(mine, strict=True)
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the metadata of a safetensors file."""
+def names_of(file: Path, kind: str, count: int) -> list[str]:
+    """The `count` names in a file; kind: `classes` or `attributes`. ValueError where there are fewer or more."""
+    names = read_names(file)
+    if not count:
+        raise ValueError(f"the weights have no {kind}: leave --{kind} out")
+    if len(names) != count:
+        raise ValueError(f"{file} names {len(names)} {kind}, the weights have {count}, without the background")
+    return names
+
+
+def _read(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors and the metadata of a safetensors file; the latter alone without `tensors`."""
     if not Path(file).is_file():
         raise ValueError(f"there is no weight file {file}; name a safetensors file")
     try:
         with safe_open(file, framework="pt") as stream:
-            return {name: stream.get_tensor(name) for name in stream.keys()}, stream.metadata() or {}  # noqa: SIM118
+            names = stream.keys() if tensors else []
+            return {name: stream.get_tensor(name) for name in names}, stream.metadata() or {}
     except SafetensorError as error:
         raise ValueError(
             f"{file} is not a safetensors file, or is damaged ({error}); fetch or convert it again"
@@ -116,38 +215,93 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _take_extras(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> Tensor | None:
     """Remove from `tensors` what is no weight, checking it; the anchors, where the file brings them."""
-    for name in [name for name in tensors if _COUNTER.search(name)]:
+    for name in [name for name in tensors if COUNTER.search(name)]:
         del tensors[name]
-    for name, ours in _PIXEL_STATISTICS.items():
-        theirs = tensors.pop(name, None)
-        if theirs is not None and not torch.allclose(theirs.flatten().double(), torch.tensor(ours).double(), atol=1e-3):
-            raise ValueError(f"{file}: {name} is {theirs.flatten().tolist()}, this network is for {list(ours)} (BGR)")
-    anchors = tensors.pop(_ANCHORS, None)
+    for name in PIXEL_STATISTICS.keys() & tensors.keys():
+        check_pixel_statistics(name, tensors.pop(name), file)
+    anchors = tensors.pop(ANCHORS, None)
     wanted = network.proposal_generator.cell_anchors.shape
     if anchors is not None and anchors.shape != wanted:
-        raise ValueError(f"{file}: {_ANCHORS} has shape {tuple(anchors.shape)}, the network's is {tuple(wanted)}")
+        raise ValueError(f"{file}: {ANCHORS} has shape {tuple(anchors.shape)}, the network's is {tuple(wanted)}")
     return anchors
+
+
+def check_pixel_statistics(name: str, theirs: Tensor, file: Path) -> None:
+    """ValueError where a file's pixel_mean or pixel_std is not this network's, which is in BGR order."""
+    ours, theirs = torch.tensor(PIXEL_STATISTICS[name]).double(), theirs.flatten().double()
+    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=1e-3):
+        raise ValueError(
+            f"{file}: {name} is {theirs.tolist()}, this network is for {list(PIXEL_STATISTICS[name])} (BGR)"
+        )
+
+
+def tensor_fault(tensor: Tensor, shape: Sequence[int]) -> str | None:
+    """What is wrong with a weight that should have this shape."""
+    if tensor.layout != torch.strided or tuple(tensor.shape) != tuple(shape):
+        return f"has shape {list(tensor.shape)}, the network's is {list(shape)}"
+    if not tensor.is_floating_point():
+        return f"holds {tensor.dtype}, no floating-point numbers"
+    return None if torch.isfinite(tensor).all() else "is not finite"
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
     faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
-        if tensors[name].shape != expected[name].shape:
-            theirs, ours = list(tensors[name].shape), list(expected[name].shape)
-            faults.append(f"{name} has shape {theirs}, the network's is {ours}")
-        elif not tensors[name].is_floating_point():
-            faults.append(f"{name} holds {tensors[name].dtype}, no floating-point numbers")
-        elif not torch.isfinite(tensors[name]).all():
-            faults.append(f"{name} is not finite")
+        fault = tensor_fault(tensors[name], expected[name].shape)
+        if fault:
+            faults.append(f"{name} {fault}")
     if faults:
         raise ValueError(f"{file} does not fit the network; is it for another preset? {'; '.join(faults)}")
 
 
-def _class_names(metadata: Mapping[str, str], num_classes: int, file: Path) -> tuple[str, ...] | None:
-    if "classes" not in metadata:
-        return None
-    names = json.loads(metadata["classes"])
-    if len(names) != num_classes:
-        raise ValueError(f"{file} names {len(names)} classes, the network has {num_classes}")
-    return tuple(names)
+def _told(metadata: Mapping[str, str], key: str, file: Path) -> Any:
+    """A value of the file's metadata, None where it has none."""
+    try:
+        return json.loads(metadata.get(key, "null"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: its metadata {key!r} is no JSON ({error}); convert it again") from error
+
+
+def _told_names(metadata: Mapping[str, str], key: str, count: int, file: Path) -> tuple[str, ...] | None:
+    names = _told(metadata, key, file)
+    if names is not None and len(names) != count:
+        raise ValueError(f"{file} names {len(names)} {key}, the network has {count}")
+    return None if names is None else tuple(names)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    # Here, because it reads files with what stands above.
+    from detectors.releases import convert, describe
+
+    parser = argparse.ArgumentParser(prog="python -m detectors.weights", description="Convert published weights.")
+    parser.add_argument("source", type=Path, metavar="IN", help="a published file: .pkl, .pth, .bin or .model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new safetensors file")
+    parser.add_argument("--classes", type=Path, help="objects_vocab.txt: the classes' names, one a line")
+    parser.add_argument("--attributes", type=Path, help="attributes_vocab.txt: the attributes' names, one a line")
+    options = parser.parse_args(arguments)
+    try:
+        if options.out.exists():
+            raise ValueError(f"{options.out} is there already; give a new name")
+        converted = convert(options.source)
+        about, network = converted.metadata(), converted.network
+        counts = {"classes": network.num_classes, "attributes": network.num_attributes}
+        for kind, count in counts.items():
+            if getattr(options, kind):
+                about[kind] = names_of(getattr(options, kind), kind, 0 if converted.release.resnet_alone else count)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        sha256 = write_weights(options.out, converted.tensors, about)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    print(describe(converted))
+    for kind in counts:
+        if kind not in about and not converted.release.resnet_alone:
+            print(f"names of {kind}: none; --{kind} FILE puts them in")
+    print(f"{options.out}: {len(converted.tensors)} tensors, sha256 {sha256}")
+
+
+if __name__ == "__main__":
+    main()

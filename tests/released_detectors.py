@@ -36,6 +36,7 @@ _FILL = (
     (r"(norm|bn\d|downsample\.1)\.bias$", 0.0, 0.1),
     (r"\.bias$", 0.0, 0.3),
 )
+_GAINS = {"stem.conv1": 0.02, "anchor_deltas": 0.3, "cls_score": 4.0, "bbox_pred": 2.0, "attr": 2.0}
 
 
 def fill(name: str, *shape: int) -> np.ndarray:
@@ -43,7 +44,7 @@ def fill(name: str, *shape: int) -> np.ndarray:
     for pattern, centre, spread in _FILL:
         if re.search(pattern, name):
             return (centre + spread * draw).astype(np.float32)
-    gain = 0.02 if name.endswith(("stem.conv1.weight", "conv1.weight")) and shape[-1] == 7 else 1.4
+    gain = next((gain for part, gain in _GAINS.items() if part in name), 1.4)
     return (gain * draw / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
 

@@ -1,0 +1,392 @@
+"""The published weight files of the Visual Genome network -> tensors under our names: one short table a release.
+
+A file is read without running anything that stands in it, told by the names of its tensors, and converted whole or not
+at all; the report says of every tensor what became of it. The command is that of weights.py.
+Shape letters: A anchors a cell, C classes without background, D channels of res5.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
+from detectors.resnet import RESNET50, RESNET101
+from detectors.untrusted import read_tensors
+from detectors.weights import (
+    ANCHORS,
+    ATTRIBUTE_HEAD,
+    COUNTER,
+    PIXEL_STATISTICS,
+    check_pixel_statistics,
+    differences,
+    tensor_fault,
+    weights_hash,
+)
+
+_BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
+_RESNET = ("backbone.", "roi_heads.res5.")
+
+# --- what is done to a tensor -----------------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From their tensor to ours."""
+
+    says: str
+    their_shape: Callable[[Shape], Shape]
+    """Of ours."""
+    apply: Callable[[Tensor], Tensor]
+
+
+def _scaled_without_background(rows: Tensor) -> Tensor:
+    """[4 (C + 1), ...] -> [4 C, ...]."""
+    foreground = rows[4:]
+    weights = torch.tensor(_BOX_WEIGHTS).repeat(len(foreground) // 4)
+    return foreground * weights.view(-1, *[1] * (rows.dim() - 1))
+
+
+def _foreground_over_background(channels: Tensor) -> Tensor:
+    """[2 A, ...], all backgrounds first -> [A, ...]: the logit of the softmax over both."""
+    background, foreground = channels.chunk(2)
+    return foreground - background
+
+
+_BACKGROUND_TO_END = Change(
+    "the first row, the background, goes to the end", lambda shape: shape, lambda rows: rows.roll(-1, dims=0)
+)
+_NONE_TO_END = dataclasses.replace(_BACKGROUND_TO_END, says='the first row, "no attribute", goes to the end')
+_BOXES = Change(
+    "the background's 4 rows are dropped, the others multiplied by (10, 10, 5, 5), by which this network divides",
+    lambda shape: (shape[0] + 4, *shape[1:]),
+    _scaled_without_background,
+)
+_OBJECTNESS = Change(
+    "object minus background: one logit an anchor, of the same probability",
+    lambda shape: (2 * shape[0], *shape[1:]),
+    _foreground_over_background,
+)
+
+# --- the releases -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a release calls things, and how it meant its weights to be used."""
+
+    name: str
+    about: str
+    marks: tuple[str, ...]
+    """Patterns; a file with a tensor that one of them finds is of this release."""
+    names: tuple[tuple[str, str], ...] = ()
+    """(beginning of their name, of ours), {} a number; all other names are the same. The first match counts."""
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    """By the beginning of our name."""
+    resnet_alone: bool = False
+    """Backbone and res5, and nothing of a detector."""
+    detection: Mapping[str, Any] = field(default_factory=dict)
+    """The detection settings that belong to the weights, by fields of FasterRCNNConfig. Beside these,
+    `box_arithmetic` is `continuous` (width x2 - x1) or `plus_one` (x2 - x1 + 1, boxes cut to the image's width - 1,
+    suppression by such areas).
+    """
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SelectionSettings that its own extraction used."""
+    note: str = ""
+    """What else a user has to know."""
+
+
+_HEAD = "roi_heads.box_predictor."
+AIRSPLAY = Release(
+    name="airsplay",
+    about="airsplay/py-bottom-up-attention (.pkl), or the same under unc-nlp/frcnn-vg-finetuned (pytorch_model.bin)",
+    marks=(r"^(backbone|proposal_generator|roi_heads)\.",),
+    detection={"minimum_side": 0.0, "box_arithmetic": "continuous"},
+    note="its script resizes to 600/1000, its notebooks and Hugging Face's configuration to 800/1333: choose with "
+    "--short-side and --long-side. Both select 36 regressed boxes of any class; the 10-100 rule selects proposals",
+)
+MILVLG = Release(
+    name="milvlg",
+    about="MILVLG/bottom-up-attention.pytorch, bua-caffe-frcn-r101-k36 or -k10-100 (.pth), from Caffe",
+    marks=(r"^roi_heads\.box_predictor\.(cls_embed|attr_linear\d)\.",),
+    names=(
+        (f"{_HEAD}cls_embed.", f"{_HEAD}cls_embedding."),
+        (f"{_HEAD}attr_linear1.", f"{_HEAD}fc_attr."),
+        (f"{_HEAD}attr_linear2.", f"{_HEAD}attr_score."),
+    ),
+    changes={
+        f"{_HEAD}cls_score.": _BACKGROUND_TO_END,
+        f"{_HEAD}cls_embedding.": _BACKGROUND_TO_END,
+        f"{_HEAD}attr_score.": _NONE_TO_END,
+        f"{_HEAD}bbox_pred.": _BOXES,
+        "proposal_generator.rpn_head.objectness_logits.": _OBJECTNESS,
+    },
+    detection={
+        "short_side": 600,
+        "long_side": 1000,
+        "resize": "caffe",
+        "minimum_side": "16 times the factor by which the image was resized",
+        "box_arithmetic": "plus_one",
+    },
+    selection={"threshold": 0.2, "strict": False, "plus_one": True},
+)
+VLBERT = Release(
+    name="vl-bert",
+    about="VL-BERT's resnet101-pt-vgbua-0000.model: a ResNet without a detector",
+    marks=(r"^layer\d\.\d+\.", r"^(conv1|bn1)\."),
+    names=(
+        ("bn1.", "backbone.stem.conv1.norm."),
+        ("conv1.", "backbone.stem.conv1."),
+        *(
+            (f"{theirs}.{{}}.{their_part}", f"{ours}.{{}}.{part}")
+            for theirs, ours in (
+                ("layer1", "backbone.res2"),
+                ("layer2", "backbone.res3"),
+                ("layer3", "backbone.res4"),
+                ("layer4", "roi_heads.res5"),
+            )
+            for their_part, part in (
+                ("bn{}.", "conv{}.norm."),
+                ("conv{}.", "conv{}."),
+                ("downsample.1.", "shortcut.norm."),
+                ("downsample.0.", "shortcut."),
+            )
+        ),
+    ),
+    resnet_alone=True,
+    note="meant for VL-BERT's own wiring, padding in the stem's pool and RoIAlign, which model.regions has by default; "
+    "the detector's wiring gives other features",
+)
+RELEASES = {release.name: release for release in (AIRSPLAY, MILVLG, VLBERT)}
+# Caffe's R-152 normalises before it convolves, which is another network.
+_PRE_ACTIVATION = re.compile(r"^backbone\.stem\.norm\.|\bres[2-5]\.\d+\.norm\.|^roi_heads\.res5_bn\.")
+
+
+def release_of(shapes: Mapping[str, Shape], file: Path) -> Release:
+    """Which release's names these are; ValueError for none, and for the one that is another network."""
+    before = sorted(name for name in shapes if _PRE_ACTIVATION.search(name))
+    if before:
+        raise ValueError(
+            f"{file} is a pre-activation ResNet, as MILVLG's bua-caffe-frcn-r152 is: it has {before[0]} and "
+            f"{len(before) - 1} more of that kind. This network normalises after its convolutions; take an r101 file"
+        )
+    objectness = shapes.get("proposal_generator.rpn_head.objectness_logits.bias", (0,))
+    deltas = shapes.get("proposal_generator.rpn_head.anchor_deltas.bias", (0,))
+    if objectness and deltas and objectness[0] and 2 * objectness[0] == deltas[0]:
+        return MILVLG  # two channels an anchor, also where the file has no attribute head to tell it by
+    for release in (MILVLG, AIRSPLAY, VLBERT):
+        if any(re.search(mark, name) for mark in release.marks for name in shapes):
+            return release
+    some = ", ".join(sorted(shapes)[:3])
+    raise ValueError(f"{file} is none of the releases {', '.join(RELEASES)}: its tensors are such as {some}")
+
+
+def caffe_cell_anchors() -> Tensor:
+    """float32 [12, 4]: Caffe's anchors, ratio by ratio and size by size, in pixels that count both ends."""
+    boxes = []
+    for ratio in (0.5, 1.0, 2.0):
+        width = round(math.sqrt(16 * 16 / ratio))
+        height = round(width * ratio)
+        for scale in (4, 8, 16, 32):
+            x, y = (width * scale - 1) / 2, (height * scale - 1) / 2
+            boxes.append((7.5 - x, 7.5 - y, 7.5 + x, 7.5 + y))
+    return torch.tensor(boxes)
+
+
+def network_of(shapes: Mapping[str, Shape]) -> FasterRCNNConfig:
+    """The Visual Genome network in the size of these tensors, by our names; what no shape tells is as published."""
+    standard = FasterRCNNConfig()
+
+    def side(name: str, axis: int, otherwise: int) -> int:
+        shape = shapes.get(name, ())
+        return shape[axis] if axis < len(shape) and shape[axis] > 0 else otherwise
+
+    blocks = {int(found[1]) for name in shapes if (found := re.match(r"backbone\.res4\.(\d+)\.", name))}
+    resnet = RESNET50 if blocks and max(blocks) < RESNET50.blocks[2] else RESNET101
+    classes = side(f"{_HEAD}cls_score.weight", 0, standard.num_classes + 1) - 1
+    return dataclasses.replace(
+        standard,
+        resnet=dataclasses.replace(resnet, width=side("backbone.stem.conv1.weight", 0, resnet.width)),
+        num_classes=max(1, classes),
+        num_attributes=max(1, side(f"{_HEAD}attr_score.weight", 0, standard.num_attributes + 1) - 1),
+        rpn_channels=side("proposal_generator.rpn_head.conv.weight", 0, standard.rpn_channels),
+        attribute_embedding=side(f"{_HEAD}cls_embedding.weight", 1, standard.attribute_embedding),
+        attribute_hidden=side(f"{_HEAD}fc_attr.weight", 0, standard.attribute_hidden),
+    )
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A release under our names."""
+
+    release: Release
+    network: FasterRCNNConfig
+    """Its size, and otherwise the published network."""
+    tensors: dict[str, Tensor]
+    """float32, by our names."""
+    report: list[dict]
+    """One entry a tensor of the file: `theirs`, and `ours` unless it was dropped, and `did`, in words."""
+    attributes: bool
+    anchors: str | None
+    """`file`: from the file; `generated`: by the release's rule; None for a ResNet alone."""
+    source: dict
+    """`file` (its name), `sha256` and `container` of what was converted."""
+
+    def metadata(self) -> dict:
+        """What goes into our file beside names of classes and attributes; every value can be written as JSON."""
+        about = {"release": self.release.name, "source": self.source, "network": dataclasses.asdict(self.network)}
+        if self.anchors:
+            about["anchors"] = self.anchors
+            about["detection"] = dict(self.release.detection)
+            about["selection"] = dict(self.release.selection)
+        return about
+
+
+def convert(file: Path) -> Converted:
+    """Convert a published file. ValueError names every tensor that is missing, unexpected or unfit."""
+    found = read_tensors(file)
+    theirs = found.tensors
+    release = release_of({name: tuple(tensor.shape) for name, tensor in theirs.items()}, file)
+    report = [{"theirs": name, "did": "dropped: no weight"} for name in found.beside]
+    dropped = [_dropped(name, theirs, release, file) for name in theirs]
+    report += [entry for entry in dropped if entry]
+    theirs = {name: tensor for (name, tensor), entry in zip(theirs.items(), dropped, strict=True) if not entry}
+    config = network_of({_our_name(name, release): tuple(tensor.shape) for name, tensor in theirs.items()})
+    anchors = None if release.resnet_alone else theirs.pop(ANCHORS, None)
+    wanted = _wanted(config, release)
+    head = [name for name in wanted if name.startswith(ATTRIBUTE_HEAD)]
+    attributes = any(_their_name(name, release) in theirs for name in head)
+    if not attributes:
+        wanted = {name: shape for name, shape in wanted.items() if name not in head}
+        config = dataclasses.replace(config, num_attributes=0)
+
+    tensors, faults = {}, []
+    if anchors is not None:
+        faults += _take_anchors(anchors, config, tensors, report)
+    source_of_anchors = None if release.resnet_alone else "generated" if anchors is None else "file"
+    if release is MILVLG and anchors is None:
+        tensors[ANCHORS] = caffe_cell_anchors()  # ours are others, and stand in another order
+    expected = {_their_name(ours, release): ours for ours in wanted}
+    faults += [f"missing {name}" for name in expected if name not in theirs]
+    for name, tensor in theirs.items():
+        ours = expected.get(name)
+        if ours is None:
+            faults.append(f"unexpected {name}")
+            continue
+        change = next((change for start, change in release.changes.items() if ours.startswith(start)), None)
+        fault = tensor_fault(tensor, change.their_shape(wanted[ours]) if change else wanted[ours])
+        if fault:
+            faults.append(f"{name} {fault}")
+            continue
+        tensors[ours] = (change.apply(tensor.float()) if change else tensor.float()).contiguous()
+        if not tensors[ours].isfinite().all():
+            faults.append(f"{name} is not finite in float32")
+        report.append({"theirs": name, "ours": ours, "did": _did(name, ours, change, tensor)})
+    if faults:
+        raise ValueError(f"{file} is not converted: as release {release.name}, {_listed(faults)}")
+    source = {"file": file.name, "sha256": weights_hash(file), "container": found.container}
+    return Converted(release, config, tensors, report, attributes, source_of_anchors, source)
+
+
+def _listed(faults: list[str]) -> str:
+    more = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
+    return "; ".join(faults[:20]) + more
+
+
+def _wanted(config: FasterRCNNConfig, release: Release) -> dict[str, Shape]:
+    """Our name -> shape of what the release's file must give."""
+    with torch.device("meta"):
+        state = FasterRCNN(config).state_dict()
+    names = [name for name in state if not release.resnet_alone or name.startswith(_RESNET)]
+    return {name: tuple(state[name].shape) for name in names}
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        found = re.match(re.escape(old).replace(r"\{\}", r"(\d+)"), name)
+        if found:
+            return new.format(*found.groups()) + name[found.end() :]
+    return name
+
+
+def _our_name(theirs: str, release: Release) -> str:
+    return _renamed(theirs, release.names)
+
+
+def _their_name(ours: str, release: Release) -> str:
+    return _renamed(ours, [(new, old) for old, new in release.names])
+
+
+def _dropped(name: str, tensors: Mapping[str, Tensor], release: Release, file: Path) -> dict | None:
+    """The report's entry for a tensor that is no weight."""
+    norm = COUNTER.sub("", name)
+    if norm != name and f"{norm}.running_var" in tensors:
+        return {"theirs": name, "did": "dropped: it counts batches, which frozen norms do not need"}
+    if name in PIXEL_STATISTICS and not release.resnet_alone:
+        check_pixel_statistics(name, tensors[name], file)
+        return {"theirs": name, "did": "dropped: this network has it"}
+    return None
+
+
+def _take_anchors(
+    anchors: Tensor, config: FasterRCNNConfig, tensors: dict[str, Tensor], report: list[dict]
+) -> list[str]:
+    fault = tensor_fault(anchors, (config.num_anchors, 4))
+    if fault:
+        return [f"{ANCHORS} {fault}"]
+    tensors[ANCHORS] = anchors.float().contiguous()
+    report.append({"theirs": ANCHORS, "ours": ANCHORS, "did": "taken: the network's anchors are these"})
+    return []
+
+
+def _did(theirs: str, ours: str, change: Change | None, tensor: Tensor) -> str:
+    done = ["taken" if theirs == ours else "renamed"]
+    if change:
+        done = ["changed" if theirs == ours else "renamed and changed"]
+    notes = [change.says] if change else []
+    if tensor.dtype != torch.float32:
+        notes.append(f"{str(tensor.dtype).removeprefix('torch.')} to float32")
+    return done[0] + (f": {'; '.join(notes)}" if notes else "")
+
+
+def describe(converted: Converted) -> str:
+    """The report for people: a line a tensor, then what the file is and how it was meant to be used."""
+    lines = []
+    for entry in converted.report:
+        arrow = f" -> {entry['ours']}" if entry.get("ours", entry["theirs"]) != entry["theirs"] else ""
+        lines.append(f"{entry['theirs']}{arrow}: {entry['did']}")
+    counts = {}
+    for entry in converted.report:
+        kind = entry["did"].partition(":")[0]
+        counts[kind] = counts.get(kind, 0) + 1
+    network, release = converted.network, converted.release
+    lines.append(f"release: {release.name}, {release.about}; a {converted.source['container']}")
+    lines.append("tensors: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    lines.append(f"ResNet: {' + '.join(map(str, network.resnet.blocks))} blocks, {network.resnet.width} channels")
+    if release.resnet_alone:
+        lines.append("a ResNet alone: for model.regions.weights of VL-BERT, not for detection")
+        lines.append(f"note: {release.note}")
+        return "\n".join(lines)
+    attributes = f"{network.num_attributes} attributes" if converted.attributes else "attributes absent"
+    lines.append(f"heads: {network.num_classes} classes, {attributes}")
+    where = "from the file" if converted.anchors == "file" else "the file has none: generated by the release's rule"
+    lines.append(f"anchors: {where}")
+    lines.append(f"its own detection: {json.dumps(dict(release.detection))}")
+    if release.selection:
+        lines.append(f"its own selection: {json.dumps(dict(release.selection))}")
+    if release.note:
+        lines.append(f"note: {release.note}")
+    lines += [f"NOT THE SAME here: {said}" for said in differences(release.detection, network)]
+    return "\n".join(lines)
