@@ -44,6 +44,7 @@ class Picture:
     hidden    bool [r]           regions that the model must not see (masked regions); never row 0
     size      (width, height)    of the resized picture
     pixels    uint8 [3, h, w]    RGB, already resized; None where features are precomputed
+    covered   float32 [h, 4]     further boxes whose pixels are hidden, though they are no regions of the row, or None
     features  float [r, D]       precomputed ones, row 0 included; None end to end
     cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
                                  None: all of it
@@ -55,6 +56,7 @@ class Picture:
     hidden: np.ndarray
     size: tuple[int, int]
     pixels: Tensor | None = None
+    covered: np.ndarray | None = None
     features: np.ndarray | None = None
     cells: np.ndarray | None = None
     classes: np.ndarray | None = None
@@ -89,6 +91,7 @@ class Batch:
     looks_at       int64 [N, T]                    region_classes  int64 [N, R]  see Picture.classes
     pixels         uint8 [P, 3, H, W]  H = W = 0 where features are precomputed
     picture_sizes  int64 [P, 2]        (width, height) of each picture without its padding
+    covered        float32 [P, h, 4]   see Picture.covered; covered_mask, bool [P, h], says which are there
     picture_of     int64 [N]           the picture of each row; -1: none. Rows of one picture have the same regions
     picture_rows   int64 [P]           the first row of each picture
     features       float [K, D]        of the real regions of all pictures, in picture order; [0, 0] end to end
@@ -108,6 +111,8 @@ class Batch:
     region_classes: Tensor
     pixels: Tensor
     picture_sizes: Tensor
+    covered: Tensor
+    covered_mask: Tensor
     picture_of: Tensor
     picture_rows: Tensor
     features: Tensor
@@ -148,6 +153,8 @@ def collate(examples: Sequence[Example]) -> Batch:
     every_row, none = range(n), np.zeros(0, bool)
     targets = _pad_all(words, every_row, n, t) | _pad_all(shown, rows, n, r)
     asked = _concatenate_all(words) | _concatenate_all(shown)
+    covered = [np.zeros((0, 4), np.float32) if p.covered is None else p.covered for p in pictures]
+    h = max((len(boxes) for boxes in covered), default=0)
     classes = [np.zeros(len(p.boxes), np.int64) if p.classes is None else p.classes for p in shown]
     return Batch(
         keys=[e.key for e in examples],
@@ -162,6 +169,8 @@ def collate(examples: Sequence[Example]) -> Batch:
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
         pixels=_pad_pixels([p.pixels for p in pictures if p.pixels is not None], len(pictures)),
         picture_sizes=torch.tensor([p.size for p in pictures], dtype=torch.int64).reshape(-1, 2),
+        covered=_pad(covered, range(len(pictures)), len(pictures), h, like=np.zeros((0, 4), np.float32)),
+        covered_mask=_pad([np.ones(len(c), bool) for c in covered], range(len(pictures)), len(pictures), h, like=none),
         picture_of=torch.tensor([number.get(i, -1) for i in owners], dtype=torch.int64),
         picture_rows=torch.tensor([owners.index(i) for i in number], dtype=torch.int64),
         features=_of_all_pictures(pictures, "features", axes=2),

@@ -45,23 +45,29 @@ class View:
     def picture(
         self, hidden: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
     ) -> Picture:
-        """The Picture of the whole image and the first `count` regions, `hidden` (bool [1 + count]) among them.
+        """The Picture of the whole image and the first `count` of r regions; `hidden`, bool [1 + r], says which are.
 
-        Precomputed, the whole image's vector is the mean over all regions of the sample that are not hidden, as
-        published; those that do not fit in count too. `more` are further fields of Picture.
+        As published, those behind the first `count` matter too: their pixels are hidden where they are, and,
+        precomputed, the whole image's vector is the mean over all that are not. `more` are further fields of Picture.
         """
         count = len(self.boxes) - 1 if count is None else count
-        hidden = np.zeros(1 + count, bool) if hidden is None else hidden
+        hidden = np.zeros(len(self.boxes), bool) if hidden is None else hidden
         features = None
         if self.features is not None:
             left = self.features.sum(axis=0, keepdims=True)
             whole_image = left / max(1, len(self.features))
             if hidden.any():
-                left = left - self.features[:count][hidden[1:]].sum(axis=0)
+                left = left - self.features[hidden[1:]].sum(axis=0)
                 whole_image = left / (len(self.features) - hidden.sum() + 1e-5)
             features = np.concatenate([whole_image, self.features[:count]]).astype(np.float32)
         return Picture(
-            boxes=self.boxes[: 1 + count], hidden=hidden, size=self.size, pixels=self.pixels, features=features, **more
+            boxes=self.boxes[: 1 + count],
+            hidden=hidden[: 1 + count],
+            covered=self.boxes[1 + count :][hidden[1 + count :]],
+            size=self.size,
+            pixels=self.pixels,
+            features=features,
+            **more,
         )
 
 

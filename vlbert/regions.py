@@ -53,7 +53,9 @@ class FastRCNN(nn.Module):
         height, width = pixels.shape[2:]
         if self.config.hide == "pixels":
             rows = batch.picture_rows
-            hole = hidden_pixels(batch.boxes[rows], batch.region_hidden[rows], height, width)[:, None]
+            boxes = torch.cat([batch.boxes[rows], batch.covered], dim=1)
+            hidden = torch.cat([batch.region_hidden[rows], batch.covered_mask], dim=1)
+            hole = hidden_pixels(boxes, hidden, height, width)[:, None]
             blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see

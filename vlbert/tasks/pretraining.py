@@ -81,7 +81,9 @@ class Pretraining:
         tokens, count = self._cut(self.vocabulary.encode(sample.caption), len(sample.regions))
         regions = sample.regions.take(np.arange(count))
         hidden_words, asked_words = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-        hidden_regions, asked_regions = mask_regions(count, self.settings.regions, rng)
+        # Of all regions, as published: those that do not fit in hide their pixels, too.
+        hidden_regions, asked_regions = mask_regions(len(sample.regions), self.settings.regions, rng)
+        asked_regions = asked_regions[: 1 + count]
         words = self._words(
             [self.vocabulary.cls, *hidden_words, self.vocabulary.sep],
             asked=np.concatenate([[False], asked_words, [False]]),
