@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows import finetune, pretrain
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
 from vlbert.config import Recipe, architecture, differing_fields, override
+from vlbert.data import check_shares
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.train import check_complete
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
@@ -23,7 +25,7 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
     for number, settings in enumerate(finetunings):
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
-        _check_features(where, recipe, detectors, [settings.dataset])
+        _check_features(where, recipe, detectors, [settings.dataset_name])
         differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
         # The architecture of another run, or root, is known when it is read.
         starts_here = settings.checkpoint != "none" and "/runs/" not in settings.checkpoint and not settings.pretraining
@@ -48,7 +50,7 @@ def _check_datasets(
     if twice:
         raise ValueError(f"datasets: two are named {twice}; each needs a name of its own")
     wanted = {"pretraining.dataset": pretraining.dataset, "pretraining.held_out": pretraining.held_out}
-    wanted |= {f"finetunings[{number}].dataset": settings.dataset for number, settings in enumerate(finetunings)}
+    wanted |= {f"finetunings[{number}].dataset": settings.dataset_name for number, settings in enumerate(finetunings)}
     for setting, name in wanted.items():
         if name is not None and name not in names:
             raise ValueError(f"{setting} is {name!r}, and datasets has only {', '.join(names) or 'none'}")
@@ -92,6 +94,7 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
             "vocab.txt, and the text corpus would be given a vocabulary of its own; set vocabulary to BERT's "
             "vocab.txt, or start from scratch with the override bert=none"
         )
+    _check_run("pretraining", recipe, settings.processes)
     if recipe.data.text_batch and not settings.text and _names(settings.overrides, "data.text_batch"):
         raise ValueError(
             f"pretraining.overrides asks for data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
@@ -101,14 +104,30 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
 
 def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
-    start = ["start_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
-    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
+    fields = [f"run={settings.run}"]
+    if settings.checkpoint != "none":
+        fields.append("start_from=ROOT/runs/RUN/step-0")
+    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, *fields])
+    if settings.checkpoint == "none" and not recipe.bert:
+        recipe = override(recipe, ["from_scratch=true"])
+    _check_run(where, recipe, settings.processes)
     files = getattr(recipe.task, "files", ())
     if files and not settings.folder:
         raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(files)}")
     for name in files:
         _check_file(f"{where}.folder", str(Path(settings.folder) / name))
+    for name in getattr(recipe.task, "folders", ()):
+        _check_folder(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe
+
+
+def _check_run(where: str, recipe: Recipe, processes: Processes) -> None:
+    """What training would refuse when it begins: nothing to start from, a batch that the processes cannot share."""
+    try:
+        check_complete(override(recipe, ["data.root=ROOT", "data.text_corpus=CORPUS"]))
+        check_shares(recipe.data, processes.count)
+    except ValueError as error:
+        raise ValueError(f"{where} ({recipe.name}): {error}") from error
 
 
 def _check_features(

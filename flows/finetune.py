@@ -19,6 +19,7 @@ SETTINGS = {
     "data.detector": "the setting detector",
     "task.folder": "the setting folder",
     "start_from": "the settings pretraining and checkpoint",
+    "from_scratch": "the setting checkpoint",
     "vocabulary": "the pre-training's vocabulary",
 }
 
@@ -38,14 +39,23 @@ def finetune(
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
     fields = {
-        "data.dataset": settings.dataset,
-        "data.held_out": settings.dataset,
+        "data.dataset": settings.dataset_name,
+        "data.held_out": settings.dataset_name,
         "data.detector": settings.detector,
         "task.folder": settings.folder or None,
         "start_from": None if fresh else checkpoint,
+        "from_scratch": True if fresh and not starts_from_bert(settings) else None,
         "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
     return train(root, settings.recipe_name, settings.run, fields, settings.overrides, settings.processes, say, watch)
+
+
+def starts_from_bert(settings: FinetuneSettings) -> bool:
+    """Whether the recipe, with the overrides, has a BERT to start from."""
+    from vlbert.config import override  # here, because they bring torch, which other stages do without
+    from vlbert.recipes import RECIPES
+
+    return override(RECIPES[settings.recipe_name](), list(settings.overrides)).bert is not None
 
 
 def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:

@@ -69,7 +69,7 @@ def pretrain_vlbert(
         settings = dataclasses.replace(
             settings,
             pretraining=settings.pretraining or pretrained.run,
-            detector=settings.detector or detected[settings.dataset].detector,
+            detector=settings.detector or detected[settings.dataset_name].detector,
         )
         finetuned.append(finetune_flow(root, work, settings))
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -239,8 +239,8 @@ class FinetuneSettings:
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""
     """The task's annotations, as its authors ship them, on this machine."""
-    dataset: str = "refcoco+"
-    """Whose regions to read."""
+    dataset: str = ""
+    """Whose regions to read; empty: refcoco+, vqa or vcr, as the task is."""
     detector: str | None = None
     """Whose regions, by the detector's id; none: those of the road, or the only ones that there are."""
     pretraining: str = ""
@@ -263,6 +263,11 @@ class FinetuneSettings:
                 f"FinetuneSettings.recipe {self.recipe_name} is none of task {self.task}; choose a recipe "
                 f"finetune_{self.task}_..., or another task"
             )
+
+    @property
+    def dataset_name(self) -> str:
+        """The dataset, also where only the task is named."""
+        return self.dataset or {"refcoco": "refcoco+"}.get(self.task, self.task)
 
     @property
     def recipe_name(self) -> str:

@@ -259,10 +259,28 @@ def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict,
 def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(world: World, tmp_path: Path):
     datasets, pretraining, _ = a_road(world)
     (tmp_path / "vocab.txt").write_text("[PAD]\n")
-    base = dataclasses.replace(pretraining, recipe="pretrain_vlbert_base", vocabulary_size=None, vocabulary_captions=())
+    untrained = ("model.regions.untrained=true",)
+    base = dataclasses.replace(
+        pretraining,
+        recipe="pretrain_vlbert_base",
+        vocabulary_size=None,
+        vocabulary_captions=(),
+        overrides=untrained,
+        processes=Processes(),
+    )
     check(datasets, dataclasses.replace(base, vocabulary=str(tmp_path / "vocab.txt")), [])
-    check(datasets, dataclasses.replace(base, overrides=("bert=none",)), [])
+    check(datasets, dataclasses.replace(base, overrides=("bert=none", *untrained)), [])
     check(datasets, dataclasses.replace(base, text=()), [])
+
+
+def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(world: World):
+    datasets, pretraining, finetunings = a_road(world)
+    bare = dataclasses.replace(pretraining, overrides=("model.regions.untrained=false",))
+    with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
+        check(datasets, bare, [])
+    three = dataclasses.replace(finetunings[0], processes=Processes(count=3))
+    with pytest.raises(ValueError, match=r"finetunings\[0\] \(.*data.batch = 32 cannot be shared by 3 processes"):
+        check(datasets, pretraining, [three])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +295,6 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
         ),
         ({"recipe": "finetune_refcoco_base"}, "has another architecture than the pre-training pretrain_vlbert_demo"),
         ({"overrides": ("optimizer.rate=3",)}, r"finetunings\[0\] .*OptimizerConfig has no field 'rate'"),
-        ({"overrides": ("bert=bert-base-uncased",)}, "Recipe.bert is .* None where start_from is set"),
         ({"run": "pretrain"}, "two runs are named pretrain"),
         *(
             ({"overrides": (f"{field}=x",)}, f"the stage sets {field} itself; use {setting} instead")
