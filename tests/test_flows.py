@@ -328,7 +328,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     assert [trained.run for trained in road.finetuned] == ["finetune-with"]
     assert 0 < road.finetuned[0].metrics["chance"] < 1
     said = served.logs(str(first.id))
-    assert any(line.endswith(f": VL-BERT from {road.pretrained.checkpoint}") for line in said)
+    assert any(f": VL-BERT from {road.pretrained.checkpoint}, of its head region_transform" in line for line in said)
     for trained, dataset, recipe in (
         (road.pretrained, "captions", "pretrain_vlbert_demo"),
         (road.finetuned[0], "refcoco+", "finetune_refcoco_demo"),
