@@ -6,6 +6,7 @@ from pathlib import Path
 from flows import finetune, pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
+from storage.collect import image_files
 from vlbert.config import Recipe, architecture, differing_fields, override
 from vlbert.data import check_shares
 from vlbert.recipes import RECIPES
@@ -27,19 +28,29 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
         recipe = _check_finetuning(where, settings)
         _check_features(where, recipe, detectors, [settings.dataset_name])
         differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
-        # The architecture of another run, or root, is known when it is read.
-        starts_here = settings.checkpoint != "none" and "/runs/" not in settings.checkpoint and not settings.pretraining
-        if starts_here and differing:
+        # The architecture and words of another run, or root, are known when it is read.
+        of_this_road = "/runs/" not in settings.checkpoint and not settings.pretraining
+        if of_this_road and settings.checkpoint != "none" and differing:
             name, here, there = differing[0]
             raise ValueError(
                 f"{where}: recipe {settings.recipe_name} has another architecture than the pre-training "
                 f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose "
                 "a recipe of the same size, or the same model.* overrides"
             )
+        if of_this_road and recipe.bert and _builds_vocabulary(pretraining, pretraining_recipe):
+            raise ValueError(
+                f"{where}: recipe {settings.recipe_name} takes weights from {recipe.bert}, which need BERT's own "
+                "vocab.txt, and the pre-training builds a vocabulary of its own, which the fine-tuning takes over; set "
+                "pretraining.vocabulary to BERT's vocab.txt, or do without those weights: the override bert=none"
+            )
         runs.append(recipe.run_name)
     twice = _twice(runs)
     if twice:
         raise ValueError(f"two runs are named {twice}: each needs its own folder under ROOT/runs; set run")
+
+
+def _builds_vocabulary(settings: PretrainSettings, recipe: Recipe) -> bool:
+    return settings.vocabulary is None and not recipe.bert and not recipe.start_from
 
 
 def _check_datasets(
@@ -66,6 +77,11 @@ def _check_sources(dataset: Dataset) -> None:
         _check_file(f"{where}: captions", dataset.captions)
     if dataset.images is not None:
         _check_folder(f"{where}: images", dataset.images)
+        if not image_files(dataset.images):
+            raise ValueError(
+                f"{where}: images: {dataset.images} holds no image file; folders below it are not read: link their "
+                "images into one folder, and name that"
+            )
     if detector.annotations:
         _check_file(f"{where}: detector.annotations", detector.annotations)
     if detector.weights:
@@ -94,11 +110,14 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
             "vocab.txt, and the text corpus would be given a vocabulary of its own; set vocabulary to BERT's "
             "vocab.txt, or start from scratch with the override bert=none"
         )
+    if recipe.data.text_batch and not settings.text:
+        if _names(settings.overrides, "data.text_batch"):
+            raise ValueError(
+                f"pretraining.overrides asks for data.text_batch={recipe.data.text_batch}, and there is no corpus; set "
+                "text"
+            )
+        recipe = override(recipe, ["data.text_batch=0"])  # as the stage does
     _check_run("pretraining", recipe, settings.processes)
-    if recipe.data.text_batch and not settings.text and _names(settings.overrides, "data.text_batch"):
-        raise ValueError(
-            f"pretraining.overrides asks for data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
-        )
     return recipe
 
 

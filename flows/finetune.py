@@ -55,6 +55,10 @@ def starts_from_bert(settings: FinetuneSettings) -> bool:
     from vlbert.config import override  # here, because they bring torch, which other stages do without
     from vlbert.recipes import RECIPES
 
+    if settings.recipe_name not in RECIPES:
+        raise ValueError(
+            f"finetune: recipe is {settings.recipe_name!r}; it must be one of {', '.join(sorted(RECIPES))}"
+        )
     return override(RECIPES[settings.recipe_name](), list(settings.overrides)).bert is not None
 
 

@@ -14,6 +14,7 @@ from flows.check import check
 from flows.collect import collect_settings
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, Source
 from storage.download import DownloadSettings, ImageSettings
+from vlbert.recipes import RECIPES
 
 PROJECT = Path(__file__).parents[1]
 
@@ -199,6 +200,7 @@ def test_the_road_of_the_demo_passes(world: World):
         ({"name": "held-out"}, "two are named held-out"),
         ({"captions": "no.tsv"}, "dataset captions: captions: there is no file no.tsv"),
         ({"captions": None, "images": "no"}, "dataset captions: images: there is no folder no"),
+        ({"captions": None, "images": str(PROJECT / "docs")}, "docs holds no image file; folders below it are not rea"),
         (
             {"detector": DetectorSettings("annotated", annotations="no.json")},
             "dataset captions: detector.annotations: there is no file no.json",
@@ -278,9 +280,93 @@ def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downlo
     bare = dataclasses.replace(pretraining, overrides=("model.regions.untrained=false",))
     with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
         check(datasets, bare, [])
-    three = dataclasses.replace(finetunings[0], processes=Processes(count=3))
+    alone = dataclasses.replace(finetunings[0], checkpoint="none", overrides=bare.overrides)
+    with pytest.raises(ValueError, match=r"finetunings\[0\] \(.*the Fast R-CNN has no weights to start from"):
+        check(datasets, pretraining, [alone])
+    three = Processes(count=3)
+    with pytest.raises(ValueError, match=r"pretraining \(.*data.batch = 32 cannot be shared by 3 processes"):
+        check(datasets, dataclasses.replace(pretraining, processes=three), [])
     with pytest.raises(ValueError, match=r"finetunings\[0\] \(.*data.batch = 32 cannot be shared by 3 processes"):
-        check(datasets, pretraining, [three])
+        check(datasets, pretraining, [dataclasses.replace(finetunings[0], processes=three)])
+
+
+def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(world: World):
+    datasets, pretraining, _ = a_road(world)
+    overrides = (*pretraining.overrides, "data.batch=30")
+    three = dataclasses.replace(pretraining, overrides=overrides, processes=Processes(count=3))
+    with pytest.raises(ValueError, match="data.text_batch = 8 cannot be shared by 3 processes"):
+        check(datasets, three, [])
+    check(datasets, dataclasses.replace(three, **NO_TEXT), [])
+
+
+@pytest.fixture
+def vcr(world: World, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
+    """A road from BERT, on a vocabulary of BERT's, to VCR."""
+    datasets, pretraining, _ = a_road(world)
+    for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "vcr1images").mkdir()
+    datasets.append(dataclasses.replace(datasets[-1], name="vcr"))
+    pretraining = dataclasses.replace(
+        pretraining,
+        recipe="pretrain_vlbert_base",
+        vocabulary=str(tmp_path / "vocab.txt"),
+        vocabulary_size=None,
+        vocabulary_captions=(),
+        overrides=("model.regions.untrained=true",),
+        processes=Processes(),
+    )
+    return datasets, pretraining, FinetuneSettings("vcr", folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["train.jsonl", "val.jsonl", "vcr1images"])
+def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: tuple, missing: str):
+    datasets, pretraining, finetuning = vcr
+    check(datasets, pretraining, [finetuning])
+    path = Path(finetuning.folder) / missing
+    path.rename(path.with_name("elsewhere"))
+    with pytest.raises(ValueError, match=rf"finetunings\[0\].folder: there is no (file|folder) {path}"):
+        check(datasets, pretraining, [finetuning])
+
+
+def test_a_task_reads_the_dataset_of_its_own_name(vcr: tuple):
+    datasets, pretraining, finetuning = vcr
+    with pytest.raises(
+        ValueError, match=r"finetunings\[0\].dataset is 'vcr', and datasets has only captions, held-out"
+    ):
+        check(datasets[:-1], pretraining, [finetuning])
+
+
+def test_weights_of_bert_go_with_no_vocabulary_that_the_road_builds(vcr: tuple):
+    """VCR takes BERT's pooler, also where its vocabulary is that of the pre-training."""
+    datasets, pretraining, finetuning = vcr
+    scratch = {"vocabulary": None, "overrides": ("bert=none", *pretraining.overrides)}
+    for changes in (scratch, scratch | {"text": ()}):
+        own = dataclasses.replace(pretraining, **changes)
+        message = r"finetunings\[0\]: recipe finetune_vcr_base takes weights from bert-base-uncased, .*: the override"
+        with pytest.raises(ValueError, match=message):
+            check(datasets, own, [finetuning])
+        check(datasets, own, [dataclasses.replace(finetuning, overrides=("bert=none",))])
+        check(datasets, own, [dataclasses.replace(finetuning, pretraining="another")])
+
+
+def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_model_that_takes_them(
+    vcr: tuple, tmp_path: Path
+):
+    datasets, pretraining, _ = vcr
+    detector = DetectorSettings(preset="demo", untrained=True, keep_features=True)
+    datasets = [dataclasses.replace(dataset, detector=detector) for dataset in datasets]
+    datasets[-1] = dataclasses.replace(datasets[-1], name="vqa")
+    vqa = FinetuneSettings("vqa", folder=str(tmp_path))
+    for name in RECIPES[vqa.recipe_name]().task.files:
+        (tmp_path / name).touch()
+    precomputed = dataclasses.replace(pretraining, recipe="pretrain_vlbert_base_precomputed", overrides=())
+    check(datasets, precomputed, [vqa])
+    with pytest.raises(ValueError, match="model.regions.features is precomputed, there end_to_end"):
+        check(datasets, pretraining, [vqa])
+    datasets[-1] = dataclasses.replace(datasets[-1], detector=dataclasses.replace(detector, keep_features=None))
+    with pytest.raises(ValueError, match=r"finetunings\[0\]: .* detector of dataset vqa keeps none; set its keep_feat"):
+        check(datasets, precomputed, [vqa])
 
 
 @pytest.mark.parametrize(
@@ -349,6 +435,19 @@ def test_the_projects_deployments_fit_their_flows():
         assert found[name]["read"]["datasets"] == (dataset.name,)
     pretraining = found["pretrain-vlbert/default"]["read"]["pretraining"]
     assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
+
+
+def test_the_road_of_the_operating_page_fits_its_flow():
+    from flows.pipeline import pretrain_vlbert
+
+    page = (PROJECT / "docs" / "operating.md").read_text(encoding="utf-8")
+    (road,) = (yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:])
+    read = pretrain_vlbert.validate_parameters(road | {"root": "r", "work": "w", "pretraining": {}})
+    names = {dataset.name for dataset in read["datasets"]}
+    assert {settings.task for settings in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
+    assert {settings.dataset_name for settings in read["finetunings"]} == names
+    runs = [settings.run or settings.recipe_name for settings in read["finetunings"]]
+    assert len(runs) == len(set(runs))
 
 
 def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(world: World, tmp_path: Path):

@@ -10,6 +10,7 @@ from flows.finetune import copy_vocabulary, find_checkpoint, finetune
 from flows.settings import FinetuneSettings
 from flows.supervisor import ChildFailed
 from storage.objects import open_objects
+from vlbert.recipes import RECIPES
 
 
 @pytest.fixture
@@ -147,3 +148,17 @@ def test_a_task_has_a_recipe_of_its_own_and_takes_no_other_tasks():
     for recipe in ("pretrain_vlbert_base", "finetune_vqa_base", "finetune_refcoco"):
         with pytest.raises(ValueError, match=f"recipe {recipe} is none of task refcoco; choose a recipe finetune_ref"):
             FinetuneSettings(recipe=recipe)
+
+
+def test_a_stage_alone_without_a_checkpoint_names_the_recipes_that_there_are(tmp_path: Path):
+    settings = FinetuneSettings(recipe="finetune_refcoco_demi", checkpoint="none")
+    with pytest.raises(ValueError, match="recipe is 'finetune_refcoco_demi'; it must be one of finetune_refcoco_base"):
+        finetune(str(tmp_path), str(tmp_path), settings)
+
+
+def test_a_dataset_that_is_not_named_is_that_of_the_recipe():
+    for name in (name for name in RECIPES if name.startswith("finetune_")):
+        data = RECIPES[name]().data
+        settings = FinetuneSettings(task=name.split("_")[1], recipe=name)
+        assert settings.dataset_name == data.dataset == data.held_out, name
+    assert FinetuneSettings(task="vqa", dataset="elsewhere").dataset_name == "elsewhere"

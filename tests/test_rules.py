@@ -116,6 +116,8 @@ def test_the_rules_cover_the_seventeen_differences_and_name_fields_that_a_user_c
 
 
 def test_the_document_holds_the_tables():
+    for lines in (table().splitlines(), numbers().splitlines()):
+        assert len({line.count("|") for line in lines}) == 1, "a row has more or fewer cells than the head"
     text = DOCUMENT.read_text(encoding="utf-8")
     assert table() in text, "docs/rules.md is behind: python -m vlbert.rules prints its tables"
     assert numbers() in text, "docs/rules.md is behind: python -m vlbert.rules prints its tables"

@@ -119,10 +119,9 @@ def table() -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for rule in RULES:
         task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""
-        values = (_shown(rule.paper), _shown(rule.published))
-        lines.append(
-            f"| {rule.number} | `{rule.field}`{task} | {values[0]} | {values[1]} | {rule.what} | {rule.section} |"
-        )
+        cells = [rule.number, f"`{rule.field}`{task}", _shown(rule.paper), _shown(rule.published)]
+        cells += [rule.what, rule.section, _DESCRIBED[rule.number]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
