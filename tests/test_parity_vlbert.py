@@ -4,6 +4,7 @@ Two cases lie in tests/data/parity; all nine, and the figures of single componen
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.parity_vlbert import read_case, read_cases, report, run
+from benchmarks.parity_cases import Case, describe, read_case, read_cases, weights
+from benchmarks.parity_vlbert import losses, main, report, run
 from detectors.resnet import ResNetConfig
 from vlbert.batch import Example, Picture, Words, collate
 from vlbert.boxes import geometry_embedding, iou
 from vlbert.config import RegionConfig
 from vlbert.pictures import resized
+from vlbert.published import plain_name
 from vlbert.regions import FastRCNN
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
@@ -52,11 +55,11 @@ def test_seven_more_models_compute_what_the_authors_code_computes(file: Path):
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[..., Path]:
-    """The VQA case with its json and arrays changed by `change(about, arrays)`."""
+    """A case, that of VQA, with its json and arrays changed by `change(about, arrays)`."""
 
-    def changed(change: Callable[[dict, dict], None]) -> Path:
-        about = json.loads((HERE / "vqa_prec.json").read_text())
-        arrays = dict(np.load(HERE / "vqa_prec.npz"))
+    def changed(change: Callable[[dict, dict], None], name: str = "vqa_prec") -> Path:
+        about = json.loads((HERE / f"{name}.json").read_text())
+        arrays = dict(np.load(HERE / f"{name}.npz"))
         change(about, arrays)
         (tmp_path / "changed.json").write_text(json.dumps(about))
         np.savez(tmp_path / "changed.npz", **arrays)
@@ -114,19 +117,235 @@ def test_the_command_prints_a_line_a_case_and_fails_where_one_fails(tmp_path: Pa
     for kind in (".json", ".npz"):
         shutil.copy(HERE / f"vqa_prec{kind}", tmp_path)
     (tmp_path / "other.json").write_text("[1]")  # no case
+    (tmp_path / "lost.json").write_text("{")  # nor can this one be: no npz lies beside it
+    (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "torn.npz").write_bytes((HERE / "vqa_prec.npz").read_bytes()[:1000])
     command = [sys.executable, "-m", "benchmarks.parity_vlbert", str(file.parent)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert ended.returncode == 1
-    lines = [line.split() for line in ended.stdout.splitlines()[1:]]
-    assert [(line[0], line[-1]) for line in lines[:2]] == [("changed", "FAIL"), ("vqa_prec", "pass")]
-    assert ended.stdout.splitlines()[-1].startswith("1 of 2 pass")
+    assert ended.returncode == 1, ended.stderr
+    lines = ended.stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines[:3]] == ["changed", "torn", "vqa_prec"]
+    assert " FAIL " in lines[0]
+    assert " NOT RUN: " in lines[1]
+    assert lines[2].endswith(" pass  zero: 2 self.key.bias")
+    assert lines[3].startswith("1 of 3 pass")
+
+
+def test_the_command_ends_well_where_all_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["parity_vlbert", str(HERE)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert type(ended.value.code) is int  # a shell sees 1 for anything else, even for numpy's False
+    assert ended.value.code == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+
+
+def _torn(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _scratched(data: bytes) -> bytes:
+    return data[:300] + bytes(400) + data[700:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        (".npz", lambda data: b""),
+        (".npz", lambda data: b"PK\x03\x04 torn"),
+        (".npz", lambda data: b"no archive at all"),
+        (".npz", _torn),
+        (".npz", _scratched),
+        (".npz", None),
+        (".json", lambda data: b""),
+        (".json", lambda data: b"\xff\xfe\x00"),
+        (".json", lambda data: b"[" * 100_000),
+        (".json", _torn),
+    ],
+    ids=["empty npz", "no zip", "no npz", "torn npz", "scratched npz", "gone npz", "empty", "binary", "deep", "torn"],
+)
+def test_a_damaged_case_is_named_in_its_line(tmp_path: Path, kind: str, damage: Callable[[bytes], bytes] | None):
+    for each in (".json", ".npz"):
+        shutil.copy(HERE / f"vqa_prec{each}", tmp_path)
+    file = tmp_path / f"vqa_prec{kind}"
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    (found,) = read_cases(tmp_path)
+    line, passes = report(found)
+    assert not passes
+    assert line.startswith("vqa_prec ")
+    assert " NOT RUN: " in line
+    assert "\n" not in line
+
+
+def test_a_line_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
+    line, passes = report(copy(lambda about, arrays: about.update(case="of\nno kind")))
+    assert not passes
+    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in line
+
+
+def test_weights_follow_the_rule_beside_them():
+    def filled(rule: str, name: str = "a") -> np.ndarray:
+        return weights({"tensors": [{"name": name, "shape": [50], "rule": rule}]})[name].numpy()
+
+    small = filled("0.02n")
+    np.testing.assert_allclose(filled("0.15n"), small * 7.5, rtol=1e-5)
+    np.testing.assert_allclose(filled("1 + 0.02 * n"), 1 + small, rtol=1e-6)
+    np.testing.assert_allclose(filled("1+|0.02n|"), 1 + np.abs(small), rtol=1e-6)
+    assert not filled("zero").any()
+    assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
+
+
+@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", "0.0.2n", "-0.02n", "n", None, 0.02])
+def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
+    with pytest.raises(ValueError, match="some.weight is to be filled by the rule"):
+        weights({"tensors": [{"name": "some.weight", "shape": [2], "rule": rule}]})
+
+
+def _described(folder: Path, name: str, switches: dict) -> None:
+    """Describe a case with other switches; those of VLBERT begin with it."""
+    about = json.loads((folder / f"{name}.json").read_text())
+    network = about["config"]["NETWORK"]
+    for key, value in switches.items():
+        (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
+    shapes = {plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in about["tensors"]}
+    describe(Case(name, about, {}), shapes)
+
+
+@pytest.mark.parametrize("name", ["vqa_prec", "pretrain_multitask_prec"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"SOME_NEW": False},
+        {"VLBERT.new": 1},
+        {"BLIND": True},
+        {"VLBERT.hidden_act": "relu"},
+        {"VLBERT.pos_embedding_frozen": True},
+        {"VLBERT.visual_ln": False},
+        {"VLBERT.with_pooler": True},
+        {"VLBERT.visual_size": 48},
+        {"IMAGE_FINAL_DIM": 48},
+        {"VLBERT.vocab_size": 30522},
+        {"VLBERT.num_hidden_layers": 3},
+        {"VLBERT.hidden_size": 128},
+        {"IMAGE_FEAT_PRECOMPUTED": False},
+    ],
+    ids=lambda switches: next(iter(switches)),
+)
+def test_switches_that_are_unknown_or_contradict_the_tensors_are_refused_by_name(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(HERE, name, switches)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("pretrain_multitask_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("pretrain_multitask_e2e", {"MASK_RAW_PIXELS": False}),
+        ("pretrain_multitask_e2e", {"WITH_REL_LOSS": True}),
+        ("pretrain_multitask_e2e", {"IMAGE_FROZEN_BACKBONE_STAGES": [1, 6]}),
+        ("vcr_q2a_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("vcr_q2a_e2e", {"VLBERT.with_pooler": False}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 1}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 3}),
+        ("vcr_q2a_e2e", {"CLASSIFIER_TYPE": "2fc"}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_TOP": False}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_WEIGHT": 0.5}),
+        ("vcr_q2a_e2e_softmax_variant", {"VLBERT.object_word_embed_mode": 2}),
+        ("refcoco_e2e", {"IMAGE_FEAT_PRECOMPUTED": True}),
+    ],
+    ids=str,
+)
+def test_switches_of_other_networks_and_tasks_are_held_against_the_tensors(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(SHARED, name, switches)
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("vqa_prec", {"MASK_RAW_PIXELS": False}),
+        ("vqa_prec", {"IMAGE_NUM_LAYERS": 50, "IMAGE_FROZEN_BACKBONE_STAGES": [1, 2, 5]}),
+        ("vqa_prec", {"VLBERT.object_word_embed_mode": 1, "WITH_MVRC_LOSS": False}),
+        ("pretrain_multitask_prec", {"MASK_RAW_PIXELS": False, "CLASSIFIER_TYPE": "1fc"}),
+        ("pretrain_multitask_prec", {"CNN_LOSS_WEIGHT": 0.5, "IMAGE_FROZEN_BACKBONE_STAGES": []}),
+    ],
+    ids=str,
+)
+def test_switches_that_a_model_does_not_read_may_say_anything(name: str, switches: dict):
+    _described(HERE, name, switches)
+
+
+@pytest.mark.parametrize("heads", ["kept", "left out"])
+@pytest.mark.parametrize(
+    ("switch", "prefix", "terms"),
+    [
+        ("WITH_MLM_LOSS", "vlbert.mlm_head.", ["mlm_loss_wvc", "mlm_loss_aux"]),
+        ("WITH_MVRC_LOSS", "vlbert.mvrc_head.", ["mvrc_loss"]),
+    ],
+)
+def test_a_loss_that_is_off_is_zero(copy: Callable[..., Path], switch: str, prefix: str, terms: list[str], heads: str):
+    def change(about: dict, arrays: dict) -> None:
+        about["config"]["NETWORK"][switch] = False
+        if heads == "left out":
+            about["tensors"] = [tensor for tensor in about["tensors"] if not tensor["name"].startswith(prefix)]
+        for term in terms:
+            arrays["out/loss"] = arrays["out/loss"] - arrays[f"out/{term}"]
+            arrays[f"out/{term}"] = np.zeros((), np.float32)
+
+    case = read_case(copy(change, "pretrain_multitask_prec"))
+    ours = run(case)
+    for mine, theirs in losses(case, ours):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    head = ours.head.word_transform if switch == "WITH_MLM_LOSS" else ours.head.region_transform
+    assert head.dense.weight.grad is None
+    assert ours.vlbert.embedding.words.weight.grad.abs().sum() > 0
+
+
+@needs_shared
+@pytest.mark.parametrize("family", ["MLM", "MVRC"])
+def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):
+    """Of the same inputs there are figures of theirs by either rule."""
+
+    def change(about: dict, arrays: dict) -> None:
+        about["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
+        by_rows = np.load(SHARED / "pretrain_multitask_prec_rel_normfirst.npz")
+        for term in [name for name in arrays if name.startswith(f"out/{family.lower()}_loss")]:
+            arrays["out/loss"] = arrays["out/loss"] - arrays[term] + by_rows[term]
+            arrays[term] = by_rows[term]
+
+    case = read_case(copy(change, "pretrain_multitask_prec"))
+    for mine, theirs in losses(case, run(case)):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable[..., Path]):
+    def no_figure(about: dict, arrays: dict) -> None:
+        arrays["out/loss"] = arrays["out/mlm_loss_wvc"] = np.array(np.nan, np.float32)
+
+    def nothing_asked(about: dict, arrays: dict) -> None:
+        no_figure(about, arrays)
+        arrays["in/mlm_labels"] = np.full_like(arrays["in/mlm_labels"], -1)
+
+    line, passes = report(copy(no_figure, "pretrain_multitask_prec"))
+    assert not passes, line
+    case = read_case(copy(nothing_asked, "pretrain_multitask_prec"))
+    ours = run(case)
+    assert ours.losses["words"] == 0
+    for mine, theirs in losses(case, ours):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert case.arrays["out/mvrc_loss"] + case.arrays["out/mlm_loss_aux"] == pytest.approx(sum(ours.losses.values()))
 
 
 @needs_shared
 def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
-    """A ResNet-50 without dilation and feature-level masking, of which we have no figures of theirs."""
+    """A ResNet-50 without dilation, feature-level masking and frozen res5, of which we have no figures of theirs."""
     about = json.loads((SHARED / "pretrain_multitask_e2e.json").read_text())
     about["config"]["NETWORK"] |= {"IMAGE_NUM_LAYERS": 50, "MASK_RAW_PIXELS": False, "IMAGE_C5_DILATED": False}
+    about["config"]["NETWORK"]["IMAGE_FROZEN_BACKBONE_STAGES"] = [1, 2, 5]
     gone = [f"backbone.layer3.{block}." for block in range(6, 23)]
     about["tensors"] = [t for t in about["tensors"] if not any(part in t["name"] for part in gone)]
     name = "object_mask_visual_embedding.weight"
@@ -134,7 +353,14 @@ def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
     (tmp_path / "other.json").write_text(json.dumps(about))
     shutil.copy(SHARED / "pretrain_multitask_e2e.npz", tmp_path / "other.npz")
     ours = run(read_case(tmp_path / "other.json"))
-    assert len(ours.vlbert.fast_rcnn.backbone.res4) == 6
+    network = ours.vlbert.fast_rcnn
+    assert len(network.backbone.res4) == 6
+    parts = {name: getattr(network.backbone, name) for name in ("stem", "res2", "res3", "res4")} | {
+        "res5": network.res5
+    }
+    learn = {name for name, part in parts.items() if all(p.grad is not None for p in part.parameters())}
+    stand = {name for name, part in parts.items() if all(p.grad is None for p in part.parameters())}
+    assert (learn, stand) == ({"res3", "res4"}, {"stem", "res2", "res5"})
     assert ours.vlbert.embedding.hidden_appearance.weight.grad.abs().sum() > 0
     assert all(np.isfinite(loss) and loss > 0 for loss in ours.losses.values())
 

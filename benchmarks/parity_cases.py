@@ -1,0 +1,350 @@
+"""Cases of parity: what a pair of files holds, as our model, its weights and its batch (see parity_vlbert.py)."""
+
+import dataclasses
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlbert.batch import Batch, Example, Picture, Words, collate
+from vlbert.published import Published, skeleton, understand
+from vlbert.tasks import Task
+from vlbert.tasks.pretraining import Pretraining
+from vlbert.tasks.refcoco import RefCOCO
+from vlbert.tasks.vcr import VCR
+from vlbert.tasks.vqa import VQA
+from vlbert.text import SPECIALS, Vocabulary
+
+SPECIAL_IDS = dict(zip(SPECIALS, (0, 100, 101, 102, 103), strict=True))  # BERT's, which the cases use
+KINDS = ("pretrain", "vcr", "vqa", "refcoco")  # how the name of a case may begin
+
+# The switches of theirs that we know. One that is not here may change what is computed, and who does not know it could
+# only guess: it is refused. Below DATASET, TRAIN, VAL and TEST stands how the inputs came about, which a case brings.
+_NETWORK = """
+ANSWER_FIRST ANS_LOSS_TYPE ANS_LOSS_WEIGHT BERT_ALIGN_ANSWER BERT_ALIGN_QUESTION BERT_FROZEN BERT_MODEL_NAME
+BERT_PRETRAINED BERT_PRETRAINED_EPOCH BERT_USE_LAYER BERT_WITH_MLM_LOSS BERT_WITH_NSP_LOSS BLIND CLASSIFIER_DROPOUT
+CLASSIFIER_HIDDEN_SIZE CLASSIFIER_PRETRAINED CLASSIFIER_SIGMOID CLASSIFIER_SIGMOID_LOSS_POSITIVE_WEIGHT
+CLASSIFIER_TYPE CNN_LOSS_TOP CNN_LOSS_WEIGHT CNN_REG_DROPOUT ENABLE_CNN_REG_LOSS FOR_MASK_VL_MODELING_PRETRAIN
+IMAGE_C5_DILATED IMAGE_FEAT_PRECOMPUTED IMAGE_FINAL_DIM IMAGE_FROZEN_BACKBONE_STAGES IMAGE_FROZEN_BN IMAGE_NUM_LAYERS
+IMAGE_PRETRAINED IMAGE_PRETRAINED_EPOCH IMAGE_SEMANTIC IMAGE_STRIDE_IN_1x1 LOAD_REL_HEAD MASK_RAW_PIXELS
+MLM_LOSS_NORM_IN_BATCH_FIRST MVRC_LOSS_NORM_IN_BATCH_FIRST NO_GROUNDING NO_OBJ_ATTENTION OUTPUT_CONV5 PARTIAL_PRETRAIN
+PARTIAL_PRETRAIN_PREFIX_CHANGES PARTIAL_PRETRAIN_SEGMB_INIT PIXEL_MEANS PIXEL_STDS QA_ONE_SENT
+REPLACE_OBJECT_CHANGE_LABEL VLBERT WITH_MLM_LOSS WITH_MVRC_LOSS WITH_REL_LOSS
+"""
+_VLBERT = """
+attention_probs_dropout_prob from_scratch hidden_act hidden_dropout_prob hidden_size initializer_range input_size
+input_transform_type intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
+obj_pos_id_relative object_word_embed_mode pos_embedding_frozen position_padding_idx type_vocab_size visual_ln
+visual_region_classes visual_scale_object_init visual_scale_text_init visual_size vocab_size with_pooler
+word_embedding_frozen
+"""
+_KNOWN = {*_NETWORK.split(), *(f"VLBERT.{key}" for key in _VLBERT.split())}
+# Those of which ours has one value only, or of which no more is known.
+_ONLY = {
+    "BERT_FROZEN": False,
+    "BERT_WITH_MLM_LOSS": False,
+    "BERT_WITH_NSP_LOSS": False,
+    "BLIND": False,
+    "FOR_MASK_VL_MODELING_PRETRAIN": False,
+    "IMAGE_SEMANTIC": False,
+    "NO_GROUNDING": False,
+    "NO_OBJ_ATTENTION": False,
+    "OUTPUT_CONV5": False,
+    "VLBERT.hidden_act": "gelu",
+    "VLBERT.input_transform_type": 1,
+    "VLBERT.obj_pos_id_relative": True,
+    "VLBERT.pos_embedding_frozen": False,
+    "VLBERT.position_padding_idx": -1,
+    "VLBERT.word_embedding_frozen": False,
+}
+_ONLY_FINE_TUNING = {  # pre-training reads none of these
+    "ANSWER_FIRST": False,
+    "ANS_LOSS_TYPE": "bce",
+    "ANS_LOSS_WEIGHT": 1.0,
+    "CLASSIFIER_SIGMOID_LOSS_POSITIVE_WEIGHT": 1.0,
+    "CNN_LOSS_WEIGHT": 1.0,
+    "QA_ONE_SENT": False,
+}
+_CLASSIFIERS = {"1fc": ("linear",), "2fc": ("two_layers",), "mlm": ("words", "regions")}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One pair of files: `about` is the json, `arrays` the npz."""
+
+    name: str
+    about: dict
+    arrays: dict[str, np.ndarray]
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.from_numpy(self.arrays[name])
+
+    @property
+    def kind(self) -> str:
+        """Which of KINDS it is; ValueError where none."""
+        kind = self.about["case"].split("_")[0]
+        if kind not in KINDS:
+            raise ValueError(f"case {self.about['case']} begins with none of {', '.join(KINDS)}")
+        return kind
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """config.NETWORK, and what stands below its VLBERT as VLBERT.*."""
+        network = self.about["config"]["NETWORK"]
+        return network | {f"VLBERT.{key}": value for key, value in network["VLBERT"].items()}
+
+
+def read_cases(folder: Path) -> list[Path]:
+    """The json files in `folder` that describe a case, in order; one that cannot be read, if an npz lies beside it."""
+    return [file for file in sorted(folder.glob("*.json")) if _is_case(file)]
+
+
+def _is_case(file: Path) -> bool:
+    try:
+        return "param_order_for_grad" in _json(file)
+    except (ValueError, OSError, RecursionError):
+        return file.with_suffix(".npz").exists()
+
+
+def _json(file: Path) -> dict:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def read_case(file: Path) -> Case:
+    with np.load(file.with_suffix(".npz")) as arrays:
+        return Case(file.stem, _json(file), dict(arrays))
+
+
+def weights(about: dict) -> dict[str, Tensor]:
+    """The parameters and buffers of a case, made by the rule that stands beside each."""
+    return {tensor["name"]: _fill(tensor, about.get("seed_offset", 0)) for tensor in about["tensors"]}
+
+
+def _fill(tensor: dict, seed_offset: int) -> Tensor:
+    """By one of the rules zero, 0.02n, 1+0.02n and 1+|0.02n|, with any number; n is drawn from N(0, 1)."""
+    name, rule = tensor["name"], tensor["rule"]
+    if rule == "zero":
+        return torch.zeros(tensor["shape"], dtype=torch.int64 if name.endswith("num_batches_tracked") else None)
+    parts = re.fullmatch(r"(1\+)?(?:(\d*\.?\d+)\*?n|\|(\d*\.?\d+)\*?n\|)", str(rule).replace(" ", ""))
+    if not parts:
+        raise ValueError(f"{name} is to be filled by the rule {rule!r}; zero, 0.02n, 1+0.02n and 1+|0.02n| are known")
+    one, scale, absolute = parts.groups()
+    values = np.random.default_rng(zlib.crc32(name.encode()) + seed_offset).standard_normal(tensor["shape"])
+    values = np.abs(values * float(absolute)) if absolute else values * float(scale)
+    return torch.from_numpy(np.asarray(1 + values if one else values, np.float32))
+
+
+def describe(case: Case, shapes: dict[str, tuple[int, ...]]) -> Published:
+    """What the case is, from its tensors and its configuration.
+
+    ValueError names a switch that we do not know or have not, or that says other than the tensors.
+    """
+    network = case.network
+    _refuse_switches(case)
+    if not network.get("WITH_MLM_LOSS", True):
+        shapes = shapes | {"vlbert.mlm_head.": ()}  # pre-training is known by this head, which is not there then
+    what = understand(shapes, heads=network["VLBERT.num_attention_heads"])
+    for key, told in _told(case, what, shapes).items():
+        if network[key] != told:
+            raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {told}")
+    frozen = frozen_stages(case) if what.model.regions.features == "end_to_end" else []
+    regions = dataclasses.replace(
+        what.model.regions,
+        resnet=dataclasses.replace(
+            what.model.regions.resnet,
+            stride_in_1x1=network["IMAGE_STRIDE_IN_1x1"],
+            res5_dilated=network["IMAGE_C5_DILATED"],
+            norm="frozen" if network["IMAGE_FROZEN_BN"] else "batch",
+        ),
+        frozen_stages=next(stage for stage in range(6) if stage + 1 not in frozen),
+    )
+    task = what.task
+    if case.kind == "vcr":
+        loss = "sigmoid" if network["CLASSIFIER_SIGMOID"] else "softmax"
+        region_loss = task.region_loss if network["ENABLE_CNN_REG_LOSS"] else "none"
+        task = dataclasses.replace(task, loss=loss, region_loss=region_loss)
+    return dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
+
+
+def frozen_stages(case: Case) -> list[int]:
+    """Which of conv1 (1), layer1 to layer3 (2 to 4) and res5 (5) do not learn: any of them, or 0 for none."""
+    stages = case.network["IMAGE_FROZEN_BACKBONE_STAGES"]
+    if not set(stages) <= set(range(6)):
+        raise ValueError(f"config.NETWORK.IMAGE_FROZEN_BACKBONE_STAGES is {stages}; the stages are 1 to 5")
+    return [stage for stage in stages if stage]
+
+
+def _refuse_switches(case: Case) -> None:
+    network = case.network
+    unknown = sorted(network.keys() - _KNOWN)
+    if unknown:
+        names = ", ".join(f"config.NETWORK.{key}" for key in unknown)
+        raise ValueError(f"unknown to us, which may change what is computed: {names}")
+    for key, wanted in (_ONLY if case.kind == "pretrain" else _ONLY | _ONLY_FINE_TUNING).items():
+        if network.get(key, wanted) != wanted:
+            raise ValueError(f"config.NETWORK.{key} is {network[key]}; ours has no other than {wanted}")
+    if case.kind == "vcr" and network["VLBERT.object_word_embed_mode"] == 3:
+        raise ValueError("config.NETWORK.VLBERT.object_word_embed_mode is 3 (mean word embedding); ours has 1 and 2")
+
+
+def _told(case: Case, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Switches that the tensors tell too: those that the model of the case reads, for others may say anything."""
+    network, model, task = case.network, what.model, what.task
+    looks = model.visual_channels or model.hidden
+    told = {
+        "IMAGE_FEAT_PRECOMPUTED": model.regions.features == "precomputed",
+        "IMAGE_FINAL_DIM": looks,
+        "VLBERT.hidden_size": model.hidden,
+        "VLBERT.intermediate_size": model.intermediate,
+        "VLBERT.max_position_embeddings": model.max_positions,
+        "VLBERT.num_hidden_layers": len(model.layers),
+        "VLBERT.visual_ln": model.visual_norm == "layer_norm",
+        "VLBERT.visual_size": looks,
+        "VLBERT.vocab_size": what.vocab_size,
+        "VLBERT.with_pooler": any(name.startswith("vlbert.pooler.") for name in shapes),
+    }
+    end_to_end = model.regions.features == "end_to_end"
+    if end_to_end:
+        told["IMAGE_NUM_LAYERS"] = 3 * sum(model.regions.resnet.blocks) + 2  # as ResNets are named
+    if case.kind == "pretrain" and end_to_end:
+        told["MASK_RAW_PIXELS"] = model.regions.hide == "pixels"
+    if case.kind == "pretrain" and network["WITH_REL_LOSS"]:
+        told["WITH_REL_LOSS"] = task.relationship
+    if case.kind == "vcr":
+        told["VLBERT.object_word_embed_mode"] = 1 if model.region_classes else 2
+        if network["ENABLE_CNN_REG_LOSS"]:
+            told["ENABLE_CNN_REG_LOSS"] = task.region_loss != "none"
+            told["CNN_LOSS_TOP"] = task.region_loss == "contextual"
+    if case.kind in ("vcr", "vqa") and task.classifier not in _CLASSIFIERS.get(network["CLASSIFIER_TYPE"], ()):
+        told["CLASSIFIER_TYPE"] = next(kind for kind, ours in _CLASSIFIERS.items() if task.classifier in ours)
+    return told
+
+
+def heads_switched_off(case: Case, what: Published, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros for the heads that their model lacks, their loss being off: ours has them, and nothing reads them."""
+    heads = {"WITH_MLM_LOSS": "vlbert.mlm_head.", "WITH_MVRC_LOSS": "vlbert.mvrc_head."}
+    off = tuple(head for switch, head in heads.items() if not case.network.get(switch, True))
+    rename = what.theirs()
+    named = {rename(name): tensor for name, tensor in skeleton(what).items()}
+    return {n: torch.zeros(t.shape) for n, t in named.items() if n and n.startswith(off) and n not in theirs}
+
+
+def vocabulary(size: int) -> Vocabulary:
+    """`size` pieces without meaning, with the special ones where BERT has them."""
+    special = {number: piece for piece, number in SPECIAL_IDS.items()}
+    return Vocabulary([special.get(i, f"[unused{i}]") for i in range(size)])
+
+
+def pictures(case: Case, valid: Tensor) -> list[Picture]:
+    """The pictures of a case without what is asked; valid is bool [B, R], a prefix of each row."""
+    boxes, info = case.tensor("in/boxes"), case.tensor("in/im_info")
+    made = []
+    for row, keep in enumerate(valid):
+        inside = boxes[row][keep]
+        made.append(
+            Picture(
+                boxes=inside[:, :4].numpy(),
+                hidden=np.zeros(len(inside), bool),
+                size=tuple(int(side) for side in info[row, :2]),
+                features=inside[:, 4:].numpy() if "in/image" not in case.arrays else None,
+            )
+        )
+    return made
+
+
+def pretraining_batch(case: Case, task: Pretraining) -> Batch:
+    valid = case.tensor("in/boxes")[..., 0] > -1.5
+    labels, soft = case.tensor("in/mlm_labels"), case.tensor("in/mvrc_labels")
+    region_asked = ((soft.sum(2) - 1).abs() < 0.1) & valid
+    examples = []
+    for row, picture in enumerate(pictures(case, valid)):
+        text = _words(case.tensor("in/text")[row], labels[row])
+        if task.settings.relationship:
+            related = case.arrays["in/relationship_label"][row : row + 1]
+            text = dataclasses.replace(text, asked=text.asked | {"related": related})
+        keep, asked = valid[row], region_asked[row]
+        picture = dataclasses.replace(
+            picture,
+            hidden=(case.tensor("in/mvrc_ops")[row][keep] == 1).numpy(),
+            targets={"region_asked": asked[keep].numpy()},
+            asked={"region_classes": soft[row][asked].numpy()},
+        )
+        examples.append(Example(f"caption {row}", text, picture))
+    if "in/aux_text" in case.arrays:
+        for row, (tokens, answers) in enumerate(
+            zip(*(case.tensor(f"in/aux_{n}") for n in ("text", "mlm_labels")), strict=True)
+        ):
+            text = _words(tokens, answers)
+            if task.settings.relationship:
+                text = dataclasses.replace(text, asked=text.asked | {"related": np.zeros(0, np.int64)})
+            examples.append(Example(f"text {row}", text))
+    return collate(examples)
+
+
+def _words(tokens: Tensor, answers: Tensor) -> Words:
+    """A row of text ids, 0 behind its end, and what is asked at each, -1 where nothing is."""
+    count = int((tokens > 0).sum())
+    tokens, answers = tokens[:count].numpy(), answers[:count].numpy()
+    zeros, asked = np.zeros(count, np.int64), answers >= 0
+    return Words(tokens, zeros, zeros, targets={"word_asked": asked}, asked={"words": answers[asked]})
+
+
+def vqa_batch(case: Case, task: VQA) -> Batch:
+    questions, scores = case.tensor("in/question"), case.arrays["in/label"]
+    found = pictures(case, case.tensor("in/boxes")[..., 0] > -1.5)
+    texts = [task.words(q[q > 0].numpy(), s) for q, s in zip(questions, scores, strict=True)]
+    return collate([Example(f"question {i}", *both) for i, both in enumerate(zip(texts, found, strict=True))])
+
+
+def refcoco_batch(case: Case, task: RefCOCO) -> Batch:
+    valid = case.tensor("in/boxes")[..., 0] > -1.5
+    expressions, labels = case.tensor("in/expression"), case.tensor("in/label")
+    examples = []
+    for row, picture in enumerate(pictures(case, valid)):
+        right = (labels[row][valid[row]] == 1).numpy()
+        targets = {"candidate": np.ones(len(right), bool), "right": right, "iou": right.astype(np.float32)}
+        text = task.words(expressions[row][expressions[row] > 0].numpy())
+        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, targets=targets)))
+    return collate(examples)
+
+
+def vcr_batch(case: Case, task: VCR) -> Batch:
+    boxes = case.tensor("in/boxes")
+    valid = boxes[..., 3] > -0.5
+    examples = []
+    for row, picture in enumerate(pictures(case, valid)):
+        question = _tagged(case.arrays["in/question"][row])
+        right = int(case.arrays["in/answer_label"][row])
+        texts = [
+            task.words(question, _tagged(choice), number == right)
+            for number, choice in enumerate(case.arrays["in/answer_choices"][row])
+        ]
+        picture = dataclasses.replace(
+            picture,
+            cells=case.tensor("in/masks")[row][valid[row]].numpy(),
+            classes=boxes[row][valid[row]][:, 5].long().numpy(),
+        )
+        examples.append(Example(f"question {row}", texts[0], picture, more=tuple(texts[1:])))
+    return collate(examples)
+
+
+def _tagged(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(word pieces, the region that each names) of [L, 3] rows, -2 behind their end."""
+    rows = rows[rows[:, 0] >= 0]
+    return rows[:, 0], rows[:, 1]
+
+
+BATCHES: dict[type, Callable[[Case, Task], Batch]] = {
+    Pretraining: pretraining_batch,
+    VQA: vqa_batch,
+    RefCOCO: refcoco_batch,
+    VCR: vcr_batch,
+}
