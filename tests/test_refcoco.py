@@ -67,7 +67,7 @@ def test_every_expression_of_the_split_is_asked_about_its_own_image(task, sample
     task.settings = dataclasses.replace(task.settings, validate_on="testA")
     with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA, only train, val"):
         task.questions(urls(samples), held_out=True)
-    with pytest.raises(ValueError, match="1 of 2 images of the split train are in no region shard, such as 000003.jpg"):
+    with pytest.raises(ValueError, match=r"1 of 2 images of the split train of .* in no region shard, such as 000003"):
         task.questions(urls(samples[:3]), held_out=False)
 
 

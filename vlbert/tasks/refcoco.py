@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from vlbert.config import ModelConfig
 from vlbert.model import Classifier, Encoded, VLBert
 from vlbert.pictures import View
 from vlbert.tasks import Questions
+from vlbert.tasks.official import find_samples
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -82,16 +82,9 @@ class RefCOCO:
                 f"{self.settings.folder}/refs(unc).p has no split {split}, only {', '.join(sorted(self.expressions))}"
             )
         by_file = self.expressions[split]
-        sample_of = {Path(urlsplit(url).path).name: i for i, url in enumerate(samples.urls)}
-        missing = sorted(by_file.keys() - sample_of.keys())
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(by_file)} images of the split {split} are in no region shard, such as "
-                f"{missing[0]}; collect and detect the images of {self.settings.folder} first"
-            )
-        by_file = {file: [replace(one, held_out=held_out) for one in ones] for file, ones in by_file.items()}
-        pairs = [(sample_of[file], expression) for file, expressions in by_file.items() for expression in expressions]
-        return Questions(np.array([sample for sample, _ in pairs]), [expression for _, expression in pairs])
+        asks = [replace(one, held_out=held_out) for ones in by_file.values() for one in ones]
+        images = [file for file, ones in by_file.items() for _ in ones]
+        return Questions(find_samples(samples, images, f"the split {split} of {self.settings.folder}"), asks)
 
     def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
         text = swap_sides(ask.text) if view.flipped else ask.text
