@@ -21,13 +21,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_choice, draw_regions, line
 from demo.scenes import COLOURS, SHAPES
 from demo.world import World, read_world
+from detectors.checkpoints import checkpoints, read_state
+from detectors.record import read_metrics
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
 from storage.objects import Objects, open_objects
 from storage.sample import Sample
-from vlbert.checkpoint import checkpoints, read_state
 from vlbert.data import region_stage
-from vlbert.record import read_metrics
 from vlbert.tasks.refcoco import RefCOCO, read_expressions
 
 CAPTIONS, HELD_OUT, REFCOCO = DATASETS = ("captions", "held-out", "refcoco+")

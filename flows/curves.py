@@ -4,8 +4,8 @@ import base64
 import io
 from collections.abc import Sequence
 
+from detectors.record import read_metrics
 from storage.objects import Objects
-from vlbert.record import read_metrics
 
 _INK, _GRID = "#333333", "#dddddd"
 _WORTH_A_CURVE = ("accuracy", "grounding", "iou", "recall")  # of what a validation reports: shares of one

@@ -52,7 +52,7 @@ def finetune(
 
 def starts_from_bert(settings: FinetuneSettings) -> bool:
     """Whether the recipe, with the overrides, has a BERT to start from."""
-    from vlbert.config import override  # here, because they bring torch, which other stages do without
+    from detectors.fields import override  # here, because they bring torch, which other stages do without
     from vlbert.recipes import RECIPES
 
     if settings.recipe_name not in RECIPES:
@@ -77,7 +77,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
             f"finetune: checkpoint is {settings.checkpoint} and pretraining names no run; name a run under "
             f"{root}/runs, give ROOT/runs/RUN/STEP as checkpoint, or start from none"
         )
-    from vlbert.checkpoint import checkpoints  # here, because it brings torch, which other stages do without
+    from detectors.checkpoints import checkpoints  # here, because it brings torch, which other stages do without
 
     objects = open_objects(root)
     saved = [path.rpartition("/")[2] for path in checkpoints(objects, settings.pretraining)]
@@ -92,7 +92,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
 
 def began_from(root: str, run: str) -> str | None:
     """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
-    from vlbert.checkpoint import checkpoints  # here, as above
+    from detectors.checkpoints import checkpoints  # here, as above
 
     objects = open_objects(root)
     saved = checkpoints(objects, run)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from detectors.record import last_metrics
 from flows.artifacts import Live, name_run, publish, reporting, table_of_metrics, table_of_progress
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import run_child
 from storage.objects import open_objects
-from vlbert.record import last_metrics
 
-# What vlbert.record and vlbert.train print: a progress line, and which samples the run reads.
+# What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
 _PROGRESS = re.compile(
     r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  (?P<left>\S+) left$"
 )
@@ -81,7 +81,7 @@ def train(
         silence=processes.silence,
         environment=processes.environment,
     )
-    from vlbert.checkpoint import checkpoints, read_state  # here, because it brings torch: other stages need none
+    from detectors.checkpoints import checkpoints, read_state  # here, because it brings torch: other stages need none
 
     objects = open_objects(root)
     saved, metrics = checkpoints(objects, run), last_metrics(objects, run)

@@ -12,18 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from detectors.checkpoints import checkpoints, load_optimizer, remove_old
 from detectors.resnet import ResNetConfig
 from storage.objects import open_objects
-from vlbert.checkpoint import (
-    CHECKPOINT_VERSION,
-    checkpoints,
-    load_model,
-    load_optimizer,
-    read_checkpoint,
-    read_model,
-    remove_old,
-    save_checkpoint,
-)
+from vlbert.checkpoint import CHECKPOINT_VERSION, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer

@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 from tiny import as_overrides, tiny_recipe
 
-from vlbert.config import ModelConfig, from_json, override, to_json
+from detectors.fields import from_json, override, to_json
+from vlbert.config import ModelConfig
 from vlbert.recipes import RECIPES
 from vlbert.train import check_complete
 

@@ -9,6 +9,7 @@ import torch
 from s3 import s3_server
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from detectors.distributed import World
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from vlbert.batch import Batch
@@ -27,7 +28,6 @@ from vlbert.data import (
     shuffled,
     take,
 )
-from vlbert.distributed import World
 from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary
 

@@ -18,11 +18,11 @@ import torch
 from PIL import Image, ImageDraw
 from tiny import DETECTOR, TINY_MODEL
 
+from detectors.distributed import World
 from storage.sample import Regions, Sample, sample_key
 from vlbert.batch import Batch, Example, Picture, Words, collate
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.data import TrainingData
-from vlbert.distributed import World
 from vlbert.evaluate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert

@@ -22,10 +22,11 @@ from PIL import Image
 from released import WORDS, needs_key_lists, save_released, small_state
 from tiny import TINY_MODEL, tiny_recipe
 
+from detectors.fields import override
 from storage.objects import open_objects
 from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
 from vlbert.checkpoint import load_model, read_model, save_checkpoint
-from vlbert.config import ModelConfig, override
+from vlbert.config import ModelConfig
 from vlbert.model import TaskModel
 from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES

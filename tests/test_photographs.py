@@ -12,6 +12,7 @@ import pytest
 from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
+from detectors.record import read_metrics
 from flows.collect import collect_settings
 from flows.detect import detect
 from flows.pretrain import pretrain
@@ -21,7 +22,6 @@ from storage.collect import collect
 from storage.download import DownloadSettings
 from storage.objects import open_objects
 from vlbert.recipes import RECIPES
-from vlbert.record import read_metrics
 
 PHOTOGRAPHS = Path(__file__).parents[2] / "shared" / "images"
 pytestmark = pytest.mark.skipif(not PHOTOGRAPHS.is_dir(), reason="the photographs lie in ../shared, which is not here")

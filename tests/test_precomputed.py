@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
+from detectors.distributed import World
 from detectors.faster_rcnn import DEMO, DetectorSettings, FasterRCNN, FasterRCNNDetector
+from detectors.record import read_metrics
 from detectors.run import detect_pending, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from vlbert.config import RegionConfig
 from vlbert.data import ShardSamples
-from vlbert.distributed import World
 from vlbert.pictures import view
-from vlbert.record import read_metrics
 from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))

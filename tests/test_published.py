@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
+from detectors.fields import differing_fields
 from storage.objects import open_objects
 from vlbert.checkpoint import read_model, save_checkpoint
-from vlbert.config import Recipe, architecture, differing_fields
+from vlbert.config import Recipe, architecture
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
 from vlbert.published import REPORT, Refused, plain_name, read_file, skeleton, standard, to_ours, to_theirs, understand

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vlbert.config import flat, override, to_json
+from detectors.fields import flat, override, to_json
 from vlbert.recipes import RECIPES
 from vlbert.rules import RULES, numbers, paper, published, rules_of, table
 

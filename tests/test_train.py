@@ -14,12 +14,13 @@ from s3 import s3_server
 from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from detectors.checkpoints import checkpoints, read_state
+from detectors.distributed import World
+from detectors.record import read_metrics
 from storage.objects import open_objects
-from vlbert.checkpoint import checkpoints, read_checkpoint, read_state
+from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
-from vlbert.distributed import World
 from vlbert.recipes import RECIPES
-from vlbert.record import read_metrics
 from vlbert.text import make_corpus
 from vlbert.train import main, train
 

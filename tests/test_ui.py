@@ -13,9 +13,9 @@ from operated import Operated
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
+from detectors.record import last_metrics
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source
 from storage.objects import open_objects
-from vlbert.record import last_metrics
 
 PAPER = "79.88 val, 82.40 testA, 75.01 testB"  # RefCOCO+, table 3
 SECONDS = 20.0  # that a page may take to show what is asked for

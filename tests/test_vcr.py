@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny import SIZE, TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
+from detectors.distributed import World
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig
-from vlbert.distributed import World
 from vlbert.model import Encoded, TaskModel, VLBert
 from vlbert.pictures import view
 from vlbert.tasks.official import CLASSES, OBJECTS, instance_mask, read_items, read_scene

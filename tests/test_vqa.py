@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
+from detectors.distributed import World
 from storage.sample import sample_key
 from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
-from vlbert.distributed import World
 from vlbert.model import Encoded, TaskModel, VLBert
 from vlbert.pictures import view
 from vlbert.tasks.official import read_answers, read_json, read_questions, without_punctuation

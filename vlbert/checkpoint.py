@@ -5,7 +5,6 @@ ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.saf
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from detectors.checkpoints import optimizer_tensors, read_state
+from detectors.fields import from_json, to_json
 from storage.objects import LocalObjects, Objects
-from vlbert.config import ModelConfig, Recipe, from_json, to_json
+from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
 
 CHECKPOINT_VERSION = 2
@@ -76,26 +77,11 @@ def save_checkpoint(
     folder = f"runs/{run}/step-{step:07d}"
     about = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     files = model_files(model.state_dict(), recipe.model, len(vocabulary), vocabulary, about)
-    files["optimizer.safetensors"] = save(_optimizer_tensors(model, optimizer))
+    files["optimizer.safetensors"] = save(optimizer_tensors(model, optimizer))
     files["state.json"] = _json({"version": CHECKPOINT_VERSION, "step": step} | state)
     for name, data in files.items():
         objects.put(f"{folder}/{name}", data)
     return folder
-
-
-def checkpoints(objects: Objects, run: str) -> list[str]:
-    """The whole checkpoints of a run, oldest first."""
-    pattern = re.compile(rf"runs/{re.escape(run)}/step-\d{{7}}/state\.json")
-    found = [info.path for info in objects.list(f"runs/{run}/") if pattern.fullmatch(info.path)]
-    return sorted(path.removesuffix("/state.json") for path in found)
-
-
-def remove_old(objects: Objects, run: str, keep: int) -> None:
-    """Delete all but the `keep` newest; state.json goes first, so that no half checkpoint looks whole."""
-    for folder in checkpoints(objects, run)[:-keep]:
-        objects.delete(f"{folder}/state.json")
-        for info in list(objects.list(f"{folder}/")):
-            objects.delete(info.path)
 
 
 def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
@@ -166,11 +152,6 @@ def read_config(data: bytes, where: str) -> dict:
     return config
 
 
-def read_state(objects: Objects, folder: str) -> dict[str, Any]:
-    """state.json: step, seed, samples consumed, the shards that were read."""
-    return json.loads(objects.get(f"{folder}/state.json"))
-
-
 def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """All tensors of `model` from `tensors`, exactly; ValueError names any missing, left over or of another shape."""
     wanted = model.state_dict()
@@ -193,28 +174,6 @@ def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], where: 
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{where} does not fit the model: it {'; '.join(problems[:5])}{more}")
-
-
-def load_optimizer(objects: Objects, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's moments and step counts, on every rank alike."""
-    tensors = load(objects.get(f"{folder}/optimizer.safetensors"))
-    parameters = dict(model.named_parameters())
-    for entry, tensor in tensors.items():
-        name, _, quantity = entry.rpartition("/")
-        parameter = parameters[name]
-        if quantity != "step":
-            # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
-            tensor = torch.empty_like(parameter).copy_(tensor)
-        optimizer.state[parameter][quantity] = tensor.to(parameter.device)
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """ "<parameter>/<quantity>" -> tensor."""
-    return {
-        f"{name}/{quantity}": value.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        for quantity, value in optimizer.state.get(parameter, {}).items()
-    }
 
 
 def _json(value: dict) -> bytes:

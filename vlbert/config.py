@@ -1,24 +1,10 @@
 """Every setting of a run, each with what it is for. Frozen, and checked when made: errors come at second 0."""
 
-import dataclasses
-import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from detectors.fields import check, check_choices, flat, to_json
 from detectors.resnet import ResNetConfig
-
-
-def _check(config: Any, holds: Any, name: str, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; it must be {wanted}")
-
-
-def check_choices(config: Any) -> None:
-    """ValueError where a field of Literal type has none of its values: code and files may name any."""
-    for name, kind in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(kind) is Literal:
-            choices = typing.get_args(kind)
-            _check(config, getattr(config, name) in choices, name, f"one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True)
@@ -44,15 +30,13 @@ class RegionConfig:
 
     def __post_init__(self):
         check_choices(self)
-        _check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
-        _check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
-        _check(self, self.roi_size > 0, "roi_size", "at least 1")
-        _check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
-        _check(self, self.pixel_std > 0, "pixel_std", "positive")
-        _check(self, not (self.weights and self.untrained), "untrained", "false where weights are named")
-        _check(
-            self, self.features == "end_to_end" or not self.weights, "weights", "None where features are precomputed"
-        )
+        check(self, 0 <= self.frozen_stages <= 5, "frozen_stages", "0 to 5")
+        check(self, 0 < self.short_side <= self.long_side, "short_side", "at most long_side")
+        check(self, self.roi_size > 0, "roi_size", "at least 1")
+        check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
+        check(self, self.pixel_std > 0, "pixel_std", "positive")
+        check(self, not (self.weights and self.untrained), "untrained", "false where weights are named")
+        check(self, self.features == "end_to_end" or not self.weights, "weights", "None where features are precomputed")
 
     @property
     def channels(self) -> int:
@@ -96,14 +80,14 @@ class ModelConfig:
 
     def __post_init__(self):
         check_choices(self)
-        _check(
+        check(
             self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
         )
-        _check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
-        _check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
-        _check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
+        check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
+        check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
+        check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
         alone = self.special_tokens == "own" or (self.region_classes is None and not self.hidden_region_token)
-        _check(self, alone, "special_tokens", "own where regions have tokens by class or hidden ones one of theirs")
+        check(self, alone, "special_tokens", "own where regions have tokens by class or hidden ones one of theirs")
 
     def word_rows(self, vocab_size: int) -> int:
         """Rows of the word table: the vocabulary and, where they belong to it, [IMG] and [END] behind it."""
@@ -127,12 +111,12 @@ class DataConfig:
     seed: int = 0  # of order, masking and dropout
 
     def __post_init__(self):
-        _check(self, self.batch > 0, "batch", "at least 1")
-        _check(self, self.text_batch >= 0, "text_batch", "0 or more")
-        _check(self, self.accumulate > 0, "accumulate", "at least 1")
-        _check(self, self.workers >= 0, "workers", "0 or more")
-        _check(self, self.seed >= 0, "seed", "0 or more")
-        _check(self, 0 <= self.flip <= 1, "flip", "a probability")
+        check(self, self.batch > 0, "batch", "at least 1")
+        check(self, self.text_batch >= 0, "text_batch", "0 or more")
+        check(self, self.accumulate > 0, "accumulate", "at least 1")
+        check(self, self.workers >= 0, "workers", "0 or more")
+        check(self, self.seed >= 0, "seed", "0 or more")
+        check(self, 0 <= self.flip <= 1, "flip", "a probability")
 
 
 @dataclass(frozen=True)
@@ -156,22 +140,22 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_choices(self)
-        _check(self, self.learning_rate > 0, "learning_rate", "positive")
-        _check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        _check(self, self.clip is None or self.clip > 0, "clip", "positive")
+        check(self, self.learning_rate > 0, "learning_rate", "positive")
+        check(self, self.warm_up >= 0, "warm_up", "0 or more")
+        check(self, self.clip is None or self.clip > 0, "clip", "positive")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _check(self, fits, "betas", "two numbers in [0, 1)")
-        _check(self, 0 < self.momentum < 1, "momentum", "in (0, 1)")
-        _check(self, self.epsilon > 0, "epsilon", "positive")
-        _check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
-        _check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
-        _check(
+        check(self, fits, "betas", "two numbers in [0, 1)")
+        check(self, 0 < self.momentum < 1, "momentum", "in (0, 1)")
+        check(self, self.epsilon > 0, "epsilon", "positive")
+        check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
+        check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
+        check(
             self,
             (self.schedule == "step") == bool(self.decay_at),
             "decay_at",
             "given for schedule step, and only there",
         )
-        _check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
+        check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
 
 
 @dataclass(frozen=True)
@@ -202,141 +186,21 @@ class Recipe:
     def __post_init__(self):
         check_choices(self)
         check_choices(self.task)
-        _check(self, self.steps > 0, "steps", "at least 1")
+        check(self, self.steps > 0, "steps", "at least 1")
         for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
-            _check(self, getattr(self, every) > 0, every, "at least 1")
-        _check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
+            check(self, getattr(self, every) > 0, every, "at least 1")
+        check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
         late = [at for at in self.optimizer.decay_at if at >= self.steps]
         if late:
             raise ValueError(
                 f"optimizer.decay_at names update {late[-1]}, and the run has {self.steps} steps; set both, or "
                 "optimizer.schedule=linear and optimizer.decay_at="
             )
-        _check(self, not (self.from_scratch and (self.start_from or self.bert)), "from_scratch", "false with a start")
+        check(self, not (self.from_scratch and (self.start_from or self.bert)), "from_scratch", "false with a start")
 
     @property
     def run_name(self) -> str:
         return self.run or self.name
-
-
-def override(config: Any, assignments: list[str]) -> Any:
-    """The config with every `a.b=value` applied, all at once, so that fields that belong together may change together.
-
-    ValueError names a field that does not exist, with those that do.
-    """
-    tree: dict[str, Any] = {}
-    for assignment in assignments:
-        path, separator, text = assignment.partition("=")
-        if not separator:
-            raise ValueError(
-                f"override {assignment!r} has no '='; write field=value, as in optimizer.learning_rate=1e-4"
-            )
-        *parents, name = path.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-            if not isinstance(branch, dict):
-                raise ValueError(f"override {assignment}: {parent} is given a value and fields at once; give one")
-        branch[name] = (text, path)
-    return _apply(config, tree)
-
-
-def _apply(config: Any, tree: dict[str, Any]) -> Any:
-    types = typing.get_type_hints(type(config))
-    changes = {}
-    for name, change in tree.items():
-        if name not in types:
-            first = change
-            while isinstance(first, dict):
-                first = next(iter(first.values()))
-            raise ValueError(
-                f"override {first[1]}={first[0]}: {type(config).__name__} has no field {name!r}; it has "
-                f"{', '.join(types)}"
-            )
-        old = getattr(config, name)
-        if isinstance(change, dict) and not dataclasses.is_dataclass(old):
-            raise ValueError(f"override: {name} of {type(config).__name__} is a plain value and has no fields")
-        changes[name] = _apply(old, change) if isinstance(change, dict) else _parse(change[0], types[name], change[1])
-    return dataclasses.replace(config, **changes)
-
-
-def _parse(text: str, wanted: Any, whole: str) -> Any:
-    """`text` as a value of the annotation `wanted`."""
-    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if kind is Literal:
-        if text in inner:
-            return text
-        raise ValueError(f"override {whole}={text}: it must be one of {', '.join(inner)}")
-    if type(None) in inner:
-        return None if text in ("none", "None", "") else _parse(text, inner[0], whole)
-    if kind is tuple:
-        item = inner[0]
-        return tuple(_parse(part, item, whole) for part in text.split(",") if part)
-    if wanted is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if wanted in (int, float, str):
-        try:
-            return int(float(text)) if wanted is int and float(text).is_integer() else wanted(text)
-        except ValueError:
-            raise ValueError(f"override {whole}={text}: {text!r} is no {wanted.__name__}") from None
-    raise ValueError(
-        f"override {whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields"
-    )
-
-
-def override_values(config: Any, values: dict[str, Any]) -> Any:
-    """The config with every dotted field of `values` set, all at once; KeyError names one that does not exist."""
-    tree: dict[str, dict[str, Any]] = {}
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        if not hasattr(config, name):
-            raise KeyError(f"{type(config).__name__} has no field {name}")
-        tree.setdefault(name, {})[rest] = value
-    changes = {
-        name: inner[""] if "" in inner else override_values(getattr(config, name), inner)
-        for name, inner in tree.items()
-    }
-    return dataclasses.replace(config, **changes)
-
-
-def to_json(config: Any) -> dict:
-    """The config as nested dicts of plain values, for config.json and reports."""
-    return dataclasses.asdict(config)
-
-
-def from_json(kind: type, values: dict, where: str) -> Any:
-    """The inverse of to_json for the dataclass `kind`. A field that is missing is younger than the file and takes its
-    default; ValueError names `where` and the fields that we do not know."""
-    types = typing.get_type_hints(kind)
-    unknown = sorted(values.keys() - types.keys())
-    if unknown:
-        raise ValueError(
-            f"{where}: {kind.__name__} has no field {', '.join(unknown)}; the file is of a newer version of this code"
-        )
-
-    def value(name: str) -> Any:
-        found, wanted = values[name], types[name]
-        if dataclasses.is_dataclass(wanted) and isinstance(found, dict):
-            return from_json(wanted, found, where)
-        if dataclasses.is_dataclass(wanted) or not _fits(found, wanted):
-            raise ValueError(f"{where}: {kind.__name__}.{name} is {found!r}, which is no {wanted}; the file is damaged")
-        return tuple(found) if isinstance(found, list) else found
-
-    return kind(**{name: value(name) for name in values})
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value from JSON may be that of a field with this annotation."""
-    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if kind is Literal:
-        return value in inner
-    if kind is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
-    if inner:  # of several types
-        return any(value is None if option is type(None) else _fits(value, option) for option in inner)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return wanted is Any or type(value) is wanted
 
 
 # Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
@@ -349,19 +213,3 @@ _FREE |= {"regions.weights", "regions.untrained"}
 def architecture(config: ModelConfig) -> dict[str, object]:
     """The fields, dotted, that two models must share for one to take the other's weights."""
     return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}
-
-
-def flat(values: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dicts as one with dotted names; sequences as lists, as JSON gives them back."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
-    """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
-    return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from detectors.distributed import World, from_first
 from storage.catalog import Catalog, ShardIndex
 from storage.objects import Objects
 from storage.sample import Sample
 from storage.shards import read_span
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig, RegionConfig
-from vlbert.distributed import World, from_first
 from vlbert.pictures import view
 from vlbert.tasks import Questions, Task
 from vlbert.text import TextCorpus

@@ -2,9 +2,9 @@
 
 import torch
 
+from detectors.distributed import World, gather_rows
 from vlbert.config import Recipe
 from vlbert.data import Samples, ValidationData, batches
-from vlbert.distributed import World, gather_rows
 from vlbert.model import TaskModel
 from vlbert.tasks import Questions
 

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from detectors.fields import differing_fields, from_json, to_json
 from detectors.resnet import ResNetConfig
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
-from vlbert.config import ModelConfig, RegionConfig, architecture, differing_fields, from_json, to_json
+from vlbert.config import ModelConfig, RegionConfig, architecture
 from vlbert.model import VLBert
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings

@@ -9,7 +9,8 @@ the paper's. Numbers (learning rates, batches, steps) stand in the recipes thems
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlbert.config import Recipe, flat, override_values, to_json
+from detectors.fields import flat, override_values, to_json
+from vlbert.config import Recipe
 
 Book = Literal["paper", "published"]
 

@@ -17,27 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from detectors import distributed
+from detectors.checkpoints import checkpoints, load_optimizer, remove_old
+from detectors.distributed import World
+from detectors.fields import differing_fields, flat, override, to_json
+from detectors.record import Record, last_metrics
 from storage.objects import Objects, StorageUnreachable, open_objects
-from vlbert import distributed
 from vlbert.bert import bert_vocabulary, start_from_bert
-from vlbert.checkpoint import (
-    Checkpoint,
-    checkpoints,
-    load_model,
-    load_optimizer,
-    read_checkpoint,
-    read_model,
-    remove_old,
-    save_checkpoint,
-)
-from vlbert.config import Recipe, architecture, differing_fields, flat, override, to_json
+from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
+from vlbert.config import Recipe, architecture
 from vlbert.data import ShardSamples, TrainingData, batches, check_shares, mix, open_samples
-from vlbert.distributed import World
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
-from vlbert.record import Record, last_metrics
 from vlbert.tasks import Questions, Task, make_task
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
@@ -65,7 +58,10 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
     if run is None:
         return last_metrics(open_objects(recipe.data.root), recipe.run_name)
     parallel = DistributedDataParallel(run.model) if world.size > 1 else run.model
-    record = Record(run.objects, recipe, run.step) if world.first else None
+    record = None
+    if world.first:
+        samples = recipe.data.batch + recipe.data.text_batch
+        record = Record(run.objects, recipe.run_name, run.step, recipe.steps, samples)
     since_log, metrics = Counter(), {}
     run.model.train()
     steps = range(run.step, recipe.steps)

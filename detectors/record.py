@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from storage.objects import Objects
-from vlbert.config import Recipe
 
 
 class Record:
     """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step) and tensorboard/.
 
-    On a bucket both are kept in a temporary folder and put there with every `publish`.
+    `step` of `steps` are done already. On a bucket both are kept in a temporary folder, and put there with every
+    `publish`.
     """
 
-    def __init__(self, objects: Objects, recipe: Recipe, step: int):
+    def __init__(self, objects: Objects, run: str, step: int, steps: int, samples_per_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.objects, self.run, self.steps = objects, recipe.run_name, recipe.steps
-        self.samples_per_step = recipe.data.batch + recipe.data.text_batch
+        self.objects, self.run, self.steps, self.samples_per_step = objects, run, steps, samples_per_step
         folder = objects.local_path(f"runs/{self.run}")
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
