@@ -1,19 +1,16 @@
 """ResNet-C4 Faster R-CNN with object classes and attributes: the network of bottom-up attention, on torchvision's ops.
 
 An image goes through `resize` -> `to_input` -> backbone -> RPN -> proposals -> RoI features -> heads; each is callable
-alone. The regions of an image are its proposals, chosen by select.py: the features and probabilities of a region are
-those of exactly that proposal. `boxes` says which box stands for it. `FasterRCNNDetector` is the whole behind the
-Detector interface.
+alone. detect.py puts them together behind the Detector interface, train.py trains them.
 Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors a cell, P proposals, K boxes,
 D channels of res5, C classes without background; the background is the last column, as "no attribute" is.
 """
 
-import dataclasses
+import copy
 import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,20 +19,15 @@ import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
-from detectors import detector_id
-from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig
-from detectors.select import SelectionSettings, select_regions
-from storage.sample import Regions, Sample
+from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
 
 STRIDE = 16
+# `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and
+# the RPN bfloat16 would choose other proposals.
+PRECISIONS = ("fp32", "bf16-res5")
 PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 # A box grows by at most this factor, so that exp() of a wild delta stays finite.
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
-# Goes into every detector's id: raise it when the code below, or select.py, finds other regions than before.
-_RULES_VERSION = 1
-# Settings that are younger than the first ids, with what was done before: with it they do not enter the id.
-_BEFORE_THEY_WERE_SETTINGS = {"boxes": "proposals", "keep_features": False}
-_LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,9 @@ class FasterRCNNConfig:
     long_side: int = 1000
     """... unless the longer one would then have more than these, which it gets instead."""
     resize: str = "pil"
-    """How: `pil`, antialiased bilinear on 8-bit pixels, is the only way here; Caffe's cv2 gives other pixels."""
+    """How: `pil`, antialiased bilinear, rounded to 8 bits; `caffe`, bilinear between the four pixels beside a point, as
+    cv2 does, not rounded.
+    """
     pre_nms: int = 6000
     """Boxes of highest objectness that enter the RPN's suppression."""
     rpn_nms_threshold: float = 0.7
@@ -67,7 +61,11 @@ class FasterRCNNConfig:
     post_nms: int = 300
     """Proposals that leave it at most."""
     minimum_side: float = 0.0
-    """Proposals need sides longer than this, in pixels of the resized image."""
+    """Proposals need sides as long as this, in pixels of the stored image, and longer than 0."""
+    box_arithmetic: str = "continuous"
+    """`continuous`: a box is x2 - x1 wide and ends with the image; `plus_one`: x2 - x1 + 1, as Caffe counts pixels, and
+    ends at width - 1.
+    """
     roi_op: str = "pool"
     """`pool`: RoIPool, quantised; `align1`: RoIAlign, one sample a bin, without the half-pixel shift."""
     pool_size: int = 14
@@ -80,7 +78,11 @@ class FasterRCNNConfig:
     """Hidden width of the attribute head."""
 
     def __post_init__(self):
-        choices = {"resize": ("pil",), "roi_op": ("pool", "align1")}
+        choices = {
+            "resize": ("pil", "caffe"),
+            "roi_op": ("pool", "align1"),
+            "box_arithmetic": ("continuous", "plus_one"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)!r}, must be one of {allowed}")
@@ -122,29 +124,61 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 # --- pixels -----------------------------------------------------------------------------------------------------------
 
 
-def decode_bgr(jpeg: bytes) -> np.ndarray:
-    """uint8 [height, width, 3] in BGR order, grey images too. OSError or its like where it is no complete image."""
-    with Image.open(io.BytesIO(jpeg)) as image:
+def decode_bgr(data: bytes) -> np.ndarray:
+    """uint8 [height, width, 3] in BGR order of a stored image, RGB or grey, 8 bits.
+
+    ValueError for other pixels, OSError or its like where it is no complete image.
+    """
+    with Image.open(io.BytesIO(data)) as image:
+        if image.mode not in ("RGB", "L"):
+            raise ValueError(f"its pixels are {image.mode}, those of a shard are RGB or L: collect it again")
         return np.asarray(image.convert("RGB"))[:, :, ::-1]
 
 
-def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
-    """Height and width of the network's input: short side and cap on the long side, rounded half up."""
+def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
+    """By how much an image is magnified: short side and cap on the long side."""
     scale = config.short_side / min(height, width)
-    if max(height, width) * scale > config.long_side:
-        scale = config.long_side / max(height, width)
-    return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
+    over = max(height, width) * scale
+    # Caffe lets the long side pass its cap by what is rounded away.
+    return config.long_side / max(height, width) if _over(over, config) else scale
+
+
+def _over(long_side: float, config: FasterRCNNConfig) -> bool:
+    return (round(long_side) if config.resize == "caffe" else long_side) > config.long_side
+
+
+def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
+    """Height and width of the network's input: half a pixel is rounded up or, as cv2 does, to the even number."""
+    scale = resize_scale(height, width, config)
+    sides = height * scale, width * scale
+    height, width = (round(side) if config.resize == "caffe" else int(side + 0.5) for side in sides)
+    return max(1, height), max(1, width)
 
 
 def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:
-    """uint8 BGR pixels of any size -> uint8 [H, W, 3], antialiased bilinear."""
-    height, width = resized_size(*image_bgr.shape[:2], config)
-    return np.asarray(Image.fromarray(image_bgr).resize((width, height), Image.Resampling.BILINEAR))
+    """uint8 BGR pixels of any size -> [H, W, 3], uint8 or, with `caffe`, float32 of 0..255."""
+    sides = image_bgr.shape[:2]
+    height, width = resized_size(*sides, config)
+    if config.resize == "pil":
+        return np.asarray(Image.fromarray(image_bgr).resize((width, height), Image.Resampling.BILINEAR))
+    scale = resize_scale(*sides, config)
+    rows = _interpolated(image_bgr.astype(np.float32), height, scale)
+    return _interpolated(rows.transpose(1, 0, 2), width, scale).transpose(1, 0, 2)
+
+
+def _interpolated(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
+    """The first axis of float32 [n, ...] magnified to `length` by linear interpolation between pixels' centres."""
+    places = np.clip((np.arange(length) + 0.5) / scale - 0.5, 0, len(pixels) - 1)
+    before = places.astype(np.int64)
+    after = np.minimum(before + 1, len(pixels) - 1)
+    share = (places - before).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1))
+    return pixels[before] * (1 - share) + pixels[after] * share
 
 
 def to_input(resized_bgr: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """uint8 [H, W, 3] BGR -> float32 [1, 3, H, W], minus the mean of each channel; 0..255, not divided."""
-    pixels = torch.from_numpy(np.array(resized_bgr, order="C")).to(device).permute(2, 0, 1)[None].float()
+    """BGR [H, W, 3] or [N, H, W, 3] -> float32 [N, 3, H, W], minus the mean of each channel; 0..255, not divided."""
+    pixels = torch.from_numpy(np.array(resized_bgr, order="C")).to(device)
+    pixels = pixels.reshape(-1, *pixels.shape[-3:]).permute(0, 3, 1, 2).float()
     return pixels - torch.tensor(PIXEL_MEAN_BGR, device=device)[None, :, None, None]
 
 
@@ -168,10 +202,13 @@ def grid_anchors(cell: Tensor, height: int, width: int) -> Tensor:
     return (shifts[:, :, None] + cell).reshape(-1, 4)
 
 
-def apply_deltas(deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4], times `weights`; continuous coordinates."""
+def apply_deltas(
+    deltas: Tensor, boxes: Tensor, weights: Sequence[float] = (1, 1, 1, 1), plus_one: bool = False
+) -> Tensor:
+    """Move and scale boxes [K, 4] by dx, dy, dw, dh [K, ..., 4], divided by `weights`; plus_one: of boxes that are
+    x2 - x1 + 1 wide."""
     x1, y1, x2, y2 = boxes.reshape(len(boxes), *[1] * (deltas.dim() - 2), 4).unbind(-1)
-    width, height = x2 - x1, y2 - y1
+    width, height = x2 - x1 + plus_one, y2 - y1 + plus_one
     dx, dy, dw, dh = (d / w for d, w in zip(deltas.unbind(-1), weights, strict=True))
     x = dx * width + (x1 + 0.5 * width)
     y = dy * height + (y1 + 0.5 * height)
@@ -279,6 +316,7 @@ class FasterRCNN(nn.Module):
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
         self.config = config
+        self.rois_at_a_time: int | None = None  # for res5; None: all, as live norms need them
         self.backbone = ResNetC4(config.resnet)
         self.proposal_generator = ProposalGenerator(config)
         self.roi_heads = RoIHeads(config)
@@ -294,36 +332,49 @@ class FasterRCNN(nn.Module):
         """Objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
         return self.proposal_generator.rpn_head(c4)
 
-    def proposals(self, logits: Tensor, deltas: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def proposals(
+        self, logits: Tensor, deltas: Tensor, height: int, width: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """Proposals [P, 4] (xyxy, input pixels) and logits [P] of one image, best first, from [A, h, w] and [4A, h, w].
 
-        height and width are those of the network's input. Non-finite boxes and those with no area inside are dropped.
+        height and width are those of the network's input, scale says by how much it is larger than the stored image.
+        Non-finite boxes and those with no area inside are dropped.
         """
         config = self.config
+        extra = config.box_arithmetic == "plus_one"
         anchors = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[1:])
         scores = logits.permute(1, 2, 0).flatten()
         deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(-1, 4)
-        boxes = apply_deltas(deltas, anchors)
+        boxes = apply_deltas(deltas, anchors, plus_one=extra)
         finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores)
-        boxes = clip_boxes(boxes, height, width)
-        sides = boxes[:, 2:] - boxes[:, :2]
-        usable = finite & (sides > config.minimum_side).all(dim=1)
+        boxes = clip_boxes(boxes, height - extra, width - extra)
+        sides = boxes[:, 2:] - boxes[:, :2] + extra
+        usable = finite & ((sides >= config.minimum_side * scale) & (sides > 0)).all(dim=1)
         boxes, scores = boxes[usable], scores[usable]
         best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
         boxes, scores = boxes[best], scores[best]
-        kept = torchvision.ops.nms(boxes, scores, config.rpn_nms_threshold)[: config.post_nms]
+        ends = torch.tensor([0, 0, extra, extra], device=boxes.device)
+        kept = torchvision.ops.nms(boxes + ends, scores, config.rpn_nms_threshold)[: config.post_nms]
         return boxes[kept], scores[kept]
 
-    def pool(self, c4: Tensor, boxes: Tensor) -> Tensor:
-        """[K, 16w, pool_size, pool_size] from the C4 map of one image, [1, 16w, h, w], and boxes in input pixels."""
+    def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
+        """[K, 16w, pool_size, pool_size] from the C4 maps [N, 16w, h, w]; rois [K, 5]: image 0..N-1, xyxy in input
+        pixels."""
         size = self.config.pool_size
         if self.config.roi_op == "pool":
-            return torchvision.ops.roi_pool(c4, [boxes], size, spatial_scale=1 / STRIDE)
-        return torchvision.ops.roi_align(c4, [boxes], size, spatial_scale=1 / STRIDE, sampling_ratio=1, aligned=False)
+            return torchvision.ops.roi_pool(c4, rois, size, spatial_scale=1 / STRIDE)
+        return torchvision.ops.roi_align(c4, rois, size, spatial_scale=1 / STRIDE, sampling_ratio=1, aligned=False)
 
-    def roi_features(self, c4: Tensor, boxes: Tensor) -> Tensor:
-        """Features [K, D] of boxes [K, 4] (input pixels) of one image: the mean over the map that res5 puts out."""
-        return self.roi_heads.res5(self.pool(c4, boxes)).mean(dim=(2, 3))
+    def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
+        """Features [sum of K, D], the means over the maps that res5 puts out, of boxes [K, 4] (input pixels), one
+        tensor for each of the N images of c4 [N, 16w, h, w]."""
+        rois = torch.cat([F.pad(of_image, (1, 0), value=image) for image, of_image in enumerate(boxes)])
+        kind = next(self.roi_heads.res5.parameters()).dtype
+        features = [
+            self.roi_heads.res5(self.pool(c4, some).to(kind, memory_format=torch.channels_last)).mean(dim=(2, 3))
+            for some in rois.split(self.rois_at_a_time or max(1, len(rois)))
+        ]
+        return torch.cat(features).float()
 
     def heads(self, features: Tensor) -> HeadOutputs:
         """Classes, boxes and attributes for features [K, D]."""
@@ -331,199 +382,22 @@ class FasterRCNN(nn.Module):
 
     def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
         """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
+        extra = self.config.box_arithmetic == "plus_one"
         own = deltas[torch.arange(len(labels), device=labels.device), labels]
-        return clip_boxes(apply_deltas(own, proposals, self.config.box_weights), height, width)
+        moved = apply_deltas(own, proposals, self.config.box_weights, plus_one=extra)
+        return clip_boxes(moved, height - extra, width - extra)
 
+    def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
+        """A copy that computes the same faster, to the last digits: norms in the convolutions, channels last.
 
-# --- behind the Detector interface ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DetectorSettings:
-    """How the network is run over images."""
-
-    selection: SelectionSettings = field(default_factory=SelectionSettings)
-    """Which proposals become regions."""
-    boxes: str = "proposals"
-    """A region's box: `proposals`, the RPN's own, as in the authors' files; or `regressed`, where the box head moves it
-    for the region's class, as Faster R-CNN's detections are. Only the box changes: which regions there are, their
-    order, probabilities and features are those of the proposals. Regressed boxes may therefore overlap more than the
-    selection allows; one without any area inside the image keeps its proposal's box.
-    """
-    keep_features: bool = False
-    """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
-    device: str = "cpu"
-    """`cpu`, `cuda`, or one of several as `cuda:1`."""
-    head_dtype: str = "float32"
-    """Precision of res5: `float32`, or `bfloat16` for speed on a GPU. Backbone and RPN stay in float32."""
-    tf32: bool = False
-    """Convolutions of a GPU in TF32: the range of float32 with 10 bits of fraction instead of 23, for speed."""
-    threads: int = 1
-    """Threads of torch while detecting on a CPU. Another number adds in another order, and so gives other last bits:
-    one is what every machine can do alike. More processes, each with its own shards, use more cores.
-    """
-
-    def __post_init__(self):
-        if self.threads < 1:
-            raise ValueError(f"DetectorSettings.threads is {self.threads}, must be at least 1")
-        if self.boxes not in ("proposals", "regressed"):
-            raise ValueError(f"DetectorSettings.boxes is {self.boxes!r}, neither 'proposals' nor 'regressed'")
-        if self.head_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"DetectorSettings.head_dtype is {self.head_dtype!r}, neither 'float32' nor 'bfloat16'")
-        if self.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"DetectorSettings.device is {self.device!r}, must be cpu, cuda or such as cuda:1")
-        if self.tf32 and self.device_type != "cuda":
-            raise ValueError(f"DetectorSettings.tf32 is for device cuda; leave it out with device {self.device}")
-
-    @property
-    def device_type(self) -> str:
-        """The device without its number."""
-        return self.device.partition(":")[0]
-
-
-@contextmanager
-def _running(settings: DetectorSettings) -> Iterator[None]:
-    """Torch with these threads and this precision of float32 on GPUs, and afterwards as it was."""
-    convolutions, products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-    before = torch.get_num_threads(), convolutions.fp32_precision, products.fp32_precision
-    torch.set_num_threads(settings.threads)
-    # Said outright, because torch's own default for convolutions is TF32.
-    convolutions.fp32_precision = "tf32" if settings.tf32 else "ieee"
-    products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        threads, convolutions.fp32_precision, products.fp32_precision = before
-        torch.set_num_threads(threads)
-
-
-class FasterRCNNDetector:
-    """A FasterRCNN with its weights' description (weights.Loaded.about, or {"untrained": True, "seed": ...})."""
-
-    def __init__(self, network: FasterRCNN, weights: dict, settings: DetectorSettings):
-        if "untrained" not in weights:
-            raise ValueError(f"the description of the weights must say whether they are `untrained`: {weights}")
-        if settings.device_type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
-        self.network = network.to(settings.device).eval()
-        self.settings = settings
-        self.about = {
-            "backend": "faster_rcnn",
-            "rules_version": _RULES_VERSION,
-            "network": dataclasses.asdict(network.config),
-            "selection": dataclasses.asdict(settings.selection),
-            "boxes": settings.boxes,
-            "keep_features": settings.keep_features,
-            "head_dtype": settings.head_dtype,
-            "device": settings.device_type,
-            "convolutions": "tf32" if settings.tf32 else "float32",
-            "threads": settings.threads,
-            **weights,
-        }
-        # Threads and device change only the last bits of float32 sums as long as no device rounds their terms, so one
-        # stage may be made on CPUs and GPUs together. TF32 rounds them to three digits, and makes another detector.
-        # The weights' hash says which file it is.
-        indifferent = {"weights_file", "classes", "attribute_names", "release", "differs_from_release"}
-        indifferent |= {"threads", "device"}
-        if not settings.tf32:
-            indifferent.add("convolutions")
-        indifferent |= {name for name, before in _BEFORE_THEY_WERE_SETTINGS.items() if self.about[name] == before}
-        self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
-
-    def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        with _running(self.settings):
-            return [self._detect_one(sample) for sample in samples]
-
-    # One image at a time: padding a batch would change features near the border, and the RoI head has 300 boxes anyway.
-    @torch.inference_mode()
-    def _detect_one(self, sample: Sample) -> Regions | str:
-        try:
-            image = decode_bgr(sample.image)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            return f"bad_image: {type(error).__name__}: {error}"
-        height, width = image.shape[:2]
-        if (height, width) != (sample.height, sample.width):
-            return f"bad_image: is {width}x{height}, its record says {sample.width}x{sample.height}"
-        network = self.network
-        pixels = to_input(resize(image, network.config), self.settings.device)
-        resized = pixels.shape[2:]
-        c4 = network.backbone(pixels)
-        logits, deltas = network.rpn(c4)
-        proposals, _ = network.proposals(logits[0], deltas[0], *resized)
-        stored = to_stored_pixels(proposals, resized, (height, width))
-        visible = _have_area(stored)
-        proposals, stored = proposals[visible], stored[visible]
-        if not len(proposals):
-            return "no_regions: the network proposes no box with a finite score"
-        with torch.autocast(self.settings.device_type, torch.bfloat16, enabled=self.settings.head_dtype == "bfloat16"):
-            features = network.roi_features(c4, proposals)
-        outputs = network.heads(features.float())
-        regions, chosen = self._choose(sample.key, stored.cpu().numpy(), outputs)
-        if self.settings.boxes == "regressed":
-            labels = torch.from_numpy(regions.labels).to(chosen)
-            deltas = outputs.box_deltas[chosen]
-            if not torch.isfinite(deltas).all():
-                raise ValueError(f"the network's boxes for sample {sample.key} are not finite: are these its weights?")
-            moved = network.regressed(proposals[chosen], deltas, labels, *resized)
-            moved = to_stored_pixels(moved, resized, (height, width))
-            moved = torch.where(_have_area(moved)[:, None], moved, stored[chosen])
-            regions = dataclasses.replace(regions, boxes=moved.cpu().numpy())
-        if self.settings.keep_features:
-            regions = dataclasses.replace(regions, features=_as_float16(features[chosen], sample.key))
-        return regions
-
-    def _choose(self, key: str, boxes: np.ndarray, outputs: HeadOutputs) -> tuple[Regions, Tensor]:
-        """The regions among boxes [P, 4] (stored-image pixels), by the 10-100 rule, most probable first.
-
-        With them int64 [N], which of the boxes each is, on the device of the outputs.
+        precision: one of PRECISIONS; rois_at_a_time bounds the memory of res5.
         """
-        probs = outputs.class_logits.softmax(dim=1).cpu().numpy()
-        if not np.isfinite(probs).all():
-            raise ValueError(
-                f"the network's class probabilities for sample {key} are not finite: are these its weights?"
-            )
-        foreground = probs[:, :-1]
-        chosen = select_regions(boxes, foreground, self.settings.selection).indices
-        scores = foreground[chosen].max(axis=1)
-        chosen = chosen[np.argsort(-scores, kind="stable")]
-        attributes = attribute_scores = None
-        if outputs.attribute_logits is not None:
-            attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1].cpu().numpy()[chosen]
-            attributes = attribute_probs.argmax(axis=1).astype(np.int32)
-            attribute_scores = attribute_probs.max(axis=1)
-        regions = Regions(
-            boxes=boxes[chosen],
-            scores=foreground[chosen].max(axis=1),
-            labels=foreground[chosen].argmax(axis=1).astype(np.int32),
-            detector=self.id,
-            background=foreground.shape[1],
-            class_probs=probs[chosen].astype(np.float16),
-            attributes=attributes,
-            attribute_scores=attribute_scores,
-        )
-        return regions, torch.from_numpy(chosen).to(outputs.class_logits.device)
-
-
-def _have_area(boxes: Tensor) -> Tensor:
-    """bool [K]: which boxes [K, 4] hold any pixels at all."""
-    return (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
-
-
-def _as_float16(features: Tensor, key: str) -> np.ndarray:
-    """Features [N, D] of a sample's regions as they are stored; ValueError where float16 cannot hold one."""
-    features = features.float().cpu().numpy()
-    lost = np.argwhere(~(np.abs(features) <= _LARGEST_FLOAT16))
-    if len(lost):
-        region, column = lost[0]
-        raise ValueError(
-            f"sample {key}: feature {column} of region {region} is {features[region, column]:g}; float16 holds numbers "
-            f"up to {_LARGEST_FLOAT16:.0f}. Are these the network's weights? If so, detect without --keep-features"
-        )
-    return features.astype(np.float16)
-
-
-def to_stored_pixels(boxes: Tensor, resized: Sequence[int], stored: Sequence[int]) -> Tensor:
-    """Boxes [K, 4] in pixels of the resized image (height, width) -> pixels of the stored one, clipped to it."""
-    scale_y, scale_x = stored[0] / resized[0], stored[1] / resized[1]
-    scales = torch.tensor([scale_x, scale_y, scale_x, scale_y], device=boxes.device, dtype=boxes.dtype)
-    return clip_boxes(boxes * scales, *stored)
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}, must be one of {', '.join(PRECISIONS)}")
+        network = copy.deepcopy(self).eval().requires_grad_(False)
+        fold_norms(network)
+        network.to(memory_format=torch.channels_last)
+        if precision == "bf16-res5":
+            network.roi_heads.res5.to(torch.bfloat16)
+        network.rois_at_a_time = rois_at_a_time
+        return network

@@ -1,7 +1,7 @@
 """Detect regions in every image shard that has none yet from this detector.
 
     python -m detectors.run ROOT DATASET --backend annotated --annotations FILE
-    python -m detectors.run ROOT DATASET --backend faster_rcnn --preset vg_resnet101 --weights FILE
+    python -m detectors.run ROOT DATASET --backend faster_rcnn --weights FILE
 
 ROOT is a local folder or s3://bucket/prefix. Prints one JSON line per shard, and one about the whole stage at the end.
 Any number of these may run at once: each takes the shards in an order of its own and passes over those that another has
@@ -29,8 +29,10 @@ from storage.objects import StorageUnreachable, open_objects
 from storage.sample import Regions, Sample
 
 IMAGES = "images"
-# Samples handed to a detector at a time: enough for one that batches, and few decoded images in memory.
-_GROUP = 16
+# Status of an image for which the network's numbers overflow.
+NOT_FINITE = "not_finite"
+# Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
+_GROUP = 32
 # Exit status for "try again later", as sysexits.h has it.
 STORAGE_UNREACHABLE = os.EX_TEMPFAIL
 
@@ -55,6 +57,11 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         else:
             status, _, detail = found.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
+    if rows and all(row.status == NOT_FINITE for row in rows):
+        raise ValueError(
+            f"shard {shard}: {rows[0].detail}, and so in all of its {len(rows)} images: are these the network's "
+            "weights? Nothing was committed"
+        )
     if not rows:
         rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
     meta = {
@@ -146,27 +153,27 @@ def stage_size(catalog: Catalog, detector: Detector) -> dict:
 # --- command line -----------------------------------------------------------------------------------------------------
 
 # Which flags belong to which backend, by name of the setting; a flag of the other backend is refused, not ignored.
-_ANNOTATED = ("annotations", "crowd")
+_CROWD = ("crowd",)
 _SELECTION = ("minimum", "maximum", "threshold", "strict", "nms_threshold", "plus_one")
-_NETWORK = ("short_side", "long_side", "post_nms", "roi_op")
+_NETWORK = ("short_side", "long_side", "post_nms", "roi_op", "resize", "box_arithmetic")
 _REGIONS = ("boxes", "keep_features")
-_RUNNING = ("device", "head_dtype", "tf32", "threads")
-_FASTER_RCNN = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_REGIONS, *_RUNNING)
+_RUNNING = ("device", "precision", "tf32", "threads", "batch", "workers")
+_NETWORKS = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_REGIONS, *_RUNNING)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m detectors.run", description=__doc__.split("\n")[0])
     parser.add_argument("root", help="a folder or s3://bucket/prefix")
     parser.add_argument("dataset", help="the dataset below it, such as captions")
-    parser.add_argument("--backend", choices=["annotated", "faster_rcnn"], required=True)
+    parser.add_argument("--backend", choices=["annotated", "faster_rcnn", "detectron2"], required=True)
     parser.add_argument("--shard", action="append", help="only this one; may be given several times")
 
-    annotated = parser.add_argument_group("annotated: regions from an annotation file")
+    annotated = parser.add_argument_group("annotated: regions from an annotation file; also those of --boxes given")
     annotated.add_argument("--annotations", type=Path, help="file in COCO's detection format")
     annotated.add_argument("--crowd", choices=["skip", "keep"], help="what becomes of iscrowd boxes (skip)")
 
-    network = parser.add_argument_group("faster_rcnn: regions found by the network; defaults are the preset's")
-    network.add_argument("--preset", help="vg_resnet101, vg_resnet50 or demo")
+    network = parser.add_argument_group("faster_rcnn, detectron2: regions found by the network")
+    network.add_argument("--preset", help="vg_resnet101, vg_resnet50 or demo; needed where the weights do not say it")
     network.add_argument("--weights", type=Path, help="safetensors file")
     network.add_argument("--untrained", action="store_true", default=None, help="random weights instead: for trials")
     network.add_argument("--seed", type=int, help="of the random weights")
@@ -180,10 +187,13 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--long-side", type=int, help="pixels that its longer side may have")
     network.add_argument("--post-nms", type=int, help="proposals an image")
     network.add_argument("--roi-op", choices=["pool", "align1"], help="RoIPool, or RoIAlign with one sample")
+    network.add_argument("--resize", choices=["pil", "caffe"], help="antialiased on 8 bits, or as cv2 does on floats")
+    network.add_argument("--box-arithmetic", choices=["continuous", "plus_one"], help="widths x2 - x1, or 1 more")
     network.add_argument(
         "--boxes",
-        choices=["proposals", "regressed"],
-        help="a region's box: the RPN's, or where the box head moves it for the region's class (proposals)",
+        choices=["proposals", "regressed", "given"],
+        help="a region's box: the RPN's, or where the box head moves it for the region's class, or those of "
+        "--annotations instead of any found (proposals)",
     )
     network.add_argument(
         "--keep-features",
@@ -191,9 +201,11 @@ def _parser() -> argparse.ArgumentParser:
         help="store the regions' features, too, in float16 (no)",
     )
     network.add_argument("--device", help="cpu or cuda (cpu)")
-    network.add_argument("--head-dtype", choices=["float32", "bfloat16"], help="precision of res5 (float32)")
+    network.add_argument("--precision", choices=["fp32", "bf16-res5"], help="float32, or res5 in bfloat16 (fp32)")
     network.add_argument("--tf32", action="store_true", default=None, help="convolutions of a GPU in TF32 (float32)")
     network.add_argument("--threads", type=int, help="of one process on a CPU (1, the same bytes on every machine)")
+    network.add_argument("--batch", type=int, help="images of equal size at a time (1; on a GPU try 8)")
+    network.add_argument("--workers", type=int, help="threads that decode, resize and choose meanwhile (1)")
     return parser
 
 
@@ -203,38 +215,58 @@ def _given(options: argparse.Namespace, names: Sequence[str]) -> dict:
 
 def make_detector(options: argparse.Namespace) -> Detector:
     """The detector that the command line asks for; ValueError where its flags contradict each other."""
-    foreign = _given(options, _FASTER_RCNN if options.backend == "annotated" else _ANNOTATED)
+    given = options.boxes == "given"
+    if options.backend == "annotated":
+        foreign, instead = _given(options, _NETWORKS), "--backend annotated"
+    elif given:
+        foreign, instead = _given(options, _SELECTION), "--boxes given, which keeps them all"
+    else:
+        foreign, instead = _given(options, ("annotations", *_CROWD)), f"--backend {options.backend}"
     if foreign:
         flags = ", ".join("--" + name.replace("_", "-") for name in foreign)
-        raise ValueError(f"{flags}: not for --backend {options.backend}; leave out")
-    if options.backend == "annotated":
+        raise ValueError(f"{flags}: not for {instead}; leave out")
+    annotated = None
+    if given or options.backend == "annotated":
         from detectors.annotated import AnnotatedDetector
 
         if options.annotations is None:
-            raise ValueError("--backend annotated needs --annotations FILE")
-        return AnnotatedDetector(options.annotations, **_given(options, ["crowd"]))
-    return _faster_rcnn(options)
+            raise ValueError(f"--{'boxes given' if given else 'backend annotated'} needs --annotations FILE")
+        annotated = AnnotatedDetector(options.annotations, **_given(options, _CROWD))
+    return annotated if options.backend == "annotated" else _network_detector(options, annotated)
 
 
-def _faster_rcnn(options: argparse.Namespace) -> Detector:
+def _network_detector(options: argparse.Namespace, given: Detector | None) -> Detector:
     # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
-    from detectors.faster_rcnn import PRESETS, DetectorSettings, FasterRCNN, FasterRCNNDetector
+    from detectors.detect import DetectorSettings, FasterRCNNDetector
+    from detectors.faster_rcnn import PRESETS, FasterRCNN
     from detectors.select import SelectionSettings
-    from detectors.weights import load_weights
+    from detectors.weights import load_weights, read_config
 
-    if options.preset not in PRESETS:
-        raise ValueError(f"--preset is {options.preset}, must be one of {', '.join(PRESETS)}")
     if (options.weights is None) == (options.untrained is None):
-        raise ValueError("--backend faster_rcnn needs --weights FILE or, for a trial on random weights, --untrained")
+        raise ValueError(
+            f"--backend {options.backend} needs --weights FILE or, for a trial on random weights, --untrained"
+        )
+    if options.preset not in PRESETS and (options.preset is not None or options.untrained):
+        raise ValueError(f"--preset is {options.preset}, must be one of {', '.join(PRESETS)}")
     if options.seed is not None and options.untrained is None:
         raise ValueError("--seed is for --untrained only; leave it out")
-    config = dataclasses.replace(PRESETS[options.preset], **_given(options, _NETWORK))
+    preset = PRESETS[options.preset] if options.preset else read_config(options.weights)
+    config = dataclasses.replace(preset, **_given(options, _NETWORK))
     selection = SelectionSettings(**_given(options, _SELECTION))
     settings = DetectorSettings(selection, **_given(options, _REGIONS + _RUNNING))
+    kind = FasterRCNN
+    if options.backend == "detectron2":
+        from detectors.detectron2 import Detectron2FasterRCNN as kind
     seed = options.seed or 0
-    network = FasterRCNN.untrained(config, seed)
-    weights = {"untrained": True, "seed": seed} if options.untrained else load_weights(network, options.weights).about
-    return FasterRCNNDetector(network, weights, settings)
+    network = kind.untrained(config, seed)
+    if options.untrained:
+        weights = {"untrained": True, "seed": seed}
+    else:
+        loaded = load_weights(network, options.weights)
+        weights = loaded.about
+        for difference in loaded.differences:
+            print(f"not the same as in release {loaded.release}: {difference}", file=sys.stderr)
+    return FasterRCNNDetector(network, weights, settings, given, options.backend)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

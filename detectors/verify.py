@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from detectors.faster_rcnn import PRESETS, DetectorSettings, FasterRCNN, FasterRCNNDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights import Loaded, load_weights, names_of, read_config
 from storage.normalise import ImageSettings, Refused, normalise

@@ -127,7 +127,7 @@ def read_config(file: Path) -> FasterRCNNConfig:
 
 def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:
     """Where a network does not detect as `detection` (Release.detection) says, one sentence each."""
-    here = {"box_arithmetic": "continuous"} | dataclasses.asdict(config)
+    here = dataclasses.asdict(config)
     return tuple(
         f"{name} is {here.get(name, 'unknown')}, the release's is {value}"
         for name, value in detection.items()

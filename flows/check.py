@@ -87,6 +87,13 @@ def _check_sources(dataset: Dataset) -> None:
         _check_file(f"{where}: detector.annotations", detector.annotations)
     if detector.weights:
         _check_file(f"{where}: detector.weights", detector.weights)
+    if detector.weights and not detector.preset:
+        from detectors.weights import read_config  # here, as below
+
+        try:
+            read_config(Path(detector.weights))
+        except ValueError as error:
+            raise ValueError(f"{where}: detector.weights: {error}") from error
     if detector.preset:
         from detectors.faster_rcnn import PRESETS  # here, because no other detector needs it
 

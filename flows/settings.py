@@ -22,12 +22,12 @@ class DetectorSettings:
 
     __pydantic_config__ = _STRICT
 
-    backend: Literal["annotated", "faster_rcnn"] = "faster_rcnn"
-    """Boxes from an annotation file, or found by the network."""
+    backend: Literal["annotated", "faster_rcnn", "detectron2"] = "faster_rcnn"
+    """Boxes from an annotation file, or found by the network: ours or, with the same settings, detectron2's."""
     annotations: str | None = None
-    """annotated: file in COCO's detection format."""
+    """annotated, and faster_rcnn with boxes `given`: file in COCO's detection format."""
     preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
-    """faster_rcnn: which network, by the names of detectors/faster_rcnn.py."""
+    """faster_rcnn: which network, by the names of detectors/faster_rcnn.py; needed where the weights do not say it."""
     weights: str | None = None
     """faster_rcnn: safetensors file."""
     untrained: bool = False
@@ -52,41 +52,44 @@ class DetectorSettings:
     """faster_rcnn: proposals an image."""
     roi_op: Literal["pool", "align1"] | None = None
     """faster_rcnn: RoIPool, or RoIAlign with one sample."""
-    boxes: Literal["proposals", "regressed"] | None = None
-    """faster_rcnn: a region's box, the RPN's own or where the box head moves it for the region's class."""
+    boxes: Literal["proposals", "regressed", "given"] | None = None
+    """faster_rcnn: a region's box, the RPN's own, or where the box head moves it for the region's class, or those of
+    `annotations`."""
     keep_features: bool | None = None
     """faster_rcnn: store the regions' features, too, for a model on precomputed ones (float16: 2 D bytes a region)."""
     device: str | None = None
     """faster_rcnn: cpu or cuda."""
-    head_dtype: Literal["float32", "bfloat16"] | None = None
-    """faster_rcnn: precision of res5."""
+    precision: Literal["fp32", "bf16-res5"] | None = None
+    """faster_rcnn: float32, or nine tenths of the work in bfloat16, for speed."""
     threads: int | None = None
     """faster_rcnn: of its process, on a CPU."""
+    batch: int | None = None
+    """faster_rcnn: images of equal size at a time; on a GPU, 8."""
+    workers: int | None = None
+    """faster_rcnn: threads that decode and resize images meanwhile; on a GPU, 8."""
     silence: float | None = 86_400.0
     """Seconds without a finished shard after which it hangs and is ended."""
 
     def __post_init__(self):
-        if self.backend == "annotated":
-            if not self.annotations:
-                raise ValueError(
-                    "DetectorSettings: backend annotated needs annotations, a file in COCO's detection format"
-                )
-            foreign = [name for name, value in self._given() if name != "annotations"]
-        else:
-            foreign = [name for name, _ in self._given() if name == "annotations"]
-        if foreign:
+        given = self.boxes == "given"
+        if (given or self.backend == "annotated") and not self.annotations:
+            what = "boxes given" if given else "backend annotated"
+            raise ValueError(f"DetectorSettings: {what} needs annotations, a file in COCO's detection format")
+        annotated = self.backend == "annotated"
+        foreign = [name for name, _ in self._given() if (name == "annotations") != annotated]
+        if foreign and (annotated or not given):
             raise ValueError(
                 f"DetectorSettings: {', '.join(foreign)}: not for backend {self.backend}, which would ignore it; leave "
                 "it out, or choose the other backend"
             )
-        if self.backend == "faster_rcnn":
-            if not self.preset:
+        if not annotated:
+            if not self.preset and not self.weights:
                 raise ValueError(
-                    "DetectorSettings: backend faster_rcnn needs preset: vg_resnet101, vg_resnet50 or demo"
+                    "DetectorSettings: preset is needed for random weights: vg_resnet101, vg_resnet50 or demo"
                 )
             if bool(self.weights) == self.untrained:
                 raise ValueError(
-                    "DetectorSettings: backend faster_rcnn needs weights (a safetensors file) or, for a trial on "
+                    f"DetectorSettings: backend {self.backend} needs weights (a safetensors file) or, for a trial on "
                     "random ones, untrained; not both"
                 )
             if self.seed is not None and not self.untrained:

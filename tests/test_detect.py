@@ -18,7 +18,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from detectors.annotated import AnnotatedDetector
-from detectors.faster_rcnn import DEMO, DetectorSettings, FasterRCNN, FasterRCNNDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, main, stage_of, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
+from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.distributed import World
-from detectors.faster_rcnn import DEMO, DetectorSettings, FasterRCNN, FasterRCNNDetector
+from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.record import read_metrics
 from detectors.run import detect_pending, stage_size
 from storage.catalog import Catalog, Row
