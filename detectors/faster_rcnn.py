@@ -9,7 +9,7 @@ D channels of res5, C classes without background; the background is the last col
 import copy
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
+from detectors.roi_pool import roi_pool_chunks
 
 STRIDE = 16
 # `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and
@@ -354,7 +355,12 @@ class FasterRCNN(nn.Module):
         best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
         boxes, scores = boxes[best], scores[best]
         ends = torch.tensor([0, 0, extra, extra], device=boxes.device)
-        kept = torchvision.ops.nms(boxes + ends, scores, config.rpn_nms_threshold)[: config.post_nms]
+        # Boxes are only suppressed by better ones: what is kept of the best few stays, and is mostly enough.
+        few = 4 * config.post_nms
+        kept = torchvision.ops.nms((boxes + ends)[:few], scores[:few], config.rpn_nms_threshold)
+        if len(kept) < config.post_nms and few < len(boxes):
+            kept = torchvision.ops.nms(boxes + ends, scores, config.rpn_nms_threshold)
+        kept = kept[: config.post_nms]
         return boxes[kept], scores[kept]
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
@@ -368,13 +374,23 @@ class FasterRCNN(nn.Module):
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
         """Features [sum of K, D], the means over the maps that res5 puts out, of boxes [K, 4] (input pixels), one
         tensor for each of the N images of c4 [N, 16w, h, w]."""
-        rois = torch.cat([F.pad(of_image, (1, 0), value=image) for image, of_image in enumerate(boxes)])
+        res5 = self.roi_heads.res5
+        features = [res5(pooled).mean(dim=(2, 3)).float() for pooled in self._pooled(c4, boxes)]
+        return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
+
+    def _pooled(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What res5 gets, so many boxes at a time, in its dtype."""
         kind = next(self.roi_heads.res5.parameters()).dtype
-        features = [
-            self.roi_heads.res5(self.pool(c4, some).to(kind, memory_format=torch.channels_last)).mean(dim=(2, 3))
-            for some in rois.split(self.rois_at_a_time or max(1, len(rois)))
-        ]
-        return torch.cat(features).float()
+        at_a_time = self.rois_at_a_time
+        if at_a_time and c4.device.type == "cpu" and self.config.roi_op == "pool":
+            for image, own in zip(c4, boxes, strict=True):
+                if len(own):
+                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, at_a_time, kind)
+            return
+        rois = torch.cat([F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)])
+        for some in rois.split(at_a_time or max(1, len(rois))):
+            if len(some):
+                yield self.pool(c4, some).to(kind, memory_format=torch.channels_last)
 
     def heads(self, features: Tensor) -> HeadOutputs:
         """Classes, boxes and attributes for features [K, D]."""

@@ -178,7 +178,8 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
     # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
     counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    tensors, _ = _read(file)
+    tensors, metadata = _read(file)
+    _check_wiring(backbone.config, metadata, file)
     found = {
         name: tensor for name, tensor in tensors.items() if name.startswith(tuple(modules)) and not COUNTER.search(name)
     }
@@ -187,6 +188,21 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     for prefix, module in modules.items():
         mine = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
         module.load_state_dict(mine, strict=True)
+
+
+def _check_wiring(config: ResNetConfig, metadata: Mapping[str, str], file: Path) -> None:
+    """ValueError where a ResNet of the same tensors would compute something else than the file's.
+
+    Not about the stem's pool: VL-BERT's authors took theirs for weights that were trained with the other.
+    """
+    theirs = (_told(metadata, "network", file) or {}).get("resnet", {})
+    for name in ("stride_in_1x1", "res5_dilated"):
+        ours = getattr(config, name)
+        if theirs.get(name, ours) != ours:
+            raise ValueError(
+                f"{file} was trained with resnet.{name} = {theirs[name]}, and it is to start a ResNet with {ours}; set "
+                f"model.regions.resnet.{name}={str(theirs[name]).lower()}"
+            )
 
 
 def names_of(file: Path, kind: str, count: int) -> list[str]:

@@ -128,10 +128,11 @@ def table_of_progress(facts: Mapping[str, object]) -> str:
     return "\n".join([head, "|---|---:|", *rows])
 
 
-def table_of_metrics(metrics: Mapping[str, float], paper: str, checkpoint: str) -> str:
+def table_of_metrics(metrics: Mapping[str, float], checkpoint: str, paper: str = "") -> str:
     """The numbers of a last validation, beside what the paper reports."""
-    # The paper's words stand above: in a cell they would push the values out of sight.
-    lines = [f"Checkpoint {link(checkpoint)}", "", f"**The paper, on the real data:** {escaped(paper)}"]
+    lines = [f"Checkpoint {link(checkpoint)}"]
+    if paper:  # above: in a cell its words would push the values out of sight
+        lines += ["", f"**The paper, on the real data:** {escaped(paper)}"]
     lines += ["", "| metric | value |", "|---|---:|"]
     return "\n".join([*lines, *(f"| {escaped(name)} | {value:.3f} |" for name, value in metrics.items())])
 

@@ -8,7 +8,7 @@ from detectors.record import read_metrics
 from storage.objects import Objects
 
 _INK, _GRID = "#333333", "#dddddd"
-_WORTH_A_CURVE = ("accuracy", "grounding", "iou", "recall")  # of what a validation reports: shares of one
+_WORTH_A_CURVE = ("accuracy", "grounding", "iou", "recall", "map50")  # of what a validation reports: shares of one
 _MOST_POINTS = 60  # of a curve: Prefect keeps every picture that it has shown
 _KINDS = {"_shuffled": "--", "_grounding": ":"}  # a number's name may end so: with the line style
 

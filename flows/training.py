@@ -1,4 +1,4 @@
-"""One run of `torchrun -m vlbert.train`, for the stages that train, and what the flow UI shows of it meanwhile."""
+"""One run of torchrun, for the stages that train, and what the flow UI shows of it meanwhile."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from detectors.record import last_metrics
 from flows.artifacts import Live, name_run, publish, reporting, table_of_metrics, table_of_progress
 from flows.curves import curves
 from flows.settings import Processes
-from flows.supervisor import run_child
+from flows.supervisor import Finished, run_child
 from storage.objects import open_objects
 
 # What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
@@ -64,23 +64,8 @@ def train(
     """
     started = time.monotonic()
     run = run or recipe
-    given = {"data.root": root, "run": run} | {name: value for name, value in fields.items() if value is not None}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
-    command += ["-m", "vlbert.train", recipe, *(f"{name}={value}" for name, value in given.items()), *overrides]
-    # Some lines begin with the run's name as it is.
-    log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
-
-    def on_line(line: str) -> None:
-        log(line)
-        watch(line)
-
-    finished = run_child(
-        command,
-        on_line,
-        timeout=processes.timeout,
-        silence=processes.silence,
-        environment=processes.environment,
-    )
+    given = {"data.root": root, "run": run} | fields
+    finished = torchrun("vlbert.train", recipe, run, given, overrides, processes, say, watch)
     from detectors.checkpoints import checkpoints, read_state  # here, because it brings torch: other stages need none
 
     objects = open_objects(root)
@@ -97,6 +82,40 @@ def train(
         metrics=metrics,
         seconds=time.monotonic() - started,
         peak_bytes=finished.peak_bytes,
+    )
+
+
+def torchrun(
+    program: str,
+    recipe: str,
+    run: str,
+    fields: Mapping[str, object],
+    overrides: Sequence[str],
+    processes: Processes,
+    say: Callable[[str], None],
+    watch: Callable[[str], None],
+) -> Finished:
+    """`torchrun -m PROGRAM RECIPE field=value ...` to its end; ChildFailed carries its last words.
+
+    Fields that are None are left to the recipe, `overrides` win over all. `say` gets what a log keeps, each line with
+    the run's name before it; `watch` gets every line as it is.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
+    given = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    command += ["-m", program, recipe, *given, *overrides]
+    # Some lines begin with the run's name as it is.
+    log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
+
+    def on_line(line: str) -> None:
+        log(line)
+        watch(line)
+
+    return run_child(
+        command,
+        on_line,
+        timeout=processes.timeout,
+        silence=processes.silence,
+        environment=processes.environment,
     )
 
 
@@ -152,7 +171,7 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
         from vlbert.tasks import paper_of
 
         paper = paper_of(RECIPES[trained.recipe]().task)
-        publish(stage, trained.run, partial(table_of_metrics, trained.metrics, paper, trained.checkpoint))
+        publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

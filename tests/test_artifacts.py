@@ -100,7 +100,7 @@ def test_a_table_shows_the_ten_commonest_reasons(tmp_path: Path):
 
 def test_a_table_of_metrics_has_the_papers_number_and_progress_is_a_row_a_fact():
     where = "s3://bucket/vl-root/runs/x/step-0000004"
-    table = table_of_metrics({"accuracy": 0.5, "chance_of_it": 1 / 3}, "79.88 val", where)
+    table = table_of_metrics({"accuracy": 0.5, "chance_of_it": 1 / 3}, where, "79.88 val")
     assert "\n| accuracy | 0.500 |\n| chance\\_of\\_it | 0.333 |" in table
     assert "on the real data:** 79\\.88 val\n" in table
     assert link(where) in table

@@ -52,17 +52,20 @@ def test_settings_that_contradict_each_other_are_refused():
     ("settings", "message"),
     [
         ({"backend": "annotated"}, "annotated needs annotations"),
-        ({}, "needs preset"),
+        ({}, "preset is needed for random weights"),
+        ({"untrained": True}, "preset is needed for random weights"),
         ({"preset": "demo"}, "needs weights"),
         ({"preset": "demo", "weights": "x", "untrained": True}, "not both"),
         ({"preset": "demo", "weights": "x", "seed": 0}, "seed is that of random weights"),
         ({"preset": "demo", "untrained": True, "annotations": "x"}, "annotations: not for backend faster_rcnn"),
+        ({"preset": "demo", "untrained": True, "boxes": "given"}, "boxes given needs annotations"),
         ({"backend": "annotated", "annotations": "x", "maximum": 3}, "maximum: not for backend annotated"),
         ({"backend": "annotated", "annotations": "x", "untrained": True}, "untrained: not for backend annotated"),
         (
             {"backend": "annotated", "annotations": "x", "boxes": "regressed", "keep_features": True},
             "boxes, keep_features: not for backend annotated",
         ),
+        ({"backend": "annotated", "annotations": "x", "boxes": "given"}, "boxes: not for backend annotated"),
     ],
 )
 def test_a_detectors_settings_belong_together(settings: dict, message: str):
@@ -87,14 +90,19 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
         boxes="regressed",
         keep_features=True,
         device="cpu",
-        head_dtype="bfloat16",
+        precision="bf16-res5",
         threads=2,
+        batch=3,
+        workers=4,
     )
     parsed = vars(detector_parser().parse_args(["root", "captions", *settings.flags()]))
     for field in dataclasses.fields(settings):
         if field.name not in ("annotations", "weights", "silence"):
             assert parsed[field.name] == getattr(settings, field.name), field.name
             assert parsed[field.name] is not None, field.name
+    given = DetectorSettings(weights="w.safetensors", boxes="given", annotations="a.json")
+    parsed = detector_parser().parse_args(["root", "captions", *given.flags()])
+    assert (parsed.boxes, parsed.annotations, parsed.preset) == ("given", Path("a.json"), None)
     assert "--strict" in dataclasses.replace(settings, strict=True).flags()
     assert "--no-keep-features" in dataclasses.replace(settings, keep_features=False).flags()
 
@@ -208,6 +216,10 @@ def test_the_road_of_the_demo_passes(world: World):
         (
             {"detector": DetectorSettings(preset="demo", weights="no.safetensors")},
             "dataset captions: detector.weights: there is no file no.safetensors",
+        ),
+        (
+            {"detector": DetectorSettings(weights=str(PROJECT / "README.md"))},
+            "dataset captions: detector.weights: .*README.md is not a safetensors file",
         ),
         (
             {"detector": DetectorSettings(preset="vg_resnet7", untrained=True)},
@@ -420,7 +432,7 @@ def deployments_of(file: Path) -> dict[str, dict]:
 
 NAMES = {
     *("pretrain-vlbert/default", "collect-captions/default", "finetune/default"),
-    *("detect-regions/default", "detect-regions/scheduled"),
+    *("detect-regions/default", "detect-regions/scheduled", "train-detector/default"),
 }
 
 

@@ -717,6 +717,16 @@ def test_a_backbone_alone_does_not_start_region_features_and_what_it_lacks_is_na
         assert f"missing roi_heads.res5.{name}" in str(error.value)
 
 
+def test_region_features_refuse_weights_that_were_wired_otherwise(tmp_path: Path):
+    source = FasterRCNN.untrained(dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, stride_in_1x1=False)), 3)
+    about = {"network": json.dumps(dataclasses.asdict(source.config))}
+    file = save(source.state_dict(), tmp_path / "w.safetensors", about)
+    with pytest.raises(ValueError, match=r"stride_in_1x1 = False.*set model\.regions\.resnet\.stride_in_1x1=false"):
+        load_resnet(ResNetC4(TINY), Res5(TINY), file)
+    same = dataclasses.replace(TINY, stride_in_1x1=False, stem_pool="torch")
+    load_resnet(ResNetC4(same), Res5(same), file)
+
+
 def test_region_features_with_live_norms_count_anew(tmp_path: Path):
     source, live = FasterRCNN.untrained(SMALL, seed=3), dataclasses.replace(TINY, norm="batch")
     counter = {"backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(9)}

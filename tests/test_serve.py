@@ -111,6 +111,7 @@ def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served:
         "detect_flow/default": "ENQUEUE",
         "detect_flow/scheduled": "CANCEL_NEW",
         "finetune_flow/default": "ENQUEUE",
+        "train_detector_flow/default": "ENQUEUE",
     }
 
 
@@ -124,13 +125,14 @@ def taken(server: Operated, directory: Path) -> None:
         "detect-regions/default",
         "detect-regions/scheduled",
         "finetune/default",
+        "train-detector/default",
     }
     assert {one["work_pool_name"] for one in found.values()} == {"local"}
     assert {one["job_variables"]["command"] for one in found.values()} == {"python -m flows.engine"}
     assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
     # Relative paths in parameters begin where `prefect deploy` ran.
     moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
-    assert [one["pull_steps"] for one in found.values()] == 5 * [[moves]]
+    assert [one["pull_steps"] for one in found.values()] == 6 * [[moves]]
     scheduled = found["detect-regions/scheduled"]
     project = yaml.safe_load(server.deployments.read_text())
     (asked,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
 from detectors.record import last_metrics
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
 from storage.objects import open_objects
 
 PAPER = "79.88 val, 82.40 testA, 75.01 testB"  # RefCOCO+, table 3
@@ -183,15 +183,16 @@ def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, s
 
 
 @pytest.mark.usefixtures("walked")
-def test_five_deployments_are_listed(page: Page):
+def test_six_deployments_are_listed(page: Page):
     page.goto("/deployments")
-    expect(page.get_by_text("5 Deployments", exact=True)).to_be_visible()
+    expect(page.get_by_text("6 Deployments", exact=True)).to_be_visible()
     for flow, name in [
         ("pretrain-vlbert", "default"),
         ("collect-captions", "default"),
         ("detect-regions", "default"),
         ("detect-regions", "scheduled"),
         ("finetune", "default"),
+        ("train-detector", "default"),
     ]:
         row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
         expect(row.filter(has=page.get_by_role("link", name=name, exact=True))).to_have_count(1)
@@ -215,6 +216,7 @@ def plain(text: str) -> str:
         ("collect-captions/default", (Source,)),
         ("detect-regions/default", (DetectorSettings,)),
         ("finetune/default", (FinetuneSettings,)),
+        ("train-detector/default", (TrainDetectorSettings,)),
     ],
 )
 def test_a_form_asks_for_every_setting_in_words(

@@ -1,0 +1,279 @@
+"""How fast regions are found: images/s, CPU-seconds and FLOP/s of each stage, beside detectron2 where it is installed.
+
+    python -m benchmarks.detect [--device cuda --batch 8 --workers 8] [--weights FILE | --preset vg_resnet101]
+
+Every contender detects the same images, in turns, in one process: `detectron2` (fp32), `faster_rcnn fp32` and
+`faster_rcnn bf16-res5`. Without --weights the network is random, its classifier sharpened so that there are confident
+boxes to choose from. Then it says how far bf16-res5 is from fp32: IoU of the boxes kept, error of their features.
+On a CPU one thread computes and another decodes, so that CPU-seconds are those of the work.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, to_input
+from detectors.select import SelectionSettings, select_regions
+from detectors.weights import load_weights, read_config
+from storage.sample import Regions, Sample
+
+DETECTRON2 = "detectron2 fp32"
+OURS, HALF = "faster_rcnn fp32", "faster_rcnn bf16-res5"
+STAGES = ("decode and resize", "backbone", "rpn", "proposals", "pool and res5", "heads", "select")
+# Bars, as shares of detectron2's CPU-seconds an image; and images/s on a GPU of the H200's class.
+BARS = {OURS: 1.0, HALF: 0.25}
+GOAL = 180
+
+
+def drawn_images(count: int, height: int, width: int) -> list[Sample]:
+    """JPEGs of coloured rectangles on noise, each another."""
+    samples = []
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        pixels = rng.normal(rng.integers(60, 196, 3), 12, (height, width, 3))
+        for _ in range(25):
+            y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
+            down, across = rng.integers(20, (height // 2, width // 2))
+            pixels[y : y + down, x : x + across] = rng.integers(0, 256, 3)
+        stream = io.BytesIO()
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "jpeg", quality=90)
+        samples.append(Sample(f"drawn{number}", stream.getvalue(), "", "", width, height, ""))
+    return samples
+
+
+def read_images(folder: Path) -> list[Sample]:
+    """The JPEG files of a folder."""
+    samples = []
+    for file in sorted(folder.glob("*.jpg")):
+        data = file.read_bytes()
+        height, width = decode_bgr(data).shape[:2]
+        samples.append(Sample(file.stem, data, "", "", width, height, ""))
+    if not samples:
+        raise ValueError(f"{folder} holds no .jpg file")
+    return samples
+
+
+def sharpened(network: torch.nn.Module) -> dict:
+    """Make the classifier of a random network sure of something; the weights' description."""
+    with torch.no_grad():
+        network.roi_heads.box_predictor.cls_score.weight.mul_(60)
+    return {"untrained": True, "seed": 0}
+
+
+def contenders(config: FasterRCNNConfig, weights: Path | None, settings: DetectorSettings) -> dict:
+    """Name -> detector, of the same weights; detectron2's only where it is installed."""
+    detectors = {}
+    for name in (DETECTRON2, OURS, HALF):
+        kind, precision = FasterRCNN, "bf16-res5" if name == HALF else "fp32"
+        if name == DETECTRON2:
+            from detectors.detectron2 import Detectron2FasterRCNN as kind
+        try:
+            network = kind.untrained(config, seed=0)
+        except (ImportError, ValueError) as error:
+            print(f"not measured: {name}: {' '.join(str(error).split())}")
+            continue
+        about = load_weights(network, weights).about if weights else sharpened(network)
+        # detectron2 is asked as its users would: TF32 is torch's own default on GPUs.
+        own = dataclasses.replace(settings, precision=precision)
+        detectors[name] = FasterRCNNDetector(network, about, own, backend=name.split()[0])
+    return detectors
+
+
+class Clock:
+    """Seconds of the wall and of the CPU since it was started, the device's queue emptied first."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.start()
+
+    def start(self) -> None:
+        self._wait()
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def passed(self) -> tuple[float, float]:
+        self._wait()
+        return time.perf_counter() - self.wall, time.process_time() - self.cpu
+
+    def _wait(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def stage_times(detector: FasterRCNNDetector, sample: Sample) -> tuple[dict[str, tuple[float, float]], int]:
+    """Stage -> (wall, CPU) seconds of one image, one stage after the other; and how many proposals it had."""
+    network, device, times = detector.network, detector.settings.device, {}
+
+    def timed(stage: str, work: Callable[[], object]) -> object:
+        clock = Clock(device)
+        result = work()
+        times[stage] = clock.passed()
+        return result
+
+    pixels = timed("decode and resize", lambda: resize(decode_bgr(sample.image), network.config))
+    c4 = timed("backbone", lambda: network.backbone(to_input(pixels, device)))
+    logits, deltas = timed("rpn", lambda: network.rpn(c4))
+    boxes, _ = timed("proposals", lambda: network.proposals(logits[0], deltas[0], *pixels.shape[:2]))
+    features = timed("pool and res5", lambda: network.roi_features(c4, [boxes]))
+    probs = timed("heads", lambda: network.heads(features).class_logits.softmax(dim=1).cpu().numpy())
+    stored, rule = boxes.cpu().numpy(), detector.settings.selection
+    timed("select", lambda: select_regions(stored, probs[:, :-1], rule))
+    return times, len(boxes)
+
+
+@torch.inference_mode()
+def counted_flops(detector: FasterRCNNDetector, sample: Sample) -> dict[str, int]:
+    """Stage -> FLOPs of one image, 2 a multiplication and addition."""
+    network, flops = detector.network, {}
+    pixels = resize(decode_bgr(sample.image), network.config)
+
+    def counted(stage: str, work: Callable[[], object]) -> object:
+        with FlopCounterMode(display=False) as counter:
+            result = work()
+        flops[stage] = counter.get_total_flops()
+        return result
+
+    c4 = counted("backbone", lambda: network.backbone(to_input(pixels, detector.settings.device)))
+    logits, deltas = counted("rpn", lambda: network.rpn(c4))
+    boxes, _ = network.proposals(logits[0], deltas[0], *pixels.shape[:2])
+    features = counted("pool and res5", lambda: network.roi_features(c4, [boxes]))
+    counted("heads", lambda: network.heads(features))
+    return flops
+
+
+@torch.inference_mode()
+def differences(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples: Sequence[Sample]) -> dict[str, float]:
+    """How far regions and features of `half` are from those of `exact`, over all the samples."""
+    overlaps, errors, cosines, labels = [], [], [], []
+    found = [detector.detect(samples) for detector in (exact, half)]
+    for sample, ours, theirs in zip(samples, *found, strict=True):
+        if not isinstance(ours, Regions) or not isinstance(theirs, Regions):
+            continue
+        iou = torchvision.ops.box_iou(torch.from_numpy(ours.boxes), torch.from_numpy(theirs.boxes))
+        best, which = iou.max(dim=1)
+        overlaps += best.tolist()
+        labels += (ours.labels == theirs.labels[which.numpy()])[(best > 0.9).numpy()].tolist()
+        pixels = to_input(resize(decode_bgr(sample.image), exact.network.config), exact.settings.device)
+        c4 = exact.network.backbone(pixels)
+        logits, deltas = exact.network.rpn(c4)
+        boxes, _ = exact.network.proposals(logits[0], deltas[0], *pixels.shape[2:])
+        a, b = (detector.network.roi_features(c4, [boxes]) for detector in (exact, half))
+        errors += ((a - b).norm(dim=1) / a.norm(dim=1).clamp(min=1e-6)).tolist()
+        cosines += torch.nn.functional.cosine_similarity(a, b).tolist()
+    return {
+        "boxes kept by fp32": len(overlaps),
+        "mean IoU of each with the nearest that bf16-res5 keeps": statistics.mean(overlaps),
+        "share with IoU > 0.9": float(np.mean(np.array(overlaps) > 0.9)),
+        "of those, share with the same class": statistics.mean(labels) if labels else float("nan"),
+        "relative error of features, mean": statistics.mean(errors),
+        "relative error of features, largest": max(errors),
+        "cosine of features, least": min(cosines),
+    }
+
+
+def measured(detectors: dict, samples: Sequence[Sample], rounds: int, device: str) -> dict[str, list]:
+    """Name -> one (wall, CPU) a round, seconds an image; the contenders take turns."""
+    times = {name: [] for name in detectors}
+    for name, detector in detectors.items():
+        detector.detect(samples[: detector.settings.batch])  # whatever is done once
+        print(f"{name}: warm", file=sys.stderr)
+    for _ in range(rounds):
+        for name, detector in detectors.items():
+            clock = Clock(device)
+            found = detector.detect(samples)
+            wall, cpu = clock.passed()
+            wrong = [one for one in found if isinstance(one, str)]
+            if wrong:
+                raise ValueError(f"{name}: {wrong[0]}")
+            times[name].append((wall / len(samples), cpu / len(samples)))
+    return times
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="vg_resnet101", help="(%(default)s)")
+    parser.add_argument("--weights", type=Path, help="safetensors file that names its network, instead of random ones")
+    parser.add_argument("--images", type=Path, help="folder of JPEGs, instead of drawn ones of 600 x 800 pixels")
+    parser.add_argument("--count", type=int, default=2, help="images (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
+    parser.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    config = read_config(options.weights) if options.weights else PRESETS[options.preset]
+    samples = read_images(options.images) if options.images else drawn_images(options.count, 600, 800)
+    settings = DetectorSettings(
+        SelectionSettings(),
+        device=options.device,
+        tf32=options.tf32,
+        batch=options.batch,
+        workers=options.workers,
+    )
+    torch.set_num_threads(1)
+    detectors = contenders(config, options.weights, settings)
+    times = measured(detectors, samples, options.rounds, options.device)
+    exact = detectors[OURS]
+    flops = counted_flops(exact, samples[0])
+    on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "one thread of a CPU"
+    print(f"\n{config.post_nms} proposals at most, {len(samples)} images, {options.rounds} rounds, {on}")
+    print(
+        f"{sum(flops.values()) / 1e12:.3f} TFLOP an image, {flops['pool and res5'] / sum(flops.values()):.0%} in res5\n"
+    )
+
+    print(f"{'seconds an image (wall; CPU)':<24}" + "".join(f"{name:>28}" for name in detectors))
+    stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
+    for stage in STAGES:
+        cells = []
+        for name in detectors:
+            wall, cpu = stages[name][0][stage]
+            rate = f", {flops[stage] / wall / 1e9:,.0f} GFLOP/s" if stage in flops else ""
+            cells.append(f"{wall:.3f}; {cpu:.3f}{rate}")
+        print(f"{stage:<24}" + "".join(f"{cell:>28}" for cell in cells))
+    print(f"{'proposals':<24}" + "".join(f"{stages[name][1]:>28}" for name in detectors))
+
+    print(f"\n{'detect(), in turns':<24}{'images/s':>10}{'s an image':>12}{'CPU-s an image':>16}{'of detectron2':>15}")
+    report = {"device": on, "flops": flops, "contenders": {}}
+    base = statistics.median(cpu for _, cpu in times[DETECTRON2]) if DETECTRON2 in times else None
+    failed = False
+    for name, rounds in times.items():
+        wall, cpu = (statistics.median(each) for each in zip(*rounds, strict=True))
+        share = f"{cpu / base:.3f}" if base else ""
+        bar = BARS.get(name)
+        if base and bar and options.device == "cpu":
+            over = cpu / base > bar
+            failed |= over
+            share += f" {'over' if over else 'within'} {bar:g}"
+        print(f"{name:<24}{1 / wall:>10.3f}{wall:>12.3f}{cpu:>16.3f}  {share}")
+        report["contenders"][name] = {"rounds": rounds, "stages": stages[name][0]}
+    if options.device.startswith("cuda"):
+        print(f"the goal on a GPU of the H200's class is {GOAL} images/s")
+    report["differences"] = differences(exact, detectors[HALF], samples)
+    print("\nbf16-res5 beside fp32")
+    for what, value in report["differences"].items():
+        print(f"  {what}: {value:.5g}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if failed:
+        sys.exit("over the bar")
+
+
+if __name__ == "__main__":
+    main()

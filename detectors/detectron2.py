@@ -1,0 +1,239 @@
+"""The network of faster_rcnn.py computed by detectron2's own parts: a second backend behind the same detector.
+
+`FasterRCNNDetector` takes a `Detectron2FasterRCNN` for a `FasterRCNN`: the methods are the same, the state dict has the
+same names, and so the same weight files load. What bottom-up attention changed about detectron2's C4 network stands
+here: Caffe's pool in the stem, a res5 that keeps its map, the attribute head.
+detectron2 is imported where the network is built, not before; docs/detectron2.md tells how to install it.
+Shape letters as in faster_rcnn.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, HeadOutputs, clip_boxes
+from detectors.resnet import ResNetConfig
+
+_NORMS = {"frozen": "FrozenBN", "batch": "BN"}
+# RoIPool has no sampling ratio; detectron2's `ROIAlign` is the one without the half-pixel shift.
+_POOLERS = {"pool": ("ROIPool", 0), "align1": ("ROIAlign", 1)}
+_STEM_POOLS = ("caffe", "torch")
+# What RPN and RoI heads want to know for training alone.
+_TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
+
+
+class Detectron2FasterRCNN(nn.Module):
+    """What FasterRCNN offers a detector, by detectron2. ValueError where it is not installed or cannot do `config`."""
+
+    def __init__(self, config: FasterRCNNConfig):
+        super().__init__()
+        _check(config)
+        _require_detectron2()
+        self.config = config
+        self.backbone = _backbone(config.resnet)
+        self.proposal_generator = _proposal_generator(config)
+        self.roi_heads = _roi_heads(config)
+
+    @classmethod
+    def untrained(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
+        """The network with the random weights that FasterRCNN has for this seed."""
+        with torch.random.fork_rng(devices=[]):
+            network = cls(config).eval()
+        network.load_state_dict(FasterRCNN.untrained(config, seed).state_dict())
+        return network
+
+    def for_inference(self, precision: str, rois_at_a_time: int) -> "Detectron2FasterRCNN":
+        """The network itself, in eval mode, for `fp32`; ValueError for any other precision.
+
+        rois_at_a_time changes nothing: detectron2 pools all boxes of a batch at once.
+        """
+        if precision != "fp32":
+            raise ValueError(f"precision is {precision!r}: backend detectron2 has fp32 only; faster_rcnn has others")
+        return self.eval()
+
+    def rpn(self, c4: Tensor) -> tuple[Tensor, Tensor]:
+        """Objectness logits [N, A, h, w] and deltas [N, 4A, h, w] of a C4 map."""
+        (logits,), (deltas,) = self.proposal_generator.rpn_head([c4])
+        return logits, deltas
+
+    def proposals(
+        self, logits: Tensor, deltas: Tensor, height: int, width: int, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of one image, best first, from [A, h, w] and [4A, h, w].
+
+        height and width are those of the network's input; scale is for a minimum side, which this backend refuses.
+        Non-finite boxes and those with no area inside are dropped among the pre_nms best, not before they are chosen.
+        """
+        generator = self.proposal_generator
+        scores = logits.permute(1, 2, 0).reshape(1, -1)
+        deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(1, -1, 4)
+        anchors = generator.anchor_generator([logits])
+        (found,) = generator.predict_proposals(anchors, [scores], [deltas], [(height, width)])
+        return found.proposal_boxes.tensor, found.objectness_logits
+
+    def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
+        """Features [sum of K, D] of boxes in input pixels, one [K, 4] for each image of the C4 map [N, 16w, h, w]."""
+        from detectron2.structures import Boxes
+
+        pooled = self.roi_heads.pooler([c4], [Boxes(each) for each in boxes])
+        return self.roi_heads.res5(pooled).mean(dim=(2, 3))
+
+    def heads(self, features: Tensor) -> HeadOutputs:
+        """Classes, boxes and attributes for features [K, D]."""
+        return self.roi_heads.box_predictor(features)
+
+    def regressed(self, proposals: Tensor, deltas: Tensor, labels: Tensor, height: int, width: int) -> Tensor:
+        """Where deltas [K, C, 4] of classes labels [K] move proposals [K, 4]; input pixels, clipped, perhaps empty."""
+        own = deltas[torch.arange(len(labels), device=labels.device), labels]
+        moved = self.roi_heads.box_predictor.box2box_transform.apply_deltas(own, proposals)
+        # Not by detectron2's Boxes, which stop a whole run for one box that is not finite.
+        return clip_boxes(moved, height, width)
+
+
+def _check(config: FasterRCNNConfig) -> None:
+    """ValueError that names the first setting which this backend does not know."""
+    choices = {
+        "ResNetConfig.norm": (config.resnet.norm, _NORMS),
+        "ResNetConfig.stem_pool": (config.resnet.stem_pool, _STEM_POOLS),
+        "FasterRCNNConfig.roi_op": (config.roi_op, _POOLERS),
+        "FasterRCNNConfig.box_arithmetic": (config.box_arithmetic, ("continuous",)),
+        # detectron2 drops small boxes after it has taken the pre_nms best, Caffe before: other proposals.
+        "FasterRCNNConfig.minimum_side": (config.minimum_side, (0,)),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            known = " and ".join(str(one) for one in known)
+            raise ValueError(f"{name} is {value!r}, backend detectron2 has only {known}: use backend faster_rcnn")
+
+
+def _require_detectron2() -> None:
+    try:
+        import detectron2.modeling  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"backend detectron2 needs the package detectron2, which cannot be imported here ({error}). "
+            "docs/detectron2.md tells how to install it; backend faster_rcnn computes the same without it"
+        ) from error
+
+
+def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[nn.Module]:
+    """The blocks of res<number>, 2..5."""
+    from detectron2.modeling.backbone.resnet import BottleneckBlock, ResNet
+
+    blocks, bottleneck = config.blocks[number - 2], config.width * 2 ** (number - 2)
+    return ResNet.make_stage(
+        BottleneckBlock,
+        blocks,
+        in_channels=config.width if number == 2 else 2 * bottleneck,
+        bottleneck_channels=bottleneck,
+        out_channels=4 * bottleneck,
+        stride_per_block=[stride] + [1] * (blocks - 1),
+        dilation=dilation,
+        stride_in_1x1=config.stride_in_1x1,
+        norm=_NORMS[config.norm],
+    )
+
+
+def _backbone(config: ResNetConfig) -> nn.Module:
+    """Stem to res4: [N, 3, H, W] -> C4 map."""
+    from detectron2.modeling.backbone.resnet import BasicStem, ResNet
+
+    class CaffeStem(BasicStem):
+        """BasicStem pools with padding 1 and rounds sizes down."""
+
+        def forward(self, images: Tensor) -> Tensor:
+            return F.max_pool2d(F.relu_(self.conv1(images)), kernel_size=3, stride=2, padding=0, ceil_mode=True)
+
+    class C4(ResNet):
+        """Puts out its last map, where ResNet has a dict."""
+
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images)["res4"]
+
+    stem = CaffeStem if config.stem_pool == "caffe" else BasicStem
+    stages = [_stage(config, 2, stride=1), _stage(config, 3, stride=2), _stage(config, 4, stride=2)]
+    return C4(stem(3, config.width, norm=_NORMS[config.norm]), stages, out_features=["res4"])
+
+
+def _proposal_generator(config: FasterRCNNConfig) -> nn.Module:
+    from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
+    from detectron2.modeling.box_regression import Box2BoxTransform
+    from detectron2.modeling.proposal_generator.rpn import RPN, StandardRPNHead
+
+    class ProposalGenerator(RPN):
+        """With its anchors where weights.py puts those of a file."""
+
+        @property
+        def cell_anchors(self) -> Tensor:
+            """float32 [A, 4], the generator's own buffer."""
+            return next(iter(self.anchor_generator.cell_anchors))
+
+    return ProposalGenerator(
+        in_features=["res4"],
+        head=StandardRPNHead(
+            in_channels=config.resnet.c4_channels, num_anchors=config.num_anchors, conv_dims=[config.rpn_channels]
+        ),
+        # Bottom-up attention's anchors stand on their cells' corners, detectron2's usual ones half a cell further.
+        anchor_generator=DefaultAnchorGenerator(
+            sizes=[list(config.anchor_sizes)], aspect_ratios=[list(config.anchor_ratios)], strides=[STRIDE], offset=0.0
+        ),
+        anchor_matcher=None,
+        box2box_transform=Box2BoxTransform(weights=(1.0, 1.0, 1.0, 1.0)),
+        pre_nms_topk=(config.pre_nms, config.pre_nms),
+        post_nms_topk=(config.post_nms, config.post_nms),
+        nms_thresh=config.rpn_nms_threshold,
+        **_TRAINING,
+    )
+
+
+def _roi_heads(config: FasterRCNNConfig) -> nn.Module:
+    from detectron2.modeling.poolers import ROIPooler
+    from detectron2.modeling.roi_heads.roi_heads import Res5ROIHeads
+
+    pooler, sampling_ratio = _POOLERS[config.roi_op]
+    stride, dilation = (1, 2) if config.resnet.res5_dilated else (2, 1)
+    return Res5ROIHeads(
+        in_features=["res4"],
+        pooler=ROIPooler(config.pool_size, [1 / STRIDE], sampling_ratio, pooler),
+        res5=_stage(config.resnet, 5, stride, dilation),
+        box_predictor=_box_predictor(config),
+        num_classes=config.num_classes,
+        proposal_matcher=None,
+        **_TRAINING,
+    )
+
+
+def _box_predictor(config: FasterRCNNConfig) -> nn.Module:
+    """Features [K, D] -> HeadOutputs: detectron2's classes and boxes, and bottom-up attention's attributes."""
+    from detectron2.layers import ShapeSpec
+    from detectron2.modeling.box_regression import Box2BoxTransform
+    from detectron2.modeling.roi_heads.fast_rcnn import FastRCNNOutputLayers
+
+    class BoxPredictor(FastRCNNOutputLayers):
+        def drop_attributes(self) -> None:
+            """Go on without an attribute head; attributes are then absent, not zero."""
+            self.cls_embedding = self.fc_attr = self.attr_score = None
+
+        def forward(self, features: Tensor) -> HeadOutputs:
+            class_logits, deltas = super().forward(features)
+            attribute_logits = None
+            if self.attr_score is not None:
+                embedded = self.cls_embedding(class_logits.argmax(dim=1))
+                attribute_logits = self.attr_score(F.relu(self.fc_attr(torch.cat([features, embedded], dim=1))))
+            return HeadOutputs(class_logits, deltas.unflatten(1, (-1, 4)), attribute_logits)
+
+    channels = config.resnet.res5_channels
+    predictor = BoxPredictor(
+        ShapeSpec(channels=channels),
+        box2box_transform=Box2BoxTransform(weights=tuple(float(weight) for weight in config.box_weights)),
+        num_classes=config.num_classes,
+    )
+    if config.num_attributes:
+        predictor.cls_embedding = nn.Embedding(config.num_classes + 1, config.attribute_embedding)
+        predictor.fc_attr = nn.Linear(channels + config.attribute_embedding, config.attribute_hidden)
+        predictor.attr_score = nn.Linear(config.attribute_hidden, config.num_attributes + 1)
+    else:
+        predictor.drop_attributes()
+    return predictor

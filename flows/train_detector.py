@@ -1,0 +1,80 @@
+"""Train a detector: torchrun makes the weight file that the detect stage reads, from annotated images."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from prefect import flow, get_run_logger
+
+from detectors.record import last_metrics
+from flows.artifacts import name_run, publish, table_of_metrics
+from flows.settings import TrainDetectorSettings
+from flows.training import Watch, check_overrides, torchrun
+from storage.objects import open_objects
+
+# Settings that are fields of the recipe's `data`, under the same names.
+_DATA = ("images", "annotations", "objects", "attributes", "image_data", "classes", "attribute_names")
+_DATA += ("train_list", "held_out_list")
+# Fields of the recipe that this stage sets, each from what.
+SETTINGS = {"root": "the flow's root", "run": "the setting run", "start_from": "the setting start_from"}
+SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _DATA}
+
+
+@dataclass(frozen=True)
+class TrainedDetector:
+    """A run and what it came to: its weight file and the numbers of its last validation.
+
+    peak_bytes is the memory of its largest process.
+    """
+
+    run: str
+    recipe: str
+    weights: str
+    metrics: dict[str, float]
+    seconds: float
+    peak_bytes: int
+
+
+def train_detector(
+    root: str,
+    settings: TrainDetectorSettings,
+    say: Callable[[str], None] = print,
+    watch: Callable[[str], None] = lambda line: None,
+) -> TrainedDetector:
+    """Train a detector, or go on; ROOT/runs/RUN/weights.safetensors is what comes of it. Only from the main thread."""
+    started = time.monotonic()
+    check_overrides(settings.overrides, SETTINGS)
+    run = settings.run or settings.recipe
+    given = {name: getattr(settings, name) for name in _DATA} | {"images": ",".join(settings.images) or None}
+    fields = {"root": root, "run": run, "start_from": settings.start_from}
+    fields |= {f"data.{name}": value for name, value in given.items()}
+    program, processes = "detectors.train", settings.processes
+    finished = torchrun(program, settings.recipe, run, fields, settings.overrides, processes, say, watch)
+    objects, weights = open_objects(root), f"runs/{run}/weights.safetensors"
+    if not objects.exists(weights):
+        raise RuntimeError(f"{run} ended well and left no {objects.where(weights)}")
+    return TrainedDetector(
+        run=run,
+        recipe=settings.recipe,
+        weights=objects.where(weights),
+        metrics=last_metrics(objects, run),
+        seconds=time.monotonic() - started,
+        peak_bytes=finished.peak_bytes,
+    )
+
+
+@flow(name="train-detector", flow_run_name="{settings.recipe}", persist_result=False)
+def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDetector:
+    """Train the Faster R-CNN that finds regions.
+
+    Args:
+        root: Of the storage: a folder of this machine, or s3://bucket/prefix.
+        settings: The recipe, and where images and annotations are.
+    """
+    watch = Watch("train-detector", root, settings.recipe, settings.run)
+    trained = train_detector(root, settings, get_run_logger().info, watch)
+    name_run(" ".join(dict.fromkeys([trained.recipe, trained.run])), f"recipe:{trained.recipe}")
+    watch.draw()
+    publish("train-detector", trained.run, partial(table_of_metrics, trained.metrics, trained.weights))
+    return trained

@@ -1,0 +1,314 @@
+"""The detectron2 backend: it computes what our own network does, from the same weights, and says so where it cannot.
+
+What needs detectron2 runs where it is installed (docs/detectron2.md); nothing here is compared with what was stored.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import io
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detectron2 import Detectron2FasterRCNN
+from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
+from detectors.resnet import ResNetConfig
+from detectors.weights import ANCHORS, ATTRIBUTE_HEAD, load_weights
+from storage.sample import Regions, Sample
+
+TINY = ResNetConfig(blocks=(1, 2, 1, 2), width=4)
+SMALL = dataclasses.replace(DEMO, resnet=TINY, num_classes=5, num_attributes=3)
+HALVED = dataclasses.replace(TINY, res5_dilated=False, stride_in_1x1=False)
+CONFIGS = {
+    "demo": DEMO,
+    "visual genome's": SMALL,
+    "vl-bert's pools": dataclasses.replace(
+        SMALL, resnet=dataclasses.replace(TINY, stem_pool="torch"), roi_op="align1", pool_size=14
+    ),
+    "halving, stride in 3x3": dataclasses.replace(SMALL, resnet=HALVED, num_attributes=0),
+    "live norms": dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, norm="batch")),
+    "other boxes": dataclasses.replace(
+        SMALL, anchor_sizes=(32,), anchor_ratios=(0.4, 1.5), rpn_nms_threshold=0.5, box_weights=(8, 9, 4, 6)
+    ),
+    "cut before suppression": dataclasses.replace(SMALL, pre_nms=80),
+}
+HEIGHT, WIDTH = 168, 222
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if detectron2 were not installed."""
+    monkeypatch.setitem(sys.modules, "detectron2", None)
+
+
+def needs_detectron2(test):
+    absent = importlib.util.find_spec("detectron2") is None
+    skip = pytest.mark.skipif(absent, reason="detectron2 is not installed; docs/detectron2.md tells how")
+    return pytest.mark.detectron2(skip(test))
+
+
+def weights_of(config: FasterRCNNConfig) -> dict[str, torch.Tensor]:
+    """Weights with which nothing is neutral: norms that shift and scale, deltas that move, classes that are sure."""
+    gains = {"objectness_logits": 0.2, "anchor_deltas": 0.02, "cls_score": 0.5, "bbox_pred": 0.15}
+    tensors = {}
+    for name, tensor in FasterRCNN.untrained(config, seed=0).state_dict().items():
+        # By its name, so that a tensor's values do not depend on which others there are.
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("num_batches_tracked"):
+            tensors[name] = tensor
+        elif name.endswith("running_var"):
+            tensors[name] = 1 + 0.2 * noise.abs()
+        elif ".norm." in name or name.endswith("bias"):
+            tensors[name] = tensor + 0.1 * noise
+        else:
+            fan = 1 if name.endswith("cls_embedding.weight") else tensor[0].numel()
+            tensors[name] = gains.get(name.split(".")[-2], 1.0) * noise / fan**0.5
+    return tensors
+
+
+def networks(
+    config: FasterRCNNConfig, weights: dict[str, torch.Tensor] | None = None
+) -> tuple[FasterRCNN, Detectron2FasterRCNN]:
+    """Ours and theirs, with the same weights."""
+    ours, theirs = FasterRCNN(config).eval(), Detectron2FasterRCNN(config).eval()
+    for network in (ours, theirs):
+        network.load_state_dict(weights or weights_of(config), strict=True)
+    return ours, theirs
+
+
+def found_by_both(
+    config: FasterRCNNConfig, weights: dict[str, torch.Tensor], settings: DetectorSettings, samples: list[Sample]
+) -> list[list[Regions | str]]:
+    """What the detectors around our network and around theirs say about the samples."""
+    about = {"untrained": True, "seed": 0}
+    return [FasterRCNNDetector(network, about, settings).detect(samples) for network in networks(config, weights)]
+
+
+def pixels(count: int = 1) -> torch.Tensor:
+    """Coarse pictures in the network's input, [N, 3, HEIGHT, WIDTH]."""
+    coarse = torch.randn(count, 3, 12, 16, generator=torch.Generator().manual_seed(3))
+    return 80 * torch.nn.functional.interpolate(coarse, (HEIGHT, WIDTH))
+
+
+def a_picture(height: int, width: int, seed: int) -> Sample:
+    """Soft spots in random colours."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(stream, "png")
+    return Sample(f"key{seed}", stream.getvalue(), "caption", "http://host/x.png", width, height, "")
+
+
+def assert_near(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """To 1e-5 of the largest value, which is not nothing."""
+    assert theirs.shape == ours.shape
+    assert ours.abs().max() > 0
+    assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def assert_same_boxes(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """As sets: logits that are nearly equal may change places."""
+    assert theirs.shape == ours.shape
+    iou = torchvision.ops.box_iou(theirs, ours)
+    assert iou.amax(dim=0).min() > 0.999
+    assert iou.amax(dim=1).min() > 0.999
+
+
+# --- anywhere ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_detectron2_the_module_imports_and_the_network_says_what_is_missing(
+    blocked: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "detectors.detectron2")
+    module = importlib.import_module("detectors.detectron2")
+    message = r"backend detectron2 needs the package detectron2, .* docs/detectron2\.md tells how to install it"
+    with pytest.raises(ValueError, match=message):
+        module.Detectron2FasterRCNN(DEMO)
+    with pytest.raises(ValueError, match=message):
+        module.Detectron2FasterRCNN.untrained(DEMO, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("box_arithmetic", "plus_one"),
+        ("minimum_side", 16),
+        ("roi_op", "crop"),
+        ("norm", "group"),
+        ("stem_pool", "same"),
+    ],
+)
+def test_a_setting_that_detectron2_cannot_do_is_refused_by_name(setting: str, value: str | int):
+    config = dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY))
+    # Past the configuration's own check, which may come to know more than detectron2 does.
+    object.__setattr__(config if hasattr(config, setting) else config.resnet, setting, value)
+    with pytest.raises(
+        ValueError, match=rf"Config\.{setting} is {value!r}, backend detectron2 has only .* faster_rcnn"
+    ):
+        Detectron2FasterRCNN(config)
+
+
+def test_the_backend_knows_every_setting_of_the_network():
+    """A new one must be made to work in detectors/detectron2.py, or be refused there, before it is added here."""
+    resnet = {"blocks", "width", "stride_in_1x1", "stem_pool", "res5_dilated", "norm"}
+    pixels_alone = {"short_side", "long_side", "resize"}
+    boxes = {"anchor_sizes", "anchor_ratios", "pre_nms", "rpn_nms_threshold", "post_nms", "box_weights"}
+    boxes |= {"minimum_side", "box_arithmetic"}
+    heads = {"roi_op", "pool_size", "num_classes", "num_attributes", "attribute_embedding", "attribute_hidden"}
+    assert {field.name for field in dataclasses.fields(ResNetConfig)} == resnet
+    known = {"resnet", "rpn_channels", *pixels_alone, *boxes, *heads}
+    assert {field.name for field in dataclasses.fields(FasterRCNNConfig)} == known
+
+
+# --- where detectron2 is installed ------------------------------------------------------------------------------------
+
+
+@needs_detectron2
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@torch.inference_mode()
+def test_every_stage_computes_what_ours_does(config: FasterRCNNConfig):
+    ours, theirs = networks(config)
+    c4 = ours.backbone(pixels(2))
+    assert_near(theirs.backbone(pixels(2)), c4)
+    logits, deltas = ours.rpn(c4)
+    for one, other in zip(theirs.rpn(c4), (logits, deltas), strict=True):
+        assert_near(one, other)
+
+    boxes = []
+    for image in range(2):
+        proposals, scores = ours.proposals(logits[image], deltas[image], HEIGHT, WIDTH)
+        their_proposals, their_scores = theirs.proposals(logits[image], deltas[image], HEIGHT, WIDTH)
+        assert_same_boxes(their_proposals, proposals)
+        assert_near(their_scores, scores)
+        assert len(proposals) > 30
+        boxes.append(proposals[: 30 + image])
+
+    features = ours.roi_features(c4, boxes)
+    assert_near(theirs.roi_features(c4, boxes), features)
+    outputs, their_outputs = ours.heads(features), theirs.heads(features)
+    assert_near(their_outputs.class_logits, outputs.class_logits)
+    assert_near(their_outputs.box_deltas, outputs.box_deltas)
+    if config.num_attributes:
+        assert_near(their_outputs.attribute_logits, outputs.attribute_logits)
+    else:
+        assert their_outputs.attribute_logits is None
+
+    deltas, labels = outputs.box_deltas[:30], outputs.class_logits[:30, :-1].argmax(dim=1)
+    moved = ours.regressed(boxes[0], deltas, labels, HEIGHT, WIDTH)
+    assert_near(theirs.regressed(boxes[0], deltas, labels, HEIGHT, WIDTH), moved)
+    # Else clipping and weights of the boxes would go unseen.
+    assert (moved - boxes[0]).abs().max() > 2
+    assert (moved == torch.tensor([0.0, 0, WIDTH, HEIGHT])).any()
+
+
+@needs_detectron2
+@torch.inference_mode()
+def test_boxes_that_are_not_finite_or_outside_the_image_are_dropped_as_ours_are():
+    ours, theirs = networks(SMALL)
+    c4 = ours.backbone(pixels())
+    logits, deltas = (of_all[0] for of_all in ours.rpn(c4))
+    logits[0, 5, 7], deltas[4, 1, 1], deltas[8:10, 3, 3] = float("nan"), float("inf"), -50
+    expected, _ = ours.proposals(logits, deltas, HEIGHT, WIDTH)
+    found, scores = theirs.proposals(logits, deltas, HEIGHT, WIDTH)
+    assert_same_boxes(found, expected)
+    assert torch.isfinite(scores).all()
+    nothing, _ = theirs.proposals(torch.full_like(logits, float("nan")), deltas, HEIGHT, WIDTH)
+    assert nothing.shape == (0, 4)
+    features = theirs.roi_features(c4, [nothing])
+    assert features.shape == (0, TINY.res5_channels)
+    assert theirs.heads(features).class_logits.shape == (0, 6)
+
+
+@needs_detectron2
+@pytest.mark.parametrize("name", ["demo", "visual genome's"])
+@pytest.mark.parametrize("boxes", ["proposals", "regressed"])
+def test_the_whole_detector_finds_the_same_regions(name: str, boxes: str):
+    settings = DetectorSettings(boxes=boxes, keep_features=True, batch=2)
+    samples = [a_picture(340, 450, seed=0), a_picture(168, 224, seed=1), a_picture(340, 450, seed=2)]
+    for ours, theirs in zip(*found_by_both(CONFIGS[name], weights_of(CONFIGS[name]), settings, samples), strict=True):
+        assert len(ours) >= 10
+        assert len(set(ours.labels)) > 1
+        assert np.array_equal(theirs.labels, ours.labels)
+        assert np.allclose(theirs.boxes, ours.boxes, atol=0.01)
+        assert np.allclose(theirs.scores, ours.scores, atol=1e-4)
+        assert np.allclose(theirs.class_probs, ours.class_probs, atol=1e-3)
+        assert np.allclose(theirs.features, ours.features, rtol=2e-3, atol=1e-3)
+        if CONFIGS[name].num_attributes:
+            assert np.array_equal(theirs.attributes, ours.attributes)
+            assert np.allclose(theirs.attribute_scores, ours.attribute_scores, atol=1e-4)
+
+
+@needs_detectron2
+@pytest.mark.parametrize("layer", ["rpn_head.objectness_logits", "rpn_head.anchor_deltas", "cls_score", "bbox_pred"])
+def test_weights_that_make_no_sense_get_the_status_that_ours_gives(layer: str):
+    weights = weights_of(SMALL)
+    (bias,) = (name for name in weights if name.endswith(f"{layer}.bias"))
+    weights[bias] = torch.full_like(weights[bias], float("nan"))
+    settings = DetectorSettings(boxes="regressed")
+    (ours,), (theirs,) = found_by_both(SMALL, weights, settings, [a_picture(168, 224, seed=1)])
+    assert isinstance(ours, str)
+    assert theirs == ours
+
+
+@needs_detectron2
+def test_random_weights_are_those_of_our_network_and_leave_the_generator_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    network = Detectron2FasterRCNN.untrained(SMALL, seed=4)
+    assert torch.equal(torch.rand(3), expected)
+    assert not network.training
+    ours, theirs = FasterRCNN.untrained(SMALL, seed=4).state_dict(), network.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@needs_detectron2
+def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: Path):
+    tensors = {name: value for name, value in weights_of(SMALL).items() if not name.startswith(ATTRIBUTE_HEAD)}
+    anchors = torch.tensor([[-20.0, -12, 24, 16]]) * torch.arange(1, 7)[:, None] / 2
+    save_file(tensors | {ANCHORS: anchors}, tmp_path / "w.safetensors")
+    ours, theirs = FasterRCNN.untrained(SMALL, 0), Detectron2FasterRCNN.untrained(SMALL, 0)
+    generated = theirs.proposal_generator.cell_anchors.clone()
+    loaded = load_weights(theirs, tmp_path / "w.safetensors")
+    assert loaded == load_weights(ours, tmp_path / "w.safetensors")
+    assert (loaded.attributes, loaded.anchors) == (False, "file")
+    with torch.inference_mode():
+        c4 = theirs.backbone(pixels())
+        logits, deltas = theirs.rpn(c4)
+        found, _ = theirs.proposals(logits[0], deltas[0], HEIGHT, WIDTH)
+        assert_same_boxes(found, ours.proposals(logits[0], deltas[0], HEIGHT, WIDTH)[0])
+        assert theirs.heads(theirs.roi_features(c4, [found])).attribute_logits is None
+        theirs.proposal_generator.cell_anchors.copy_(generated)
+        assert not torch.equal(theirs.proposals(logits[0], deltas[0], HEIGHT, WIDTH)[0][:10], found[:10])
+
+
+@needs_detectron2
+def test_a_file_of_other_weights_is_refused_and_changes_nothing(tmp_path: Path):
+    network = Detectron2FasterRCNN.untrained(SMALL, 0)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    tensors = weights_of(SMALL)
+    del tensors["backbone.res3.1.conv2.norm.running_var"]
+    save_file(tensors, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=r"missing backbone\.res3\.1\.conv2\.norm\.running_var"):
+        load_weights(network, tmp_path / "w.safetensors")
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+@needs_detectron2
+def test_it_computes_in_single_precision_only():
+    network = Detectron2FasterRCNN.untrained(SMALL, 0)
+    assert network.train().for_inference("fp32", 100) is network
+    assert not network.training
+    with pytest.raises(ValueError, match="precision is 'bf16-res5': backend detectron2 has fp32 only"):
+        network.for_inference("bf16-res5", 100)
