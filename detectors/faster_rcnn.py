@@ -62,10 +62,11 @@ class FasterRCNNConfig:
     post_nms: int = 300
     """Proposals that leave it at most."""
     minimum_side: float = 0.0
-    """Proposals need sides as long as this, in pixels of the stored image, and longer than 0."""
+    """Proposals need longer sides than this, in pixels of the stored image; or as long, with `plus_one`."""
     box_arithmetic: str = "continuous"
-    """`continuous`: a box is x2 - x1 wide and ends with the image; `plus_one`: x2 - x1 + 1, as Caffe counts pixels, and
-    ends at width - 1.
+    """`continuous`: a box is x2 - x1 wide and ends with the image, and boxes that are too small are dropped among the
+    `pre_nms` best, as in detectron2; `plus_one`: x2 - x1 + 1 wide and ends at width - 1, and they are dropped before, as
+    in Caffe.
     """
     roi_op: str = "pool"
     """`pool`: RoIPool, quantised; `align1`: RoIAlign, one sample a bin, without the half-pixel shift."""
@@ -342,19 +343,26 @@ class FasterRCNN(nn.Module):
         Non-finite boxes and those with no area inside are dropped.
         """
         config = self.config
-        extra = config.box_arithmetic == "plus_one"
-        anchors = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[1:])
+        caffe = config.box_arithmetic == "plus_one"
+        boxes = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[1:])
         scores = logits.permute(1, 2, 0).flatten()
         deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(-1, 4)
-        boxes = apply_deltas(deltas, anchors, plus_one=extra)
+        scores = torch.where(torch.isfinite(scores), scores, -torch.inf)
+        # Caffe drops boxes before the best are taken, detectron2 afterwards: then there is less to compute.
+        if not caffe:
+            best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
+            boxes, scores, deltas = boxes[best], scores[best], deltas[best]
+        boxes = apply_deltas(deltas, boxes, plus_one=caffe)
         finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores)
-        boxes = clip_boxes(boxes, height - extra, width - extra)
-        sides = boxes[:, 2:] - boxes[:, :2] + extra
-        usable = finite & ((sides >= config.minimum_side * scale) & (sides > 0)).all(dim=1)
+        boxes = clip_boxes(boxes, height - caffe, width - caffe)
+        sides = boxes[:, 2:] - boxes[:, :2] + caffe
+        least = config.minimum_side * scale
+        usable = finite & (sides >= least if caffe else sides > least).all(dim=1)
         boxes, scores = boxes[usable], scores[usable]
-        best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
-        boxes, scores = boxes[best], scores[best]
-        ends = torch.tensor([0, 0, extra, extra], device=boxes.device)
+        if caffe:
+            best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
+            boxes, scores = boxes[best], scores[best]
+        ends = torch.tensor([0, 0, caffe, caffe], device=boxes.device)
         # Boxes are only suppressed by better ones: what is kept of the best few stays, and is mostly enough.
         few = 4 * config.post_nms
         kept = torchvision.ops.nms((boxes + ends)[:few], scores[:few], config.rpn_nms_threshold)

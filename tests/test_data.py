@@ -12,6 +12,7 @@ from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 from detectors.distributed import World
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
+from storage.order import mix, shuffled, take
 from vlbert.batch import Batch
 from vlbert.config import DataConfig
 from vlbert.data import (
@@ -22,11 +23,8 @@ from vlbert.data import (
     batches,
     check_shares,
     generator,
-    mix,
     open_samples,
     region_stage,
-    shuffled,
-    take,
 )
 from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary

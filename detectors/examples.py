@@ -1,0 +1,160 @@
+"""The images of a step as the network gets them: read, resized, mirrored by chance, in an order that (seed, epoch)
+decide."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from detectors.distributed import World
+from detectors.faster_rcnn import FasterRCNNConfig, resize, to_input
+from detectors.ground_truth import LabelledImage
+from detectors.losses import Target
+from detectors.recipes import DataConfig
+from storage.order import mix, take
+
+_ORDER, _CHANCE = 0, 1  # streams of randomness that never meet
+# What Pillow raises where a file is no whole image.
+BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+class TooManyBadImages(ValueError):
+    """More images cannot be read than the run may pass over."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One image of a batch, before it goes to the device."""
+
+    pixels: np.ndarray
+    """BGR [H, W, 3], resized: uint8, or float32 of 0..255."""
+    boxes: np.ndarray
+    """float32 [G, 4] xyxy in pixels of the resized image."""
+    labels: np.ndarray
+    """int64 [G]."""
+    attributes: np.ndarray
+    """float32 [G, number of attributes + 1], as in losses.Target."""
+    seed: int
+    """Of the random choices among anchors and regions."""
+
+    def target(self, device: torch.device) -> Target:
+        """On the device."""
+        return Target(
+            pixels=to_input(self.pixels, device),
+            boxes=torch.from_numpy(self.boxes).to(device),
+            labels=torch.from_numpy(self.labels).to(device),
+            attributes=torch.from_numpy(self.attributes).to(device),
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one rank computes in a step, and which images could not be read: those after them took their places."""
+
+    examples: list[Example]
+    bad: list[str]
+    """`FILE: why`, each."""
+
+
+def read_bgr(image: LabelledImage) -> np.ndarray:
+    """uint8 [height, width, 3]; one of BAD_IMAGE where the file is no whole image, or of another size."""
+    with Image.open(image.file) as opened:
+        pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
+    if pixels.shape[:2] != (image.height, image.width):
+        raise ValueError(f"is {pixels.shape[1]}x{pixels.shape[0]}, its boxes are for {image.width}x{image.height}")
+    return pixels
+
+
+def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
+    """The image and its objects, crowds left out, as the network sees them."""
+    pixels = resize(read_bgr(image), config)
+    height, width = pixels.shape[:2]
+    scale = np.array([width / image.width, height / image.height] * 2, np.float32)
+    boxes = image.boxes[~image.crowd] * scale
+    if mirrored:
+        pixels = pixels[:, ::-1]
+        boxes = np.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], axis=1)
+    attributes = np.zeros((len(image.labels), config.num_attributes + 1), np.float32)
+    for row, numbers in zip(attributes, image.attributes, strict=True):
+        row[list(numbers) or [config.num_attributes]] = 1
+    return Example(
+        pixels=np.ascontiguousarray(pixels),
+        boxes=boxes,
+        labels=image.labels[~image.crowd],
+        attributes=attributes[~image.crowd],
+        seed=seed,
+    )
+
+
+class TrainingImages(Dataset):
+    """data[step] is this rank's Batch of that step."""
+
+    def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, config: DataConfig, world: World):
+        self.images, self.network, self.config = images, network, config
+        self.rank, self.world_size = world.rank, world.size
+
+    def __getitem__(self, step: int) -> Batch:
+        config = self.config
+        everyone = take(step * config.batch, config.batch, config.seed, _ORDER, len(self.images))
+        share = config.batch // self.world_size
+        batch = Batch([], [])
+        for epoch, number in everyone[self.rank * share : (self.rank + 1) * share]:
+            batch.examples.append(self._example(epoch, number, batch.bad))
+        return batch
+
+    def _example(self, epoch: int, number: int, bad: list[str]) -> Example:
+        """Image `number`, or the next that can be read."""
+        for place in range(number, number + len(self.images)):
+            image = self.images[place % len(self.images)]
+            chance = np.random.default_rng([self.config.seed, _CHANCE, epoch, number])
+            mirrored, seed = bool(chance.random() < self.config.flip), mix(self.config.seed, epoch, number) % 2**63
+            try:
+                return make_example(image, self.network, mirrored, seed)
+            except BAD_IMAGE as error:
+                bad.append(f"{image.file}: {error}")
+        raise TooManyBadImages(f"none of the {len(self.images)} images can be read; the last is {bad[-1]}")
+
+
+class HeldOutImages(Dataset):
+    """data[i] is the place of one of this rank's held-out images among all, and its pixels, or why there are none."""
+
+    def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
+        self.images, self.network = images, network
+        self.places = range(world.rank, len(images), world.size)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray | str]:
+        place = self.places[index]
+        try:
+            return place, resize(read_bgr(self.images[place]), self.network)
+        except BAD_IMAGE as error:
+            return place, f"{self.images[place].file}: {error}"
+
+
+def loaded(data: Dataset, steps: Sequence[int], workers: int) -> DataLoader:
+    """data[step] for every step, in order, made ahead of time by `workers` processes."""
+    return DataLoader(
+        data,
+        sampler=steps,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        # Forked workers share the annotations; to others they would be copied.
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=_one_thread if workers else None,
+    )
+
+
+def _as_it_is(item: object) -> object:
+    return item
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,372 @@
+"""Images with their objects, from files in COCO's detection format or in Visual Genome's own.
+
+Visual Genome: objects.json is a list with one entry an image, `image_id` and `objects`; an object has x, y, w, h and
+`names`. attributes.json is the same with the objects under `attributes`, each of which may have `attributes`, a list of
+words. An image's file is <image_id>.jpg in one of the folders. What cannot be used is left out, counted and said.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from detectors.annotated import _check_entries, _read
+from detectors.recipes import DataConfig
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImage:
+    """One image and its objects, in pixels of its file."""
+
+    id: str
+    file: Path
+    height: int
+    width: int
+    boxes: np.ndarray
+    """float32 [G, 4] xyxy, inside the image."""
+    labels: np.ndarray
+    """int64 [G], classes 0..C-1."""
+    crowd: np.ndarray
+    """bool [G]: boxes around many objects, which are not learnt."""
+    attributes: tuple[tuple[int, ...], ...]
+    """Of each object."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroundTruth:
+    """What a run trains and validates on."""
+
+    train: list[LabelledImage]
+    held_out: list[LabelledImage]
+    classes: tuple[str, ...]
+    attribute_names: tuple[str, ...]
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Why, and how many boxes, names or images."""
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits: the same for the same images, objects and names, wherever they lie."""
+        found = hashlib.sha256(json.dumps([self.classes, self.attribute_names]).encode())
+        for split in (self.train, self.held_out):
+            found.update(f"{len(split)} images".encode())
+            for image in split:
+                found.update(f"{image.id} {image.height} {image.width} {image.attributes}".encode())
+                for array in (image.boxes, image.labels, image.crowd):
+                    found.update(array.tobytes())
+        return found.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Object:
+    """As a file has it: a box x, y, width, height, the class that it is of (None: none of ours) and its attributes."""
+
+    box: Sequence[float]
+    label: int | None
+    crowd: bool
+    attributes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Annotated:
+    """An image as a file has it; a size of 0 is not told there."""
+
+    id: str
+    file_name: str
+    height: int
+    width: int
+    objects: list[_Object]
+
+
+def read_ground_truth(config: DataConfig) -> GroundTruth:
+    """The images that the configuration names; ValueError names file and entry where one is unusable."""
+    counts: Counter[str] = Counter()
+    attribute_names = _Names.read(Path(config.attribute_names)) if config.attribute_names else _Names((), {})
+    if config.annotations:
+        annotated, classes = _read_coco(config, attribute_names, counts)
+    else:
+        classes = _Names.read(Path(config.classes))
+        annotated = _read_visual_genome(config, classes, attribute_names, counts)
+    files = _find_files(config.images, annotated)
+    images, absent = [], []
+    for entry in annotated:
+        file = files.get(entry.file_name)
+        image = _labelled(entry, file, counts) if file else None
+        if image is None:
+            absent.append(str(file or entry.file_name))
+        else:
+            images.append(image)
+    _check_absent(absent, len(annotated), config)
+    if absent:
+        counts["images absent or unreadable"] = len(absent)
+    train, held_out = _split(images, config)
+    empty = sum(not (~image.crowd).any() for image in train)
+    if empty:
+        counts["images to train on without any object"] = empty
+    train = [image for image in train if (~image.crowd).any()]
+    if not train:
+        raise ValueError(
+            f"{config.annotations or config.objects} leaves no image to train on: {dict(counts)}. Check data.images, "
+            "the lists and the names of the classes"
+        )
+    return GroundTruth(train, held_out, classes.first, attribute_names.first, dict(+counts))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of classes or attributes: the first of each line, and which number each synonym has."""
+
+    first: tuple[str, ...]
+    number: dict[str, int]
+
+    @classmethod
+    def read(cls, file: Path) -> "_Names":
+        """One a line, synonyms between commas."""
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is no list of names: {error}") from error
+        synonyms = [[_plain(name) for name in line.split(",")] for line in lines]
+        return cls.of(synonyms, str(file))
+
+    @classmethod
+    def of(cls, synonyms: Sequence[Sequence[str]], where: str) -> "_Names":
+        number: dict[str, int] = {}
+        for place, names in enumerate(synonyms):
+            if not names or not names[0]:
+                raise ValueError(f"{where} has no name in line {place + 1}; remove the line")
+            for name in filter(None, names):
+                if number.setdefault(name, place) != place:
+                    raise ValueError(f"{where}: {name!r} stands in lines {number[name] + 1} and {place + 1}; keep one")
+        return cls(tuple(names[0] for names in synonyms), number)
+
+    def find(self, names: Iterable[str]) -> int | None:
+        """The number of the first of an object's names that we know."""
+        return next((self.number[name] for name in map(_plain, names) if name in self.number), None)
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.lower().split())
+
+
+# --- COCO's detection format ------------------------------------------------------------------------------------------
+
+
+def _read_coco(config: DataConfig, attributes: _Names, counts: Counter[str]) -> tuple[list[_Annotated], _Names]:
+    file = Path(config.annotations)
+    data, _ = _read(file)
+    for kind in ("images", "annotations", "categories"):
+        _check_entries(data[kind], kind, file)
+    categories = sorted(data["categories"], key=lambda category: category["id"])
+    if config.classes:
+        classes = _Names.read(Path(config.classes))
+    else:
+        classes = _Names.of([[_plain(category["name"])] for category in categories], f"{file}, categories by id")
+    labels = {category["id"]: classes.find([category["name"]]) for category in categories}
+    objects: dict[int, list[_Object]] = {image["id"]: [] for image in data["images"]}
+    for place, annotation in enumerate(data["annotations"]):
+        if annotation["image_id"] not in objects or annotation["category_id"] not in labels:
+            raise ValueError(
+                f"{file}: annotations[{place}] refers to image {annotation['image_id']} and category "
+                f"{annotation['category_id']}, which are not both in the file; add the one that is missing"
+            )
+        label = labels[annotation["category_id"]]
+        words = annotation.get("attributes", [])
+        crowd = bool(annotation.get("iscrowd", 0))
+        objects[annotation["image_id"]].append(
+            _Object(annotation["bbox"], label, crowd, _numbers(words, attributes, counts))
+        )
+    images = sorted(data["images"], key=lambda image: image["id"])
+    return [
+        _Annotated(str(i["id"]), i["file_name"], int(i["height"]), int(i["width"]), objects[i["id"]]) for i in images
+    ], classes
+
+
+# --- Visual Genome ----------------------------------------------------------------------------------------------------
+
+
+def _read_visual_genome(
+    config: DataConfig, classes: _Names, attributes: _Names, counts: Counter[str]
+) -> list[_Annotated]:
+    objects = _by_image(Path(config.objects))
+    with_attributes = _by_image(Path(config.attributes)) if config.attributes else {}
+    sizes = {}
+    if config.image_data:
+        for place, entry in enumerate(_list_of(Path(config.image_data))):
+            where = f"{config.image_data}: [{place}]"
+            sizes[_whole(entry, "image_id", where)] = (_whole(entry, "height", where), _whole(entry, "width", where))
+    images = []
+    for image, entries in sorted(objects.items()):
+        words = {}
+        for place, entry in enumerate(with_attributes.get(image, [])):
+            words[_whole(entry, "object_id", f"{config.attributes}: image {image}, [{place}]")] = entry.get(
+                "attributes"
+            )
+        found = []
+        for place, entry in enumerate(entries):
+            where = f"{config.objects}: image {image}, [{place}]"
+            names = entry.get("names") if isinstance(entry, dict) else None
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{where} has the names {names!r}, no list of texts; correct or remove the entry")
+            box = [entry.get(side) for side in ("x", "y", "w", "h")]
+            if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):
+                raise ValueError(f"{where} has x, y, w, h {box}, not four numbers; correct or remove the entry")
+            told = words.get(entry.get("object_id")) or entry.get("attributes") or []
+            found.append(_Object(box, classes.find(names), False, _numbers(told, attributes, counts)))
+        images.append(_Annotated(str(image), f"{image}.jpg", *sizes.get(image, (0, 0)), found))
+    return images
+
+
+def _by_image(file: Path) -> dict[int, list[Any]]:
+    """Image id -> its objects, of objects.json or attributes.json."""
+    found: dict[int, list[Any]] = {}
+    for place, entry in enumerate(_list_of(file)):
+        where = f"{file}: [{place}]"
+        objects = entry.get("objects", entry.get("attributes")) if isinstance(entry, dict) else None
+        if not isinstance(objects, list):
+            raise ValueError(f"{where} has no list `objects` (or `attributes`): is it Visual Genome's objects.json?")
+        found.setdefault(_whole(entry, "image_id", where), []).extend(objects)
+    return found
+
+
+def _list_of(file: Path) -> list[Any]:
+    try:
+        data = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON, or is torn: {error}. Fetch it again") from error
+    if not isinstance(data, list):
+        raise ValueError(f"{file} holds no list of images; COCO's format is given as data.annotations")
+    return data
+
+
+def _whole(entry: Any, name: str, where: str) -> int:
+    value = entry.get(name, entry.get("id") if name == "image_id" else None) if isinstance(entry, dict) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{where} has {name} {value!r}, no whole number; correct or remove the entry")
+    return value
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(words: Any, names: _Names, counts: Counter[str]) -> tuple[int, ...]:
+    """The attributes that we know among an object's words, each once."""
+    if not names.first:
+        return ()
+    words = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    known = {names.number[word] for word in map(_plain, words) if word in names.number}
+    counts["attributes of no name in data.attribute_names"] += sum(_plain(word) not in names.number for word in words)
+    return tuple(sorted(known))
+
+
+def _find_files(folders: Sequence[str], annotated: Sequence[_Annotated]) -> dict[str, Path]:
+    """Where each file name is, below the first folder that has it."""
+    found: dict[str, Path] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise ValueError(f"data.images names {folder}, which is no folder")
+        names = {entry.name for entry in folder.iterdir()}
+        for entry in annotated:
+            # A name with folders in it is looked up as it is, and by its last part.
+            for name in (entry.file_name, Path(entry.file_name).name):
+                if entry.file_name not in found and (name in names or ("/" in name and (folder / name).is_file())):
+                    found[entry.file_name] = folder / name
+    return found
+
+
+def _labelled(entry: _Annotated, file: Path, counts: Counter[str]) -> LabelledImage | None:
+    """The image with the objects that can be used; None where its file is none."""
+    height, width = entry.height, entry.width
+    if not height or not width:
+        try:
+            with Image.open(file) as image:
+                width, height = image.size
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+            return None
+    boxes, labels, crowd, attributes = [], [], [], []
+    for found in entry.objects:
+        x, y, w, h = found.box
+        box = np.array([max(0, x), max(0, y), min(width, x + w), min(height, y + h)], np.float32)
+        if found.label is None:
+            counts["boxes of no class in data.classes"] += 1
+        elif box[2] - box[0] < 1 or box[3] - box[1] < 1:
+            counts["boxes with less than a pixel's width or height inside the image"] += 1
+        else:
+            boxes.append(box)
+            labels.append(found.label)
+            crowd.append(found.crowd)
+            attributes.append(found.attributes)
+    return LabelledImage(
+        id=entry.id,
+        file=file,
+        height=height,
+        width=width,
+        boxes=np.array(boxes, np.float32).reshape(-1, 4),
+        labels=np.array(labels, np.int64),
+        crowd=np.array(crowd, bool),
+        attributes=tuple(attributes),
+    )
+
+
+def _check_absent(absent: list[str], images: int, config: DataConfig) -> None:
+    if len(absent) > config.bad_images * images:
+        some = ", ".join(absent[:3])
+        raise ValueError(
+            f"{len(absent)} of {images} images are absent from {', '.join(config.images)}, or unreadable: {some}"
+            f"{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow a larger share: "
+            "data.bad_images"
+        )
+
+
+def _split(images: list[LabelledImage], config: DataConfig) -> tuple[list[LabelledImage], list[LabelledImage]]:
+    """Those to train on, and those that are held out, each in order of their ids."""
+    held_out: set[str] = set()
+    if config.held_out_list:
+        held_out = _listed(Path(config.held_out_list), images)
+    elif config.held_out_last:
+        if config.held_out_last >= len(images):
+            raise ValueError(
+                f"data.held_out_last is {config.held_out_last}, and there are {len(images)} images; hold out fewer"
+            )
+        held_out = {image.id for image in images[-config.held_out_last :]}
+    train = {image.id for image in images}
+    if config.train_list:
+        train = _listed(Path(config.train_list), images)
+        both = sorted(train & held_out)
+        if both:
+            raise ValueError(
+                f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; an image "
+                "must be one or the other"
+            )
+    train -= held_out
+    return [image for image in images if image.id in train], [image for image in images if image.id in held_out]
+
+
+def _listed(file: Path, images: Sequence[LabelledImage]) -> set[str]:
+    """The ids of the images that a list names: in each line, the first word is an id or the path of a file."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no list of images: {error}") from error
+    ids: Mapping[str, str] = {image.file.stem: image.id for image in images} | {image.id: image.id for image in images}
+    names = [Path(line.split()[0]) for line in lines if line.strip()]
+    found = {ids[name] for name in _stems(names) if name in ids}
+    if not found:
+        raise ValueError(f"{file} names none of the {len(images)} images; its lines are ids, or paths of image files")
+    return found
+
+
+def _stems(names: Iterable[Path]) -> Iterable[str]:
+    return (name.stem if name.suffix.lower() in IMAGE_SUFFIXES else name.name for name in names)

@@ -1,0 +1,202 @@
+"""What a training of the detector consists of: frozen settings that check themselves, and one function a run.
+
+The numbers of `detector_vg_resnet101` are those of bottom-up attention's own training on Visual Genome
+(peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final); the
+defaults of a field are those of Faster R-CNN (arXiv:1506.01497 and its released code).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNNConfig
+from detectors.fields import check, check_choices
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read. Images are annotated in COCO's detection format (`annotations`) or Visual Genome's (`objects`)."""
+
+    annotations: str | None = None  # COCO's detection format; its categories, sorted by id, are the classes
+    objects: str | None = None  # Visual Genome's objects.json, or its attributes.json, which holds the objects as well
+    attributes: str | None = None  # Visual Genome's attributes.json beside `objects`
+    image_data: str | None = None  # Visual Genome's image_data.json, for the images' sizes; None: every file is opened
+    images: tuple[str, ...] = ()  # folders that hold the image files
+    classes: str | None = None  # names of the classes, one a line, synonyms between commas (objects_vocab.txt)
+    attribute_names: str | None = None  # the same of the attributes (attributes_vocab.txt)
+    train_list: str | None = None  # images to train on, one a line: an id or a path; None: all that are not held out
+    held_out_list: str | None = None  # images of validation, listed like that
+    held_out_last: int = 0  # instead of a list: so many images of the highest ids
+    batch: int = 8  # images a step, over all processes together
+    flip: float = 0.5  # probability of mirroring an image
+    bad_images: float = 0.01  # share of the images that may be absent or unreadable; more end the run
+    workers: int = 2  # loading processes a rank; 0: load in the training process
+    seed: int = 0  # of order, mirroring and sampling, and of new weights
+
+    def __post_init__(self):
+        check(self, self.batch > 0, "batch", "at least 1")
+        check(self, 0 <= self.flip <= 1, "flip", "a probability")
+        check(self, 0 <= self.bad_images <= 1, "bad_images", "a share from 0 to 1")
+        check(self, self.held_out_last >= 0, "held_out_last", "0 or more")
+        check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 where held_out_list is given")
+        check(self, self.workers >= 0, "workers", "0 or more")
+        check(self, self.seed >= 0, "seed", "0 or more")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Which anchors and which regions of interest are asked about, and how their losses are added."""
+
+    anchors: int = 256  # an image
+    anchor_foreground: float = 0.5  # share of them that may be positive
+    anchor_positive: float = 0.7  # IoU with an object from which an anchor is positive; the best of an object always is
+    anchor_negative: float = 0.3  # IoU with every object below which it is negative; in between it is not asked about
+    anchors_inside: bool = True  # anchors that cross the image's border are not asked about
+    pre_nms: int = 12_000  # in training: boxes that enter the RPN's suppression ...
+    post_nms: int = 2_000  # ... and proposals that leave it at most; objects' own boxes are added
+    rois: int = 128  # regions of interest an image
+    roi_foreground: float = 0.25  # share of them that may show an object
+    roi_positive: float = 0.5  # IoU with an object from which a region shows it; all others are background
+    anchor_beta: float = 1 / 9  # where smooth L1 becomes linear, for the RPN's deltas: sigma 3
+    roi_beta: float = 1.0  # and for the box head's
+    attribute_weight: float = 0.5  # of the attributes' loss; all others count 1
+
+    def __post_init__(self):
+        for name in ("anchors", "pre_nms", "post_nms", "rois"):
+            check(self, getattr(self, name) > 0, name, "at least 1")
+        for name in ("anchor_foreground", "anchor_positive", "roi_foreground", "roi_positive"):
+            check(self, 0 < getattr(self, name) <= 1, name, "above 0, at most 1")
+        check(self, 0 <= self.anchor_negative <= self.anchor_positive, "anchor_negative", "at most anchor_positive")
+        check(self, self.anchor_beta > 0, "anchor_beta", "positive")
+        check(self, self.roi_beta > 0, "roi_beta", "positive")
+        check(self, self.attribute_weight >= 0, "attribute_weight", "0 or more")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, and how its learning rate goes up and down."""
+
+    kind: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: float = 1e-3  # after warm-up, for the whole batch; it never scales by itself
+    warm_up: int = 0  # steps in which it rises from 0
+    schedule: Literal["step", "linear"] = "step"  # after warm-up: by `decay` after each of decay_at, or to 0 at the end
+    decay_at: tuple[int, ...] = ()  # step: after so many steps
+    decay: float = 0.1  # step: factor
+    momentum: float = 0.9  # SGD's
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
+    weight_decay: float = 5e-4
+    clip: float | None = None  # largest global gradient norm; None: any
+
+    def __post_init__(self):
+        check_choices(self)
+        check(self, self.learning_rate > 0, "learning_rate", "positive")
+        check(self, self.warm_up >= 0, "warm_up", "0 or more")
+        check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
+        check(self, self.schedule == "step" or not self.decay_at, "decay_at", "empty where schedule is linear")
+        check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
+        check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
+        fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check(self, fits, "betas", "two numbers in [0, 1)")
+        check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
+        check(self, self.clip is None or self.clip > 0, "clip", "positive")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """How detections are made and counted: VOC's average precision, the area under the interpolated curve."""
+
+    score_threshold: float = 0.05  # a detection's probability must be higher
+    nms_threshold: float = 0.5  # within a class, a detection is suppressed by a better one of a higher IoU
+    iou_threshold: float = 0.5  # with an object's box, from which a detection is right
+    detections: int = 100  # an image at most: the most probable
+    images: int | None = None  # at most so many held-out images; None: all
+
+    def __post_init__(self):
+        for name in ("score_threshold", "nms_threshold", "iou_threshold"):
+            check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
+        check(self, self.detections > 0, "detections", "at least 1")
+        check(self, self.images is None or self.images > 0, "images", "at least 1")
+
+
+@dataclass(frozen=True)
+class DetectorRecipe:
+    """One run, whole."""
+
+    name: str
+    network: FasterRCNNConfig = VG_RESNET101
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    validation: ValidationConfig = ValidationConfig()
+    root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
+    run: str = ""  # name of the run; empty: the recipe's name
+    steps: int = 380_000  # optimizer steps in all
+    start_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
+    from_scratch: bool = False  # start from random weights: said in so many words, or refused
+    frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
+    precision: Literal["fp32", "bf16"] = "fp32"  # autocast on GPUs; the CPU always computes in fp32
+    half: bool = False  # weights.safetensors in float16; it is read as float32
+    log_every: int = 20  # steps between progress lines
+    validate_every: int = 20_000  # steps between validations; the last step always validates
+    save_every: int = 5_000  # steps between checkpoints; the last step always saves
+    keep_checkpoints: int = 2  # older ones are removed
+
+    def __post_init__(self):
+        check_choices(self)
+        check(self, self.steps > 0, "steps", "at least 1")
+        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
+            check(self, getattr(self, every) > 0, every, "at least 1")
+        check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
+        check(self, not (self.from_scratch and self.start_from), "from_scratch", "false with start_from")
+        late = [at for at in self.optimizer.decay_at if at >= self.steps]
+        if late:
+            raise ValueError(
+                f"optimizer.decay_at names step {late[-1]}, and the run has {self.steps}; set both, or "
+                "optimizer.decay_at="
+            )
+        if self.network.box_arithmetic != "continuous":
+            raise ValueError(
+                f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learnt as x2 - x1 wide; set "
+                "network.box_arithmetic=continuous"
+            )
+
+    @property
+    def run_name(self) -> str:
+        return self.run or self.name
+
+
+def detector_vg_resnet101() -> DetectorRecipe:
+    """1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101; one image on each of 8 GPUs.
+
+    Theirs reached mAP@0.5 10.2 % (weighted by the classes' objects 15.1 %) on the 5,000 images of their val.txt, after
+    380,000 steps. Their learning rate is an image's of eight; on N GPUs take data.batch=N and N/8 of it.
+    """
+    return DetectorRecipe(
+        name="detector_vg_resnet101",
+        sampling=SamplingConfig(anchors=64, rois=64, roi_foreground=0.5),
+        optimizer=OptimizerConfig(decay_at=(350_000,)),
+        validation=ValidationConfig(nms_threshold=0.3),
+    )
+
+
+def detector_demo() -> DetectorRecipe:
+    """The drawn world of `make demo`, from nothing, in three minutes of one thread."""
+    # As VL-BERT's demo has it, so that its Fast R-CNN can start from this one.
+    resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
+    return DetectorRecipe(
+        name="detector_demo",
+        network=replace(DEMO, resnet=resnet),
+        data=DataConfig(batch=8, workers=0, held_out_last=300),
+        sampling=SamplingConfig(anchors=64, anchors_inside=False, pre_nms=300, post_nms=100, rois=16),
+        optimizer=OptimizerConfig(
+            kind="adamw", learning_rate=4e-3, warm_up=50, schedule="linear", weight_decay=1e-2, clip=10.0
+        ),
+        steps=1_000,
+        from_scratch=True,
+        frozen_stages=0,
+        half=True,
+        validate_every=250,
+        save_every=250,
+    )
+
+
+RECIPES = {recipe.__name__: recipe for recipe in (detector_vg_resnet101, detector_demo)}

@@ -1,0 +1,96 @@
+"""What the network finds in held-out images, and how right it is."""
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor
+
+from detectors import distributed
+from detectors.average_precision import Detections, Objects, class_results, judge, mean_average_precision
+from detectors.distributed import World
+from detectors.examples import HeldOutImages, loaded
+from detectors.faster_rcnn import FasterRCNN, to_input
+from detectors.ground_truth import LabelledImage
+from detectors.recipes import DetectorRecipe, ValidationConfig
+
+
+@torch.inference_mode()
+def detect(network: FasterRCNN, pixels: Tensor, config: ValidationConfig) -> tuple[Detections, np.ndarray]:
+    """Detections of one image [1, 3, H, W], most probable first, and the proposals [P, 4] that they come from; all in
+    pixels of the input."""
+    height, width = pixels.shape[2:]
+    c4 = network.backbone(pixels)
+    logits, deltas = network.rpn(c4)
+    proposals, _ = network.proposals(logits[0], deltas[0], height, width)
+    if not len(proposals):
+        return _detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
+    outputs = network.heads(network.roi_features(c4, [proposals]))
+    probs = outputs.class_logits.softmax(dim=1)[:, :-1]
+    of, labels = (probs > config.score_threshold).nonzero(as_tuple=True)
+    scores = probs[of, labels]
+    boxes = network.regressed(proposals[of], outputs.box_deltas[of], labels, height, width)
+    # In double precision: classes are moved apart by adding to their boxes, which would round them.
+    kept = torchvision.ops.batched_nms(boxes.double(), scores.double(), labels, config.nms_threshold)
+    kept = kept[: config.detections]
+    return _detections(boxes[kept], scores[kept], labels[kept]), proposals.cpu().numpy()
+
+
+def _detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
+    return Detections(boxes.cpu().numpy(), scores.cpu().numpy(), labels.cpu().numpy())
+
+
+def validate(
+    network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
+) -> tuple[dict[str, float], list[dict]]:
+    """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects that
+    a proposal overlaps by the threshold."""
+    config = recipe.validation
+    images = images[: config.images]
+    training = network.training
+    network.eval()
+    rows, covered, bad = [], 0, 0
+    data = HeldOutImages(images, recipe.network, world)
+    for place, pixels in loaded(data, range(len(data)), recipe.data.workers):
+        if isinstance(pixels, str):
+            bad += 1
+            print(f"cannot validate on {pixels}", flush=True)
+            continue
+        found, proposals = detect(network, to_input(pixels, world.device), config)
+        there = _objects(images[place], pixels.shape[:2])
+        verdicts = judge(found, there, config.iou_threshold)
+        rows.append((place, found.labels, found.scores, verdicts, there.labels[~there.crowd]))
+        covered += _covered(proposals, there, config.iou_threshold)
+    network.train(training)
+    # In the order of the images, so that any number of ranks finds the same among equal scores.
+    rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
+    covered, bad = distributed.sum_over_ranks([float(covered), float(bad)], world)
+    labels, scores, verdicts, there = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
+    objects = np.bincount(there.astype(np.int64), minlength=recipe.network.num_classes)
+    results = class_results(labels, scores, verdicts, objects)
+    metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(there))}
+    if bad:
+        metrics["unreadable_images"] = bad
+    predictions = [
+        {
+            "class": classes[result.label],
+            "average_precision": result.average_precision,
+            "objects": result.objects,
+            "detections": result.detections,
+        }
+        for result in results
+    ]
+    return metrics, predictions
+
+
+def _objects(image: LabelledImage, size: tuple[int, int]) -> Objects:
+    """What is to be found, in pixels of the resized image of this height and width."""
+    scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
+    return Objects(image.boxes * scale, image.labels, image.crowd)
+
+
+def _covered(proposals: np.ndarray, there: Objects, threshold: float) -> int:
+    """How many objects a proposal overlaps enough."""
+    boxes = torch.from_numpy(there.boxes[~there.crowd])
+    if not len(proposals) or not len(boxes):
+        return 0
+    return int((torchvision.ops.box_iou(boxes, torch.from_numpy(proposals)).amax(dim=1) >= threshold).sum())
