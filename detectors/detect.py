@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from detectors import Detector, detector_id
@@ -26,6 +26,7 @@ from detectors.faster_rcnn import (
     decode_bgr,
     resize,
     resize_scale,
+    resized_size,
     to_input,
 )
 from detectors.select import SelectionSettings, select_regions
@@ -36,11 +37,13 @@ _RULES_VERSION = 2
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Of res5's input, on a CPU as many as its caches like, on a GPU as many as fill it (1 GB in float32).
 _ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
+# Pixels that the stem needs each way: its convolution and its pool, which does not pad, leave nothing of fewer.
+_NARROWEST_INPUT = 3
 # What does not change the regions, or what the hash of the weights says already.
 _INDIFFERENT = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
-# Threads, device and batch change only the last bits of float32 sums as long as no device rounds their terms, so one
-# stage may be made on CPUs and GPUs together.
-_INDIFFERENT |= {"threads", "device", "batch"}
+# Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
+# coarsely, and one stage may be made on CPUs and GPUs together.
+_INDIFFERENT |= {"threads", "batch"}
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,8 @@ class FasterRCNNDetector:
             "batch": settings.batch,
             **weights,
         }
-        # TF32 rounds terms to three digits, and makes another detector; a CPU never does.
-        self.id = detector_id({name: value for name, value in self.about.items() if name not in _INDIFFERENT})
+        indifferent = _INDIFFERENT | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
+        self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         with _running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():
@@ -215,6 +218,9 @@ class FasterRCNNDetector:
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:
             image = decode_bgr(sample.image)
+        except UnidentifiedImageError:
+            # Its own words hold an address in memory, and the same shard would give another manifest in each run.
+            return "bad_image: UnidentifiedImageError: neither a JPEG nor a PNG"
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             return f"bad_image: {type(error).__name__}: {error}"
         height, width = image.shape[:2]
@@ -224,6 +230,12 @@ class FasterRCNNDetector:
         if isinstance(given, str):
             return given
         config = self.network.config
+        size = resized_size(height, width, config)
+        if min(size) < _NARROWEST_INPUT:
+            return (
+                f"bad_image: {width}x{height} is too narrow: the network would get it at {size[1]}x{size[0]}, and "
+                f"needs {_NARROWEST_INPUT} pixels each way"
+            )
         pixels = resize(image, config)
         scales = (pixels.shape[0] / height, pixels.shape[1] / width)
         if config.resize == "caffe":
@@ -234,6 +246,12 @@ class FasterRCNNDetector:
         """What the network says about images of one size."""
         network, size = self.network, batch[0].size
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
+        # Looked at here, because pooling passes over what is not a number, as if it were not part of the image.
+        finite = torch.isfinite(c4).flatten(1).all(dim=1).tolist()
+        if not all(finite):
+            good = [image for image, is_finite in zip(batch, finite, strict=True) if is_finite]
+            seen = iter(self._through_network(good) if good else [])
+            return [next(seen) if is_finite else _not_finite("activations") for is_finite in finite]
         if self.given:
             boxes = [_to_input_pixels(image.given.boxes, image.scales, c4) for image in batch]
         else:
@@ -249,10 +267,7 @@ class FasterRCNNDetector:
         for place, image in enumerate(batch):
             start, end = end, end + len(boxes[place])
             if start == end:
-                finite = torch.isfinite(logits[place]).any()
-                seen.append(
-                    "no_regions: the network proposes no box inside the image" if finite else _not_finite("objectness")
-                )
+                seen.append(_no_proposals(logits[place], deltas[place]))
                 continue
             own = slice(start, end)
             seen.append(self._seen(image, boxes[place], probs[own], outputs, own, moved, features[own]))
@@ -306,6 +321,8 @@ class FasterRCNNDetector:
         attributes = attribute_scores = features = None
         if seen.attribute_probs is not None:
             attribute_probs = seen.attribute_probs[chosen]
+            if not np.isfinite(attribute_probs).all():
+                return _not_finite("attribute probabilities")
             attributes = attribute_probs.argmax(axis=1).astype(np.int32)
             attribute_scores = attribute_probs.max(axis=1)
         if seen.features is not None:
@@ -331,6 +348,14 @@ def _done(value: str) -> Future:
     future = Future()
     future.set_result(value)
     return future
+
+
+def _no_proposals(logits: Tensor, deltas: Tensor) -> str:
+    """Why there are none."""
+    for what, numbers in (("objectness", logits), ("box deltas", deltas)):
+        if not torch.isfinite(numbers).all():
+            return _not_finite(what)
+    return "no_regions: the network proposes no box inside the image"
 
 
 def _not_finite(what: str) -> str:

@@ -109,7 +109,7 @@ VG_RESNET101 = FasterRCNNConfig()
 VG_RESNET50 = FasterRCNNConfig(resnet=RESNET50)
 # Small enough to train in minutes on a CPU, for the 224x168 scenes and 36 classes of the drawn world.
 DEMO = FasterRCNNConfig(
-    resnet=ResNetConfig(blocks=(1, 1, 2, 2), width=8, res5_dilated=False),
+    resnet=ResNetConfig(blocks=(1, 1, 2, 2), width=8, stride_in_1x1=False, stem_pool="torch", res5_dilated=False),
     num_classes=36,
     num_attributes=0,
     anchor_sizes=(24, 48),
@@ -127,11 +127,11 @@ PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEM
 
 
 def decode_bgr(data: bytes) -> np.ndarray:
-    """uint8 [height, width, 3] in BGR order of a stored image, RGB or grey, 8 bits.
+    """uint8 [height, width, 3] in BGR order of a stored image, JPEG or PNG, RGB or grey, 8 bits.
 
     ValueError for other pixels, OSError or its like where it is no complete image.
     """
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
         if image.mode not in ("RGB", "L"):
             raise ValueError(f"its pixels are {image.mode}, those of a shard are RGB or L: collect it again")
         return np.asarray(image.convert("RGB"))[:, :, ::-1]

@@ -29,8 +29,8 @@ from storage.objects import StorageUnreachable, open_objects
 from storage.sample import Regions, Sample
 
 IMAGES = "images"
-# Status of an image for which the network's numbers overflow.
-NOT_FINITE = "not_finite"
+# Status of an image for which the network's numbers overflow, and of one in which there is nothing.
+NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
 # Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
 _GROUP = 32
 # Exit status for "try again later", as sysexits.h has it.
@@ -57,10 +57,11 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         else:
             status, _, detail = found.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
-    if rows and all(row.status == NOT_FINITE for row in rows):
+    judged = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE)]
+    if len(judged) > 1 and all(row.status == NOT_FINITE for row in judged):
         raise ValueError(
-            f"shard {shard}: {rows[0].detail}, and so in all of its {len(rows)} images: are these the network's "
-            "weights? Nothing was committed"
+            f"shard {shard}: {judged[0].detail}, and so in all of the {len(judged)} images that the network saw: are "
+            "these its weights? Nothing was committed"
         )
     if not rows:
         rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]

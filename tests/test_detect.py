@@ -364,6 +364,10 @@ def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, c
     ]
 
 
+DEMO_NETWORK = ["--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
+GIVEN = [*DEMO_NETWORK, "--boxes", "given", "--annotations", "absent.json"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -383,6 +387,12 @@ def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, c
         (["--backend", "annotated", "--tf32"], "--tf32: not for --backend annotated"),
         (["--backend", "annotated", "--keep-features"], "--keep-features: not for --backend annotated"),
         (["--backend", "annotated", "--boxes", "regressed"], "--boxes: not for --backend annotated"),
+        ([*DEMO_NETWORK, "--boxes", "given"], "--boxes given needs --annotations FILE"),
+        ([*DEMO_NETWORK, "--annotations", "a.json"], "--annotations: not for --backend faster_rcnn; leave out"),
+        ([*DEMO_NETWORK, "--boxes", "regressed", "--crowd", "keep"], "--crowd: not for --backend faster_rcnn"),
+        ([*GIVEN, "--minimum", "3"], "--minimum: not for --boxes given, which keeps them all"),
+        ([*GIVEN, "--no-strict", "--threshold", "0.2"], "--threshold, --strict: not for --boxes given"),
+        (GIVEN, "there is no annotation file absent.json"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags: list[str], message: str):

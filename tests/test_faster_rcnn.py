@@ -570,6 +570,8 @@ def test_the_description_says_device_and_precision_and_only_tf32_makes_another_d
     assert (on_gpu.about["device"], on_gpu.about["convolutions"]) == ("cuda", "float32")
     assert (in_tf32.about["device"], in_tf32.about["convolutions"]) == ("cuda", "tf32")
     assert on_gpu.id == untrained().id != in_tf32.id
+    half = {"precision": "bf16-res5"}
+    assert untrained(**half, device="cuda").id != untrained(**half).id  # its roundings are a device's own
     indifferent = ("device", "threads", "batch", "code_version")
     assert on_gpu.id == detector_id({k: v for k, v in on_gpu.about.items() if k not in indifferent})
 
