@@ -25,7 +25,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, to_input
+from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, resized_size, to_input
 from detectors.select import SelectionSettings, select_regions
 from detectors.weights import load_weights, read_config
 from storage.sample import Regions, Sample
@@ -134,11 +134,9 @@ def stage_times(detector: FasterRCNNDetector, sample: Sample) -> tuple[dict[str,
     return times, len(boxes)
 
 
-@torch.inference_mode()
-def counted_flops(detector: FasterRCNNDetector, sample: Sample) -> dict[str, int]:
-    """Stage -> FLOPs of one image, 2 a multiplication and addition."""
-    network, flops = detector.network, {}
-    pixels = resize(decode_bgr(sample.image), network.config)
+def counted_flops(config: FasterRCNNConfig, size: tuple[int, int], proposals: int) -> dict[str, int]:
+    """Stage -> FLOPs of one image of this resized size, 2 a multiplication and addition; nothing is computed."""
+    flops = {}
 
     def counted(stage: str, work: Callable[[], object]) -> object:
         with FlopCounterMode(display=False) as counter:
@@ -146,11 +144,13 @@ def counted_flops(detector: FasterRCNNDetector, sample: Sample) -> dict[str, int
         flops[stage] = counter.get_total_flops()
         return result
 
-    c4 = counted("backbone", lambda: network.backbone(to_input(pixels, detector.settings.device)))
-    logits, deltas = counted("rpn", lambda: network.rpn(c4))
-    boxes, _ = network.proposals(logits[0], deltas[0], *pixels.shape[:2])
-    features = counted("pool and res5", lambda: network.roi_features(c4, [boxes]))
-    counted("heads", lambda: network.heads(features))
+    with torch.device("meta"), torch.inference_mode():
+        network = FasterRCNN(config)
+        c4 = counted("backbone", lambda: network.backbone(torch.zeros(1, 3, *size)))
+        counted("rpn", lambda: network.rpn(c4))
+        pooled = torch.zeros(proposals, c4.shape[1], config.pool_size, config.pool_size)
+        features = counted("pool and res5", lambda: network.roi_heads.res5(pooled).mean(dim=(2, 3)))
+        counted("heads", lambda: network.heads(features))
     return flops
 
 
@@ -230,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     detectors = contenders(config, options.weights, settings)
     times = measured(detectors, samples, options.rounds, options.device)
     exact = detectors[OURS]
-    flops = counted_flops(exact, samples[0])
+    stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
+    flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config), stages[OURS][1])
     on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "one thread of a CPU"
     print(f"\n{config.post_nms} proposals at most, {len(samples)} images, {options.rounds} rounds, {on}")
     print(
@@ -238,7 +239,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
     print(f"{'seconds an image (wall; CPU)':<24}" + "".join(f"{name:>28}" for name in detectors))
-    stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
     for stage in STAGES:
         cells = []
         for name in detectors:

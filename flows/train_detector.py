@@ -64,7 +64,7 @@ def train_detector(
     )
 
 
-@flow(name="train-detector", flow_run_name="{settings.recipe}", persist_result=False)
+@flow(name="train-detector", flow_run_name="{settings.recipe}", persist_result=True)
 def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDetector:
     """Train the Faster R-CNN that finds regions.
 

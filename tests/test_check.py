@@ -110,6 +110,7 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
 def as_json(world: World) -> dict:
     """A small road as its JSON file has it."""
     detector = {"backend": "annotated", "annotations": str(world.annotations)}
+    untrained = ["model.regions.untrained=true"]
     return {
         "root": "r",
         "work": "w",
@@ -121,8 +122,15 @@ def as_json(world: World) -> dict:
                 "download": {"deadline": 3, "allowed_hosts": ["127.0.0.1:8791"]},
             }
         ],
-        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}},
-        "finetunings": [{"recipe": "finetune_refcoco_demo", "folder": str(world.refcoco), "dataset": "captions"}],
+        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}, "overrides": untrained},
+        "finetunings": [
+            {
+                "recipe": "finetune_refcoco_demo",
+                "folder": str(world.refcoco),
+                "dataset": "captions",
+                "overrides": untrained,
+            }
+        ],
     }
 
 
@@ -261,7 +269,10 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         ({"recipe": "pretrain_vlbert_base"}, BERT),
         ({"overrides": ("bert=bert-base-uncased",)}, BERT),
         ({"run": "finetune-with"}, "two runs are named finetune-with"),
-        ({"overrides": ("model.layers=JJ",)}, "has another architecture than the pre-training"),
+        (
+            {"overrides": ("model.layers=JJ", "model.regions.untrained=true")},
+            "has another architecture than the pre-training",
+        ),
     ],
 )
 def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict, message: str):
