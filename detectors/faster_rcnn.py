@@ -65,8 +65,8 @@ class FasterRCNNConfig:
     """Proposals need longer sides than this, in pixels of the stored image; or as long, with `plus_one`."""
     box_arithmetic: str = "continuous"
     """`continuous`: a box is x2 - x1 wide and ends with the image, and boxes that are too small are dropped among the
-    `pre_nms` best, as in detectron2; `plus_one`: x2 - x1 + 1 wide and ends at width - 1, and they are dropped before, as
-    in Caffe.
+    `pre_nms` best, as in detectron2; `plus_one`: it is x2 - x1 + 1 wide and ends at width - 1, and they are dropped
+    before, as in Caffe.
     """
     roi_op: str = "pool"
     """`pool`: RoIPool, quantised; `align1`: RoIAlign, one sample a bin, without the half-pixel shift."""

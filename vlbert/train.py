@@ -6,24 +6,20 @@ RECIPE is a function of vlbert/recipes.py; fields are those of vlbert/config.py,
 optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
 """
 
-import argparse
-import contextlib
-import math
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from detectors import distributed
 from detectors.checkpoints import checkpoints, load_optimizer, remove_old
 from detectors.distributed import World
-from detectors.fields import differing_fields, flat, override, to_json
+from detectors.fields import differing_fields, flat, to_json
+from detectors.loop import Losses, run_program, train_steps
 from detectors.record import Record, last_metrics
-from storage.objects import Objects, StorageUnreachable, open_objects
+from storage.objects import Objects, open_objects
 from storage.order import mix
+from vlbert.batch import Batch
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
@@ -58,52 +54,35 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
         return last_metrics(open_objects(recipe.data.root), recipe.run_name)
-    parallel = DistributedDataParallel(run.model) if world.size > 1 else run.model
     record = None
     if world.first:
         samples = recipe.data.batch + recipe.data.text_batch
         record = Record(run.objects, recipe.run_name, run.step, recipe.steps, samples)
-    since_log, metrics = Counter(), {}
-    run.model.train()
-    steps = range(run.step, recipe.steps)
-    for step, parts in zip(steps, batches(run.data, steps, recipe.data.workers, world.device), strict=True):
+
+    def prepare_one(step: int) -> None:
         prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer)
         torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
-        for number, part in enumerate(parts):
-            syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
-            with contextlib.nullcontext() if syncs else parallel.no_sync():
-                with autocast(recipe, world):
-                    losses = parallel(part.to(world.device))
-                loss = mean_losses(losses, world, since_log) / len(parts)
-                (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip or math.inf)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
-                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
-            )
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
 
-        done = step + 1
-        last = done == recipe.steps
-        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-        if saves or done % recipe.log_every == 0:
-            averages = average_losses(since_log, world)
-            since_log.clear()
-            if record:
-                record.training(done, averages, run.optimizer.param_groups[0]["lr"])
-        if validates and run.held_out:
-            metrics, predictions = validate(run.model, recipe, *run.held_out, world)
-            if record:
-                record.validation(done, metrics, predictions)
-        if saves:
-            if record:
-                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-                save(run, recipe, done)
-            distributed.wait_for_all(world)
-    if record:
-        record.close()
+    def losses_of(model: torch.nn.Module, part: Batch) -> Losses:
+        with autocast(recipe, world):
+            return model(part.to(world.device))
+
+    run.model.train()
+    steps = range(run.step, recipe.steps)
+    metrics = train_steps(
+        recipe,
+        world,
+        run.model,
+        run.optimizer,
+        steps,
+        batches(run.data, steps, recipe.data.workers, world.device),
+        record=record,
+        prepare=prepare_one,
+        losses_of=losses_of,
+        validate=(lambda: validate(run.model, recipe, *run.held_out, world)) if run.held_out else None,
+        save=lambda done: save(run, recipe, done),
+    )
+    if world.first:
         print(f"on the real data: {run.data.task.paper}", flush=True)
     return metrics
 
@@ -177,28 +156,6 @@ def save(run: Run, recipe: Recipe, done: int) -> None:
     )
     remove_old(run.objects, recipe.run_name, recipe.keep_checkpoints)
     print(f"step {done}/{recipe.steps}  saved {run.objects.where(folder)}", flush=True)
-
-
-def mean_losses(losses: dict[str, tuple[torch.Tensor, int]], world: World, since_log: Counter) -> torch.Tensor:
-    """This rank's share of the losses, each divided by what was asked over all ranks; notes sums and counts.
-
-    A loss that nobody was asked about in this step is 0, not NaN.
-    """
-    counts = distributed.sum_over_ranks([count for _, count in losses.values()], world)
-    total = 0.0
-    for (name, (loss, count)), everywhere in zip(losses.items(), counts, strict=True):
-        total = total + loss / max(1, everywhere)
-        since_log[name, "sum"] += loss.detach().double()
-        since_log[name, "count"] += count
-    return total
-
-
-def average_losses(since_log: Counter, world: World) -> dict[str, float]:
-    """Losses a question since the last log, over all ranks."""
-    names = sorted({name for name, _ in since_log})
-    sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
-    counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
-    return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
 
 
 def make_model(
@@ -329,23 +286,7 @@ def read_start(path: str) -> Checkpoint:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m vlbert.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=", ".join(sorted(RECIPES)))
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    options = parser.parse_args(arguments)
-    try:
-        recipe = override(RECIPES[options.recipe](), options.overrides)
-        check_complete(recipe)
-    except ValueError as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {error}")
-    world = distributed.start()
-    try:
-        train(recipe, world)
-    except (ValueError, FloatingPointError, StorageUnreachable) as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
-    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+    run_program("torchrun -m vlbert.train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

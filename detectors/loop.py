@@ -1,0 +1,140 @@
+"""The loop that trains any model of ours: recipe from the command line, one optimizer step after the other.
+
+What a step computes, validates and saves is the caller's: vlbert/train.py and detectors/train.py.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from detectors import distributed
+from detectors.distributed import World
+from detectors.fields import override
+from detectors.record import Record
+from storage.objects import StorageUnreachable
+
+# Name -> (sum over this process's part of a batch, by how many to divide it): so that any number of processes adds up
+# to the same.
+Losses = dict[str, tuple[Tensor, int]]
+
+
+def train_steps(
+    recipe: Any,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    batches: Iterable[Sequence[Any]],
+    *,
+    record: Record | None,
+    prepare: Callable[[int], None],
+    losses_of: Callable[[nn.Module, Any], Losses],
+    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None,
+    save: Callable[[int], None],
+    on_log: Callable[[], None] = lambda: None,
+    weights: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Take these steps of a run; the metrics of the last validation.
+
+    recipe: of its fields, steps, log_every, validate_every, save_every and optimizer.clip count. batches: for each step
+    this process's parts, whose gradients are added. prepare(step) comes before a step, losses_of(model, part) is its
+    forward pass, on_log before each line of the log, save(steps done) on the first process alone. weights: of losses by
+    name, where not 1. FloatingPointError where a gradient is not finite: nothing is changed by it.
+    """
+    parallel = DistributedDataParallel(model) if world.size > 1 else model
+    since_log, metrics = Counter(), {}
+    for step, parts in zip(steps, batches, strict=True):
+        prepare(step)
+        for number, part in enumerate(parts):
+            syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
+            with contextlib.nullcontext() if syncs else parallel.no_sync():
+                loss = mean_losses(losses_of(parallel, part), world, since_log, weights or {}) / len(parts)
+                (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip or math.inf)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
+                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        done = step + 1
+        last = done == recipe.steps
+        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
+        if saves or done % recipe.log_every == 0:
+            averages = average_losses(since_log, world)
+            since_log.clear()
+            on_log()
+            if record:
+                record.training(done, averages, optimizer.param_groups[0]["lr"])
+        if validates and validate:
+            metrics, rows = validate()
+            if record:
+                record.validation(done, metrics, rows)
+        if saves:
+            if record:
+                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
+                save(done)
+            distributed.wait_for_all(world)
+    if record:
+        record.close()
+    return metrics
+
+
+def mean_losses(losses: Losses, world: World, since_log: Counter, weights: Mapping[str, float]) -> Tensor:
+    """This rank's share of the weighted losses, each divided by what was asked over all ranks; notes sums and counts.
+
+    A loss that nobody was asked about in this step is 0, not NaN.
+    """
+    counts = distributed.sum_over_ranks([count for _, count in losses.values()], world)
+    total = 0.0
+    for (name, (loss, count)), everywhere in zip(losses.items(), counts, strict=True):
+        total = total + weights.get(name, 1.0) * loss / max(1, everywhere)
+        since_log[name, "sum"] += loss.detach().double()
+        since_log[name, "count"] += count
+    return total
+
+
+def average_losses(since_log: Counter, world: World) -> dict[str, float]:
+    """Losses since the last log, without weights, each over what was asked, on all ranks."""
+    names = sorted({name for name, _ in since_log})
+    sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
+    counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
+    return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
+
+
+def run_program(
+    program: str,
+    about: str,
+    recipes: Mapping[str, Callable[[], Any]],
+    check_complete: Callable[[Any], None],
+    train: Callable[[Any, World], Any],
+    arguments: Sequence[str] | None,
+) -> None:
+    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", choices=sorted(recipes), metavar="RECIPE", help=", ".join(sorted(recipes)))
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = override(recipes[options.recipe](), options.overrides)
+        check_complete(recipe)
+    except ValueError as error:
+        sys.exit(f"{parser.prog} {options.recipe}: {error}")
+    world = distributed.start()
+    try:
+        train(recipe, world)
+    except (ValueError, FloatingPointError, StorageUnreachable) as error:
+        sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
+    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
