@@ -24,7 +24,7 @@ import torchvision
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector, running
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, resized_size, to_input
 from detectors.select import SelectionSettings, select_regions
 from detectors.weights import load_weights, read_config
@@ -86,7 +86,6 @@ def contenders(config: FasterRCNNConfig, weights: Path | None, settings: Detecto
             print(f"not measured: {name}: {' '.join(str(error).split())}")
             continue
         about = load_weights(network, weights).about if weights else sharpened(network)
-        # detectron2 is asked as its users would: TF32 is torch's own default on GPUs.
         own = dataclasses.replace(settings, precision=precision)
         detectors[name] = FasterRCNNDetector(network, about, own, backend=name.split()[0])
     return detectors
@@ -202,21 +201,8 @@ def measured(detectors: dict, samples: Sequence[Sample], rounds: int, device: st
     return times
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="vg_resnet101", help="(%(default)s)")
-    parser.add_argument("--weights", type=Path, help="safetensors file that names its network, instead of random ones")
-    parser.add_argument("--images", type=Path, help="folder of JPEGs, instead of drawn ones of 600 x 800 pixels")
-    parser.add_argument("--count", type=int, default=2, help="images (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
-    parser.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    options = parser.parse_args(arguments)
+def compare(options: argparse.Namespace) -> int:
+    """Measure and print all; the exit status."""
     config = read_config(options.weights) if options.weights else PRESETS[options.preset]
     samples = read_images(options.images) if options.images else drawn_images(options.count, 600, 800)
     settings = DetectorSettings(
@@ -226,11 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch=options.batch,
         workers=options.workers,
     )
-    torch.set_num_threads(1)
     detectors = contenders(config, options.weights, settings)
     times = measured(detectors, samples, options.rounds, options.device)
     exact = detectors[OURS]
-    stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
+    with running(settings):
+        stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
+        apart = differences(exact, detectors[HALF], samples)
     flops = counted_flops(config, resized_size(samples[0].height, samples[0].width, config), stages[OURS][1])
     on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "one thread of a CPU"
     print(f"\n{config.post_nms} proposals at most, {len(samples)} images, {options.rounds} rounds, {on}")
@@ -264,15 +251,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["contenders"][name] = {"rounds": rounds, "stages": stages[name][0]}
     if options.device.startswith("cuda"):
         print(f"the goal on a GPU of the H200's class is {GOAL} images/s")
-    report["differences"] = differences(exact, detectors[HALF], samples)
+    report["differences"] = apart
     print("\nbf16-res5 beside fp32")
     for what, value in report["differences"].items():
         print(f"  {what}: {value:.5g}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if failed:
-        sys.exit("over the bar")
+    return int(failed)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="vg_resnet101", help="(%(default)s)")
+    parser.add_argument("--weights", type=Path, help="safetensors file that names its network, instead of random ones")
+    parser.add_argument("--images", type=Path, help="folder of JPEGs, instead of drawn ones of 600 x 800 pixels")
+    parser.add_argument("--count", type=int, default=2, help="images (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
+    parser.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    try:
+        sys.exit(compare(options))
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def remove_old(objects: Objects, run: str, keep: int) -> None:
 
 
 def read_state(objects: Objects, folder: str) -> dict[str, Any]:
-    """state.json: step, seed, samples consumed, the shards that were read."""
+    """state.json: the step, and what else a run needs to go on."""
     return json.loads(objects.get(f"{folder}/state.json"))
 
 

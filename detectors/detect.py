@@ -21,7 +21,6 @@ from detectors import Detector, detector_id
 from detectors.faster_rcnn import (
     PRECISIONS,
     FasterRCNN,
-    HeadOutputs,
     clip_boxes,
     decode_bgr,
     resize,
@@ -98,7 +97,7 @@ class DetectorSettings:
 
 
 @contextmanager
-def _running(settings: DetectorSettings) -> Iterator[None]:
+def running(settings: DetectorSettings) -> Iterator[None]:
     """Torch with these threads and this precision of float32 on GPUs, and afterwards as it was."""
     convolutions, products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
     before = torch.get_num_threads(), convolutions.fp32_precision, products.fp32_precision
@@ -189,7 +188,7 @@ class FasterRCNNDetector:
         self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        with _running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():
+        with running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():
             found = self._found(samples, pool)
             return [one.result() for one in found]
 
@@ -260,17 +259,21 @@ class FasterRCNNDetector:
         features = network.roi_features(c4, boxes)
         outputs = network.heads(features)
         probs = outputs.class_logits.softmax(dim=1)
-        moved = None
+        attribute_probs = moved = None
+        if outputs.attribute_logits is not None:
+            attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1]
         if self.settings.boxes == "regressed":
             moved = network.regressed(torch.cat(boxes), outputs.box_deltas, probs[:, :-1].argmax(dim=1), *size)
+        kept = features if self.settings.keep_features else None
+        # From the device once a batch, and then dealt out to its images.
+        here = [None if one is None else one.cpu() for one in (torch.cat(boxes), probs, attribute_probs, moved, kept)]
         seen, end = [], 0
         for place, image in enumerate(batch):
             start, end = end, end + len(boxes[place])
             if start == end:
                 seen.append(_no_proposals(logits[place], deltas[place]))
-                continue
-            own = slice(start, end)
-            seen.append(self._seen(image, boxes[place], probs[own], outputs, own, moved, features[own]))
+            else:
+                seen.append(self._seen(image, *(None if one is None else one[start:end] for one in here)))
         return seen
 
     def _proposals(self, image: _Prepared, logits: Tensor, deltas: Tensor, size: tuple[int, int]) -> Tensor:
@@ -282,23 +285,19 @@ class FasterRCNNDetector:
         image: _Prepared,
         boxes: Tensor,
         probs: Tensor,
-        outputs: HeadOutputs,
-        own: slice,
+        attribute_probs: Tensor | None,
         moved: Tensor | None,
-        features: Tensor,
+        features: Tensor | None,
     ) -> _Seen:
-        """One image's share of what the heads say, on the CPU."""
-        stored = to_stored_pixels(boxes, image.scales, _stored(image)).cpu().numpy()
-        if image.given:
-            stored = image.given.boxes
-        attributes = outputs.attribute_logits
+        """One image's share of what the network says, on the CPU."""
+        scales, stored = image.scales, _stored(image)
         return _Seen(
             image.sample,
-            stored,
-            probs.cpu().numpy(),
-            None if attributes is None else attributes[own].softmax(dim=1)[:, :-1].cpu().numpy(),
-            None if moved is None else to_stored_pixels(moved[own], image.scales, _stored(image)).cpu().numpy(),
-            features.cpu().numpy() if self.settings.keep_features else None,
+            image.given.boxes if image.given else to_stored_pixels(boxes, scales, stored).numpy(),
+            probs.numpy(),
+            None if attribute_probs is None else attribute_probs.numpy(),
+            None if moved is None else to_stored_pixels(moved, scales, stored).numpy(),
+            None if features is None else features.numpy(),
         )
 
     def _choose(self, seen: _Seen) -> Regions | str:

@@ -383,7 +383,7 @@ class FasterRCNN(nn.Module):
         """Features [sum of K, D], the means over the maps that res5 puts out, of boxes [K, 4] (input pixels), one
         tensor for each of the N images of c4 [N, 16w, h, w]."""
         res5 = self.roi_heads.res5
-        features = [res5(pooled).mean(dim=(2, 3)).float() for pooled in self._pooled(c4, boxes)]
+        features = [res5(pooled).mean(dim=(2, 3), dtype=torch.float32) for pooled in self._pooled(c4, boxes)]
         return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
 
     def _pooled(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -139,11 +139,13 @@ def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
     parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
     for dataset in parameters["datasets"]:
-        dataset |= {"rows_per_shard": 10, "shards_per_task": 2}
+        annotations = world.refcoco_instances if dataset["images"] else world.annotations
+        detector = {"backend": "annotated", "annotations": str(annotations)}  # loads no network: seconds a dataset
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": detector}
         dataset["download"]["deadline"] = 1.5
     parameters["finetunings"] = parameters["finetunings"][:1]
-    parameters["pretraining"]["overrides"] = [*steps, "data.text_batch=2"]
-    parameters["finetunings"][0]["overrides"] = steps
+    parameters["pretraining"]["overrides"] += [*steps, "data.text_batch=2"]
+    parameters["finetunings"][0]["overrides"] += steps
     for training in (parameters["pretraining"], *parameters["finetunings"]):
         training["processes"]["threads"] = 1  # more would wait for each other where the machine has other work
     return parameters

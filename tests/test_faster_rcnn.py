@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from detectors import detector_id
-from detectors.detect import DetectorSettings, FasterRCNNDetector, _running, to_stored_pixels
+from detectors.detect import DetectorSettings, FasterRCNNDetector, running, to_stored_pixels
 from detectors.faster_rcnn import (
     DEMO,
     VG_RESNET101,
@@ -586,7 +586,7 @@ def test_the_precision_of_gpus_is_set_for_the_detector_and_put_back():
     detector = untrained()
     detector.network.backbone.register_forward_hook(look)
     detector.detect([a_sample(168, 224)])
-    with _running(DetectorSettings(device="cuda", tf32=True)):
+    with running(DetectorSettings(device="cuda", tf32=True)):
         look()
     look()
     assert precisions[1:3] == [("ieee", "ieee"), ("tf32", "ieee")]
