@@ -43,18 +43,24 @@ def judge(found: Detections, there: Objects, iou_threshold: float) -> np.ndarray
     verdicts = np.full(len(found.scores), WRONG, np.int8)
     taken = np.zeros(len(there.labels), bool)
     overlaps = torchvision.ops.box_iou(torch.from_numpy(found.boxes), torch.from_numpy(there.boxes)).numpy()
+    inside = _share_inside(found.boxes, there.boxes)
     for index in np.argsort(-found.scores, kind="stable"):
-        own = np.flatnonzero(there.labels == found.labels[index])
-        if not len(own):
-            continue
-        best = own[overlaps[index, own].argmax()]
-        if overlaps[index, best] < iou_threshold:
-            continue
-        if there.crowd[best]:
+        same = there.labels == found.labels[index]
+        own = np.flatnonzero(same & ~there.crowd)
+        best = own[overlaps[index, own].argmax()] if len(own) else None
+        if best is not None and overlaps[index, best] >= iou_threshold:
+            if not taken[best]:
+                verdicts[index], taken[best] = RIGHT, True
+        elif (inside[index, same & there.crowd] >= iou_threshold).any():
             verdicts[index] = UNCOUNTED
-        elif not taken[best]:
-            verdicts[index], taken[best] = RIGHT, True
     return verdicts
+
+
+def _share_inside(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """[K, G]: how much of each box [K, 4] lies in each of the others [G, 4]; a crowd is larger than what it holds."""
+    corners = np.maximum(boxes[:, None, :2], others[None, :, :2]), np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    area = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+    return (corners[1] - corners[0]).clip(min=0).prod(axis=2) / np.maximum(area, 1e-12)[:, None]
 
 
 def average_precision(scores: np.ndarray, right: np.ndarray, objects: int) -> float:

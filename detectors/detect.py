@@ -19,6 +19,7 @@ from torch import Tensor
 
 from detectors import Detector, detector_id
 from detectors.faster_rcnn import (
+    NARROWEST_INPUT,
     PRECISIONS,
     FasterRCNN,
     clip_boxes,
@@ -36,8 +37,6 @@ _RULES_VERSION = 2
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Of res5's input, on a CPU as many as its caches like, on a GPU as many as fill it (1 GB in float32).
 _ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
-# Pixels that the stem needs each way: its convolution and its pool, which does not pad, leave nothing of fewer.
-_NARROWEST_INPUT = 3
 # What does not change the regions, or what the hash of the weights says already.
 _INDIFFERENT = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
 # Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
@@ -230,10 +229,10 @@ class FasterRCNNDetector:
             return given
         config = self.network.config
         size = resized_size(height, width, config)
-        if min(size) < _NARROWEST_INPUT:
+        if min(size) < NARROWEST_INPUT:
             return (
                 f"bad_image: {width}x{height} is too narrow: the network would get it at {size[1]}x{size[0]}, and "
-                f"needs {_NARROWEST_INPUT} pixels each way"
+                f"needs {NARROWEST_INPUT} pixels each way"
             )
         pixels = resize(image, config)
         scales = (pixels.shape[0] / height, pixels.shape[1] / width)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,13 @@ def from_first(value: Any, world: World) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0: live norms count on each by themselves."""
+    if world.size > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def wait_for_all(world: World) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from detectors.distributed import World
-from detectors.faster_rcnn import FasterRCNNConfig, resize, to_input
+from detectors.faster_rcnn import NARROWEST_INPUT, FasterRCNNConfig, resize, resized_size, to_input
 from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
 from detectors.recipes import DataConfig
@@ -56,8 +56,8 @@ class Batch:
     """What one rank computes in a step, and which images could not be read: those after them took their places."""
 
     examples: list[Example]
-    bad: list[str]
-    """`FILE: why`, each."""
+    bad: list[tuple[str, str]]
+    """Of each its id, and `FILE: why`."""
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
@@ -69,9 +69,17 @@ def read_bgr(image: LabelledImage) -> np.ndarray:
     return pixels
 
 
+def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
+    """BGR [H, W, 3], what `resize` gives; one of BAD_IMAGE as read_bgr, and where it is too narrow for the network."""
+    size = resized_size(image.height, image.width, config)
+    if min(size) < NARROWEST_INPUT:
+        raise ValueError(f"is too narrow: {size[1]}x{size[0]} of {image.width}x{image.height} when it is resized")
+    return resize(read_bgr(image), config)
+
+
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
     """The image and its objects, crowds left out, as the network sees them."""
-    pixels = resize(read_bgr(image), config)
+    pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)
     boxes = image.boxes[~image.crowd] * scale
@@ -106,7 +114,7 @@ class TrainingImages(Dataset):
             batch.examples.append(self._example(epoch, number, batch.bad))
         return batch
 
-    def _example(self, epoch: int, number: int, bad: list[str]) -> Example:
+    def _example(self, epoch: int, number: int, bad: list[tuple[str, str]]) -> Example:
         """Image `number`, or the next that can be read."""
         for place in range(number, number + len(self.images)):
             image = self.images[place % len(self.images)]
@@ -115,8 +123,8 @@ class TrainingImages(Dataset):
             try:
                 return make_example(image, self.network, mirrored, seed)
             except BAD_IMAGE as error:
-                bad.append(f"{image.file}: {error}")
-        raise TooManyBadImages(f"none of the {len(self.images)} images can be read; the last is {bad[-1]}")
+                bad.append((image.id, f"{image.file}: {error}"))
+        raise TooManyBadImages(f"none of the {len(self.images)} images can be read; the last is {bad[-1][1]}")
 
 
 class HeldOutImages(Dataset):
@@ -132,7 +140,7 @@ class HeldOutImages(Dataset):
     def __getitem__(self, index: int) -> tuple[int, np.ndarray | str]:
         place = self.places[index]
         try:
-            return place, resize(read_bgr(self.images[place]), self.network)
+            return place, read_resized(self.images[place], self.network)
         except BAD_IMAGE as error:
             return place, f"{self.images[place].file}: {error}"
 
@@ -148,13 +156,8 @@ def loaded(data: Dataset, steps: Sequence[int], workers: int) -> DataLoader:
         prefetch_factor=4 if workers else None,
         # Forked workers share the annotations; to others they would be copied.
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=_one_thread if workers else None,
     )
 
 
 def _as_it_is(item: object) -> object:
     return item
-
-
-def _one_thread(worker: int) -> None:
-    torch.set_num_threads(1)

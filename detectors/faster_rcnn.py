@@ -26,6 +26,8 @@ STRIDE = 16
 # `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and
 # the RPN bfloat16 would choose other proposals.
 PRECISIONS = ("fp32", "bf16-res5")
+# Pixels that the stem needs each way: its convolution and a pool that does not pad leave nothing of fewer.
+NARROWEST_INPUT = 3
 PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 # A box grows by at most this factor, so that exp() of a wild delta stays finite.
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
@@ -89,9 +91,12 @@ class FasterRCNNConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)!r}, must be one of {allowed}")
         at_least_one = ("num_classes", "rpn_channels", "short_side", "pre_nms", "post_nms", "pool_size")
+        at_least_one += ("attribute_embedding", "attribute_hidden")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)}, must be at least 1")
+        if len(self.box_weights) != 4 or min(self.box_weights) <= 0:
+            raise ValueError(f"FasterRCNNConfig.box_weights is {self.box_weights}: four positive numbers are needed")
         if self.num_attributes < 0:
             raise ValueError(f"FasterRCNNConfig.num_attributes is {self.num_attributes}, must not be negative")
         if self.long_side < self.short_side:

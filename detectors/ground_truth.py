@@ -5,13 +5,14 @@ Visual Genome: objects.json is a list with one entry an image, `image_id` and `o
 words. An image's file is <image_id>.jpg in one of the folders. What cannot be used is left out, counted and said.
 """
 
+import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -64,8 +65,7 @@ class GroundTruth:
         return found.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _Object:
+class _Object(NamedTuple):
     """As a file has it: a box x, y, width, height, the class that it is of (None: none of ours) and its attributes."""
 
     box: Sequence[float]
@@ -94,6 +94,8 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
     else:
         classes = _Names.read(Path(config.classes))
         annotated = _read_visual_genome(config, classes, attribute_names, counts)
+    train_ids, held_out_ids = _split(annotated, config, counts)
+    annotated = [entry for entry in annotated if entry.id in train_ids or entry.id in held_out_ids]
     files = _find_files(config.images, annotated)
     images, absent = [], []
     for entry in annotated:
@@ -106,7 +108,8 @@ def read_ground_truth(config: DataConfig) -> GroundTruth:
     _check_absent(absent, len(annotated), config)
     if absent:
         counts["images absent or unreadable"] = len(absent)
-    train, held_out = _split(images, config)
+    train = [image for image in images if image.id in train_ids]
+    held_out = [image for image in images if image.id in held_out_ids]
     empty = sum(not (~image.crowd).any() for image in train)
     if empty:
         counts["images to train on without any object"] = empty
@@ -133,28 +136,28 @@ class _Names:
     def read(cls, file: Path) -> "_Names":
         """One a line, synonyms between commas."""
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is no list of names: {error}") from error
-        synonyms = [[_plain(name) for name in line.split(",")] for line in lines]
-        return cls.of(synonyms, str(file))
+        return cls.of([line.split(",") for line in lines], str(file))
 
     @classmethod
     def of(cls, synonyms: Sequence[Sequence[str]], where: str) -> "_Names":
         number: dict[str, int] = {}
         for place, names in enumerate(synonyms):
-            if not names or not names[0]:
+            if not names or not names[0].strip():
                 raise ValueError(f"{where} has no name in line {place + 1}; remove the line")
-            for name in filter(None, names):
+            for name in filter(None, map(_plain, names)):
                 if number.setdefault(name, place) != place:
                     raise ValueError(f"{where}: {name!r} stands in lines {number[name] + 1} and {place + 1}; keep one")
-        return cls(tuple(names[0] for names in synonyms), number)
+        return cls(tuple(names[0].strip() for names in synonyms), number)
 
     def find(self, names: Iterable[str]) -> int | None:
         """The number of the first of an object's names that we know."""
         return next((self.number[name] for name in map(_plain, names) if name in self.number), None)
 
 
+@functools.cache
 def _plain(name: str) -> str:
     return " ".join(name.lower().split())
 
@@ -171,7 +174,7 @@ def _read_coco(config: DataConfig, attributes: _Names, counts: Counter[str]) -> 
     if config.classes:
         classes = _Names.read(Path(config.classes))
     else:
-        classes = _Names.of([[_plain(category["name"])] for category in categories], f"{file}, categories by id")
+        classes = _Names.of([[category["name"]] for category in categories], f"{file}, categories by id")
     labels = {category["id"]: classes.find([category["name"]]) for category in categories}
     objects: dict[int, list[_Object]] = {image["id"]: [] for image in data["images"]}
     for place, annotation in enumerate(data["annotations"]):
@@ -187,6 +190,9 @@ def _read_coco(config: DataConfig, attributes: _Names, counts: Counter[str]) -> 
             _Object(annotation["bbox"], label, crowd, _numbers(words, attributes, counts))
         )
     images = sorted(data["images"], key=lambda image: image["id"])
+    for image in images:
+        if not isinstance(image.get("file_name"), str) or not image["file_name"]:
+            raise ValueError(f"{file}: image {image['id']} has no file_name; training reads images by their files")
     return [
         _Annotated(str(i["id"]), i["file_name"], int(i["height"]), int(i["width"]), objects[i["id"]]) for i in images
     ], classes
@@ -204,14 +210,16 @@ def _read_visual_genome(
     if config.image_data:
         for place, entry in enumerate(_list_of(Path(config.image_data))):
             where = f"{config.image_data}: [{place}]"
-            sizes[_whole(entry, "image_id", where)] = (_whole(entry, "height", where), _whole(entry, "width", where))
-    images = []
+            size = (_whole(entry, "height", where), _whole(entry, "width", where))
+            if min(size) < 1:
+                raise ValueError(f"{where} is {size[1]}x{size[0]} pixels; correct or remove the entry")
+            sizes[_whole(entry, "image_id", where)] = size
+    images, without = [], 0
     for image, entries in sorted(objects.items()):
-        words = {}
+        words: dict[int, list[Any]] = {}
         for place, entry in enumerate(with_attributes.get(image, [])):
-            words[_whole(entry, "object_id", f"{config.attributes}: image {image}, [{place}]")] = entry.get(
-                "attributes"
-            )
+            told = _whole(entry, "object_id", f"{config.attributes}: image {image}, [{place}]")
+            words.setdefault(told, []).extend(entry.get("attributes") or [])
         found = []
         for place, entry in enumerate(entries):
             where = f"{config.objects}: image {image}, [{place}]"
@@ -221,9 +229,20 @@ def _read_visual_genome(
             box = [entry.get(side) for side in ("x", "y", "w", "h")]
             if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):
                 raise ValueError(f"{where} has x, y, w, h {box}, not four numbers; correct or remove the entry")
-            told = words.get(entry.get("object_id")) or entry.get("attributes") or []
+            told = list(entry.get("attributes") or [])
+            if config.attributes:
+                # attributes.json names some objects by what they were before they were merged.
+                own = [name for name in (entry.get("object_id"), *(entry.get("merged_object_ids") or ()))]
+                partners = [name for name in own if isinstance(name, int) and name in words]
+                told += [word for partner in partners for word in words[partner]]
+                without += not partners
             found.append(_Object(box, classes.find(names), False, _numbers(told, attributes, counts)))
         images.append(_Annotated(str(image), f"{image}.jpg", *sizes.get(image, (0, 0)), found))
+    everything = sum(len(image.objects) for image in images)
+    if without and without == everything:
+        raise ValueError(f"{config.attributes} has none of the objects of {config.objects}: take both of one version")
+    if without:
+        counts["objects that data.attributes does not have"] = without
     return images
 
 
@@ -265,9 +284,11 @@ def _numbers(words: Any, names: _Names, counts: Counter[str]) -> tuple[int, ...]
     """The attributes that we know among an object's words, each once."""
     if not names.first:
         return ()
-    words = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
-    known = {names.number[word] for word in map(_plain, words) if word in names.number}
-    counts["attributes of no name in data.attribute_names"] += sum(_plain(word) not in names.number for word in words)
+    words = [_plain(word) for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    known = {names.number[word] for word in words if word in names.number}
+    unknown = sum(word not in names.number for word in words)
+    if unknown:
+        counts["attributes of no name in data.attribute_names"] += unknown
     return tuple(sorted(known))
 
 
@@ -283,6 +304,10 @@ def _find_files(folders: Sequence[str], annotated: Sequence[_Annotated]) -> dict
             for name in (entry.file_name, Path(entry.file_name).name):
                 if entry.file_name not in found and (name in names or ("/" in name and (folder / name).is_file())):
                     found[entry.file_name] = folder / name
+    owners: dict[Path, str] = {}
+    for name, file in found.items():
+        if owners.setdefault(file, name) != name:
+            raise ValueError(f"{owners[file]} and {name} would both be {file}; keep the folders that their names have")
     return found
 
 
@@ -295,28 +320,24 @@ def _labelled(entry: _Annotated, file: Path, counts: Counter[str]) -> LabelledIm
                 width, height = image.size
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             return None
-    boxes, labels, crowd, attributes = [], [], [], []
-    for found in entry.objects:
-        x, y, w, h = found.box
-        box = np.array([max(0, x), max(0, y), min(width, x + w), min(height, y + h)], np.float32)
-        if found.label is None:
-            counts["boxes of no class in data.classes"] += 1
-        elif box[2] - box[0] < 1 or box[3] - box[1] < 1:
-            counts["boxes with less than a pixel's width or height inside the image"] += 1
-        else:
-            boxes.append(box)
-            labels.append(found.label)
-            crowd.append(found.crowd)
-            attributes.append(found.attributes)
+    corners = np.array([found.box for found in entry.objects], np.float64).reshape(-1, 4)
+    corners[:, 2:] += corners[:, :2]
+    boxes = corners.clip(0, [width, height, width, height]).astype(np.float32)
+    known = np.array([found.label is not None for found in entry.objects], bool)
+    visible = (boxes[:, 2:] - boxes[:, :2] >= 1).all(axis=1)
+    counts["boxes of no class in data.classes"] += int((~known).sum())
+    counts["boxes with less than a pixel's width or height inside the image"] += int((known & ~visible).sum())
+    usable = np.flatnonzero(known & visible)
+    objects = [entry.objects[place] for place in usable]
     return LabelledImage(
         id=entry.id,
         file=file,
         height=height,
         width=width,
-        boxes=np.array(boxes, np.float32).reshape(-1, 4),
-        labels=np.array(labels, np.int64),
-        crowd=np.array(crowd, bool),
-        attributes=tuple(attributes),
+        boxes=boxes[usable],
+        labels=np.array([found.label for found in objects], np.int64),
+        crowd=np.array([found.crowd for found in objects], bool),
+        attributes=tuple(found.attributes for found in objects),
     )
 
 
@@ -330,43 +351,65 @@ def _check_absent(absent: list[str], images: int, config: DataConfig) -> None:
         )
 
 
-def _split(images: list[LabelledImage], config: DataConfig) -> tuple[list[LabelledImage], list[LabelledImage]]:
-    """Those to train on, and those that are held out, each in order of their ids."""
+def _split(annotated: Sequence[_Annotated], config: DataConfig, counts: Counter[str]) -> tuple[set[str], set[str]]:
+    """The ids of the images to train on, and of those that are held out."""
     held_out: set[str] = set()
     if config.held_out_list:
-        held_out = _listed(Path(config.held_out_list), images)
+        held_out = _listed(Path(config.held_out_list), annotated, counts)
     elif config.held_out_last:
-        if config.held_out_last >= len(images):
+        if config.held_out_last >= len(annotated):
             raise ValueError(
-                f"data.held_out_last is {config.held_out_last}, and there are {len(images)} images; hold out fewer"
+                f"data.held_out_last is {config.held_out_last}, and there are {len(annotated)} images; hold out fewer"
             )
-        held_out = {image.id for image in images[-config.held_out_last :]}
-    train = {image.id for image in images}
+        held_out = {entry.id for entry in annotated[-config.held_out_last :]}
+    train = {entry.id for entry in annotated}
     if config.train_list:
-        train = _listed(Path(config.train_list), images)
+        train = _listed(Path(config.train_list), annotated, counts)
         both = sorted(train & held_out)
         if both:
             raise ValueError(
                 f"{config.train_list} and the held-out images share {len(both)} images, such as {both[0]}; an image "
                 "must be one or the other"
             )
-    train -= held_out
-    return [image for image in images if image.id in train], [image for image in images if image.id in held_out]
+    return train - held_out, held_out
 
 
-def _listed(file: Path, images: Sequence[LabelledImage]) -> set[str]:
-    """The ids of the images that a list names: in each line, the first word is an id or the path of a file."""
+def _listed(file: Path, annotated: Sequence[_Annotated], counts: Counter[str]) -> set[str]:
+    """The ids of the images that a list names: the first word of each line is an id or, with a suffix or folders, the
+    path of an image's file, of which the end suffices."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no list of images: {error}") from error
-    ids: Mapping[str, str] = {image.file.stem: image.id for image in images} | {image.id: image.id for image in images}
-    names = [Path(line.split()[0]) for line in lines if line.strip()]
-    found = {ids[name] for name in _stems(names) if name in ids}
+    ids = {entry.id for entry in annotated}
+    by_name: dict[str, list[_Annotated]] = {}
+    for entry in annotated:
+        by_name.setdefault(Path(entry.file_name).name, []).append(entry)
+    found, unknown = set(), 0
+    for number, line in enumerate(lines, start=1):
+        word = line.split()[0] if line.strip() else None
+        if word is None or word in ids:
+            found |= {word} - {None}
+            continue
+        path = Path(word)
+        is_path = path.suffix.lower() in IMAGE_SUFFIXES
+        named = by_name.get(path.name, []) if is_path else []
+        if len(named) > 1:
+            named = [entry for entry in named if _ends_alike(path, Path(entry.file_name))]
+        if len(named) > 1:
+            raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their paths or ids")
+        found |= {entry.id for entry in named}
+        unknown += not named
     if not found:
-        raise ValueError(f"{file} names none of the {len(images)} images; its lines are ids, or paths of image files")
+        raise ValueError(
+            f"{file} names none of the {len(annotated)} images; its lines are ids, or paths of image files"
+        )
+    if unknown:
+        counts[f"lines of {file.name} that name no image"] += unknown
     return found
 
 
-def _stems(names: Iterable[Path]) -> Iterable[str]:
-    return (name.stem if name.suffix.lower() in IMAGE_SUFFIXES else name.name for name in names)
+def _ends_alike(one: Path, other: Path) -> bool:
+    """Whether two relative paths are the same as far as the shorter one goes."""
+    parts = min(len(one.parts), len(other.parts))
+    return one.parts[-parts:] == other.parts[-parts:]

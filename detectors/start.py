@@ -1,6 +1,7 @@
 """The weights that a training of the detector starts from: an ImageNet ResNet of torchvision, or a file of ours."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,22 +11,31 @@ from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
 from detectors.untrusted import read_tensors
-from detectors.weights import COUNTER, tensor_fault
+from detectors.weights import ANCHORS, COUNTER, read_about, tensor_fault
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RESNET = ("backbone.", "roi_heads.res5.")
 
 
-def start_from(network: FasterRCNN, file: Path) -> str:
+def start_from(
+    network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()
+) -> str:
     """Put the file's weights into the network, and say what was taken; ValueError names what does not fit.
 
-    A ResNet must fit whole. Of a detector's other layers those are taken whose tensors all have our shapes: a head for
-    other classes begins anew.
+    A ResNet must fit whole. Of a detector's other layers those are taken whose tensors all have our shapes and mean the
+    same: a head for other classes than these begins anew, as an RPN of other anchors does.
     """
-    tensors = _read(file)
-    if any(name.startswith("layer1.0.") for name in tensors):
+    if not file.is_file():
+        raise ValueError(f"start_from={file} is no file; give a ResNet's or a detector's weights")
+    foreign: list[str] = []
+    ours_too = file.suffix == ".safetensors"
+    tensors = _read_safetensors(file) if ours_too else read_tensors(file).tensors
+    if ours_too and not any(name.startswith("layer1.") for name in tensors):
+        foreign = _check_meaning(network, tensors, file, classes, attribute_names)
+    else:
         tensors = _from_torchvision(tensors, network, file)
+    tensors = {name: tensor.float() for name, tensor in tensors.items() if not COUNTER.search(name)}
     ours = {name: tensor for name, tensor in network.state_dict().items() if not COUNTER.search(name)}
     resnet = {name for name in ours if name.startswith(_RESNET)}
     faults = [f"missing {name}" for name in sorted(resnet - tensors.keys())]
@@ -41,7 +51,8 @@ def start_from(network: FasterRCNN, file: Path) -> str:
     fitting = {
         layer
         for layer in layers
-        if all(
+        if not layer.startswith(tuple(foreign))
+        and all(
             name in tensors and tensor_fault(tensors[name], ours[name].shape) is None
             for name in ours
             if name.rpartition(".")[0] == layer
@@ -55,22 +66,48 @@ def start_from(network: FasterRCNN, file: Path) -> str:
     )
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """The file's tensors, without counters."""
-    if not file.is_file():
-        raise ValueError(f"start_from={file} is no file; give a ResNet's or a detector's weights")
-    if file.suffix == ".safetensors":
-        try:
-            tensors = load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is no safetensors file, or is damaged ({error}); fetch it again") from error
-    else:
-        tensors = read_tensors(file).tensors
-    return {name: tensor.float() for name, tensor in tensors.items() if not COUNTER.search(name)}
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file, or is damaged ({error}); fetch it again") from error
+
+
+def _check_meaning(
+    network: FasterRCNN, tensors: dict[str, Tensor], file: Path, classes: Sequence[str], attribute_names: Sequence[str]
+) -> list[str]:
+    """Beginnings of the layers of a file of ours whose outputs mean something else here; ValueError where its ResNet is
+    wired otherwise."""
+    about = read_about(file)
+    theirs = (about.get("network") or {}).get("resnet", {})
+    for name in ("stride_in_1x1", "res5_dilated", "stem_pool"):
+        ours = getattr(network.config.resnet, name)
+        if theirs.get(name, ours) != ours:
+            raise ValueError(
+                f"{file} was trained with resnet.{name} = {theirs[name]}, and the recipe has {ours}; set "
+                f"network.resnet.{name}={str(theirs[name]).lower()}"
+            )
+    foreign = []
+    anchors, own = tensors.pop(ANCHORS, None), network.proposal_generator.cell_anchors
+    if anchors is not None and (anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3)):
+        foreign.append("proposal_generator.")
+    heads = {
+        "classes": (classes, ("cls_score", "bbox_pred", "cls_embedding")),
+        "attributes": (attribute_names, ["attr_score"]),
+    }
+    for kind, (names, layers) in heads.items():
+        if about.get(kind) is not None and names and list(about[kind]) != list(names):
+            foreign += [f"roi_heads.box_predictor.{layer}" for layer in layers]
+    return foreign
 
 
 def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> dict[str, Tensor]:
     """Under our names, and for blue, green, red of 0..255 less our mean: the same activations inside an image."""
+    if "layer1.0.conv1.weight" not in tensors or "fc.weight" not in tensors:
+        raise ValueError(
+            f"{file} is no ResNet of torchvision's (layer1..4 and fc); make a safetensors file of published weights "
+            f"first: python -m detectors.weights {file} OUT.safetensors"
+        )
     resnet = network.config.resnet
     if resnet.stride_in_1x1 or resnet.stem_pool != "torch":
         raise ValueError(

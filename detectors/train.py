@@ -8,13 +8,9 @@ optimizer.learning_rate=1e-4. A run that was stopped goes on from its last check
 ROOT/runs/RUN/weights.safetensors, which detectors.run and detectors.verify read. docs/train-detector.md tells more.
 """
 
-import argparse
 import dataclasses
 import json
-import math
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +18,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from detectors import distributed
+from detectors import distributed, loop
 from detectors.checkpoints import checkpoints, load_optimizer, optimizer_tensors, read_state, remove_old
 from detectors.distributed import World
-from detectors.examples import TooManyBadImages, TrainingImages, loaded
+from detectors.examples import Batch, TooManyBadImages, TrainingImages, loaded
 from detectors.faster_rcnn import FasterRCNN
-from detectors.fields import differing_fields, flat, override, to_json
+from detectors.fields import differing_fields, flat, to_json
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
 from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
@@ -37,7 +32,7 @@ from detectors.record import Record, last_metrics
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights import COUNTER, write_weights
-from storage.objects import Objects, StorageUnreachable, open_objects
+from storage.objects import Objects, open_objects
 from storage.order import mix
 
 CHECKPOINT_VERSION = 1
@@ -52,64 +47,53 @@ class Run:
     network: FasterRCNN
     optimizer: torch.optim.Optimizer
     truth: GroundTruth
-    bad: set[str]  # files that could not be read
+    bad: set[str]  # ids of images that could not be read
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     """The whole run, or the rest of it; returns the metrics of the last validation."""
     check_shares(recipe, world.size)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run.step >= recipe.steps:
         return last_metrics(run.objects, recipe.run_name)
-    model = Losses(run.network, recipe.sampling)
-    # Live norms count on each rank by themselves; those of rank 0 are what all ranks go on with, and what is saved.
-    parallel = DistributedDataParallel(model) if world.size > 1 else model
     record = None
     if world.first:
         record = Record(run.objects, recipe.run_name, run.step, recipe.steps, recipe.data.batch)
-    since_log, bad, metrics = Counter(), [], {}
-    weights = {"attributes": recipe.sampling.attribute_weight}
+    bad: list[tuple[str, str]] = []
+
+    def losses_of(model: nn.Module, batch: Batch) -> loop.Losses:
+        bad.extend(batch.bad)
+        bf16 = recipe.precision == "bf16" and world.device.type == "cuda"
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+            return model([example.target(world.device) for example in batch.examples])
+
+    def validate_now() -> tuple[dict[str, float], list[dict]]:
+        # Live norms count on each rank by themselves; those of rank 0 are what is validated, and saved.
+        distributed.share_buffers(run.network, world)
+        return validate(run.network, recipe, run.truth.held_out, run.truth.classes, world)
+
     run.network.train()
     steps = range(run.step, recipe.steps)
     data = TrainingImages(run.truth.train, recipe.network, recipe.data, world)
-    for step, batch in zip(steps, loaded(data, steps, recipe.data.workers), strict=True):
-        prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer)
-        bad += batch.bad
-        bf16 = recipe.precision == "bf16" and world.device.type == "cuda"
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-            losses = parallel([example.target(world.device) for example in batch.examples])
-        (mean_losses(losses, weights, world, since_log) * world.size).backward()  # DDP averages; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(run.network.parameters(), recipe.optimizer.clip or math.inf)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of step {step + 1} is not finite; nothing was changed by it. Go on from the run's last "
-                "checkpoint with another order (data.seed) or start another run (run=NAME), with a lower "
-                "optimizer.learning_rate"
-            )
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-
-        done = step + 1
-        last = done == recipe.steps
-        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-        if saves or done % recipe.log_every == 0:
-            averages = average_losses(since_log, world)
-            since_log.clear()
-            note_bad(run, recipe, bad, world)
-            if record:
-                record.training(done, averages, run.optimizer.param_groups[0]["lr"])
-        if validates and run.truth.held_out:
-            metrics, rows = validate(run.network, recipe, run.truth.held_out, run.truth.classes, world)
-            if record:
-                record.validation(done, metrics, rows)
-        if saves:
-            if record:
-                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-                save_checkpoint(run, recipe, done)
-            distributed.wait_for_all(world)
-    if record:
-        record.close()
-        print(write_result(run, recipe, metrics), flush=True)
+    metrics = loop.train_steps(
+        recipe,
+        world,
+        Losses(run.network, recipe.sampling),
+        run.optimizer,
+        steps,
+        ([batch] for batch in loaded(data, steps, recipe.data.workers)),
+        record=record,
+        prepare=lambda step: prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer),
+        losses_of=losses_of,
+        validate=validate_now if run.truth.held_out else None,
+        save=lambda done: save_checkpoint(run, recipe, done),
+        on_log=lambda: note_bad(run, recipe, bad, world),
+        weights={"attributes": recipe.sampling.attribute_weight},
+    )
+    if world.first:
+        print(write_result(run, recipe, recipe.steps, metrics), flush=True)
     return metrics
 
 
@@ -118,9 +102,12 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     objects = open_objects(recipe.root)
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
     state = read_state(objects, saved[-1]) if saved else {"step": 0, "bad": []}
-    if saved:
+    if not saved:
+        check_decay(recipe)
+    else:
         check_same(recipe, json.loads(objects.get(f"{saved[-1]}/config.json")), objects.where(saved[-1]))
-    truth = read_ground_truth(recipe.data)
+    # Once for all: the files of Visual Genome take minutes and gigabytes to read.
+    truth = distributed.from_first(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
     if saved and state["data"] != truth.hash:
         raise ValueError(
@@ -132,7 +119,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if saved:
         _load(network, objects, saved[-1])
     elif recipe.start_from:
-        say(start_from(network, Path(recipe.start_from)))
+        say(start_from(network, Path(recipe.start_from), truth.classes, truth.attribute_names))
     network.backbone.freeze(recipe.frozen_stages)
     network.to(world.device, memory_format=torch.channels_last)
     optimizer = make_optimizer(network, recipe.optimizer)
@@ -144,9 +131,13 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
         say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # It may have been stopped between its last checkpoint and this, or be ended early: steps=STEP.
         if world.first and not objects.exists(_result(recipe)):
-            say(write_result(run, recipe, last_metrics(objects, recipe.run_name)))
+            say(write_result(run, recipe, run.step, last_metrics(objects, recipe.run_name)))
     elif saved:
         say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}")
+        if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
+            say(f"it had {state['steps']} steps, now it has {recipe.steps}: the learning rate goes on as in such a run")
+        if world.first and objects.exists(_result(recipe)):
+            objects.delete(_result(recipe))  # of an earlier end
     return run
 
 
@@ -185,39 +176,18 @@ def prepare_step(optimizer: torch.optim.Optimizer, step: int, steps: int, config
         group["lr"] = config.learning_rate * min(1.0, factor)
 
 
-def mean_losses(
-    losses: dict[str, tuple[Tensor, int]], weights: dict[str, float], world: World, since_log: Counter
-) -> Tensor:
-    """This rank's share of the weighted losses, each divided by what was asked over all ranks; notes sums and
-    counts."""
-    counts = distributed.sum_over_ranks([count for _, count in losses.values()], world)
-    total = 0.0
-    for (name, (loss, count)), everywhere in zip(losses.items(), counts, strict=True):
-        total = total + weights.get(name, 1.0) * loss / max(1, everywhere)
-        since_log[name, "sum"] += loss.detach().double()
-        since_log[name, "count"] += count
-    return total
-
-
-def average_losses(since_log: Counter, world: World) -> dict[str, float]:
-    """Losses since the last log, each over what was asked, on all ranks; without weights."""
-    names = list(dict.fromkeys(name for name, _ in since_log))
-    sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
-    counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
-    return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
-
-
-def note_bad(run: Run, recipe: DetectorRecipe, bad: list[str], world: World) -> None:
+def note_bad(run: Run, recipe: DetectorRecipe, bad: list[tuple[str, str]], world: World) -> None:
     """Say which images could not be read since the last log, on all ranks; TooManyBadImages where they get too many."""
-    new = sorted(set(distributed.gather_rows(bad, world)) - run.bad)
+    found = dict(distributed.gather_rows(bad, world))
+    new = sorted(found.keys() - run.bad)
     bad.clear()
     run.bad.update(new)
+    said = "; ".join(found[image] for image in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
     if world.first and new:
-        more = f" and {len(new) - 3} more" if len(new) > 3 else ""
-        print(f"{len(run.bad)} images could not be read and were passed over: {'; '.join(new[:3])}{more}", flush=True)
+        print(f"{len(run.bad)} images could not be read and were passed over: {said}", flush=True)
     if len(run.bad) > recipe.data.bad_images * len(run.truth.train):
         raise TooManyBadImages(
-            f"{len(run.bad)} of {len(run.truth.train)} images cannot be read, such as {min(run.bad)}; fetch them "
+            f"{len(run.bad)} of {len(run.truth.train)} images cannot be read: {said or min(run.bad)}; fetch them "
             "again, or allow a larger share: data.bad_images"
         )
 
@@ -228,7 +198,13 @@ def note_bad(run: Run, recipe: DetectorRecipe, bad: list[str], world: World) -> 
 def save_checkpoint(run: Run, recipe: DetectorRecipe, done: int) -> None:
     """Write the checkpoint of step `done`, state.json last, and remove those that are too old to keep."""
     folder = f"runs/{recipe.run_name}/step-{done:07d}"
-    state = {"version": CHECKPOINT_VERSION, "step": done, "data": run.truth.hash, "bad": sorted(run.bad)}
+    state = {
+        "version": CHECKPOINT_VERSION,
+        "step": done,
+        "steps": recipe.steps,
+        "data": run.truth.hash,
+        "bad": sorted(run.bad),
+    }
     files = {
         "config.json": json.dumps(to_json(recipe), indent=1, sort_keys=True).encode(),
         "model.safetensors": save({name: _plain(tensor) for name, tensor in run.network.state_dict().items()}),
@@ -257,8 +233,8 @@ def _result(recipe: DetectorRecipe) -> str:
     return f"runs/{recipe.run_name}/weights.safetensors"
 
 
-def write_result(run: Run, recipe: DetectorRecipe, metrics: dict[str, float]) -> str:
-    """Write the weight file that detectors.run reads, its norms frozen; says where, and what is in it."""
+def write_result(run: Run, recipe: DetectorRecipe, done: int, metrics: dict[str, float]) -> str:
+    """Write the weight file of step `done` that detectors.run reads, its norms frozen; says where."""
     tensors = {n: _plain(t) for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     if recipe.half:
         tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
@@ -268,7 +244,7 @@ def write_result(run: Run, recipe: DetectorRecipe, metrics: dict[str, float]) ->
         "classes": list(run.truth.classes),
         "trained": {
             "recipe": recipe.name,
-            "steps": recipe.steps,
+            "steps": done,
             "seed": recipe.data.seed,
             "images": len(run.truth.train),
             "annotations": run.truth.hash,
@@ -333,6 +309,16 @@ def _check_file(file: str | None, name: str) -> None:
         raise ValueError(f"{name} is {file}, and there is no such file")
 
 
+def check_decay(recipe: DetectorRecipe) -> None:
+    """ValueError where a run would end before its learning rate falls; one that has begun may be ended early."""
+    late = [at for at in recipe.optimizer.decay_at if at >= recipe.steps]
+    if late:
+        raise ValueError(
+            f"optimizer.decay_at names step {late[-1]}, and the run has {recipe.steps}; set both, or "
+            "optimizer.decay_at="
+        )
+
+
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
     """ValueError where the batch cannot be dealt out evenly."""
     if recipe.data.batch % world_size:
@@ -356,7 +342,7 @@ def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
 
 def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
     """ValueError where a run would go on otherwise than it began; the files' places may change, their content not."""
-    fixed = {"network", "sampling", "optimizer", "start_from", "from_scratch", "frozen_stages", "precision"}
+    fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):
         if name in fixed or name.split(".")[0] in fixed:
@@ -367,23 +353,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m detectors.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe", choices=sorted(RECIPES), metavar="RECIPE", help=", ".join(sorted(RECIPES)))
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    options = parser.parse_args(arguments)
-    try:
-        recipe = override(RECIPES[options.recipe](), options.overrides)
-        check_complete(recipe)
-    except ValueError as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {error}")
-    world = distributed.start()
-    try:
-        train(recipe, world)
-    except (ValueError, FloatingPointError, StorageUnreachable) as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
-    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+    loop.run_program("python -m detectors.train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

@@ -111,10 +111,15 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
     )
 
 
+def read_about(file: Path) -> dict[str, Any]:
+    """What a file's metadata say of its `network`, `classes` and `attributes`, as far as they do."""
+    _, metadata = _read(file, tensors=False)
+    return {name: _told(metadata, name, file) for name in ("network", "classes", "attributes") if name in metadata}
+
+
 def read_config(file: Path) -> FasterRCNNConfig:
     """The network that a file's weights are of, from its metadata `network`; ValueError where it has none."""
-    _, metadata = _read(file, tensors=False)
-    fields = _told(metadata, "network", file)
+    fields = read_about(file).get("network")
     if fields is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
     try:
@@ -159,7 +164,7 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 def read_names(file: Path) -> list[str]:
     """Names of classes or attributes, one a line: the text before the first comma."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no list of names: {error}") from error
     names = [line.partition(",")[0].strip() for line in lines]
