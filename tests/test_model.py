@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
-from transformers import BertConfig, BertForPreTraining, BertTokenizer
 
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from vlbert.batch import Batch, Example, Words, collate
-from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.config import ModelConfig
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.pictures import view
@@ -314,62 +312,6 @@ def test_a_row_longer_than_the_position_table_is_named(model):
     zeros = np.zeros(len(words), np.int64)
     with pytest.raises(ValueError, match="sample long: 70 word pieces, .* max_positions = 64"):
         model.vlbert(collate([Example("long", Words(words, zeros, zeros))]))
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory) -> tuple[str, BertForPreTraining]:
-    torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=len(LETTERS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    bert = BertForPreTraining(config).eval()
-    folder = tmp_path_factory.mktemp("bert")
-    bert.save_pretrained(folder)
-    (folder / "letters.txt").write_text(LETTERS.text())
-    BertTokenizer(str(folder / "letters.txt")).save_pretrained(folder)
-    return str(folder), bert
-
-
-def test_started_from_bert_and_seeing_nothing_it_is_bert(bert):
-    """Text alone, the picture's term silent and [END] out of sight: Hugging Face's BERT to the last digits."""
-    folder, theirs = bert
-    config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0)
-    ours = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
-    start_from_bert(ours.vlbert, ours.head, folder, LETTERS)
-    tokens = torch.from_numpy(LETTERS.encode("some words of text that bert reads"))[None]
-    batch = collate([Example("a", Words(tokens[0].numpy(), np.zeros_like(tokens[0]), np.zeros_like(tokens[0])))])
-    with torch.no_grad():
-        embedded, mask = ours.vlbert.embedding(batch, torch.zeros(0, TINY_MODEL.regions.channels))
-        mask[:, -1] = False
-        text = ours.vlbert.encoder(embedded, mask)[:, : tokens.shape[1]]
-        expected = theirs.bert(tokens).last_hidden_state
-        close(text, expected, tolerance=1e-5)
-        words = ours.head.word_transform(text) @ ours.vlbert.embedding.words.weight.T + ours.head.word_bias
-        close(words, theirs(tokens).prediction_logits, tolerance=1e-4)
-
-
-def test_a_bert_of_another_shape_is_refused(bert):
-    ours = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, layers="J"), len(LETTERS)), TASK)
-    with pytest.raises(ValueError, match="layers 2.*the recipe's model"):
-        start_from_bert(ours.vlbert, ours.head, bert[0], LETTERS)
-
-
-def test_a_bert_of_another_vocabulary_or_with_capitals_is_refused(bert, tmp_path):
-    ours = TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK)
-    other = Vocabulary([*LETTERS.pieces[:5], *reversed(LETTERS.pieces[5:])])
-    with pytest.raises(ValueError, match="every word would get the weights of another"):
-        start_from_bert(ours.vlbert, ours.head, bert[0], other)
-    (tmp_path / "letters.txt").write_text(LETTERS.text())
-    BertTokenizer(str(tmp_path / "letters.txt"), do_lower_case=False).save_pretrained(tmp_path)
-    BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a cased BERT"):
-        bert_vocabulary(str(tmp_path))
 
 
 def test_new_weights_are_spread_as_the_configuration_says():
