@@ -10,10 +10,14 @@ PORT ?= 4200
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo ui serve test test-all lint format clean
+.PHONY: demo demo-full ui serve test test-all lint format clean
 
 demo: $(VENV)/installed  ## from URLs to a fine-tuned model in a drawn world: 6 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
+
+demo-full: ROOT = demo-full-root
+demo-full: $(VENV)/installed  ## the same with a detector that is trained there, and three seeds: 30 minutes at most
+	$(BIN)/python -m demo full --root "$(ROOT)" --seed $(SEED)
 
 ui: $(VENV)/installed  ## the flow UI over what `make demo` did, and a worker: its deployments can be run again
 	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)

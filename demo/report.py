@@ -16,9 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_choice, draw_regions, line
+from demo.measure import FILE as DETECTOR_FILE
+from demo.pictures import BOX_COLOURS, MOST_BOXES, Line, NotThereYet, chart, draw_boxes, draw_choice, draw_regions, line
 from demo.scenes import COLOURS, SHAPES
 from demo.world import World, read_world
 from detectors.checkpoints import checkpoints, read_state
@@ -78,20 +80,34 @@ class Run:
         return f"after {step:,} steps" if step >= self.steps else f"not finished: step {step:,} of {self.steps:,}"
 
 
-def write_report(root: Path, world: World, timings: list[tuple[str, float]], runs: dict[str, str]) -> Path:
+def write_report(
+    root: Path,
+    world: World,
+    timings: list[tuple[str, float]],
+    runs: dict[str, str],
+    others: Sequence[dict[str, str]] = (),
+) -> Path:
     """Write ROOT/report.html and, for later calls, ROOT/timings.json; returns the page.
 
     timings: (stage, seconds) in order. runs: `pretrain`, `with` and `without` (pre-training) -> name below ROOT/runs.
+    others: the same runs with other seeds, of which the page has the numbers alone.
     """
-    unknown = sorted(runs.keys() - ROLES.keys())
+    unknown = sorted({role for each in (runs, *others) for role in each} - ROLES.keys())
     if unknown:
         raise ValueError(f"runs has {', '.join(unknown)}; it takes {', '.join(ROLES)}")
     stages = [{"stage": stage, "seconds": seconds} for stage, seconds in timings]
-    _write(root / "timings.json", json.dumps({"stages": stages, "runs": runs}, indent=1) + "\n")
-    return write_page(root, world, timings, runs)
+    about = {"stages": stages, "runs": runs, "others": list(others)}
+    _write(root / "timings.json", json.dumps(about, indent=1) + "\n")
+    return write_page(root, world, timings, runs, others)
 
 
-def write_page(root: Path, world: World, timings: Sequence[tuple[str, float]], runs: dict[str, str]) -> Path:
+def write_page(
+    root: Path,
+    world: World,
+    timings: Sequence[tuple[str, float]],
+    runs: dict[str, str],
+    others: Sequence[dict[str, str]] = (),
+) -> Path:
     """Write ROOT/report.html alone."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -109,9 +125,11 @@ def write_page(root: Path, world: World, timings: Sequence[tuple[str, float]], r
         tables=tables,
         meanings=STATUSES,
         datasets_are=DATASETS_ARE,
+        detector=part(measured_detector, root),
         grounding=part(grounding, read["pretrain"]),
         scores={role: part(score, read[role]) for role in ("with", "without")},
         chance=part(chance, read),
+        seeds=part(seeds, objects, [runs, *others]) if others else None,
         paper=RefCOCO.paper,
         scenes=part(held_out_scenes, objects, world, read),
         losses=part(loss_chart, read["pretrain"]),
@@ -208,6 +226,35 @@ def chance(read: dict[str, Part]) -> float:
     raise NotThereYet("no fine-tuning run has validated yet")
 
 
+def seeds(objects: Objects, runs: Sequence[dict[str, str]]) -> list[dict]:
+    """The numbers of the same runs with several seeds, and at the end their means."""
+    rows = []
+    for each in runs:
+        read = {role: read_run(objects, each, role) for role in ROLES}
+        words = grounding(read["pretrain"])["rows"][0]
+        rows.append(
+            {
+                "run": each["pretrain"],
+                "grounding": words["right"] - words["other"],
+                "with": read["with"].last["accuracy"],
+                "without": read["without"].last["accuracy"],
+                "chance": read["with"].last["chance"],
+            }
+        )
+    mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if name != "run"}
+    return [*rows, {"run": "mean"} | mean]
+
+
+def measured_detector(root: Path) -> dict:
+    """What demo.measure found out about the detector."""
+    file = root / DETECTOR_FILE
+    if not file.is_file():
+        raise NotThereYet(f"the detector has not been measured (no {DETECTOR_FILE})")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    ranked = sorted(found["classes"], key=lambda one: -one["average_precision"])
+    return found | {"best": ranked[:3], "worst": ranked[-3:]}
+
+
 def seconds(timings: Sequence[tuple[str, float]]) -> dict:
     if not timings:
         raise NotThereYet("no stage was timed (timings.json names none)")
@@ -227,6 +274,7 @@ def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
         found += [
             (f"{dataset}/regions/{name}", f"{dataset}: the same with regions of detector {name}") for name in stages
         ]
+    found.append((DETECTOR_FILE, "how right the detector is on held-out scenes, class by class"))
     found += [
         (f"runs/{runs[role]}", f"{ROLES[role]}: checkpoints, metrics, predictions") for role in ROLES if role in runs
     ]
@@ -245,16 +293,44 @@ def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
 
 
 def held_out_scenes(objects: Objects, world: World, read: dict[str, Part]) -> dict:
-    """The first held-out scenes with their regions drawn on, and where the regions come from."""
+    """The first held-out scenes with their regions drawn on, beside the truth where a network found these."""
     catalog, stage = Catalog(objects, HELD_OUT), stage_of(objects, HELD_OUT, read["pretrain"])
-    names = class_names(catalog, stage)
+    names, by_whom = class_names(catalog, stage), origin(catalog, stage)
+    truth = {} if by_whom["backend"] == "annotated" else annotated_boxes(world)
     shown = []
     for sample in islice(samples_of(catalog, stage), SCENES):
-        labels = [names.get(label, f"class {label}") for label in sample.regions.labels_background_first().tolist()]
-        shown.append({"picture": draw_regions(sample, labels), "caption": sample.caption, "labels": labels})
+        regions = sample.regions
+        labels = [names.get(label, f"class {label}") for label in regions.labels_background_first().tolist()]
+        words = labels
+        if truth:
+            words = [f"{label} {score:.2f}" for label, score in zip(labels, regions.scores.tolist(), strict=True)]
+        boxes = truth.get(sample.url.rpartition("/")[2], [])
+        coloured = [(box, BOX_COLOURS[i % len(BOX_COLOURS)], name) for i, (box, name) in enumerate(boxes)]
+        shown.append(
+            {
+                "picture": draw_regions(sample, labels),
+                "truth": draw_boxes(sample, coloured) if truth else None,
+                "caption": sample.caption,
+                "labels": words,
+            }
+        )
     if not shown:
         raise NotThereYet(f"no scene of {HELD_OUT}/{stage} has regions")
-    return {"shown": shown, "origin": origin(catalog, stage), "most_boxes": MOST_BOXES}
+    return {"shown": shown, "origin": by_whom, "most_boxes": MOST_BOXES}
+
+
+def annotated_boxes(world: World) -> dict[str, list[tuple[np.ndarray, str]]]:
+    """Image file -> (box xyxy, category) of every object that was drawn into a captioned scene."""
+    if not world.annotations.is_file():
+        raise NotThereYet(f"there is no {world.annotations.name} in {world.root}, which says what was drawn")
+    coco = json.loads(world.annotations.read_text(encoding="utf-8"))
+    names = {category["id"]: category["name"] for category in coco["categories"]}
+    files = {image["id"]: image["file_name"] for image in coco["images"]}
+    boxes: dict[str, list[tuple[np.ndarray, str]]] = {file: [] for file in files.values()}
+    for one in coco["annotations"]:
+        x, y, width, height = one["bbox"]
+        boxes[files[one["image_id"]]].append((np.array([x, y, x + width, y + height]), names[one["category_id"]]))
+    return boxes
 
 
 def examples(objects: Objects, world: World, read: dict[str, Part]) -> dict:
@@ -331,8 +407,11 @@ def origin(catalog: Catalog, stage: str) -> dict:
     if not shards:
         raise NotThereYet(f"no shard of {catalog.dataset}/{stage} is committed")
     metas = [catalog.manifest(stage, shard).meta for shard in shards]
+    config = metas[0]["config"]
     return {
-        "backend": metas[0]["config"]["backend"],
+        "backend": config["backend"],
+        "minimum": (config.get("selection") or {}).get("minimum"),
+        "boxes": config.get("boxes"),
         "untrained": any(meta["untrained"] for meta in metas),
         "stage": f"{catalog.dataset}/{stage}",
     }
@@ -410,14 +489,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.report", description="Write ROOT/report.html anew.")
     parser.add_argument("root", type=Path, help="the folder of a demo run; ROOT/world holds the drawn world")
     root = parser.parse_args(arguments).root
-    about, file = {"stages": [], "runs": {}}, root / "timings.json"
+    about, file = {"stages": [], "runs": {}, "others": []}, root / "timings.json"
     if file.is_file():
         about = json.loads(file.read_text(encoding="utf-8"))
     else:
         print(f"there is no {file}, which names the runs and their seconds: the page will lack them", file=sys.stderr)
     try:
         world = read_world(root / "world")
-        page = write_page(root, world, [(one["stage"], one["seconds"]) for one in about["stages"]], about["runs"])
+        timings = [(one["stage"], one["seconds"]) for one in about["stages"]]
+        page = write_page(root, world, timings, about["runs"], about["others"])
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {page}")

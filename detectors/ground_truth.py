@@ -20,8 +20,6 @@ from PIL import Image
 from detectors.annotated import _check_entries, _read
 from detectors.recipes import DataConfig
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
-
 
 @dataclass(frozen=True, eq=False)
 class LabelledImage:
@@ -218,8 +216,8 @@ def _read_visual_genome(
     for image, entries in sorted(objects.items()):
         words: dict[int, list[Any]] = {}
         for place, entry in enumerate(with_attributes.get(image, [])):
-            told = _whole(entry, "object_id", f"{config.attributes}: image {image}, [{place}]")
-            words.setdefault(told, []).extend(entry.get("attributes") or [])
+            where = f"{config.attributes}: image {image}, [{place}]"
+            words.setdefault(_whole(entry, "object_id", where), []).extend(_inner_list(entry, "attributes", where))
         found = []
         for place, entry in enumerate(entries):
             where = f"{config.objects}: image {image}, [{place}]"
@@ -229,10 +227,10 @@ def _read_visual_genome(
             box = [entry.get(side) for side in ("x", "y", "w", "h")]
             if not all(isinstance(side, int | float) and abs(side) < 1e9 for side in box):
                 raise ValueError(f"{where} has x, y, w, h {box}, not four numbers; correct or remove the entry")
-            told = list(entry.get("attributes") or [])
+            told = list(_inner_list(entry, "attributes", where))
             if config.attributes:
                 # attributes.json names some objects by what they were before they were merged.
-                own = [name for name in (entry.get("object_id"), *(entry.get("merged_object_ids") or ()))]
+                own = [entry.get("object_id"), *_inner_list(entry, "merged_object_ids", where)]
                 partners = [name for name in own if isinstance(name, int) and name in words]
                 told += [word for partner in partners for word in words[partner]]
                 without += not partners
@@ -277,6 +275,14 @@ def _whole(entry: Any, name: str, where: str) -> int:
     return value
 
 
+def _inner_list(entry: dict[str, Any], name: str, where: str) -> list[Any]:
+    """Empty where it is absent or null."""
+    value = entry.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{where} has the {name} {value!r}, no list; correct or remove the entry")
+    return value or []
+
+
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
@@ -305,9 +311,13 @@ def _find_files(folders: Sequence[str], annotated: Sequence[_Annotated]) -> dict
                 if entry.file_name not in found and (name in names or ("/" in name and (folder / name).is_file())):
                     found[entry.file_name] = folder / name
     owners: dict[Path, str] = {}
-    for name, file in found.items():
-        if owners.setdefault(file, name) != name:
-            raise ValueError(f"{owners[file]} and {name} would both be {file}; keep the folders that their names have")
+    for entry in annotated:
+        file = found.get(entry.file_name)
+        if file and owners.setdefault(file, entry.id) != entry.id:
+            raise ValueError(
+                f"images {owners[file]} and {entry.id} would both be {file}; keep the folders that their names have, "
+                "or remove one"
+            )
     return found
 
 
@@ -375,8 +385,8 @@ def _split(annotated: Sequence[_Annotated], config: DataConfig, counts: Counter[
 
 
 def _listed(file: Path, annotated: Sequence[_Annotated], counts: Counter[str]) -> set[str]:
-    """The ids of the images that a list names: the first word of each line is an id or, with a suffix or folders, the
-    path of an image's file, of which the end suffices."""
+    """The ids of the images that a list names: the first word of each line is an id or, where no image has it, the path
+    of an image's file; of the longer one of two paths the end counts."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -392,10 +402,7 @@ def _listed(file: Path, annotated: Sequence[_Annotated], counts: Counter[str]) -
             found |= {word} - {None}
             continue
         path = Path(word)
-        is_path = path.suffix.lower() in IMAGE_SUFFIXES
-        named = by_name.get(path.name, []) if is_path else []
-        if len(named) > 1:
-            named = [entry for entry in named if _ends_alike(path, Path(entry.file_name))]
+        named = [entry for entry in by_name.get(path.name, []) if _ends_alike(path, Path(entry.file_name))]
         if len(named) > 1:
             raise ValueError(f"{file}:{number}: {word} is the name of {len(named)} images; give their paths or ids")
         found |= {entry.id for entry in named}

@@ -24,7 +24,8 @@ def start_from(
     """Put the file's weights into the network, and say what was taken; ValueError names what does not fit.
 
     A ResNet must fit whole. Of a detector's other layers those are taken whose tensors all have our shapes and mean the
-    same: a head for other classes than these begins anew, as an RPN of other anchors does.
+    same: a head for other classes than these begins anew, as an RPN of other anchors does, or a box head whose deltas
+    are divided by other weights.
     """
     if not file.is_file():
         raise ValueError(f"start_from={file} is no file; give a ResNet's or a detector's weights")
@@ -79,18 +80,27 @@ def _check_meaning(
     """Beginnings of the layers of a file of ours whose outputs mean something else here; ValueError where its ResNet is
     wired otherwise."""
     about = read_about(file)
-    theirs = (about.get("network") or {}).get("resnet", {})
+    their_network, config = about.get("network") or {}, network.config
+    theirs = their_network.get("resnet", {})
     for name in ("stride_in_1x1", "res5_dilated", "stem_pool"):
-        ours = getattr(network.config.resnet, name)
+        ours = getattr(config.resnet, name)
         if theirs.get(name, ours) != ours:
             raise ValueError(
                 f"{file} was trained with resnet.{name} = {theirs[name]}, and the recipe has {ours}; set "
                 f"network.resnet.{name}={str(theirs[name]).lower()}"
             )
-    foreign = []
+
+    def differ(name: str) -> bool:
+        return name in their_network and list(their_network[name]) != list(getattr(config, name))
+
     anchors, own = tensors.pop(ANCHORS, None), network.proposal_generator.cell_anchors
-    if anchors is not None and (anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3)):
-        foreign.append("proposal_generator.")
+    if anchors is None:
+        other_anchors = differ("anchor_sizes") or differ("anchor_ratios")
+    else:
+        other_anchors = anchors.shape != own.shape or not torch.allclose(anchors.float(), own, atol=1e-3)
+    foreign = ["proposal_generator."] if other_anchors else []
+    if differ("box_weights"):
+        foreign.append("roi_heads.box_predictor.bbox_pred")
     heads = {
         "classes": (classes, ("cls_score", "bbox_pred", "cls_embedding")),
         "attributes": (attribute_names, ["attr_score"]),

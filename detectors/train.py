@@ -28,7 +28,7 @@ from detectors.fields import differing_fields, flat, to_json
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
 from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
-from detectors.record import Record, last_metrics
+from detectors.record import Record, last_metrics, read_metrics
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights import COUNTER, write_weights
@@ -131,7 +131,10 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
         say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # It may have been stopped between its last checkpoint and this, or be ended early: steps=STEP.
         if world.first and not objects.exists(_result(recipe)):
-            say(write_result(run, recipe, run.step, last_metrics(objects, recipe.run_name)))
+            validations = read_metrics(objects, recipe.run_name, "validation")
+            of_this_step = validations and validations[-1]["step"] == run.step
+            metrics = last_metrics(objects, recipe.run_name) if of_this_step else {}
+            say(write_result(run, recipe, run.step, metrics))
     elif saved:
         say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:

@@ -6,14 +6,22 @@ import re
 import socket
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import demo.__main__ as demo
+from demo.measure import measure
 from demo.world import DEFAULT_PORT, WorldSettings, draw_world
+from detectors.fields import override
+from detectors.weights import load_resnet, read_config
+from flows.pipeline import Road
 from flows.settings import quiet_prefect
 from flows.training import Trained
+from vlbert.recipes import DEMO, RECIPES
+from vlbert.regions import FastRCNN
+from vlbert.train import check_complete
 
 PROJECT = Path(__file__).parents[1]
 TINY = WorldSettings(
@@ -21,18 +29,8 @@ TINY = WorldSettings(
 )
 
 
-@pytest.mark.parametrize(
-    ("grounding", "with_it", "without", "failed"),
-    [
-        (0.12, 0.5, 0.4, []),
-        (0.11, 0.5, 0.4, ["grounding is 0.110"]),
-        (0.3, 0.25, 0.2, ["not over chance"]),
-        (0.3, 0.4, 0.4, ["not over 0.400 without it"]),
-        (0.0, 0.1, 0.4, ["grounding is 0.000", "not over chance", "not over 0.400 without it"]),
-    ],
-)
-def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, without: float, failed: list[str]):
-    from flows.pipeline import Road
+def road(grounding: float, with_it: float, without: float) -> Road:
+    """What a road came to, as far as the gates look."""
 
     def trained(run: str, metrics: dict[str, float]) -> Trained:
         return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
@@ -41,12 +39,41 @@ def test_the_gates_name_what_was_not_learned(grounding: float, with_it: float, w
         trained(demo.RUNS["with"], {"accuracy": with_it, "chance": 0.25}),
         trained(demo.RUNS["without"], {"accuracy": without, "chance": 0.25}),
     ]
-    road = Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
-    messages = demo.gates(road)
+    return Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
+
+
+@pytest.mark.parametrize(
+    ("map50", "grounding", "with_it", "without", "failed"),
+    [
+        (0.7, 0.12, 0.5, 0.4, []),
+        (0.69, 0.12, 0.5, 0.4, ["mAP@0.5 is 0.690, under 0.7"]),
+        (0.7, 0.11, 0.5, 0.4, ["grounding is 0.110"]),
+        (0.7, 0.3, 0.25, 0.2, ["not over chance"]),
+        (0.7, 0.3, 0.4, 0.4, ["not over 0.400 without it"]),
+        (0.1, 0.0, 0.1, 0.4, ["mAP@0.5 is", "grounding is 0.000", "not over chance", "not over 0.400 without it"]),
+    ],
+)
+def test_the_gates_name_what_was_not_learned(
+    map50: float, grounding: float, with_it: float, without: float, failed: list[str]
+):
+    messages = demo.gates([road(grounding, with_it, without)], map50, 0.7)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
         assert part in message
+
+
+def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
+    roads = [road(grounding, 0.5, 0.4) for grounding in (0.02, 0.12, 0.22)]
+    assert demo.gates(roads, 0.8, 0.5) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        "detector: mAP@0.5 0.800 on held-out scenes",
+        *(f"seed {number} of 3: grounding {value}" for number, value in ((1, "0.020"), (2, "0.120"), (3, "0.220"))),
+        "mean: grounding 0.120",
+    ]
+    (failed,) = demo.gates([*roads, road(0.08, 0.5, 0.4)], 0.8, 0.5)
+    assert "grounding is 0.110" in failed
 
 
 def logged(said: str, kind: str = "Flow", name: str = "finetune_refcoco_demo finetune-with on a1 snapshot b2") -> bytes:
@@ -80,6 +107,8 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
         file.write(logged("the flow UI was not told: captions: x"))
         file.write(logged("finetune-with: step 4/4"))
         file.write(logged("finetune-without: the last words"))
+        file.write(logged("finetune-with-seed2: step 8/8"))
+        file.write(logged("detector: step 1/9"))
         file.write(logged("captions: half a li")[:-1])  # of a worker that was killed
     shown += capsys.readouterr().out.splitlines()
     assert shown == [
@@ -88,6 +117,8 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
         "10:11:12  pretrain is complete: é",
         "10:11:12  finetune-with: step 4/4",
         "10:11:12  finetune-without: the last words",
+        "10:11:12  finetune-with-seed2: step 8/8",
+        "10:11:12  detector: step 1/9",
     ]
 
 
@@ -111,6 +142,7 @@ def test_the_commands_that_are_printed_name_the_root_and_the_seed(tmp_path: Path
         return subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout
 
     assert '-m demo --root "my root" --seed 3' in make("demo")
+    assert '-m demo full --root "my root" --seed 3' in make("demo-full")
     assert '-m demo ui --root "my root"' in make("ui")
 
 
@@ -162,7 +194,65 @@ def test_another_port_than_the_usual_one_is_said_loudly(tmp_path: Path, capsys: 
     assert f"WARNING: port {DEFAULT_PORT} is taken, so the world is served at {world.port}" in capsys.readouterr().out
 
 
+def test_the_shipped_detector_finds_objects_in_scenes_that_it_never_saw(tmp_path: Path):
+    """Of another world than it was trained on; the whole measurement is a gate of `make demo`."""
+    settings = dataclasses.replace(TINY, seed=5, held_out_scenes=20)
+    world = draw_world(tmp_path / "world", settings, 9001)
+    found = measure(tmp_path, world, demo.SHIPPED_DETECTOR)
+    assert found["metrics"]["map50"] > 0.8
+    assert found["scenes"] == 20
+    assert demo.SHIPPED_DETECTOR.stat().st_size <= 1_000_000
+
+    file = tmp_path / "detector.json"
+    known = found | {"metrics": {"map50": 0.123}}
+    file.write_text(json.dumps(known))
+    assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == known  # not again
+    for changed in ({"weights_sha256": "0" * 64}, {"world": known["world"] | {"seed": 6}}):
+        file.write_text(json.dumps(known | changed))
+        assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == found
+        assert json.loads(file.read_text()) == found
+
+
+def test_the_models_start_from_the_network_that_finds_their_regions():
+    detector, theirs = read_config(demo.SHIPPED_DETECTOR), DEMO.regions
+    assert dataclasses.replace(theirs.resnet, norm="frozen") == detector.resnet
+    assert (theirs.short_side, theirs.long_side, theirs.roi_size) == (
+        *(detector.short_side, detector.long_side),
+        detector.pool_size,
+    )
+    features = FastRCNN(theirs)
+    load_resnet(features.backbone, features.res5, demo.SHIPPED_DETECTOR)
+    for name in ("pretrain_vlbert_demo", "finetune_refcoco_demo"):
+        recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "from_scratch=true"])
+        assert recipe.model == DEMO
+        with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
+            check_complete(recipe)
+
+
+def test_an_installation_brings_the_detector_along():
+    brought = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["demo"]
+    assert demo.SHIPPED_DETECTOR.name in brought
+
+
+def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(tmp_path: Path):
+    world = draw_world(tmp_path / "world", TINY, 9001)
+    first = demo.flow_parameters(tmp_path, world, 0, 2)
+    weights = str(demo.SHIPPED_DETECTOR)
+    for dataset in first["datasets"]:
+        detector = {name: value for name, value in dataset["detector"].items() if value not in (None, False)}
+        assert (detector["backend"], detector["weights"], detector["minimum"]) == ("faster_rcnn", weights, 3)
+    for training in (first["pretraining"], *first["finetunings"]):
+        assert f"model.regions.weights={weights}" in training["overrides"]
+    mine = tmp_path / "mine.safetensors"
+    own, other = (demo.flow_parameters(tmp_path, world, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
+    assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
+    names = [training["run"] for told in (own, other) for training in (told["pretraining"], *told["finetunings"])]
+    assert len(set(names)) == 6
+    changed = json.dumps(own).replace("-seed0", "-seed1").replace("data.seed=0", "data.seed=1")
+    assert json.loads(changed) == other
+
+
 def test_the_table_says_whose_memory_it_shows():
-    lines = demo.table([demo.Stage("detect", 12.34, 250_000_000)]).splitlines()
+    lines = demo.table([demo.Stage("detect", 12.34, 250_000_000)], demo.BUDGET).splitlines()
     assert lines[1].endswith("peak MB of one process")
     assert lines[2].split() == ["detect", "12.3", "30", "250"]

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from demo.pictures import BOX_COLOURS, GREEN, RED, draw_boxes
-from demo.report import main, write_report
+from demo.report import annotated_boxes, main, write_report
 from demo.world import World, WorldSettings, draw_world
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard, stage_of
@@ -35,6 +35,7 @@ HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
 RUNS = {"pretrain": "first-run", "with": "second-run", "without": "third-run"}
 LINE = r'<path d="([^"]+)"[^>]*?stroke: var\(--(blue|orange|aqua|violet|muted)\)'
 TIMINGS = [("download", 4.25), ("pre-training", 131.5)]
+CLASSES = [("red star", 0.995), ("blue ring", 0.5), ("red ring", 0.25), ("blue star", 0.125)]
 
 
 class Page(HTMLParser):
@@ -194,6 +195,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
         write_run(
             root, run, [*fine_tuning, measured], asked(root, world, stage_of(referred), how), 40, stage_of(referred)
         )
+    measured = {
+        "weights": "detector.safetensors",
+        "scenes": 10,
+        "metrics": {"map50": 0.8437, "map50_weighted": 0.8281, "proposal_recall": 0.9688},
+        "classes": [{"class": name, "average_precision": value} for name, value in CLASSES],
+    }
+    (root / "detector.json").write_text(json.dumps(measured))
     return root, world
 
 
@@ -234,6 +242,11 @@ def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
     got = page.between("exactly the best region", "For context")
     assert re.findall(r"\d+\.\d", got) == ["81.2", "79.7", "42.2", "39.1", "26.6"]
     assert "79.88 val" in page.text
+    assert "0.84 mAP@0.5 Of the detector on 10 held-out scenes, 4 classes." in page.text
+    table = page.between("best and worst classes", "How it learned")
+    assert "detector.safetensors 0.844 0.828 96.9" in table
+    ranked = [*CLASSES[:3], *CLASSES[1:]]
+    assert ", ".join(f"{name} {value:.2f}" for name, value in ranked) in table
     assert "not there yet" not in page.text
 
 
@@ -362,6 +375,7 @@ def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
         "no image shard of captions is committed",
         "no image shard of held-out is committed",
         "no fine-tuning run has validated yet",
+        "the detector has not been measured (no detector.json)",
         "no stage was timed",
     ):
         assert f"not there yet: {words}" in page.text
@@ -444,7 +458,8 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
 
     class Other:
         id = "0123456789ab"
-        about = {"backend": "faster_rcnn", "untrained": False} | ({"classes": classes} if classes else {})
+        about = {"backend": "faster_rcnn", "untrained": False, "selection": {"minimum": 3}, "boxes": "proposals"}
+        about |= {"classes": classes} if classes else {}
 
         def detect(self, samples: Sequence[Sample]) -> list:
             first = [regions.take(np.array([0])) for regions in known.detect(samples)]
@@ -453,8 +468,41 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
     assert detect_shard(Catalog(open_objects(str(root)), "held-out"), "00000", Other())
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
     state.write_text(json.dumps({"step": 40, "held_out": {"stage": "regions/0123456789ab"}}))
-    section = Page(write_report(root, world, TIMINGS, RUNS)).between("with their regions", "How it learned")
-    assert section.count(f"1 region: {'a dog' if classes else 'class 2'}") == 8
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    section = page.between("with their regions", "How it learned")
+    assert section.count(f"1 region: {'a dog' if classes else 'class 2'} 1.00") == 8
+    assert "found by a trained network, at least 3 a picture; they are its proposals" in section
+    assert page.tags.count("img") == len(page.pictures) == 2 * 8 + 6  # found and drawn
+    drawn = annotated_boxes(world)
+    samples = list(Catalog(open_objects(str(root)), "held-out").read("regions/0123456789ab", "00000"))
+    several = 0
+    for sample, found, truth in zip(samples, page.pictures[:16:2], page.pictures[1:16:2], strict=False):
+        boxes = [box for box, _ in drawn[sample.url.rpartition("/")[2]]]
+        for picture, shown in ((found, boxes[:1]), (truth, boxes)):
+            for box, colour in zip(shown, BOX_COLOURS, strict=False):
+                assert sum(sides_near(pixels(picture), colour, box)) / 4 > 0.5
+        several += len(boxes) > 1
+        assert (found == truth) is False
+    assert several
+
+
+def test_runs_with_other_seeds_are_listed_with_their_means(root: Path, world: World):
+    names = {"pretrain": "first-run-seed1", "with": "second-run-seed1", "without": "third-run-seed1"}
+    for role, run in RUNS.items():
+        shutil.copytree(root / "runs" / run, root / "runs" / names[role])
+    file = root / "runs" / names["with"] / "metrics.jsonl"
+    file.write_text(file.read_text().replace("0.8125", "0.6120"))
+    page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
+    table = page.between("trained again with other seeds", "For context")
+    assert re.findall(r"(first-run|first-run-seed1|mean) \+(\d+\.\d) points (\d+\.\d)", table) == [
+        ("first-run", "79.7", "81.2"),
+        ("first-run-seed1", "79.7", "61.2"),
+        ("mean", "79.7", "71.2"),
+    ]
+    assert "trained again" not in Page(write_report(root, world, TIMINGS, RUNS)).text
+    shutil.rmtree(root / "runs" / names["without"])
+    page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
+    assert "not there yet: run third-run-seed1 (fine-tuning without) has written no metrics" in page.text
 
 
 def test_two_expressions_of_one_picture_are_two_examples(tmp_path: Path):

@@ -21,7 +21,7 @@ BASE = ModelConfig()
 _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden": 1024, "heads": 16, "intermediate": 4096}
 LARGE = ModelConfig(**_SIZE_OF_LARGE)
 
-# Small enough to learn from 800 drawn scenes in three minutes on two cores. What decides: N(0, 0.02) leaves attention
+# Small enough to learn from 800 drawn scenes in two minutes on two cores. What decides: N(0, 0.02) leaves attention
 # of 96 channels inert, so weights start wider; and a picture faded in from gain 0 comes too late
 DEMO = ModelConfig(
     layers="J" * 3,
@@ -40,9 +40,7 @@ DEMO = ModelConfig(
         ),
         short_side=168,
         long_side=224,
-        roi_size=7,
-        frozen_stages=0,
-        untrained=True,  # there are no detector weights to start from, and none to keep
+        roi_size=7,  # as the detector's, whose stem and res2 stay as they are
     ),
 )
 
@@ -281,12 +279,12 @@ def finetune_refcoco_large_paper() -> Recipe:
 
 
 def pretrain_vlbert_demo() -> Recipe:
-    """The drawn world of `make demo`."""
+    """The drawn world of `make demo`; its Fast R-CNN starts as the detector's: model.regions.weights=FILE."""
     return Recipe(
         name="pretrain_vlbert_demo",
         task=PretrainingSettings(
             words=WordMasking(probability=0.25),
-            # Most of the chosen regions stay in sight: naming them teaches a network that starts from nothing to see.
+            # Most of the chosen regions stay in sight: there the encoder learns which looks belong to which class.
             regions=RegionMasking(probability=0.5, hidden=0.3),
             max_elements=None,
             text_length=24,
@@ -294,20 +292,20 @@ def pretrain_vlbert_demo() -> Recipe:
         model=DEMO,
         data=DataConfig(held_out="held-out", batch=32, text_batch=8, workers=0),
         optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warm_up=50, weight_decay=1e-2),
-        steps=1_000,
+        steps=600,
         vocabulary_size=500,
         log_every=20,
-        validate_every=200,
+        validate_every=150,
         validation_samples=300,
-        save_every=200,
+        save_every=150,
     )
 
 
 def finetune_refcoco_demo() -> Recipe:
-    """RefCOCO+-like expressions of the drawn world."""
+    """RefCOCO+-like expressions of the drawn world, on detected regions; trained with the ground truth among them."""
     return Recipe(
         name="finetune_refcoco_demo",
-        task=RefCOCOSettings(),
+        task=RefCOCOSettings(adds_ground_truth=True),
         model=DEMO,
         data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, workers=0),
         optimizer=OptimizerConfig(
