@@ -313,9 +313,9 @@ def as_json(kind: type, value: object) -> Any:
 
 @contextmanager
 def stages_shown(log: Path) -> Iterator[None]:
-    """Print what our stages log, in flows and in tasks, one line each, and none of what Prefect logs about them."""
+    """Print what our stages log from now on, in flows and in tasks, one line each, and nothing that Prefect logs."""
     over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(log, over), daemon=True)
+    thread = threading.Thread(target=_follow, args=(log, log.stat().st_size, over), daemon=True)
     thread.start()
     try:
         yield
@@ -324,8 +324,9 @@ def stages_shown(log: Path) -> Iterator[None]:
         thread.join()
 
 
-def _follow(log: Path, over: threading.Event) -> None:
+def _follow(log: Path, start: int, over: threading.Event) -> None:
     with log.open("rb") as lines:
+        lines.seek(start)
         unfinished, last = b"", False
         while not last:
             last = over.wait(0.2)  # before the look, which then finds all that was written until the end

@@ -34,9 +34,9 @@ class AnnotatedDetector:
     def __init__(self, file: Path, crowd: str = "skip"):
         if crowd not in _CROWD:
             raise ValueError(f"crowd is {crowd!r}, must be one of {_CROWD}")
-        data, digest = _read(Path(file))
+        data, digest = read_coco(Path(file))
         for kind in _KINDS:
-            _check_entries(data[kind], kind, file)
+            check_entries(data[kind], kind, file)
         categories = sorted(data["categories"], key=lambda category: category["id"])
         self._column = {category["id"]: 1 + i for i, category in enumerate(categories)}
         self._images = _index_images(data["images"], file)
@@ -87,7 +87,7 @@ class AnnotatedDetector:
         )
 
 
-def _read(file: Path) -> tuple[dict, str]:
+def read_coco(file: Path) -> tuple[dict, str]:
     """The parsed file and the sha256 of its bytes."""
     if not file.is_file():
         raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
@@ -108,7 +108,7 @@ def _read(file: Path) -> tuple[dict, str]:
     return data, hashlib.sha256(raw).hexdigest()
 
 
-def _check_entries(entries: Sequence[object], kind: str, file: Path) -> None:
+def check_entries(entries: Sequence[object], kind: str, file: Path) -> None:
     """ValueError for the first entry of a list that lacks a field we need, has one of a wrong type or another's id."""
     called, ids = _KINDS[kind], set()
     for place, entry in enumerate(entries):

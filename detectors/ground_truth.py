@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from detectors.annotated import _check_entries, _read
+from detectors.annotated import check_entries, read_coco
 from detectors.recipes import DataConfig
 
 
@@ -165,9 +165,9 @@ def _plain(name: str) -> str:
 
 def _read_coco(config: DataConfig, attributes: _Names, counts: Counter[str]) -> tuple[list[_Annotated], _Names]:
     file = Path(config.annotations)
-    data, _ = _read(file)
+    data, _ = read_coco(file)
     for kind in ("images", "annotations", "categories"):
-        _check_entries(data[kind], kind, file)
+        check_entries(data[kind], kind, file)
     categories = sorted(data["categories"], key=lambda category: category["id"])
     if config.classes:
         classes = _Names.read(Path(config.classes))

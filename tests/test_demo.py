@@ -93,7 +93,7 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
             shown.extend(capsys.readouterr().out.splitlines())
             time.sleep(0.02)
 
-    log.write_text("Worker 'ProcessWorker' started!\n")
+    log.write_bytes(b"Worker 'ProcessWorker' started!\n" + logged("captions: of the road before"))
     with log.open("ab", buffering=0) as file, demo.stages_shown(log):
         file.write(logged("captions: 4 of 9 shards collected: ok 380, timeout 5"))
         file.write(logged("Finished in state Completed()", "Task", "captions from 00000"))

@@ -19,7 +19,7 @@ from tiny import CLASSES, as_overrides, tiny_sample
 
 import detectors.train
 from detectors.average_precision import RIGHT, UNCOUNTED, WRONG, Detections, judge
-from detectors.distributed import World
+from detectors.distributed import World, share_buffers
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.recipes import DataConfig, DetectorRecipe, OptimizerConfig, detector_vg_resnet101
@@ -468,14 +468,22 @@ def test_a_narrow_image_is_passed_over_in_training_and_counted_in_validation(dra
 
 
 def norms_at_validation(recipe: DetectorRecipe, rank: int, folder: Path) -> None:
-    """Train as one of two processes; leave the norms with which this one validated."""
+    """Train as one of two processes; leave this one's norms as it trained them, and those with which it validated."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
 
-    def keep(network: FasterRCNN, *rest: Any) -> Any:
-        save_file({name: buffer.clone() for name, buffer in network.named_buffers()}, folder / f"{rank}.safetensors")
+    def keep(network: FasterRCNN, when: str) -> None:
+        buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        save_file(buffers, folder / f"{rank}-{when}.safetensors")
+
+    def share_and_keep(network: FasterRCNN, world: World) -> None:
+        keep(network, "trained")
+        share_buffers(network, world)
+
+    def validate_and_keep(network: FasterRCNN, *rest: Any) -> Any:
+        keep(network, "validated")
         return validate(network, *rest)
 
-    detectors.train.validate = keep
+    detectors.distributed.share_buffers, detectors.train.validate = share_and_keep, validate_and_keep
     train(recipe, World(rank, 2, torch.device("cpu")))
     dist.destroy_process_group()
 
@@ -491,13 +499,14 @@ def test_live_norms_are_validated_and_saved_as_the_first_process_has_them(drawn,
         child.join(120)
         child.kill()
     assert [child.exitcode for child in children] == [0, 0]
-    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
-    saved = load_file(tmp_path / "runs/tiny/step-0000002/model.safetensors")
+    trained, others, *validated = (
+        load_file(tmp_path / f"{rank}-{when}.safetensors") for when in ("trained", "validated") for rank in range(2)
+    )
     name = "backbone.res2.0.conv1.norm.running_mean"
-    assert first[name].abs().max() > 0
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-        assert name not in saved or torch.equal(first[name], saved[name]), name
+    assert not torch.equal(trained[name], others[name])
+    saved = load_file(tmp_path / "runs/tiny/step-0000002/model.safetensors")
+    for buffers in (*validated, {name: tensor for name, tensor in saved.items() if name in trained}):
+        assert all(torch.equal(buffer, trained[name]) for name, buffer in buffers.items())
 
 
 # --- the stage --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from detectors.recipes import DataConfig, DetectorRecipe, OptimizerConfig, Sampl
 from detectors.train import train
 from detectors.validate import detect, validate
 
-# Two anchors a cell; no two of a setting's numbers are alike, and none is what losses have by default.
+# Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
+# that one in another's place is seen; so many anchors and regions may be asked about that nothing is left to chance.
 NETWORK = dataclasses.replace(
     TINY,
     anchor_sizes=(32,),

@@ -366,6 +366,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
         "images absent or unreadable": 1,
         "images to train on without any object": 1,
     }
+    assert "2" not in {image.id for image in truth.train}
     first = truth.train[0]
     np.testing.assert_array_equal(first.boxes[1:], [[0, 0, 15, 7], [90, 10, 96, 22]])
     assert first.labels[1:].tolist() == [0, 0]
