@@ -54,6 +54,7 @@ SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was 
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus that with another scene's picture
+LEAST_GAIN = 0.1  # accuracy at RefCOCO+ with pre-training, minus that without, and minus chance
 # What our stages log begins with the name of a dataset or of a run; the rest of a worker's log is Prefect's.
 _STAGE_LINE = re.compile(
     r"(?P<time>\d\d:\d\d:\d\d)\.\d+ \| \w+ +\| (?:Flow|Task) run '[^']*' - "
@@ -76,7 +77,7 @@ FULL_BUDGET = {
     "server": 105,
     "train detector": 300,
     "download": 15,
-    "detect": 30,
+    "detect": 60,
     "pre-train": 570,
     "fine-tune": 150,
     "report": 15,
@@ -386,8 +387,14 @@ def gates(roads: "Sequence[Road]", map50: float, least_map: float) -> list[str]:
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
         (grounding >= LEAST_GROUNDING, f"grounding is {grounding:.3f}, under {LEAST_GROUNDING}: it does not look"),
-        (with_it > chance, f"RefCOCO+ with pre-training is {with_it:.3f}, not over chance ({chance:.3f})"),
-        (with_it > without, f"RefCOCO+ with pre-training is {with_it:.3f}, not over {without:.3f} without it"),
+        (
+            with_it - chance >= LEAST_GAIN,
+            f"RefCOCO+ with pre-training is {with_it:.3f}, not {LEAST_GAIN} over chance ({chance:.3f})",
+        ),
+        (
+            with_it - without >= LEAST_GAIN,
+            f"RefCOCO+ with pre-training is {with_it:.3f}, not {LEAST_GAIN} over {without:.3f} without it",
+        ),
     ]
     return [f"GATE FAILED: {message}" for passed, message in checks if not passed]
 
