@@ -302,10 +302,10 @@ def pretrain_vlbert_demo() -> Recipe:
 
 
 def finetune_refcoco_demo() -> Recipe:
-    """RefCOCO+-like expressions of the drawn world, on detected regions; trained with the ground truth among them."""
+    """RefCOCO+-like expressions of the drawn world, on detected regions; starts as pretrain_vlbert_demo."""
     return Recipe(
         name="finetune_refcoco_demo",
-        task=RefCOCOSettings(adds_ground_truth=True),
+        task=RefCOCOSettings(),
         model=DEMO,
         data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, workers=0),
         optimizer=OptimizerConfig(
