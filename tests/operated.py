@@ -14,7 +14,7 @@ import demo.__main__ as demo
 from demo.serve import free_port
 from demo.world import World
 from flows.serve import end_of
-from flows.settings import quiet_prefect
+from flows.settings import DetectorSettings, quiet_prefect
 from flows.supervisor import background
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
@@ -140,8 +140,8 @@ def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
     for dataset in parameters["datasets"]:
         annotations = world.refcoco_instances if dataset["images"] else world.annotations
-        detector = {"backend": "annotated", "annotations": str(annotations)}  # loads no network: seconds a dataset
-        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": detector}
+        detector = DetectorSettings("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": demo.as_json(DetectorSettings, detector)}
         dataset["download"]["deadline"] = 1.5
     parameters["finetunings"] = parameters["finetunings"][:1]
     parameters["pretraining"]["overrides"] += [*steps, "data.text_batch=2"]

@@ -36,7 +36,8 @@ def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
     parameters = tiny_road(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
     parameters["datasets"][:] = parameters["datasets"][:1]
     parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
-    parameters["pretraining"] |= {"overrides": STEPS, "held_out": None}
+    pretraining = parameters["pretraining"]
+    pretraining |= {"overrides": [*pretraining["overrides"], *STEPS], "held_out": None}
     return parameters | {"finetunings": []}
 
 
