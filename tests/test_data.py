@@ -13,11 +13,11 @@ from detectors.distributed import World
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.order import mix, shuffled, take
+from storage.reading import ShardSamples
 from vlbert.batch import Batch
 from vlbert.config import DataConfig
 from vlbert.data import (
     CAPTIONS,
-    ShardSamples,
     TrainingData,
     ValidationData,
     batches,

@@ -16,8 +16,8 @@ from detectors.record import read_metrics
 from detectors.run import detect_pending, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
+from storage.reading import ShardSamples
 from vlbert.config import RegionConfig
-from vlbert.data import ShardSamples
 from vlbert.pictures import view
 from vlbert.train import train
 

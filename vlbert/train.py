@@ -19,11 +19,12 @@ from detectors.loop import Losses, run_program, train_steps
 from detectors.record import Record, last_metrics
 from storage.objects import Objects, open_objects
 from storage.order import mix
+from storage.reading import ShardSamples
 from vlbert.batch import Batch
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.data import ShardSamples, TrainingData, batches, check_shares, open_samples
+from vlbert.data import TrainingData, batches, check_shares, open_samples
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
