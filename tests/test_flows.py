@@ -146,7 +146,7 @@ def test_only_a_network_that_failed_is_tried_again():
 # --- detect -----------------------------------------------------------------------------------------------------------
 
 
-def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_to_do(
+def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detector_is_another_one(
     world: World, root: str, tmp_path: Path
 ):
     annotated = json.loads(world.annotations.read_text())
@@ -175,6 +175,11 @@ def test_detecting_reports_each_shard_and_the_second_time_that_there_is_nothing_
     assert said[1] == f"captions: nothing to detect: 4 of 4 shards have {found.stage}"
     assert [f" MB in {found.stage}, " in line for line in said] == [True, False]
     assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
+
+    other = detect(root, dataset.name, DetectorSettings("annotated", annotations=str(world.annotations)), said.append)
+    assert (other.new_shards, other.shards) == (4, 4), "another detector looks at every shard anew"
+    assert other.stage != found.stage
+    assert of(root).counts(found.stage)["no_annotation"] == 1, "what the first one found stays"
 
 
 def test_a_detector_that_fails_says_why(world: World, root: str, tmp_path: Path):
