@@ -19,7 +19,7 @@ from detectors import distributed
 from detectors.distributed import World
 from detectors.fields import override
 from detectors.record import Record
-from storage.objects import StorageUnreachable
+from storage.objects import ObjectMissing, StorageUnreachable
 
 # Name -> (sum over this process's part of a batch, by how many to divide it): so that any number of processes adds up
 # to the same.
@@ -39,15 +39,16 @@ def train_steps(
     losses_of: Callable[[nn.Module, Any], Losses],
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None,
     save: Callable[[int], None],
-    on_log: Callable[[], None] = lambda: None,
+    on_log: Callable[[], Mapping[str, float] | None] = lambda: None,
     weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Take these steps of a run; the metrics of the last validation.
 
     recipe: of its fields, steps, log_every, validate_every, save_every and optimizer.clip count. batches: for each step
     this process's parts, whose gradients are added. prepare(step) comes before a step, losses_of(model, part) is its
-    forward pass, on_log before each line of the log, save(steps done) on the first process alone. weights: of losses by
-    name, where not 1. FloatingPointError where a gradient is not finite: nothing is changed by it.
+    forward pass, on_log before each line of the log, which tells the counts that it returns, save(steps done) on the
+    first process alone. weights: of losses by name, where not 1. FloatingPointError where a gradient is not finite:
+    nothing is changed by it.
     """
     parallel = DistributedDataParallel(model) if world.size > 1 else model
     since_log, metrics = Counter(), {}
@@ -73,9 +74,9 @@ def train_steps(
         if saves or done % recipe.log_every == 0:
             averages = average_losses(since_log, world)
             since_log.clear()
-            on_log()
+            counts = on_log() or {}
             if record:
-                record.training(done, averages, optimizer.param_groups[0]["lr"])
+                record.training(done, averages, optimizer.param_groups[0]["lr"], counts)
         if validates and validate:
             metrics, rows = validate()
             if record:
@@ -135,6 +136,6 @@ def run_program(
     world = distributed.start()
     try:
         train(recipe, world)
-    except (ValueError, FloatingPointError, StorageUnreachable) as error:
+    except (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable) as error:
         sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work

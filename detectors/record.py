@@ -1,8 +1,9 @@
-"""What a run says while it trains: progress lines, metrics.jsonl and TensorBoard."""
+"""What a run says while it trains: progress lines, metrics.jsonl, unreadable.jsonl and TensorBoard."""
 
 import json
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from storage.objects import Objects
 
 
 class Record:
-    """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step) and tensorboard/.
+    """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
+    a sample that could not be read, by the step that first met it) and tensorboard/.
 
-    `step` of `steps` are done already. On a bucket both are kept in a temporary folder, and put there with every
+    `step` of `steps` are done already. On a bucket all are kept in a temporary folder, and put there with every
     `publish`.
     """
 
@@ -24,28 +26,35 @@ class Record:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._keep_until(step)
+        self._keep_until(step, "metrics.jsonl")
+        self._known = {line["reason"] for line in self._keep_until(step, "unreadable.jsonl")}
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115  closed in close()
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0)
         self._since, self._since_step = time.monotonic(), step
 
-    def _keep_until(self, step: int) -> None:
-        """What a stopped run wrote after its last checkpoint will be done again, so it goes."""
-        path = f"runs/{self.run}/metrics.jsonl"
-        if self.objects.exists(path):
-            lines = self.objects.get(path).decode().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            (self.folder / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
+    def _keep_until(self, step: int, name: str) -> list[dict[str, Any]]:
+        """The lines of a file. What a stopped run wrote after its last checkpoint will be done again, so it goes."""
+        path = f"runs/{self.run}/{name}"
+        if not self.objects.exists(path):
+            return []
+        lines = self.objects.get(path).decode().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        (self.folder / name).write_text("".join(kept), encoding="utf-8")
+        return [json.loads(line) for line in kept]
 
-    def training(self, step: int, losses: dict[str, float], learning_rate: float) -> None:
-        """Losses averaged since the last call, after `step` steps; prints the progress line."""
+    def training(
+        self, step: int, losses: dict[str, float], learning_rate: float, counts: Mapping[str, float] | None = None
+    ) -> None:
+        """Losses averaged, and counts, since the last call, after `step` steps; prints the progress line."""
+        counts = counts or {}
         now = time.monotonic()
         rate = (step - self._since_step) / max(1e-9, now - self._since)  # steps/s
         left = (self.steps - step) / rate
         self._since, self._since_step = now, step
         numbers = {f"loss_{name}": value for name, value in losses.items()}
         numbers |= {"learning_rate": learning_rate, "samples_per_second": rate * self.samples_per_step}
-        said = "  ".join(f"{name} {value:.3f}" for name, value in losses.items())
+        numbers |= counts
+        said = "  ".join([f"{k} {v:.3f}" for k, v in losses.items()] + [f"{k} {v}" for k, v in counts.items()])
         print(
             f"step {step}/{self.steps}  {said}  {rate * self.samples_per_step:.1f} samples/s  {_clock(left)} left",
             flush=True,
@@ -64,9 +73,29 @@ class Record:
         data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
         self.objects.put(f"runs/{self.run}/predictions.jsonl", data)
 
-    def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        self._metrics.write(json.dumps({"kind": kind, "step": step} | numbers) + "\n")
+    def unreadable(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Samples that could not be read, each with at least `step` and `reason`; says which are new."""
+        new = {}
+        for line in lines:
+            if line["reason"] not in self._known:
+                new.setdefault(line["reason"], line)
+        if new:
+            self._known |= new.keys()
+            with open(self.folder / "unreadable.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in new.values())
+            more = f"; and {len(new) - 3} more, see unreadable.jsonl" if len(new) > 3 else ""
+            print(
+                f"{len(new)} samples cannot be read, and count for nothing: {'; '.join(list(new)[:3])}{more}",
+                flush=True,
+            )
+
+    def event(self, kind: str, step: int, about: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl that is no measurement."""
+        self._metrics.write(json.dumps({"kind": kind, "step": step} | dict(about)) + "\n")
         self._metrics.flush()
+
+    def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        self.event(kind, step, numbers)
         for name, value in numbers.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
 

@@ -77,7 +77,7 @@ def train(
         run=run,
         recipe=recipe,
         detector=data["stage"].removeprefix("regions/"),
-        snapshot=data["snapshot"],
+        snapshot=data["snapshots"][-1]["snapshot"],
         checkpoint=objects.where(saved[-1]),
         metrics=metrics,
         seconds=time.monotonic() - started,

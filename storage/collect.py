@@ -26,10 +26,12 @@ from storage.catalog import Catalog
 from storage.download import (
     CaptionRow,
     Download,
+    Downloader,
     DownloadSettings,
     ImageSettings,
+    Spool,
+    all_of,
     commit_images,
-    download_async,
     import_images,
     parse_captions,
 )
@@ -37,8 +39,8 @@ from storage.objects import ObjectMissing, open_objects
 from storage.sample import sample_key
 
 IMAGES = "images"
-SHARDS_AT_ONCE = 3  # of one group: while a slow server keeps one shard waiting, the others go on
-UNREACHABLE = {"dns", "connect", "timeout"}  # what rows end in, too, while this machine has no network
+SHARDS_AT_ONCE = 5  # of one group: while slow servers and the second pass keep one shard waiting, the others go on
+UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # what rows end in, too, while this machine has no network
 _UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no server was asked
 _FEW_HOSTS = 5  # so many may all be gone; from here on it is rather our own network that is
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
@@ -311,34 +313,32 @@ async def _download(parts: Sequence[Part], catalog: Catalog, settings: CollectSe
     loop = asyncio.get_running_loop()
     # Reading and writing in a thread: it must not stop the clocks of the other shards.
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:
+        async with Downloader(settings.download) as downloader:
 
-        async def one(part: Part) -> None:
-            async with free:
-                rows = await loop.run_in_executor(files, _rows_of, part, settings)
-                first = dict(part.duplicates)
-                repeated = {"duplicate": len(first)} if first else {}
-                asked = await download_async(
-                    [row for row in rows if row.row not in first],
-                    settings.download,
-                    lambda done, of, counts: progress.tell(part, counts | repeated),
-                )
-                if not settings.commit_unreachable:
-                    check_network(part, asked, settings)
-                answers = iter(asked)
-                downloads = [
-                    Download(row, "duplicate", f"of row {first[row.row]}", None) if row.row in first else next(answers)
-                    for row in rows
-                ]
-                await loop.run_in_executor(files, _commit, catalog, part, downloads, settings)
-                progress.tell(part, Counter(item.status for item in downloads))
+            async def one(part: Part) -> None:
+                async with free:
+                    rows = await loop.run_in_executor(files, _rows_of, part, settings)
+                    first = dict(part.duplicates)
+                    repeated = {"duplicate": len(first)} if first else {}
+                    with Spool() as spool:
+                        asked = await downloader.download(
+                            [row for row in rows if row.row not in first],
+                            lambda done, of, counts: progress.tell(part, counts | repeated),
+                            spool,
+                        )
+                        if not settings.commit_unreachable:
+                            check_network(part, asked, settings)
+                        answers = iter(asked)
+                        downloads = [
+                            Download(row, "duplicate", f"of row {first[row.row]}", None)
+                            if row.row in first
+                            else next(answers)
+                            for row in rows
+                        ]
+                        await loop.run_in_executor(files, _commit, catalog, part, downloads, settings)
+                    progress.tell(part, Counter(item.status for item in downloads))
 
-        tasks = [asyncio.ensure_future(one(part)) for part in parts]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for pending in tasks:
-                pending.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await all_of(one(part) for part in parts)
 
 
 def _rows_of(part: Part, settings: CollectSettings) -> list[CaptionRow]:

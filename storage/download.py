@@ -1,7 +1,8 @@
 """Rows of (caption, url) -> Samples, each with a status.
 
 `download` fetches every distinct URL once, under one deadline each, from public addresses only, and gives one Download
-per row, in row order. What can go wrong with a row is a status in STATUSES; an error that is none of them is a fault
+per row, in row order; what fails for now is asked once more when all others are done. A `Downloader` does so for
+several shards at once. What can go wrong with a row is a status in STATUSES; an error that is none of them is a fault
 of this program and is raised. docs/download.md has the settings, the statuses and the address rules for readers.
 """
 
@@ -9,22 +10,25 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
 
-from storage.catalog import Catalog, Row
+from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
+from storage.hosts import Transient
 from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise
 from storage.sample import Sample, sample_key
+from storage.spool import Spool, SpooledPicture
 
 __all__ = [
-    "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "ImageSettings",
-    "commit_images", "download", "download_async", "import_images", "parse_captions", "read_captions",
+    "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "Downloader", "ImageSettings", "Spool",
+    "all_of", "commit_images", "download", "download_async", "import_images", "parse_captions", "read_captions",
 ]  # fmt: skip
 
 STATUSES: dict[str, str] = {
@@ -35,7 +39,9 @@ STATUSES: dict[str, str] = {
     "dns": "the host name does not resolve",
     "connect": "no connection, or the connection was lost before an answer came",
     "tls": "the TLS handshake failed, or the certificate does not hold for this host",
-    "timeout": "the deadline passed, or the server was silent for too long",
+    "timeout": "the deadline passed, or the server was silent or too slow for too long",
+    "host_timeout": "not asked, because earlier URLs of its host timed out and none was answered since",
+    "refused_by_robots": "the server's `X-Robots-Tag` forbids training with it: `noai` or `noimageai`",
     "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
     "too_many_redirects": "more redirects than `max_redirects`",
     "too_big": "more bytes than `max_bytes`, announced or sent",
@@ -89,16 +95,32 @@ def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[C
 
 @dataclass(frozen=True)
 class Download:
-    """What became of one row: a status of STATUSES, a sentence about it, and the Sample where the status is ok."""
+    """What became of one row: a status of STATUSES, a sentence about it, and the picture where the status is ok."""
 
     row: CaptionRow
     status: str
     detail: str
-    sample: Sample | None
+    picture: Picture | SpooledPicture | None
+
+    @property
+    def sample(self) -> Sample | None:
+        """The row and its picture, whose bytes are read now where they lie in a Spool; None where there is none."""
+        if self.picture is None:
+            return None
+        return Sample(
+            key=sample_key(self.row.url, self.row.caption),
+            image=self.picture.image,
+            caption=self.row.caption,
+            url=self.row.url,
+            width=self.picture.width,
+            height=self.picture.height,
+            sha256=self.picture.sha256,
+            flags=self.picture.flags,
+        )
 
 
 Progress = Callable[[int, int, dict[str, int]], None]
-Outcome = Picture | Refused
+Outcome = Picture | SpooledPicture | Refused
 
 
 def download(
@@ -121,38 +143,82 @@ async def download_async(
     rows: Sequence[CaptionRow], settings: DownloadSettings, on_progress: Progress | None = None
 ) -> list[Download]:
     """`download` for a caller that has an event loop."""
-    gather = _Gather(rows, on_progress)
-    urls = iter(gather.places)
-
-    async def work() -> None:
-        for url in urls:  # shared: each URL goes to one worker
-            try:
-                outcome = await _fetch_and_normalise(url, fetcher, threads, settings)
-            except Exception as error:
-                error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
-                raise
-            gather.settle(url, outcome)
-
-    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as threads:
-        async with Fetcher(settings) as fetcher:
-            workers = [asyncio.create_task(work()) for _ in range(min(settings.concurrency, len(gather.places)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-    return gather.downloads()
+    async with Downloader(settings) as downloader:
+        return await downloader.download(rows, on_progress)
 
 
-async def _fetch_and_normalise(
-    url: str, fetcher: Fetcher, threads: ThreadPoolExecutor, settings: DownloadSettings
-) -> Outcome:
+class Downloader:
+    """`download` for several shards at once, with one set of connections and limits; an async context manager."""
+
+    def __init__(self, settings: DownloadSettings):
+        self.settings = settings
+
+    async def __aenter__(self) -> "Downloader":
+        self._threads = ThreadPoolExecutor(self.settings.decode_threads, thread_name_prefix="decode")
+        self._fetcher = await Fetcher(self.settings).__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._fetcher.__aexit__()
+        self._threads.shutdown(cancel_futures=True)
+
+    async def download(
+        self, rows: Sequence[CaptionRow], on_progress: Progress | None = None, spool: Spool | None = None
+    ) -> list[Download]:
+        """As the function `download`; with a spool, the pictures lie there and not in memory."""
+        gather = _Gather(rows, on_progress)
+        later: dict[str, tuple[Transient, float]] = {}  # and when, by time.monotonic, it may be asked again
+
+        async def first(url: str) -> None:
+            outcome = await self._outcome(url, spool)
+            pause = self._fetcher.pause_before_second_pass(url, outcome) if isinstance(outcome, Transient) else None
+            if pause is None:
+                gather.settle(url, outcome)
+            else:
+                later[url] = outcome, time.monotonic() + pause
+
+        async def again(url: str) -> None:
+            before, at = later[url]
+            await asyncio.sleep(at - time.monotonic())
+            outcome = await self._outcome(url, spool, before)
+            never_asked = isinstance(outcome, Refused) and outcome.status == "host_timeout"
+            gather.settle(url, before if never_asked else outcome)
+
+        await all_of(first(url) for url in gather.places)
+        for url in later:
+            self._fetcher.hosts.offer_again(self._fetcher.host(url))
+        await all_of(again(url) for url in later)
+        return gather.downloads()
+
+    async def _outcome(self, url: str, spool: Spool | None, before: Transient | None = None) -> Outcome:
+        try:
+            # Until the picture is stored: where decoding is slower than the network, bodies must not pile up.
+            async with self._fetcher.hosts.turn(self._fetcher.host(url)):
+                with self._fetcher.budget.lease() as lease:
+                    data = await self._fetcher.fetch(url, lease, before)
+                    work = asyncio.get_running_loop().run_in_executor(self._threads, self._picture, data, spool)
+                    del data  # the thread drops it as early as it can
+                    return await work
+        except Refused as refused:
+            return refused
+        except Exception as error:
+            error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
+            raise
+
+    def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledPicture:
+        picture = normalise(data, self.settings)
+        return picture if spool is None else spool.keep(picture)
+
+
+async def all_of(works: Iterable[Awaitable[None]]) -> None:
+    """Await all of them at once; where one fails, none is left running."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        data = await fetcher.fetch(url)
-        return await asyncio.get_running_loop().run_in_executor(threads, normalise, data, settings)
-    except Refused as refused:
-        return refused
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Gather:
@@ -184,20 +250,11 @@ class _Gather:
         if isinstance(outcome, Refused):
             assert outcome.status in STATUSES.keys() - {"ok"}, outcome.status
             # A server's own words may be any bytes, which aiohttp keeps as surrogates: no text file would take those.
-            detail = outcome.detail[:500].encode(errors="backslashreplace").decode()
+            tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
+            detail = (outcome.detail[:500] + tries).encode(errors="backslashreplace").decode()
             self.results[place] = Download(row, outcome.status, detail, None)
         else:
-            sample = Sample(
-                key=sample_key(row.url, row.caption),
-                image=outcome.image,
-                caption=row.caption,
-                url=row.url,
-                width=outcome.width,
-                height=outcome.height,
-                sha256=outcome.sha256,
-                flags=outcome.flags,
-            )
-            self.results[place] = Download(row, "ok", "", sample)
+            self.results[place] = Download(row, OK, "", outcome)
         self.counts[self.results[place].status] += 1
 
     def downloads(self) -> list[Download]:
@@ -248,4 +305,4 @@ def commit_images(
         Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)
         for item in downloads
     ]
-    return catalog.commit("images", shard, [item.sample for item in downloads if item.sample], table, meta)
+    return catalog.commit("images", shard, (item.sample for item in downloads if item.picture), table, meta)

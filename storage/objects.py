@@ -4,15 +4,20 @@ A put is atomic: readers see the whole object or none. `put(..., if_absent=True)
 on: of any number of writers, on any number of machines, exactly one is told True.
 """
 
+import functools
 import os
 import random
+import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+# What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
+_TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
 
 
@@ -38,6 +43,16 @@ class ObjectInfo:
     path: str
     size: int
     modified: float
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a put left that was broken off: no object, and shown by no list; `name` in full, size in bytes."""
+
+    name: str
+    size: int
+    modified: float
+    remove: Callable[[], None]
 
 
 class Objects(Protocol):
@@ -69,16 +84,22 @@ class Objects(Protocol):
     def where(self, path: str = "") -> str:
         """The full name, for messages and reports."""
 
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that dates the objects; needs write access to a folder."""
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """What killed writers left, and what those at work are writing; only its age tells which."""
+
 
 def open_objects(root: str, *, write: bool = True) -> Objects:
     """The objects under a folder (made if it is not there) or `s3://bucket/prefix`, found writable or reachable.
 
-    write=False is for readers: nothing is made or tried out. StorageUnreachable names the folder, or the bucket and its
-    endpoint, and what to do. Whether a bucket can be written to shows only at the first put.
+    write=False is for readers: nothing is made or tried out. Else both kinds of root are tried out with a conditional
+    write, on which commits rest. StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
     """
     if root.startswith("s3://"):
         objects = S3Objects(root)
-        objects.check()
+        objects.check(write)
         return objects
     if "://" in root:
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
@@ -225,6 +246,27 @@ class LocalObjects:
     def where(self, path: str = "") -> str:
         return str(self._file(path) if path else self._folder)
 
+    def now(self) -> float:
+        probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            probe.write_bytes(b"")
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def leftovers(self) -> Iterator[Leftover]:
+        for folder, folders, names in os.walk(self._folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                file = Path(folder, name)
+                if _TEMPORARY.fullmatch(name):
+                    try:
+                        status = file.stat()
+                    except FileNotFoundError:
+                        continue  # its writer has finished since the walk
+                    remove = functools.partial(file.unlink, missing_ok=True)
+                    yield Leftover(str(file), status.st_size, status.st_mtime, remove)
+
     def _file(self, path: str) -> Path:
         return self._folder / _checked(path)
 
@@ -266,13 +308,16 @@ class S3Objects:
         prefix = prefix.strip("/")
         self._prefix = f"{_checked(prefix)}/" if prefix else ""
         self._clients = {}  # process id -> client: a connection must not be shared with a fork
-        self._conditions_hold = False  # whether this endpoint was seen to honour If-None-Match
 
     def __reduce__(self) -> tuple:
         return S3Objects, (self.root,)  # a client cannot be pickled; its settings are the environment's
 
-    def check(self) -> None:
-        """Ask for the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do."""
+    def check(self, write: bool) -> None:
+        """Ask for the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do.
+
+        With `write`, see that a conditional write is refused where there is something. What it needs for that stays
+        (`.probe`, which no list shows): from then on it is one request.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
@@ -289,6 +334,29 @@ class S3Objects:
                 f"cannot reach bucket {self.bucket!r} at {endpoint} (root {self.root}): {error}. To go on: {advice}",
                 status,
             ) from error
+        if write:
+            self._check_conditions(endpoint)
+
+    def _check_conditions(self, endpoint: str) -> None:
+        probe = f"{self._prefix}.probe"
+        for _ in range(2):  # the first may find nothing there
+            try:
+                self._call("put_object", ".probe", Key=probe, Body=b"", IfNoneMatch="*")
+            except StorageUnreachable as error:
+                if error.http_status in (409, 412):
+                    return
+                if error.http_status in (400, 501):
+                    break
+                if error.http_status == 403:
+                    raise StorageUnreachable(
+                        f"cannot write to {self.where()} at {endpoint}: {error}. Give these credentials s3:PutObject",
+                        error.http_status,
+                    ) from error
+                raise
+        raise StorageUnreachable(
+            f"{endpoint} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused to, so two "
+            "writers could overwrite each other's commits. Use an endpoint with conditional writes"
+        )
 
     def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
         key = self._key(path)
@@ -307,35 +375,31 @@ class S3Objects:
         return True
 
     def _put_if_absent(self, path: str, data: bytes | Path) -> bool:
-        # Asked first for endpoints that ignore If-None-Match: they then lose a race at most, and never in silence.
-        if self.exists(path) or not self._put_once(path, data):
-            return False
-        if not self._conditions_hold:
-            if self._put_once(path, data):
-                raise StorageUnreachable(
-                    f"{self._client().meta.endpoint_url} ignores If-None-Match: it wrote {self.where(path)} twice, so "
-                    "two writers could overwrite each other's commits. Use an endpoint with conditional writes"
-                )
-            self._conditions_hold = True
-        return True
-
-    def _put_once(self, path: str, data: bytes | Path) -> bool:
         """One PUT with `If-None-Match: *`, repeated where S3 could not decide between two that came together."""
+        # Botocore repeats a request whose answer was lost, and then finds its own object there: the mark tells.
+        mark = secrets.token_hex(16)
+        arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
                 if isinstance(data, Path):
                     with data.open("rb") as file:
-                        self._call("put_object", path, Key=self._key(path), Body=file, IfNoneMatch="*")
+                        self._call("put_object", path, Body=file, **arguments)
                 else:
-                    self._call("put_object", path, Key=self._key(path), Body=data, IfNoneMatch="*")
+                    self._call("put_object", path, Body=data, **arguments)
                 return True
             except StorageUnreachable as error:
                 if error.http_status == 412:
-                    return False
+                    return self._mark_of(path) == mark
                 if error.http_status != 409 or attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(0.1 * 2**attempt * (0.5 + random.random()))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _mark_of(self, path: str) -> str | None:
+        try:
+            return self._call("head_object", path, Key=self._key(path)).get("Metadata", {}).get("writer")
+        except ObjectMissing:
+            return None  # deleted since by whoever wants it made again
 
     def get(self, path: str) -> bytes:
         return self._read(path)
@@ -379,6 +443,28 @@ class S3Objects:
     def where(self, path: str = "") -> str:
         return f"s3://{self.bucket}/{self._prefix}{path}"
 
+    def now(self) -> float:
+        answer = self._call("head_bucket", "")
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """Uploads in parts that were never completed: no list shows them, and they are paid for."""
+        more = {"Prefix": self._prefix}
+        while more:
+            page = self._call("list_multipart_uploads", "", **more)
+            for upload in page.get("Uploads", []):
+                key, number = upload["Key"], upload["UploadId"]
+                try:
+                    parts = self._call("list_parts", "", Key=key, UploadId=number).get("Parts", [])
+                except ObjectMissing:
+                    continue  # completed since
+                size = sum(part["Size"] for part in parts)
+                remove = functools.partial(self._call, "abort_multipart_upload", "", Key=key, UploadId=number)
+                name = f"s3://{self.bucket}/{key} (upload {number})"
+                yield Leftover(name, size, upload["Initiated"].timestamp(), remove)
+            markers = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
+            more = {"Prefix": self._prefix, **markers} if page.get("IsTruncated") else None
+
     def _key(self, path: str) -> str:
         return self._prefix + _checked(path)
 
@@ -402,7 +488,7 @@ class S3Objects:
         try:
             return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
         except ClientError as error:
-            if error.response["Error"]["Code"] in ("NoSuchKey", "404", "NotFound"):
+            if error.response["Error"]["Code"] in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             raise StorageUnreachable(f"{operation} of {self.where(path)}: {error}", status) from error

@@ -5,10 +5,18 @@ import numpy as np
 
 def mix(*numbers: int) -> int:
     """A 64-bit hash of integers (splitmix64, chained): ours, so that no library's random stream decides an order."""
-    state = np.zeros(1, np.uint64)
+    state = 0
     for number in numbers:
-        state = _splitmix(state ^ _splitmix(np.array([number % 2**64], np.uint64)))
-    return int(state[0])
+        state = _mixed(state ^ _mixed(number % 2**64))
+    return state
+
+
+def _mixed(x: int) -> int:
+    """_splitmix of a single number, ten times faster than an array of one."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
@@ -19,12 +27,33 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def shuffled(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
+def shuffled(
+    places: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
+) -> np.ndarray:
     """Which of n questions stand at `places` of epoch `epoch`: int64, a permutation of 0..n-1 over all n places.
 
     Computed place by place (a Feistel network, walked until it falls below n), so that an epoch of any length needs
     neither memory nor time before its first batch.
+
+    chunk      so many neighbours stand together, and whole chunks are shuffled; each epoch cuts elsewhere
+    begins     samples that all epochs before took: chunks begin where the number of all samples taken so far is a
+               multiple of `chunk`, so that batches of such a size cut none; what is left over stands at both ends
     """
+    if chunk == 1:
+        return _permuted(places, seed, stream, epoch, n)
+    places = places.astype(np.int64)
+    head = min(n, -begins % chunk)
+    chunks = (n - head) // chunk
+    number, within = np.divmod(places - head, chunk)
+    whole = (number >= 0) & (number < chunks)
+    # Places in a line of all questions, whole chunks first; those before and behind the chunks take what follows.
+    line = np.where(places < head, places + chunks * chunk, places)
+    line[whole] = _permuted(number[whole], seed, stream, epoch, chunks) * chunk + within[whole]
+    return (line + mix(seed, stream, epoch, chunk) % n) % n
+
+
+def _permuted(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
+    """A number below n for each place below n, no two the same."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
     low = np.uint64(2**half - 1)
     keys = [np.uint64(mix(seed, stream, epoch, number)) for number in range(4)]
@@ -39,10 +68,16 @@ def shuffled(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> 
     return result.astype(np.int64)
 
 
-def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between."""
+def take(
+    consumed: int, count: int, seed: int, stream: int, n: int, chunk: int = 1, uncut: int = 0
+) -> list[tuple[int, int]]:
+    """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between.
+
+    Chunks of `chunk` neighbours begin at multiples of it, counted from sample `uncut`.
+    """
     epochs, places = np.divmod(np.arange(consumed, consumed + count), n)
     numbers = np.empty(count, np.int64)
-    for epoch in np.unique(epochs):
-        numbers[epochs == epoch] = shuffled(places[epochs == epoch], seed, stream, int(epoch), n)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        numbers[here] = shuffled(places[here], seed, stream, epoch, n, chunk, begins=epoch * n - uncut)
     return list(zip(epochs.tolist(), numbers.tolist(), strict=True))

@@ -1,20 +1,40 @@
-"""The samples of a snapshot by number, read singly through the byte-offset index: what training reads through."""
+"""The samples of a snapshot by number, read singly through the byte-offset index: what training reads through.
+
+From a folder, or from the tars that a cache holds, with one pread each. From a bucket with range requests, neighbours
+joined and several under way at a time, so that training needs no disk.
+"""
 
 import functools
+import io
+import os
+import resource
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from storage.catalog import ShardIndex
+from storage.cache import ShardCache
 from storage.objects import Objects
 from storage.sample import Sample
 from storage.shards import read_span
+from storage.snapshots import ShardIndex
+
+_REQUESTS = 8  # under way at a time
+_JOINED = 8 << 20  # bytes of one request at most, where neighbours are read together
+_GAP = 64 << 10  # bytes between two samples that are rather read than asked for in a second request
 
 
 class ShardSamples:
     """The samples of committed shards, read singly through the byte-offset index (pread, or a range request on S3)."""
 
-    def __init__(self, objects: Objects, index: ShardIndex):
-        self.objects, self.index = objects, index
+    def __init__(self, objects: Objects, index: ShardIndex, cache: ShardCache | None = None):
+        self.objects, self.index, self.cache = objects, index, cache
+        self._where = [objects.where(tar) for tar in index.tars]
+        # Kept open, and shared with forked workers: pread moves no position.
+        self._files: dict[int, io.FileIO] = {}
+        self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._opening = threading.Lock()
         self._check_sizes()
 
     @functools.cached_property
@@ -26,10 +46,113 @@ class ShardSamples:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
+        """ValueError names the tar and the byte where a sample cannot be read."""
+        tar, offset, length = self._place(number)
+        name = f"{self._where[tar]} at byte {offset}"
+        data = self.read(tar, offset, length)
+        try:
+            return read_span(data, name)
+        except ValueError:
+            if self.cache is None:
+                raise
+            committed = self.objects.get_range(self.index.tars[tar], offset, length)
+            if committed == data:
+                raise
+            self._forget(tar)  # the copy is damaged
+            return read_span(committed, name)
+
+    def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
+        """A sample per number, in their order, or the ValueError that names why it cannot be read.
+
+        Neighbours in a tar are read together; from a bucket several requests are under way at a time. Where the bucket
+        does not answer, that is no sample's fault, and StorageUnreachable comes out.
+        """
+        groups = self._neighbours(numbers)
+        if len(groups) <= 1 or self.objects.local_path(self.index.tars[0]) is not None:
+            answers = [self._together([numbers[place] for place in places]) for places in groups]
+        else:
+            with ThreadPoolExecutor(min(_REQUESTS, len(groups))) as pool:
+                answers = list(pool.map(lambda places: self._together([numbers[place] for place in places]), groups))
+        found = dict(
+            pair for places, samples in zip(groups, answers, strict=True) for pair in zip(places, samples, strict=True)
+        )
+        return [found[place] for place in range(len(numbers))]
+
+    def read(self, tar: int, offset: int, length: int) -> bytes:
+        """Exactly these bytes of tar number `tar`: from its file if it has one here, else from the bucket."""
+        file = self._files.get(tar) or self._open(tar)
+        if file is not None:
+            data = os.pread(file.fileno(), length, offset)
+            if len(data) == length:
+                return data
+            self._forget(tar)
+        return self.objects.get_range(self.index.tars[tar], offset, length)
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """Which tar, and where in it: offset and length in bytes."""
         index = self.index
-        tar, offset, length = index.tars[index.shard[number]], int(index.offset[number]), int(index.length[number])
-        data = self.objects.get_range(tar, offset, length)
-        return read_span(data, name=f"{self.objects.where(tar)} at byte {offset}")
+        return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
+
+    def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Places in `numbers`, those together that one request reads."""
+        spans = sorted((*self._place(number), place) for place, number in enumerate(numbers))
+        groups, first, end = [], None, None
+        for tar, offset, length, place in spans:
+            near = first is not None and tar == first[0] and offset - end <= _GAP
+            if near and max(end, offset + length) - first[1] <= _JOINED:
+                groups[-1].append(place)
+                end = max(end, offset + length)
+            else:
+                groups.append([place])
+                first, end = (tar, offset), offset + length
+        return groups
+
+    def _together(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
+        """The samples of these numbers, sorted by their offsets in one tar, from one read."""
+        if len(numbers) == 1:
+            return [self._alone(numbers[0])]
+        places = [self._place(number) for number in numbers]
+        tar, start = places[0][:2]
+        try:
+            block = self.read(tar, start, max(offset + length for _, offset, length in places) - start)
+        except ValueError:
+            return [self._alone(number) for number in numbers]
+        found = []
+        for number, (_, offset, length) in zip(numbers, places, strict=True):
+            try:
+                data = block[offset - start : offset - start + length]
+                found.append(read_span(data, f"{self._where[tar]} at byte {offset}"))
+            except ValueError:
+                found.append(self._alone(number))
+        return found
+
+    def _alone(self, number: int) -> Sample | ValueError:
+        try:
+            return self.sample(number)
+        except ValueError as error:
+            return error
+
+    def _open(self, tar: int) -> io.FileIO | None:
+        """The tar as a file of this machine, None where it is none yet."""
+        file = None if self.cache is None else self.cache.open(tar)
+        path = self.objects.local_path(self.index.tars[tar]) if file is None else None
+        if path is not None:
+            try:
+                file = open(path, "rb", buffering=0)  # noqa: SIM115  closed when it is forgotten
+            except OSError:
+                return None  # the objects say what is wrong with it
+        if file is not None:
+            with self._opening:
+                if len(self._files) >= self._most_files:
+                    self._files.pop(next(iter(self._files)))  # closed once nobody reads from it
+                self._files[tar] = file
+        return file
+
+    def _forget(self, tar: int) -> None:
+        """Read a tar no longer from its file, which is too short or holds what is no sample."""
+        self._files.pop(tar, None)
+        if self.cache is not None:
+            self.cache.remove(tar)
 
     def _check_sizes(self) -> None:
         """One listing tells now, not at hour 9, that a tar is gone or torn."""

@@ -59,9 +59,10 @@ class Regions:
                 if name in _REQUIRED:
                     raise ValueError(f"Regions.{name} is missing")
                 continue
-            wanted = tuple(n if s is None else s for s in shape)
-            fits = array.ndim == len(wanted) and all(w in (-1, s) for w, s in zip(wanted, array.shape, strict=True))
-            if array.dtype != np.dtype(dtype) or not fits:
+            # Written out, for every sample that a training reads passes here.
+            fits = array.ndim == len(shape) and len(array) == n and shape[-1] in (None, -1, array.shape[-1])
+            if array.dtype != dtype or not fits:
+                wanted = tuple(n if s is None else s for s in shape)
                 raise ValueError(f"Regions.{name} is {array.dtype} {array.shape}, not {dtype} {wanted}")
 
     def __len__(self) -> int:
@@ -132,7 +133,7 @@ def to_members(sample: Sample) -> dict[str, bytes]:
     return members
 
 
-def from_members(key: str, members: dict[str, bytes]) -> Sample:
+def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
     """The inverse of to_members. ValueError names the sample where a member is missing or of another version."""
     missing = {"jpg", "json"} - members.keys()
     if missing:
@@ -163,8 +164,8 @@ def pack_regions(regions: Regions) -> bytes:
     return msgpack.packb(packed)
 
 
-def unpack_regions(data: bytes) -> Regions:
-    """The inverse of pack_regions; arrays are read-only views of `data`."""
+def unpack_regions(data: bytes | memoryview) -> Regions:
+    """The inverse of pack_regions; arrays are read-only."""
     packed = msgpack.unpackb(data)
     version = packed.pop("version", None)
     if version != SAMPLE_VERSION:

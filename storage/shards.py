@@ -1,14 +1,16 @@
 """One shard: a deterministic WebDataset tar of Samples, and where in it each Sample lies.
 
-The layout is a contract, docs/formats.md. webdataset writes it; the headers are read here by hand, because a training
-reader takes one sample with one pread at a random place, which tarfile and webdataset cannot.
+The layout is a contract, docs/formats.md. tarfile writes it, and webdataset can read it; the headers are read here by
+hand, because a training reader takes one sample with one pread at a random place, which tarfile and webdataset cannot.
 """
 
 import contextlib
+import io
 import mmap
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,28 +41,24 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
     """
     import tarfile
 
-    from webdataset import TarWriter
-
     spans = []
     seen = set()
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with (
-            temporary.open("wb") as stream,
-            TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False) as writer,
-        ):
-            # webdataset 1.0.2 does not pass its own `format` on; USTAR refuses what would need extra headers.
-            writer.tarstream.format = tarfile.USTAR_FORMAT
+        # As webdataset's TarWriter does it, byte for byte; importing that imports torch, which takes 480 MB here.
+        with temporary.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for sample in samples:
                 if not _KEY.fullmatch(sample.key):
                     raise ValueError(f"{file}: {sample.key!r} cannot be a sample's key: use letters, digits, _ + = -")
                 if sample.key in seen:
                     raise ValueError(f"{file}: key {sample.key} occurs twice; keep one of the two rows in this shard")
                 seen.add(sample.key)
-                offset = writer.tarstream.offset
-                # TarWriter sorts members by name, which is our order: jpg, json, mp.
-                writer.write({"__key__": sample.key, **to_members(sample)})
-                spans.append(Span(sample.key, offset, writer.tarstream.offset - offset))
+                offset = tar.offset
+                for extension, content in to_members(sample).items():  # jpg, json, mp: sorted
+                    member = tarfile.TarInfo(f"{sample.key}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+                spans.append(Span(sample.key, offset, tar.offset - offset))
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
@@ -87,11 +85,24 @@ def index_shard(file: Path) -> list[Span]:
 
 def read_span(data: bytes, name: str = "the span") -> Sample:
     """The sample whose bytes [offset, offset + length) are given; ValueError where they are anything else."""
+    key, places = _span(data, name)
+    members = {extension: data[start:end] for extension, (start, end) in places.items() if extension != "mp"}
+    if "mp" in places:  # most of the bytes: unpacking copies them, once is enough
+        members["mp"] = memoryview(data)[slice(*places["mp"])]
+    return _sample(key, members, name)
+
+
+def span_members(data: bytes, name: str = "the span") -> tuple[str, dict[str, bytes]]:
+    """The key of such a sample and what it is made of, extension -> content; errors as in read_span."""
+    key, places = _span(data, name)
+    return key, {extension: data[start:end] for extension, (start, end) in places.items()}
+
+
+def _span(data: bytes, name: str) -> tuple[str, dict[str, tuple[int, int]]]:
     groups = list(_group(_members(data, name), name))
     if len(groups) != 1 or groups[0][2] != len(data):
         raise ValueError(f"{name}: {len(data)} bytes hold {len(groups)} samples, not just one; rebuild the index")
-    key, _, _, members = groups[0]
-    return _sample(key, {extension: data[start:end] for extension, (start, end) in members.items()}, name)
+    return groups[0][0], groups[0][3]
 
 
 @contextlib.contextmanager
@@ -110,7 +121,7 @@ def _samples(data: bytes | mmap.mmap, name: str) -> Iterator[Sample]:
         yield _sample(key, {extension: data[start:end] for extension, (start, end) in members.items()}, name)
 
 
-def _sample(key: str, members: dict[str, bytes], name: str) -> Sample:
+def _sample(key: str, members: dict[str, bytes | memoryview], name: str) -> Sample:
     try:
         return from_members(key, members)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -204,18 +215,25 @@ def _octal(field: bytes) -> int:
     return int(digits, 8)
 
 
+def _sum(header: bytes) -> int:
+    """The sum of the bytes of a block, 20 times faster than sum(): training reads three headers a sample.
+
+    The low half of Adler-32 is one more than the sum modulo 65,521, which the bytes of half a block cannot reach.
+    """
+    half = _BLOCK // 2
+    return (zlib.adler32(header[:half]) & 0xFFFF) + (zlib.adler32(header[half:]) & 0xFFFF) - 2
+
+
 def _header(header: bytes, name: str, position: int) -> tuple[bytes, str, int]:
     """Type, name and size of the member whose header this is."""
     try:
         checksum = _octal(header[148:156])
         size = _octal(header[124:136])
-        member = (
-            header[: header.index(0, 0, 101)].decode("ascii") if 0 in header[:100] else header[:100].decode("ascii")
-        )
+        member = header[:100].partition(b"\0")[0].decode("ascii")
     except ValueError as error:
         raise ValueError(f"{name}: no tar header at byte {position}; delete it and write the shard again") from error
     # The checksum counts its own eight bytes as spaces.
-    if len(header) != _BLOCK or sum(header) - sum(header[148:156]) + 8 * 32 != checksum:
+    if len(header) != _BLOCK or _sum(header) - sum(header[148:156]) + 8 * 32 != checksum:
         raise ValueError(f"{name}: the tar header at byte {position} is damaged; delete it and write the shard again")
     if header[345]:
         raise ValueError(f"{name}: the name of the member at byte {position} is longer than 100 bytes; repack the tar")

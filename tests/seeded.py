@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 
+from storage.manifests import Row
 from storage.sample import Regions, Sample, sample_key
 
 # A grey picture of 16 x 8 pixels.
@@ -58,6 +59,19 @@ def seeded_sample(seed: int, regions: Regions | None = None) -> Sample:
         flags=("exif_rotated", "resized")[: seed % 3],
         regions=regions,
     )
+
+
+def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:
+    """Rows number * size + 0.. of which every third failed, and the samples of the others."""
+    samples, rows = [], []
+    for i in range(number * size, (number + 1) * size):
+        sample = seeded_sample(i, seeded_regions(i, 2 + i % 3) if regions else None)
+        if i % 3 == 1:
+            rows.append(Row(i, sample.key, "http_404", f"answer {i}", sample.url))
+        else:
+            rows.append(Row(i, sample.key, "ok", "", sample.url))
+            samples.append(sample)
+    return samples, rows
 
 
 def as_dict(sample: Sample) -> dict:

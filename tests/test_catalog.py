@@ -7,21 +7,18 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from s3 import s3_server
-from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
+from seeded import DETECTOR, as_dict, seeded_sample, shard_of
 
-from storage.catalog import Catalog, Row, ShardIndex, status
+from storage.catalog import Catalog, Row, ShardIndex
 from storage.objects import LocalObjects, ObjectInfo, ObjectMissing, Objects, open_objects
 from storage.sample import Sample
 from storage.shards import read_span
@@ -48,19 +45,6 @@ def local(tmp_path) -> Catalog:
     return Catalog(open_objects(str(tmp_path / "root")), "captions")
 
 
-def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:
-    """Rows number * size + 0.. of which every third failed, and the samples of the others."""
-    samples, rows = [], []
-    for i in range(number * size, (number + 1) * size):
-        sample = seeded_sample(i, seeded_regions(i, 2 + i % 3) if regions else None)
-        if i % 3 == 1:
-            rows.append(Row(i, sample.key, "http_404", f"answer {i}", sample.url))
-        else:
-            rows.append(Row(i, sample.key, "ok", "", sample.url))
-            samples.append(sample)
-    return samples, rows
-
-
 def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> bool:
     samples, rows = shard_of(number, regions=stage != "images")
     return catalog.commit(stage, f"{number:05d}", samples, rows, meta)
@@ -68,6 +52,10 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> bool
 
 def detect(catalog: Catalog, number: int) -> bool:
     return commit(catalog, number, REGIONS, source=catalog.manifest("images", f"{number:05d}").as_source())
+
+
+def pinned(catalog: Catalog) -> ShardIndex:
+    return catalog.pinned("images", catalog.pin("images").id)
 
 
 def names(objects: Objects) -> list[str]:
@@ -125,7 +113,7 @@ def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):
     assert list(catalog.read("images", "00000")) == []
     assert catalog.commit("images", "00000", [], rows, {}) is False
     commit(catalog, 1)
-    index = catalog.index("images")
+    index = pinned(catalog)
     assert (len(index), set(index.shard.tolist()), len(index.tars)) == (4, {0}, 1)
     assert index.snapshot.shards == ("00000", "00001")
 
@@ -283,7 +271,7 @@ class CountingObjects(LocalObjects):
         return super().get(path)
 
 
-def test_what_is_pending_and_where_samples_lie_is_asked_of_manifests_alone_with_one_listing_a_stage(local):
+def test_what_is_pending_is_asked_of_manifests_alone_with_one_listing_a_stage(local):
     for number in range(4):
         commit(local, number)
     detect(local, 2)
@@ -292,11 +280,6 @@ def test_what_is_pending_and_where_samples_lie_is_asked_of_manifests_alone_with_
     assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
     assert sorted(counting.lists) == ["captions/images/", f"captions/{REGIONS}/"]
     assert sorted(counting.gets) == ["captions/images/00002.parquet", f"captions/{REGIONS}/00002.parquet"]
-    counting.lists.clear()
-    counting.gets.clear()
-    catalog.index("images")
-    assert counting.lists == ["captions/images/"]
-    assert sorted(counting.gets) == [f"captions/images/{number:05d}.parquet" for number in range(4)]
 
 
 def test_headers_are_the_manifests_without_their_tables(catalog):
@@ -323,58 +306,6 @@ def test_columns_come_shard_by_shard(catalog):
     expected = [catalog.manifest("images", shard).table.select(["row", "status"]) for shard in ("00000", "00002")]
     assert [table.to_pydict() for table in tables] == [table.to_pydict() for table in expected]
     assert [len(table) for table in catalog.columns("images", ["row"], ["00002"])] == [len(expected[1])]
-
-
-def test_a_snapshot_is_named_by_the_content_of_its_manifests(catalog, tmp_path):
-    empty = catalog.snapshot("images")
-    commit(catalog, 0)
-    one = catalog.snapshot("images")
-    commit(catalog, 1)
-    two = catalog.snapshot("images")
-    assert (two.stage, two.shards, two.ok_rows) == ("images", ("00000", "00001"), 8)
-    assert len({empty.id, one.id, two.id}) == 3
-    assert catalog.snapshot("images") == two
-    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
-    commit(other, 1)
-    commit(other, 0)
-    assert other.snapshot("images") == two
-    other.objects.delete("captions/images/00001.parquet")
-    commit(other, 1, config="another")
-    assert other.snapshot("images").id != two.id
-
-
-def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
-    for number in (2, 0, 1):
-        commit(catalog, number)
-    index = catalog.index("images")
-    assert (index.shard.dtype, index.offset.dtype, index.length.dtype) == (np.uint16, np.int64, np.int32)
-    expected = [sample for number in range(3) for sample in shard_of(number)[0]]
-    assert (len(index), index.snapshot.ok_rows) == (12, 12)
-    assert index.snapshot == catalog.snapshot("images")
-    for i, sample in enumerate(expected):
-        data = catalog.objects.get_range(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i]))
-        assert as_dict(read_span(data)) == as_dict(sample)
-    assert index.keys() == [sample.key for sample in expected]
-    assert index.urls() == [sample.url for sample in expected]
-
-
-def test_the_index_of_an_earlier_snapshot_can_be_had_again(local):
-    commit(local, 0)
-    commit(local, 2)
-    earlier = local.index("images")
-    commit(local, 1)
-    again = local.index("images", earlier.snapshot.shards)
-    assert again.snapshot == earlier.snapshot
-    assert (again.tars, again.keys()) == (earlier.tars, earlier.keys())
-    assert np.array_equal(again.offset, earlier.offset)
-    assert len(local.index("images")) == len(earlier) + 4
-
-
-def test_the_index_of_conceptual_captions_would_fit_64_megabytes(local):
-    commit(local, 0)
-    index = local.index("images")
-    arrays = (index.shard, index.offset, index.length)
-    assert sum(a.dtype.itemsize for a in arrays) * 3_300_000 * 17 / 16 < 64e6  # array.array keeps 1/16 in reserve
 
 
 def test_counts_are_rows_by_status(local):
@@ -427,35 +358,6 @@ def rewritten(table, header: dict) -> bytes:
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({"manifest": json.dumps(header)}), sink)
     return sink.getvalue()
-
-
-def test_status_has_a_line_per_stage(local, tmp_path):
-    for number in range(2):
-        commit(local, number)
-    detect(local, 0)
-    samples, rows = shard_of(0)
-    samples[1] = dataclasses.replace(samples[1], image=bytes(700_000))
-    Catalog(local.objects, "refcoco+").commit("images", "00000", samples, rows, {})
-    local.objects.put("runs/first/metrics.parquet", b"not ours")
-    lines = status(local.objects)
-    assert [line.split()[:7] for line in lines] == [
-        ["captions", "images", "2", "shards", "12", "rows", line_size(local, "captions", "images")],
-        ["captions", REGIONS, "1", "shards", "6", "rows", line_size(local, "captions", REGIONS)],
-        ["refcoco+", "images", "1", "shards", "6", "rows", line_size(local, "refcoco+", "images")],
-    ]
-    assert lines[0].endswith("http_404 4, ok 8")
-    command = [sys.executable, "-m", "storage.catalog", "status"]
-    where = Path(__file__).parents[1]
-    shown = subprocess.run([*command, local.objects.root], cwd=where, capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines() == lines
-    typo = subprocess.run([*command, str(tmp_path / "typo")], cwd=where, capture_output=True, text=True)
-    assert (typo.returncode, typo.stderr.count("\n")) == (1, 1)
-    assert typo.stderr.startswith(f"cannot read the folder {tmp_path}/typo: ")
-    assert not (tmp_path / "typo").exists()
-
-
-def line_size(catalog: Catalog, dataset: str, stage: str) -> str:
-    return f"{sum(info.size for info in catalog.objects.list(f'{dataset}/{stage}/')) / 1e6:.1f}"
 
 
 def in_folder(folder: str, work: Callable, *arguments: object) -> None:
@@ -539,6 +441,6 @@ def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local, tmp_p
     commit_all(root)
     rows = [row for shard in local.shards("images") for row in local.manifest("images", shard).table["row"].to_pylist()]
     assert rows == list(range(SHARDS * 60))
-    index: ShardIndex = local.index("images")
-    assert len(set(index.keys())) == len(index) == SHARDS * 40
     assert len(names(local.objects)) == 2 * SHARDS  # a tar that a killed writer left was taken over, none stands alone
+    index = pinned(local)
+    assert len(set(index.keys())) == len(index) == SHARDS * 40

@@ -54,18 +54,24 @@ def captions(batch: Batch) -> list[str]:
 
 
 def rows_of(batch: Batch) -> dict[str, tuple]:
-    """Everything that one sample became, by key."""
-    rows, picture_of = {}, {row: i for i, row in enumerate(batch.picture_rows.tolist())}
+    """Everything that one sample became, by key; of a batch that has none twice."""
+    return dict(rows_in_order(batch))
+
+
+def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
+    """The key of each sample, and everything that it became apart from padding."""
+    rows, picture_of = [], {row: i for i, row in enumerate(batch.picture_rows.tolist())}
     for i, key in enumerate(batch.keys):
         words, regions = batch.text_mask[i], batch.region_mask[i]
         pixels = batch.pixels[picture_of[i]].sum().item() if i in picture_of else 0
-        rows[key] = (
+        row = (
             batch.tokens[i][words].tolist(),
             batch.targets["word_asked"][i][words].tolist(),
             batch.boxes[i][regions].tolist(),
             batch.region_hidden[i][regions].tolist(),
             pixels,
         )
+        rows.append((key, row))
     return rows
 
 
@@ -73,7 +79,7 @@ def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
     data = training_data(root)  # 20 samples, 8 a step: the epoch ends in the middle of the third step
     keys = [key for step in range(5) for key in captions(data[step][0])]
     first, second = keys[:20], keys[20:40]
-    everything = {data.samples.sample(i).key for i in range(20)}
+    everything = {data.asked.samples.sample(i).key for i in range(20)}
     assert set(first) == everything
     assert set(second) == everything
     assert first != second
@@ -168,9 +174,11 @@ def test_text_rows_stand_beside_the_captions(root):
 
 
 def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
-    data = training_data(root)
+    asked = training_data(root).asked
     world = World(rank, size, CPU)
-    return list(ValidationData(data.samples, data.questions, data.task, data.config, TINY_MODEL.regions, world, limit))
+    data = ValidationData(asked.samples, asked.questions, asked.task, asked.config, TINY_MODEL.regions, world, limit)
+    assert all(not unreadable for _, unreadable in data)
+    return [batches for batches, _ in data]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -211,8 +219,13 @@ def test_samples_read_through_the_index_are_those_that_were_written(root):
     written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
     assert samples.urls == [sample.url for sample in written]
     assert [samples.sample(i).image for i in range(20)] == [sample.image for sample in written]
-    assert pinned["stage"] == "regions/00000000beef"
-    assert pinned["shards"] == ["00000", "00001", "00002"]
+    assert pinned == {
+        "dataset": "captions",
+        "stage": "regions/00000000beef",
+        "untrained": False,
+        "snapshot": samples.index.snapshot.id,
+    }
+    assert samples.index.snapshot.shards == ("00000", "00001", "00002")
 
 
 def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
@@ -225,7 +238,9 @@ def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
     )
     assert len(open_samples(objects, "captions", None, None, ALONE)[0]) == 9
     assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8
-    with pytest.raises(ValueError, match="have changed"):
+    (tmp_path / "captions" / "regions" / "00000000beef" / "00000.parquet").unlink()
+    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8, "its snapshot names the tar"
+    with pytest.raises(ValueError, match="snapshots/0000000000000000.parquet is gone; put it back as it was, or start"):
         open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
 
 

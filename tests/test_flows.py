@@ -340,7 +340,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     ):
         assert (trained.recipe, trained.detector) == (recipe, road.detected[dataset].detector)
         state = json.loads((Path(trained.checkpoint) / "state.json").read_text())
-        assert trained.snapshot == state["data"]["snapshot"]
+        assert trained.snapshot == state["data"]["snapshots"][-1]["snapshot"]
 
     said_again = walked_again["pretrain-vlbert/default"]
     assert "captions: nothing to download: 4 of 4 shards are committed" in said_again

@@ -287,11 +287,12 @@ def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
 
 
 class OddS3(ThreadingHTTPServer):
-    """An endpoint with one fault: ignores If-None-Match, answers 409 some times, or breaks off the first downloads."""
+    """An endpoint with one fault: ignores or refuses If-None-Match, answers 409, or breaks off the first downloads."""
 
-    def __init__(self, ignores_conditions: bool = False, conflicts: int = 0, broken_downloads: int = 0):
+    def __init__(self, ignores_conditions: bool = False, broken_downloads: int = 0, refusal: int | None = None):
         super().__init__(("127.0.0.1", 0), OddHandler)
-        self.ignores_conditions, self.conflicts, self.broken_downloads = ignores_conditions, conflicts, broken_downloads
+        self.ignores_conditions, self.broken_downloads, self.refusal = ignores_conditions, broken_downloads, refusal
+        self.conflicts = 0
         self.stored: dict[str, bytes] = {}
         self.puts = 0
 
@@ -327,6 +328,8 @@ class OddHandler(BaseHTTPRequestHandler):
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.puts += 1
+        if self.server.refusal:
+            return self._answer(self.server.refusal)
         if "If-None-Match" in self.headers and not self.server.ignores_conditions:
             if self.server.conflicts:
                 self.server.conflicts -= 1
@@ -356,26 +359,87 @@ class OddHandler(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_endpoint_that_ignores_conditions_is_found_out_at_the_first_commit():
+def test_an_endpoint_that_ignores_conditions_is_found_out_at_the_start_and_by_writers_alone():
     with OddS3(ignores_conditions=True) as server, server.environment():
-        server.stored["/bucket/there"] = b"before"
-        objects = server.objects()
-        assert objects.put("there", b"after", if_absent=True) is False
-        assert server.stored["/bucket/there"] == b"before"
-        with pytest.raises(StorageUnreachable, match="ignores If-None-Match"):
-            objects.put("new", b"1", if_absent=True)
+        for root, probe in [("s3://bucket", ".probe"), ("s3://bucket/a/b", "a/b/.probe")]:
+            message = f"http://127.0.0.1:{server.server_port} does not honour If-None-Match: .*/{probe} twice"
+            with pytest.raises(StorageUnreachable, match=message):
+                open_objects(root)
+        server.puts = 0
+        open_objects("s3://bucket", write=False)
+        assert server.puts == 0
+
+
+def test_an_endpoint_that_honours_conditions_is_asked_once_from_the_second_start_on(s3):
+    with OddS3() as server, server.environment():
+        for puts in (2, 3, 4):
+            open_objects("s3://bucket/root")
+            assert (server.puts, list(server.stored)) == (puts, ["/bucket/root/.probe"])
+    assert paths(open_objects("s3://bucket/probed")) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(501, "does not honour If-None-Match"), (403, "cannot write to s3://bucket/ at .*s3:PutObject")],
+)
+def test_a_bucket_that_refuses_the_probe_is_told_with_the_way_out(status, message):
+    with OddS3(refusal=status) as server, server.environment():
+        with pytest.raises(StorageUnreachable, match=message):
+            open_objects("s3://bucket")
+        open_objects("s3://bucket", write=False)
 
 
 def test_a_conflict_is_asked_again_until_it_is_decided():
-    with OddS3(conflicts=2) as server, server.environment():
-        assert server.objects().put("new", b"1", if_absent=True) is True
+    with OddS3() as server, server.environment():
+        objects = server.objects()
+        server.conflicts, server.puts = 2, 0
+        assert objects.put("new", b"1", if_absent=True) is True
         assert server.stored["/bucket/new"] == b"1"
-        assert server.puts == 4  # two conflicts, the write, and the proof that conditions hold
-    with OddS3(conflicts=10**6) as server, server.environment():
+        assert server.puts == 3  # two conflicts, the write
+        server.conflicts = 10**6
         with pytest.raises(StorageUnreachable, match="409") as error:
-            server.objects().put("new", b"1", if_absent=True)
+            objects.put("other", b"1", if_absent=True)
         assert error.value.http_status == 409
-        assert server.stored == {}
+        assert "/bucket/other" not in server.stored
+
+
+def test_the_clock_is_that_of_the_storage(objects):
+    before = time.time()
+    objects.put("a", b"")
+    assert abs(next(objects.list("a")).modified - objects.now()) < 3
+    assert abs(objects.now() - before) < 3
+    assert paths(objects) == ["a"]
+
+
+def test_what_broken_off_puts_left_is_found_and_can_be_removed(tmp_path, s3):
+    import boto3
+
+    objects = open_objects(str(tmp_path))
+    objects.put("a/b/object.parquet", b"1")
+    left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd", ".probe-17-0123abcd-link"]
+    for name in (*left, ".keep", ".object.parquet.swp"):
+        (tmp_path / "a" / "b" / name).write_bytes(b"12")
+    found = list(objects.leftovers())
+    assert sorted(one.name for one in found) == sorted(str(tmp_path / "a" / "b" / name) for name in left)
+    assert {one.size for one in found} == {2}
+    for one in found:
+        one.remove()
+        one.remove()  # another may have been first
+    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == {
+        ".keep",
+        ".object.parquet.swp",
+        "object.parquet",
+    }
+
+    client = boto3.session.Session().client("s3")
+    mine, theirs = (client.create_multipart_upload(Bucket="bucket", Key=f"{root}/x.tar") for root in ("parts", "other"))
+    client.upload_part(Bucket="bucket", Key="parts/x.tar", UploadId=mine["UploadId"], PartNumber=1, Body=b"123")
+    objects = open_objects("s3://bucket/parts")
+    (found,) = objects.leftovers()
+    assert (found.name, found.size) == (f"s3://bucket/parts/x.tar (upload {mine['UploadId']})", 3)
+    found.remove()
+    assert list(objects.leftovers()) == []
+    client.abort_multipart_upload(Bucket="bucket", Key="other/x.tar", UploadId=theirs["UploadId"])
 
 
 def test_a_download_that_breaks_off_is_asked_for_again():

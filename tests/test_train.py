@@ -12,11 +12,12 @@ import pytest
 import torch
 from s3 import s3_server
 from safetensors.torch import load_file, save_file
-from tiny import TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from detectors.checkpoints import checkpoints, read_state
 from detectors.distributed import World
 from detectors.record import read_metrics
+from storage.catalog import Catalog
 from storage.objects import open_objects
 from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
@@ -156,7 +157,14 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
     state = read_state(objects, folder)
     assert state["step"] == 6
     assert (state["samples_consumed"], state["text_consumed"], state["seed"]) == (48, 24, 0)
-    assert state["data"]["shards"] == ["00000", "00001", "00002"]
+    snapshot = Catalog(objects, "captions").snapshot(f"regions/{DETECTOR}").id
+    assert state["data"] == {
+        "dataset": "captions",
+        "stage": f"regions/{DETECTOR}",
+        "untrained": False,
+        "snapshots": [{"epoch": 0, "consumed": 0, "questions": 24, "snapshot": snapshot}],
+    }
+    assert state["held_out"].keys() == {"dataset", "stage", "untrained", "snapshot"}
     saved = read_checkpoint(objects, folder)
     assert saved.model_config == TINY_MODEL
     assert saved.vocabulary.text() == (root / "text" / "vocab.txt").read_text()

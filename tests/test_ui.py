@@ -39,7 +39,9 @@ def names(walked: subprocess.CompletedProcess, root: Path) -> dict[str, str]:
 
     def trained(recipe: str, run: str) -> str:
         data = json.loads((root / f"runs/{run}/step-0000004/state.json").read_text())["data"]
-        return f"{recipe} {run} on {data['stage'].removeprefix('regions/')} snapshot {data['snapshot']}"
+        return (
+            f"{recipe} {run} on {data['stage'].removeprefix('regions/')} snapshot {data['snapshots'][-1]['snapshot']}"
+        )
 
     detectors = {dataset: next((root / dataset / "regions").iterdir()).name for dataset in ("captions", "refcoco+")}
     return {

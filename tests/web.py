@@ -106,9 +106,12 @@ class _Server(ThreadingHTTPServer):
 
 
 class Web:
-    """The server, as a context manager: `put` serves an answer at a path, `requests` is what was asked and when."""
+    """The server, as a context manager: `put` serves an answer at a path, `requests` is what was asked and when.
 
-    def __init__(self) -> None:
+    To a downloader each address is a host of its own: all of 127.0.0.0/8 is this machine.
+    """
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.pages: dict[str, Answer] = {}
         self.requests: list[tuple[float, str, dict[str, str]]] = []
         web = self
@@ -125,7 +128,7 @@ class Web:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = _Server(("127.0.0.1", 0), Handler)
+        self.server = _Server((address, 0), Handler)
         self.server.handle_error = lambda *_: None  # a hung-up client again
         self.server.stopping = threading.Event()
 
@@ -142,8 +145,8 @@ class Web:
 
     @property
     def host(self) -> str:
-        """127.0.0.1:port, as an allow-list names it."""
-        return f"127.0.0.1:{self.server.server_port}"
+        """address:port, as an allow-list names it."""
+        return "{}:{}".format(*self.server.server_address)
 
     def url(self, path: str) -> str:
         """The full URL of a path."""

@@ -67,17 +67,33 @@ class Picture:
 @dataclass(frozen=True, eq=False)
 class Example:
     """A text and its picture, if it has one; with `more`, further texts about the same picture (the choices of an
-    answer). Each text is a row of the batch. `about` travels beside it untouched (ids for predictions)."""
+    answer). Each text is a row of the batch. `about` travels beside it untouched (ids for predictions). One that is not
+    `counted` holds a place alone: see `void`."""
 
     key: str
     words: Words
     picture: Picture | None = None
     about: dict = field(default_factory=dict)
     more: tuple[Words, ...] = ()
+    counted: bool = True
 
     @property
     def texts(self) -> tuple[Words, ...]:
         return (self.words, *self.more)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A slot of weight zero: a question whose sample could not be read or decoded.
+
+    step    from 1: the optimizer step that it belonged to; 0 in a validation
+    key     of the sample; None where not even that could be read
+    reason  names the key, or else the tar and the place in it
+    """
+
+    step: int
+    key: str | None
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +112,8 @@ class Batch:
     picture_rows   int64 [P]           the first row of each picture
     features       float [K, D]        of the real regions of all pictures, in picture order; [0, 0] end to end
     cells          float32 [K, S, S]   likewise, see Picture.cells; [0, 0, 0] where objects cover their regions
+    counted        bool [N]            False in the rows of a place-holder: nothing is asked there
+    unreadable     the questions that are missing from the batch
     targets        name -> [N, T, ...] or [N, R, ...]              asked    name -> [M, ...], in row order
     """
 
@@ -117,8 +135,10 @@ class Batch:
     picture_rows: Tensor
     features: Tensor
     cells: Tensor
+    counted: Tensor
     targets: dict[str, Tensor]
     asked: dict[str, Tensor]
+    unreadable: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
         """N, the number of rows."""
@@ -141,7 +161,26 @@ class Batch:
         return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
-def collate(examples: Sequence[Example]) -> Batch:
+def void(example: Example) -> Example:
+    """A place-holder with the shapes of `example`, of which nothing is asked.
+
+    A batch without a picture would leave the image network without a gradient, which DDP refuses on a single rank.
+    """
+
+    def silent(half: Words | Picture) -> Words | Picture:
+        targets = {name: np.zeros_like(target) for name, target in half.targets.items()}
+        return dataclasses.replace(half, targets=targets, asked={name: asked[:0] for name, asked in half.asked.items()})
+
+    return dataclasses.replace(
+        example,
+        words=silent(example.words),
+        picture=None if example.picture is None else silent(example.picture),
+        more=tuple(silent(words) for words in example.more),
+        counted=False,
+    )
+
+
+def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) -> Batch:
     """Pad the texts of some examples to one Batch. ValueError where they carry different targets or features."""
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     words = [text for e in examples for text in e.texts]
@@ -175,8 +214,10 @@ def collate(examples: Sequence[Example]) -> Batch:
         picture_rows=torch.tensor([owners.index(i) for i in number], dtype=torch.int64),
         features=_of_all_pictures(pictures, "features", axes=2),
         cells=_of_all_pictures(pictures, "cells", axes=3),
+        counted=torch.tensor([examples[i].counted for i in owners], dtype=torch.bool),
         targets=targets,
         asked=asked,
+        unreadable=tuple(unreadable),
     )
 
 

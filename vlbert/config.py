@@ -108,6 +108,8 @@ class DataConfig:
     accumulate: int = 1  # batches are cut into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring a picture
     workers: int = 2  # loading processes a rank; 0: load in the training process
+    new_shards_every: int | None = 100  # steps between looks for new shards, at least: they enter at the first border
+    #                                     of an epoch after that; None: never
     seed: int = 0  # of order, masking and dropout
 
     def __post_init__(self):
@@ -115,6 +117,7 @@ class DataConfig:
         check(self, self.text_batch >= 0, "text_batch", "0 or more")
         check(self, self.accumulate > 0, "accumulate", "at least 1")
         check(self, self.workers >= 0, "workers", "0 or more")
+        check(self, self.new_shards_every is None or self.new_shards_every > 0, "new_shards_every", "at least 1")
         check(self, self.seed >= 0, "seed", "0 or more")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
 

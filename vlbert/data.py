@@ -1,12 +1,14 @@
 """What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
 
-The whole state of the data in a checkpoint is {snapshot, seed, samples consumed}: samples are numbered through all
-epochs, sample c is question shuffled(c mod n) of epoch c div n, and step s takes samples s*batch .. (s+1)*batch - 1.
+The whole state of the data in a checkpoint is {snapshots, seed, samples consumed}: samples are numbered through all
+epochs, step s takes samples s*batch .. (s+1)*batch - 1, and the stretches say over which snapshot each epoch runs. A
+sample that cannot be read leaves its slot empty, with weight zero: no other takes its place.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +20,14 @@ from storage.objects import Objects
 from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, collate
+from vlbert.batch import Batch, Example, Unreadable, collate, void
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.pictures import view
 from vlbert.tasks import Questions, Task
 from vlbert.text import TextCorpus
 
 CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet
+MOST_UNREADABLE = 100  # samples in a row: where more cannot be read, the storage is at fault and not a sample
 
 
 class Samples(Protocol):
@@ -55,7 +58,7 @@ def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
 def open_samples(
     objects: Objects, dataset: str, detector: str | None, pinned: dict | None, world: World
 ) -> tuple[ShardSamples, dict]:
-    """(samples, what a checkpoint pins): all shards that are committed now or, resuming, exactly those of `pinned`.
+    """(samples, what a checkpoint pins): all that is committed now or, resuming, exactly the snapshot of `pinned`.
 
     Rank 0 looks what is committed, for all: a detector may commit another shard meanwhile.
     """
@@ -64,25 +67,87 @@ def open_samples(
         found = None
         if world.first:
             stage = region_stage(objects, dataset, detector)
-            snapshot = catalog.snapshot(stage)
+            snapshot = catalog.pin(stage)
             if not snapshot.ok_rows:
                 where = objects.where(f"{dataset}/{stage}")
                 raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
             found = {
                 "dataset": dataset,
                 "stage": stage,
+                "untrained": bool(snapshot.untrained),
                 "snapshot": snapshot.id,
-                "shards": list(snapshot.shards),
-                "untrained": catalog.manifest(stage, snapshot.shards[0]).meta["untrained"],
             }
         pinned = from_first(found, world)
-    index = catalog.index(pinned["stage"], pinned["shards"])
-    if index.snapshot.id != pinned["snapshot"]:
-        raise ValueError(
-            f"{objects.where(dataset)}/{pinned['stage']}: the shards that the checkpoint was trained on have changed "
-            f"(snapshot {index.snapshot.id}, not {pinned['snapshot']}); put them back, or start another run: run=NAME"
-        )
-    return ShardSamples(objects, index), pinned
+    return ShardSamples(objects, catalog.pinned(pinned["stage"], pinned["snapshot"])), pinned
+
+
+def newer_snapshot(objects: Objects, dataset: str, stage: str, snapshot: str) -> str | None:
+    """The snapshot of all that is committed now, pinned, where that is more than `snapshot`; None where it is not.
+
+    A stage that lacks a shard of `snapshot`, such as one that is made again just now, is not more.
+    """
+    catalog = Catalog(objects, dataset)
+    before = set(catalog.pinned(stage, snapshot).snapshot.shards)
+    if not before < set(catalog.shards(stage)):
+        return None
+    found = catalog.pin(stage)
+    return found.id if before < set(found.shards) else None
+
+
+def readable(samples: Samples) -> Iterator[Sample]:
+    """The samples that can be read, in order; ValueError where too many in a row cannot."""
+    missing = 0
+    for number in range(len(samples)):
+        try:
+            sample = samples.sample(number)
+        except ValueError as error:
+            missing += 1
+            if missing >= min(MOST_UNREADABLE, len(samples)):
+                raise ValueError(f"{missing} samples in a row cannot be read, the last because {error}") from error
+            continue
+        missing = 0
+        yield sample
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Epochs over one snapshot: of so many questions each, from `epoch` on, before which `consumed` samples lie."""
+
+    epoch: int
+    consumed: int
+    questions: int
+    snapshot: str
+
+    def border(self, step: int, batch: int, every: int | None) -> int | None:
+        """The first sample, in this step, of the epoch that new shards may enter with; None where there is none.
+
+        Such borders lie `every` steps apart or, as epochs are not cut, a little more.
+        """
+        if every is None:
+            return None
+        period = self.questions * -(-every * batch // self.questions)
+        place = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
+        return place if place < (step + 1) * batch else None
+
+    def followed_by(self, questions: int, snapshot: str, border: int) -> "Stretch":
+        """The stretch over another snapshot that begins at the border of an epoch of this one."""
+        epochs, rest = divmod(border - self.consumed, self.questions)
+        assert rest == 0, f"sample {border} is no border of an epoch of {self}"
+        return Stretch(self.epoch + epochs, border, questions, snapshot)
+
+
+def drawn(stretches: Sequence[Stretch], consumed: int, count: int, seed: int) -> list[tuple[int, int, int]]:
+    """(place in `stretches`, epoch, question) of the `count` samples after the first `consumed` ones."""
+    ends = [stretch.consumed for stretch in stretches[1:]] + [consumed + count]
+    found = []
+    for place, (stretch, end) in enumerate(zip(stretches, ends, strict=True)):
+        start, stop = max(consumed, stretch.consumed), min(consumed + count, end)
+        if start < stop:
+            before = stretch.epoch * stretch.questions - stretch.consumed  # as if all epochs had been of this length
+            taken = take(before + start, stop - start, seed, CAPTIONS, stretch.questions)
+            found += [(place, epoch, number) for epoch, number in taken]
+    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {stretches[0]}"
+    return found
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
@@ -101,6 +166,60 @@ def check_shares(config: DataConfig, world_size: int) -> None:
             )
 
 
+class _Unreadable(Exception):
+    """The sample of a question cannot be read, decoded or asked about; `key` is None where not even that is known."""
+
+    def __init__(self, reason: str, key: str | None):
+        super().__init__(reason)
+        self.key = key
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The questions on the samples of one snapshot, and all that makes an Example of one."""
+
+    samples: Samples
+    questions: Questions
+    task: Task
+    config: DataConfig
+    regions: RegionConfig
+    stream: int
+
+    def example(self, number: int, epoch: int) -> Example:
+        """Question `number` as it is asked in this epoch; _Unreadable where that cannot be."""
+        key = None
+        try:
+            sample = self.samples.sample(int(self.questions.samples[number]))
+            key = sample.key
+            _check_finite(sample)
+            ask = None if self.questions.asks is None else self.questions.asks[number]
+            rng = generator(self.config.seed, self.stream, epoch, key, 0 if ask is None else number)
+            flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
+            return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
+        except ValueError as error:  # what is not one, a tar that is gone or a server out of reach, stops the run
+            named = key is None or key in str(error)
+            raise _Unreadable(str(error) if named else f"sample {key}: {error}", key) from error
+
+    def first_readable(self, numbers: Iterable[int], epoch: int) -> Example:
+        """The first of these questions that can be asked; ValueError where too many in a row cannot."""
+        for tried, number in enumerate(numbers, 1):
+            try:
+                return self.example(number, epoch)
+            except _Unreadable as error:
+                last, failed = tried, error
+            if tried == MOST_UNREADABLE:
+                break
+        raise ValueError(f"{last} questions in a row cannot be asked, the last because {failed}") from failed
+
+
+def _check_finite(sample: Sample) -> None:
+    """ValueError where an array that a model reads holds what is no number: every loss would become one."""
+    for name in ("boxes", "class_probs", "features"):
+        array = getattr(sample.regions, name, None)
+        if array is not None and not np.isfinite(array).all():
+            raise ValueError(f"regions.{name} of sample {sample.key} holds numbers that are not finite")
+
+
 class TrainingData(Dataset):
     """data[step] is what this rank computes in that step: one Batch per part of the accumulation."""
 
@@ -113,44 +232,64 @@ class TrainingData(Dataset):
         regions: RegionConfig,
         world: World,
         corpus: TextCorpus | None = None,
+        stretches: Sequence[Stretch] = (),
     ):
+        """stretches: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
         check_shares(config, world.size)
-        self.samples, self.questions, self.task, self.corpus = samples, questions, task, corpus
-        self.config, self.regions, self.rank, self.world_size = config, regions, world.rank, world.size
+        self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
+        self.stretches = [*stretches] or [Stretch(0, 0, len(questions), "")]
+        self.asked = Asked(samples, questions, task, config, regions, CAPTIONS)  # over the last stretch
+        self._asked = {len(self.stretches) - 1: self.asked}  # by place in `stretches`
+
+    def border(self, step: int) -> int | None:
+        """Where new shards may enter in this step, as Stretch.border says."""
+        return self.stretches[-1].border(step, self.config.batch, self.config.new_shards_every)
+
+    def enter(self, samples: Samples, questions: Questions, snapshot: str, border: int) -> None:
+        """From sample `border` on, the border of an epoch, run over another snapshot."""
+        before, self.asked = self.asked, dataclasses.replace(self.asked, samples=samples, questions=questions)
+        self.stretches.append(self.stretches[-1].followed_by(len(questions), snapshot, border))
+        last = len(self.stretches) - 1
+        self._asked = {last - 1: before, last: self.asked}  # one step may need both
 
     def __getitem__(self, step: int) -> list[Batch]:
-        pairs = self._share(step, self.config.batch, CAPTIONS, len(self.questions))
-        texts = self._share(step, self.config.text_batch, TEXT, len(self.corpus) if self.corpus else 1)
-        return [
-            collate([*(self._pair(*p) for p in pair), *(self._text(*t) for t in text)])
-            for pair, text in zip(pairs, texts, strict=True)
-        ]
+        count = self.config.batch
+        pairs = self._shares(drawn(self.stretches, step * count, count, self.config.seed))
+        count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
+        texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
+        return [self._batch(step, pair, text) for pair, text in zip(pairs, texts, strict=True)]
 
-    def _share(self, step: int, count: int, stream: int, n: int) -> list[list[tuple[int, int]]]:
-        """This rank's (epoch, number)s of step `step`, one list per part."""
-        everyone = take(step * count, count, self.config.seed, stream, n)
-        size = count // (self.world_size * self.config.accumulate)
+    def _shares(self, everyone: list[Any]) -> list[list[Any]]:
+        """What this rank takes of the slots of a step, one list per part."""
+        size = len(everyone) // (self.world_size * self.config.accumulate)
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.accumulate)]
         return [everyone[start : start + size] for start in starts]
 
-    def _pair(self, epoch: int, number: int) -> Example:
-        sample = self.samples.sample(int(self.questions.samples[number]))
-        ask = None if self.questions.asks is None else self.questions.asks[number]
-        rng = generator(self.config.seed, CAPTIONS, epoch, sample.key, 0 if ask is None else number)
-        flip = bool(rng.random() < self.config.flip)
-        return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
+    def _batch(self, step: int, pairs: list[tuple[int, int, int]], texts: list[tuple[int, int]]) -> Batch:
+        examples, unreadable = [], []
+        for place, epoch, number in pairs:
+            try:
+                examples.append(self._asked[place].example(number, epoch))
+            except _Unreadable as error:
+                unreadable.append(Unreadable(step + 1, error.key, str(error)))
+        if not examples:  # the last slot keeps its place, by what follows it in the snapshot
+            n = len(self._asked[place].questions)
+            following = ((number + i) % n for i in range(1, n + 1))
+            examples.append(void(self._asked[place].first_readable(following, epoch)))
+        return collate([*examples, *(self._text(*text) for text in texts)], unreadable)
 
     def _text(self, epoch: int, line: int) -> Example:
         key = f"text-{line}"
-        tokens = self.corpus.passage(line, self.task.settings.text_length)
-        return self.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
+        tokens = self.corpus.passage(line, self.asked.task.settings.text_length)
+        return self.asked.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
 
 
 class ValidationData(Dataset):
     """data[i] is this rank's i-th batch of held-out questions; they are asked the same in every validation.
 
-    Each item is [batch] or, where the task shuffles, [batch, the same texts with the pictures of other questions]: the
-    text of question i with the picture of question i + 1, in an order that is random and the same in every world.
+    Each item is ([batch], unreadable questions, which are left out) or, where the task shuffles, ([batch, the same
+    texts with the pictures of other questions], unreadable): the text of question i with the picture of question i + 1,
+    in an order that is random and the same in every world. Without a readable question there is no batch.
     """
 
     def __init__(
@@ -167,31 +306,31 @@ class ValidationData(Dataset):
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
         share = -(-count // world.size)
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
-        self.samples, self.questions, self.task = samples, questions, task
-        self.config, self.regions = config, regions
+        self.asked = Asked(samples, questions, task, config, regions, VALIDATION)
         self.size = max(1, config.batch // world.size // config.accumulate)
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self.size)
 
-    def __getitem__(self, index: int) -> list[Batch]:
+    def __getitem__(self, index: int) -> tuple[list[Batch], list[Unreadable]]:
         if index >= len(self):
             raise IndexError(index)
         start = self.start + index * self.size
-        places = range(start, min(start + self.size, self.stop))
-        if not self.task.shuffles:
-            return [collate([self._example(place) for place in places])]
-        *examples, after = [self._example(place % len(self.numbers)) for place in range(start, places.stop + 1)]
-        pictures = [e.picture for e in [*examples[1:], after]]
-        others = [dataclasses.replace(e, picture=other) for e, other in zip(examples, pictures, strict=True)]
-        return [collate(examples), collate(others)]
-
-    def _example(self, place: int) -> Example:
-        number = int(self.numbers[place])
-        sample = self.samples.sample(int(self.questions.samples[number]))
-        ask = None if self.questions.asks is None else self.questions.asks[number]
-        rng = generator(self.config.seed, VALIDATION, 0, sample.key, 0 if ask is None else number)
-        return self.task.example(sample, view(sample, self.regions, flip=False), ask, rng)
+        examples, unreadable = {}, []
+        for place in range(start, min(start + self.size, self.stop)):
+            try:
+                examples[place] = self.asked.example(int(self.numbers[place]), epoch=0)
+            except _Unreadable as error:
+                unreadable.append(Unreadable(0, error.key, str(error)))
+        if not examples:
+            return [], unreadable
+        if not self.asked.task.shuffles:
+            return [collate(list(examples.values()))], unreadable
+        first, *rest = examples.values()
+        following = np.roll(self.numbers, -1 - max(examples)).tolist()
+        pictures = [e.picture for e in [*rest, self.asked.first_readable(following, epoch=0)]]
+        others = [dataclasses.replace(e, picture=p) for e, p in zip([first, *rest], pictures, strict=True)]
+        return [collate([first, *rest]), collate(others)], unreadable
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> DataLoader:

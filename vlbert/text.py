@@ -1,16 +1,25 @@
 """Words: the WordPiece vocabulary, and the text-only corpus as one flat file of token ids.
 
 python -m vlbert.text OUT --vocabulary vocab.txt FILES...     tokenise a text-only corpus, one document a line
+
+FILES are UTF-8, plain or gzip, of any size: neither a file nor a long line is ever in memory as a whole.
 """
 
 import argparse
-import array
+import contextlib
+import gzip
 import hashlib
 import itertools
 import json
+import os
+import shutil
 import sys
+import tempfile
+import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,6 +28,10 @@ from storage.download import read_captions
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CORPUS_VERSION = 1
 _LINES_AT_ONCE = 1000  # lines that are tokenised together, on all cores
+_LETTERS_AT_ONCE = 2**18  # or fewer lines, once they hold so many letters
+_PART = 2**16  # bytes of a line that are read at a time
+_GZIP, _BOM = b"\x1f\x8b", "\N{ZERO WIDTH NO-BREAK SPACE}"  # what files may begin with
+_WORKING = ".making-"  # begins the name of what a run of ours writes in, until it is whole
 
 
 class Vocabulary:
@@ -117,59 +130,133 @@ class TextCorpus:
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
         folder = Path(folder)
-        if not (folder / "corpus.json").is_file():
+        about = _read_about(folder)
+        if about is None:
             raise ValueError(
-                f"{folder} holds no corpus.json; make the corpus with `python -m vlbert.text {folder} ...`"
+                f"{folder} holds no corpus.json that can be read; make the corpus with `python -m vlbert.text {folder} "
+                "...`"
             )
-        about = json.loads((folder / "corpus.json").read_text())
         if about["version"] != CORPUS_VERSION or about["vocabulary"] != vocabulary.hash:
             raise ValueError(
                 f"{folder} was made with version {about['version']} and vocabulary {about['vocabulary']}, this run has "
                 f"{CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `python -m vlbert.text`"
             )
+        torn = _torn(folder, about)
+        if torn:
+            raise ValueError(f"{torn}; tokenise it again with `python -m vlbert.text`")
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
-        self.offsets = np.memmap(folder / "offsets.i64", dtype="<i8", mode="r", shape=(about["lines"] + 1,))
-        self.tokens = np.memmap(folder / "tokens.u16", dtype="<u2", mode="r", shape=(about["tokens"],))
+        # As plain arrays: cutting a slice from a memmap takes longer than copying it.
+        self.offsets = np.asarray(np.memmap(folder / "offsets.i64", dtype="<i8", mode="r"))
+        self.tokens = np.asarray(np.memmap(folder / "tokens.u16", dtype="<u2", mode="r"))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
+        """int64 [lines, length]: each of `lines`, and as many behind it as fill `length` pieces, round the end.
+
+        All are shorter where the whole corpus is: no line is taken twice.
+        """
+        length = min(length, len(self.tokens))
+        starts = self.offsets[:-1][lines]  # the last offset begins no line
+        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
+        over = starts >= len(windows)  # those that go on at the corpus' beginning
+        found = windows[np.where(over, 0, starts)].astype(np.int64)
+        found[over] = self.tokens[(starts[over, None] + np.arange(length)) % len(self.tokens)]
+        return found
+
     def passage(self, line: int, length: int) -> np.ndarray:
-        """int64 [<= length]: line `line` and as many lines behind it as fill `length` pieces, round the end."""
-        parts, missing = [], length
-        for step in range(len(self)):
-            start, end = self.offsets[[(line + step) % len(self), (line + step) % len(self) + 1]]
-            parts.append(self.tokens[start : min(end, start + missing)])
-            missing -= len(parts[-1])
-            if not missing:
-                break
-        return np.concatenate(parts).astype(np.int64)
+        """int64 [length]: the passage that begins with one line."""
+        return self.passages(np.array([line]), length)[0]
 
 
-def encode_corpus(lines: Iterable[str], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None) -> dict:
-    """Tokenise `lines` into `folder` (see TextCorpus); empty lines are left out. Returns what corpus.json says."""
+def _read_about(folder: Path) -> dict | None:
+    """What corpus.json says; None where it is not there or no JSON."""
+    try:
+        return json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _torn(folder: Path, about: dict) -> str | None:
+    """What is wrong with the files beside a corpus.json; None where they are as it says."""
+    for name, size in (("offsets.i64", 8 * (about["lines"] + 1)), ("tokens.u16", 2 * about["tokens"])):
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found != size:
+            return f"{file} is torn or gone: it has {found} bytes, and {size} by corpus.json"
+    first, last = np.memmap(folder / "offsets.i64", dtype="<i8", mode="r")[[0, -1]].tolist()
+    if (first, last) != (0, about["tokens"]):
+        return f"{folder / 'offsets.i64'} is damaged: it goes from {first} to {last}, not from 0 to {about['tokens']}"
+    return None
+
+
+def encode_corpus(
+    parts: Iterable[tuple[str, bool]], vocabulary: Vocabulary, folder: Path, made_of: dict | None = None
+) -> dict:
+    """Tokenise the parts of lines, each with whether its line ends there, into `folder` (see TextCorpus).
+
+    Empty lines are left out. Returns what corpus.json says. Until all is there the folder stays as it was, and a corpus
+    that a training has mapped is replaced, never changed.
+    """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} pieces; the corpus format holds ids up to 65535")
     folder.mkdir(parents=True, exist_ok=True)
-    lines, offsets = iter(lines), array.array("q", [0])
-    with open(folder / "tokens.u16", "wb") as file:
-        while portion := list(itertools.islice(lines, _LINES_AT_ONCE)):
-            for ids in vocabulary.encode_many(portion):
-                if ids:
-                    np.array(ids, dtype="<u2").tofile(file)
-                    offsets.append(offsets[-1] + len(ids))
-    if len(offsets) == 1:
-        raise ValueError(f"{folder}: the corpus has no line with a word in it")
-    np.array(offsets, dtype="<i8").tofile(folder / "offsets.i64")
-    about = {
-        "version": CORPUS_VERSION,
-        "vocabulary": vocabulary.hash,
-        "lines": len(offsets) - 1,
-        "tokens": offsets[-1],
-        "made_of": made_of,
-    }
-    (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
+    for left in folder.glob(f"{_WORKING}*"):  # by a run that was killed
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_WORKING, dir=folder) as name:
+        working = Path(name)
+        with open(working / "tokens.u16", "wb") as tokens, open(working / "offsets.i64", "wb") as offsets:
+            lines, count = _write_tokens(parts, vocabulary, tokens, offsets)
+        if not lines:
+            raise ValueError(f"{folder}: the corpus has no line with a word in it")
+        about = {
+            "version": CORPUS_VERSION,
+            "vocabulary": vocabulary.hash,
+            "lines": lines,
+            "tokens": count,
+            "made_of": made_of,
+        }
+        (working / "vocab.txt").write_text(vocabulary.text(), encoding="utf-8")
+        (working / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (folder / "corpus.json").unlink(missing_ok=True)  # it comes back last, and says that all is there
+        for file in ("tokens.u16", "offsets.i64", "vocab.txt", "corpus.json"):
+            with open(working / file, "rb") as written:
+                os.fsync(written.fileno())
+            os.replace(working / file, folder / file)
     return about
+
+
+def _write_tokens(
+    parts: Iterable[tuple[str, bool]], vocabulary: Vocabulary, tokens: BinaryIO, offsets: BinaryIO
+) -> tuple[int, int]:
+    """Write the two files of a corpus, a portion at a time; how many lines and tokens there are."""
+    lines, count, begun = 0, 0, 0  # begun: where in the tokens the present line begins
+    np.zeros(1, "<i8").tofile(offsets)
+    for portion in _portions(parts):
+        found = vocabulary.encode_many([text for text, _ in portion])
+        ends = []
+        for (_, line_ends), ids in zip(portion, found, strict=True):
+            count += len(ids)
+            if line_ends and count > begun:
+                ends.append(count)
+                begun = count
+        np.fromiter(itertools.chain.from_iterable(found), "<u2").tofile(tokens)
+        np.array(ends, "<i8").tofile(offsets)
+        lines += len(ends)
+    return lines, count
+
+
+def _portions(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    portion, letters = [], 0
+    for part in parts:
+        portion.append(part)
+        letters += len(part[0])
+        if len(portion) == _LINES_AT_ONCE or letters >= _LETTERS_AT_ONCE:
+            yield portion
+            portion, letters = [], 0
+    if portion:
+        yield portion
 
 
 def make_corpus(
@@ -182,21 +269,20 @@ def make_corpus(
     """
     inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
     made_of = {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
-    recorded = folder / "corpus.json"
-    if recorded.is_file() and json.loads(recorded.read_text()).get("made_of") == made_of:
-        return json.loads(recorded.read_text()), False
-    folder.mkdir(parents=True, exist_ok=True)
-    recorded.unlink(missing_ok=True)  # it comes back last, and says that all is there
+    about = _read_about(folder)
+    same = about is not None and about["version"] == CORPUS_VERSION and about["made_of"] == made_of
+    if same and not _torn(folder, about):
+        return about, False
     if vocabulary:
         words = Vocabulary.read(vocabulary)
     else:
 
         def texts() -> Iterator[str]:
-            return itertools.chain((row.caption for file in captions for row in read_captions(file)), _lines(files))
+            read = (row.caption for file in captions for row in read_captions(file))
+            return itertools.chain(read, (text for text, _ in _parts(files)))
 
         words = Vocabulary.build(texts, size)
-    (folder / "vocab.txt").write_text(words.text(), encoding="utf-8")
-    return encode_corpus(_lines(files), words, folder, made_of), True
+    return encode_corpus(_parts(files), words, folder, made_of), True
 
 
 def _hash(file: Path) -> str:
@@ -204,31 +290,80 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _lines(files: Iterable[Path]) -> Iterator[str]:
+def _parts(files: Iterable[Path], at_once: int = _PART) -> Iterator[tuple[str, bool]]:
+    """The lines of the files in parts of about `at_once` bytes at most, each with whether its line ends there.
+
+    A long line is cut between words, so that its parts have the same pieces as the whole. ValueError names file and
+    line of what is not UTF-8, and a gzip file that is damaged.
+    """
     for file in files:
-        with open(file, encoding="utf-8") as lines:
+        number, kept, line_ends = 1, b"", True
+        with _opened(file) as stream:
             try:
-                yield from lines
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not UTF-8 ({error}); convert it") from error
+                while read := stream.readline(at_once):
+                    line_ends = read.endswith(b"\n")
+                    part, kept = (kept + read, b"") if line_ends else _cut(kept + read)
+                    text = _decoded(part, file, number)
+                    yield text.removeprefix(_BOM) if number == 1 else text, line_ends
+                    number += line_ends
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(
+                    f"{file}:{number}: the gzip file is cut short or damaged here ({error}); fetch it again"
+                ) from error
+        if not line_ends:
+            yield _decoded(kept, file, number), True
+
+
+def _decoded(part: bytes, file: Path, number: int) -> str:
+    try:
+        return part.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}:{number} is not UTF-8 ({error.reason}: {part[error.start]:#04x}); convert it"
+        ) from error
+
+
+def _cut(part: bytes) -> tuple[bytes, bytes]:
+    """The beginning of a line up to its last blank, and the rest; up to its last letter where there is no blank."""
+    place = max(part.rfind(b" "), part.rfind(b"\t"))
+    if place <= 0:
+        place = len(part) - 1
+        while place > 0 and part[place] & 0xC0 == 0x80:  # goes on with a letter that began before
+            place -= 1
+    return (part[:place], part[place:]) if place > 0 else (part, b"")
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked where its first ones say gzip."""
+    with open(file, "rb") as stream:
+        packed = stream.read(len(_GZIP)) == _GZIP
+        stream.seek(0)
+        if packed:
+            with gzip.GzipFile(fileobj=stream) as unpacked:
+                yield unpacked
+        else:
+            yield stream
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vlbert.text", description="Tokenise a text-only corpus.")
     parser.add_argument("out", type=Path, help="folder to write, vocab.txt included")
-    parser.add_argument("files", type=Path, nargs="+", help="text files, one document a line")
+    parser.add_argument("files", type=Path, nargs="+", help="text files, plain or gzip, one document a line")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vocabulary", type=Path, help="vocab.txt to use, such as BERT's")
     source.add_argument("--build", type=int, metavar="SIZE", help="build a vocabulary of at most SIZE pieces")
     parser.add_argument("--captions", type=Path, nargs="*", default=[], help="caption lists (TSV) to build it from too")
     arguments = parser.parse_args()
+    start = time.perf_counter()
     try:
         about, made = make_corpus(
             arguments.out, arguments.files, arguments.vocabulary, arguments.build, arguments.captions
         )
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
-    told = "" if made else ", as it was: made of the same files"
+    speed = about["tokens"] / (time.perf_counter() - start)
+    told = f", {speed:,.0f} tokens/s" if made else ", as it was: made of the same files"
     print(f"{arguments.out}: {about['lines']} lines, {about['tokens']} tokens{told}")
 
 

@@ -6,8 +6,8 @@ RECIPE is a function of vlbert/recipes.py; fields are those of vlbert/config.py,
 optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -20,11 +20,11 @@ from detectors.record import Record, last_metrics
 from storage.objects import Objects, open_objects
 from storage.order import mix
 from storage.reading import ShardSamples
-from vlbert.batch import Batch
+from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.data import TrainingData, batches, check_shares, open_samples
+from vlbert.data import Stretch, TrainingData, batches, check_shares, newer_snapshot, open_samples, readable
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
@@ -32,6 +32,8 @@ from vlbert.recipes import RECIPES
 from vlbert.tasks import Questions, Task, make_task
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
+
+Observe = Callable[[int, Sequence[Batch]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,14 @@ class Run:
     held_out: tuple[ShardSamples, Questions] | None
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the data: the shards, and the hash of the text corpus
+    pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
 
 
-def train(recipe: Recipe, world: World) -> dict[str, float]:
-    """The whole run, or the rest of it; returns the metrics of the last validation."""
+def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
+    """The whole run, or the rest of it; returns the metrics of the last validation.
+
+    observe(step, this process's parts) sees what each step, from 0 on, is computed from.
+    """
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
@@ -60,32 +65,88 @@ def train(recipe: Recipe, world: World) -> dict[str, float]:
         samples = recipe.data.batch + recipe.data.text_batch
         record = Record(run.objects, recipe.run_name, run.step, recipe.steps, samples)
 
+    unreadable: list[Unreadable] = []
+
     def prepare_one(step: int) -> None:
         prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer)
         torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
 
     def losses_of(model: torch.nn.Module, part: Batch) -> Losses:
+        unreadable.extend(part.unreadable)
         with autocast(recipe, world):
             return model(part.to(world.device))
 
+    def validate_now() -> tuple[dict[str, float], list[dict]]:
+        found = validate(run.model, recipe, *run.held_out, world, unreadable)
+        note_unreadable(unreadable, record, world)
+        return found
+
     run.model.train()
-    steps = range(run.step, recipe.steps)
     metrics = train_steps(
         recipe,
         world,
         run.model,
         run.optimizer,
-        steps,
-        batches(run.data, steps, recipe.data.workers, world.device),
+        range(run.step, recipe.steps),
+        all_batches(run, recipe, world, record, observe),
         record=record,
         prepare=prepare_one,
         losses_of=losses_of,
-        validate=(lambda: validate(run.model, recipe, *run.held_out, world)) if run.held_out else None,
+        validate=validate_now if run.held_out else None,
         save=lambda done: save(run, recipe, done),
+        on_log=lambda: note_unreadable(unreadable, record, world),
     )
     if world.first:
-        print(f"on the real data: {run.data.task.paper}", flush=True)
+        print(f"on the real data: {run.data.asked.task.paper}", flush=True)
     return metrics
+
+
+def all_batches(
+    run: Run, recipe: Recipe, world: World, record: Record | None, observe: Observe
+) -> Iterator[Sequence[Batch]]:
+    """This process's parts of every step that is left; at some borders of epochs new shards enter."""
+    done = run.step
+    while done < recipe.steps:
+        ahead = iter(batches(run.data, range(done, recipe.steps), recipe.data.workers, world.device))
+        for step in range(done, recipe.steps):
+            border = run.data.border(step)
+            if border is not None and enter_new_shards(run, world, record, step, border):
+                break
+            parts = next(ahead)
+            observe(step, parts)
+            yield parts
+            done = step + 1
+        del ahead  # what was loaded in advance is of the old shards, and so are the workers
+
+
+def enter_new_shards(run: Run, world: World, record: Record | None, step: int, border: int) -> bool:
+    """If more is committed than the run is pinned to, pin that, and let sample `border` and all after it be of that."""
+    dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
+    before = run.data.stretches[-1]
+    found = newer_snapshot(run.objects, dataset, stage, before.snapshot) if world.first else None
+    found = distributed.from_first(found, world)
+    if found is None:
+        return False
+    samples, _ = open_samples(run.objects, dataset, None, run.pinned["data"] | {"snapshot": found}, world)
+    run.data.enter(samples, run.data.asked.task.questions(samples, held_out=False), found, border)
+    now = run.data.stretches[-1]
+    if record:
+        record.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
+        print(
+            f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.questions} questions an "
+            f"epoch instead of {before.questions}, {dataset}/{stage} (snapshot {found})",
+            flush=True,
+        )
+    return True
+
+
+def note_unreadable(unreadable: list[Unreadable], record: Record | None, world: World) -> dict[str, int]:
+    """Write down, and forget, what could not be read on any rank since the last call; how many slots that were."""
+    found = [*distributed.gather_rows(unreadable, world)]
+    unreadable.clear()
+    if record:
+        record.unreadable(asdict(one) for one in found)
+    return {"unreadable": len(found)} if found else {}
 
 
 def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | None:
@@ -105,13 +166,15 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             say(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
 
     config = recipe.data
-    samples, pinned = open_samples(objects, config.dataset, config.detector, state["data"], world)
+    stretches = stretches_of(resumed) if resumed else []
+    before = state["data"] | {"snapshot": stretches[-1].snapshot} if resumed else None
+    samples, pinned = open_samples(objects, config.dataset, config.detector, before, world)
     held_out, held_out_pinned = None, None
     if config.held_out:
         held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
     start_from = read_start(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
-    num_classes = samples.sample(0).regions.num_classes
+    num_classes = next(readable(samples)).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != state["text"]:
@@ -120,6 +183,12 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             "another run: run=NAME"
         )
     questions = task.questions(samples, held_out=False)
+    stretches = stretches or [Stretch(0, 0, len(questions), pinned["snapshot"])]
+    if len(questions) != stretches[-1].questions:
+        raise ValueError(
+            f"{resumed.where} was trained on {stretches[-1].questions} questions, now there are {len(questions)}: the "
+            "files of the task have changed; put them back, or start another run: run=NAME"
+        )
     model = make_model(recipe, task, vocabulary, start_from, resumed, say).to(world.device)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
@@ -140,18 +209,33 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         step=state["step"],
         model=model,
         optimizer=optimizer,
-        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus),
+        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus, stretches),
         held_out=(held_out, task.questions(held_out, held_out=True)) if held_out else None,
         vocabulary=vocabulary,
         num_classes=num_classes,
-        pinned={"data": pinned, "held_out": held_out_pinned, "text": corpus.hash if corpus else None},
+        pinned={
+            "data": {name: pinned[name] for name in ("dataset", "stage", "untrained")},
+            "held_out": held_out_pinned,
+            "text": corpus.hash if corpus else None,
+        },
     )
+
+
+def stretches_of(resumed: Checkpoint) -> list[Stretch]:
+    """Over which snapshots a run went; ValueError where its checkpoint is older than that list."""
+    if "snapshots" not in resumed.state["data"]:
+        raise ValueError(
+            f"{resumed.where} was written before checkpoints named the snapshot of every epoch, so its run cannot go "
+            f"on; start another from it: run=NAME start_from={resumed.where}"
+        )
+    return [Stretch(**stretch) for stretch in resumed.state["data"]["snapshots"]]
 
 
 def save(run: Run, recipe: Recipe, done: int) -> None:
     """Write the checkpoint of step `done`, and remove those that are too old to keep."""
     consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
-    state = run.pinned | {"seed": recipe.data.seed} | consumed
+    data = run.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in run.data.stretches]}
+    state = run.pinned | {"data": data, "seed": recipe.data.seed} | consumed
     folder = save_checkpoint(
         run.objects, recipe.run_name, done, recipe, run.model, run.optimizer, run.vocabulary, run.num_classes, state
     )
@@ -234,7 +318,7 @@ def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: Sh
         return bert_vocabulary(recipe.bert)
     pieces = None
     if world.first:  # it reads every sample, once is enough
-        captions = [samples.sample(i).caption for i in range(len(samples))]
+        captions = [sample.caption for sample in readable(samples)]
         pieces = Vocabulary.build(lambda: captions, recipe.vocabulary_size).pieces
     return Vocabulary(distributed.from_first(pieces, world))
 
@@ -263,7 +347,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
     if not resumed:
         return
     fixed = ("task", "model", "data", "optimizer", "start_from", "bert", "precision")
-    free = {"data.root", "data.workers", "data.text_corpus"}
+    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with
             continue

@@ -78,6 +78,11 @@ class Pretraining:
         return Questions(np.arange(len(samples)))
 
     def example(self, sample: Sample, view: View, ask: None, rng: np.random.Generator) -> Example:
+        if sample.regions.num_classes != self.num_classes:
+            raise ValueError(
+                f"the regions of sample {sample.key} are of {sample.regions.num_classes} classes, those of others of "
+                f"{self.num_classes}"
+            )
         tokens, count = self._cut(self.vocabulary.encode(sample.caption), len(sample.regions))
         regions = sample.regions.take(np.arange(count))
         hidden_words, asked_words = mask_words(tokens, self.vocabulary, self.settings.words, rng)

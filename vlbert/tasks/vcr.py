@@ -191,6 +191,7 @@ class VCR:
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         logits = self.logits(head, encoded, batch)
+        logits = logits[batch.counted.view(logits.shape)[:, 0]]
         right = batch.asked["right"].view(logits.shape)
         if self.settings.loss == "sigmoid":
             answers = F.binary_cross_entropy_with_logits(logits, right.float(), reduction="sum"), logits.numel()
@@ -199,7 +200,8 @@ class VCR:
         if self.settings.region_loss == "none":
             return {"answers": answers}
         classes = batch.region_classes
-        asked, mask = batch.targets.get("region_asked", batch.region_mask), batch.region_mask
+        asked = batch.targets.get("region_asked", batch.region_mask) & batch.counted[:, None]
+        mask = batch.region_mask
         if self.settings.region_loss == "appearance":  # once a picture, not once a choice
             asked, mask, classes = (x[batch.picture_rows] for x in (asked, mask, classes))
             seen = encoded.appearance[asked[mask]]

@@ -1,0 +1,372 @@
+"""Trainings that are killed and go on: real torchrun, real SIGKILL, held against one that nobody stopped.
+
+    python -m benchmarks.killed_training [--seed 0] [--kills 2]
+
+A small VL-BERT is trained on drawn scenes while a shard is committed that enters at the border of an epoch. It is
+killed at random steps, one rank alone or torchrun with all of them, and goes on with another number of loading
+processes. In the same world everything must be equal to the bit: batches, losses, validations, weights, optimizer.
+Where the world changes, samples and masks must be, and every sample must come exactly once an epoch.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from demo.scenes import caption_scene, draw_scene
+from demo.words import caption
+from storage.catalog import Catalog
+from storage.manifests import Row
+from storage.objects import open_objects
+from storage.sample import Regions, Sample, sample_key
+
+if TYPE_CHECKING:  # the harness itself needs no torch
+    from torch import Tensor
+
+    from vlbert.batch import Batch
+    from vlbert.config import Recipe
+
+DETECTOR, CLASSES = "00000000cafe", 5
+SIZE = (160, 120)  # width, height
+FIRST, MORE, HELD_OUT = 44, 16, 6  # samples at the beginning, committed on the way, held out
+BATCH, STEPS, SAVE_EVERY = 12, 24, 3  # of 2, 3, 4 and 1 processes; an epoch of 44 ends in the middle of a step
+COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the border
+WAIT = 120.0  # seconds for a training to come to the step at which it is to be killed, or to its end
+RUN = "training"
+Say = Callable[[str], None]
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+def scene_sample(number: int) -> Sample:
+    """A drawn scene with its caption and one region an object."""
+    rng = np.random.default_rng(number)
+    scene = caption_scene(rng, 1 + number % 3, SIZE)
+    pixels, _ = draw_scene(rng, scene)
+    picture = io.BytesIO()
+    Image.fromarray(pixels).save(picture, "JPEG", quality=90)
+    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.objects])
+    count, text, url = len(boxes), caption(rng, scene), f"http://example.org/{number:06d}.jpg"
+    regions = Regions(
+        boxes=np.clip(boxes, 0, [*SIZE, *SIZE]).astype(np.float32),
+        scores=np.ones(count, np.float32),
+        labels=rng.integers(1, 1 + CLASSES, count).astype(np.int32),
+        detector=DETECTOR,
+        class_probs=rng.dirichlet(np.ones(1 + CLASSES), count).astype(np.float16),
+    )
+    sha256 = hashlib.sha256(picture.getvalue()).hexdigest()
+    return Sample(sample_key(url, text), picture.getvalue(), text, url, *SIZE, sha256, regions=regions)
+
+
+def commit(root: Path, dataset: str, shard: int, numbers: range) -> None:
+    """A region shard of these scenes, unless it is there."""
+    samples = [scene_sample(number) for number in numbers]
+    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
+    catalog = Catalog(open_objects(str(root)), dataset)
+    catalog.commit(f"regions/{DETECTOR}", f"{shard:05d}", samples, rows, {"untrained": False})
+
+
+def make_root(root: Path) -> None:
+    """Shards and text for a training."""
+    from vlbert.text import make_corpus
+
+    for shard, first in enumerate(range(0, FIRST, 16)):
+        commit(root, "captions", shard, range(first, min(FIRST, first + 16)))
+    commit(root, "held-out", 0, range(1000, 1000 + HELD_OUT))
+    (root / "lines.txt").write_text("".join(f"{scene_sample(number).caption}\n" for number in range(2000, 2030)))
+    make_corpus(root / "text", [root / "lines.txt"], vocabulary=None, size=150, captions=[])
+
+
+def recipe(root: Path, workers: int) -> "Recipe":
+    """Seconds on a CPU, with all that a random generator could spoil: masks, mirrors, dropout."""
+    from detectors.resnet import ResNetConfig
+    from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+    from vlbert.masking import RegionMasking, WordMasking
+    from vlbert.tasks.pretraining import PretrainingSettings
+
+    resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False)
+    regions = RegionConfig(resnet=resnet, short_side=64, long_side=96, roi_size=4, frozen_stages=0, untrained=True)
+    model = ModelConfig("JJ", hidden=32, heads=4, intermediate=64, max_positions=96, geometry_channels=32)
+    return Recipe(
+        name="killed",
+        run=RUN,
+        task=PretrainingSettings(WordMasking(probability=0.3), RegionMasking(probability=0.4), text_length=12),
+        model=dataclasses.replace(model, regions=dataclasses.replace(regions, pixel_std=60.0)),
+        data=DataConfig(
+            root=str(root),
+            held_out="held-out",
+            batch=BATCH,
+            text_batch=BATCH,
+            text_corpus=str(root / "text"),
+            flip=0.5,
+            workers=workers,
+            new_shards_every=4,
+        ),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=5),
+        steps=STEPS,
+        vocabulary=str(root / "text" / "vocab.txt"),
+        log_every=1,
+        validate_every=5,
+        save_every=SAVE_EVERY,
+    )
+
+
+# --- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def trained(root: Path, seen: Path, workers: int) -> None:
+    """What each rank does: train, and write down what every step is computed from, before it is."""
+    from detectors import distributed
+    from vlbert.train import train
+
+    world = distributed.start()
+    seen.mkdir(parents=True, exist_ok=True)
+    (seen / f"{world.rank}.pid").write_text(str(os.getpid()))
+
+    def observe(step: int, parts: "Sequence[Batch]") -> None:
+        if step == COMMITS_AT and world.first:
+            commit(root, "captions", 90, range(FIRST, FIRST + MORE))
+        line = {"step": step, "batches": [batch_digest(part) for part in parts]}
+        line["samples"] = [[key, *digest] for part in parts for key, *digest in sample_digests(part)]
+        with open(seen / f"{world.rank}.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    train(recipe(root, workers), world, observe)
+    distributed.stop(world)
+
+
+def digest(*arrays: "Tensor") -> str:
+    """16 hex digits over the bytes, shapes and dtypes of tensors."""
+    state = hashlib.sha256()
+    for array in arrays:
+        array = np.ascontiguousarray(array.numpy())
+        state.update(f"{array.dtype} {array.shape}".encode())
+        state.update(array.tobytes())
+    return state.hexdigest()[:16]
+
+
+def batch_digest(batch: "Batch") -> str:
+    """Of all tensors of a batch, padding included."""
+    values = vars(batch)
+    tensors = {name: value for name, value in values.items() if hasattr(value, "numpy")}
+    tensors |= {f"{of}.{name}": value for of in ("targets", "asked") for name, value in values[of].items()}
+    return digest(*(tensors[name] for name in sorted(tensors)))
+
+
+def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
+    """(key, digest of all that it became without its padding) of each sample of a batch, in order."""
+    answers = iter(batch.asked["words"].split(batch.targets["word_asked"].sum(1).tolist()))
+    classes = iter(batch.asked["region_classes"].split(batch.targets["region_asked"].sum(1).tolist()))
+    for row, key in enumerate(batch.keys):
+        words, regions = batch.text_mask[row], batch.region_mask[row]
+        parts = [batch.tokens[row][words], batch.targets["word_asked"][row][words], next(answers)]
+        parts += [batch.boxes[row][regions], batch.region_hidden[row][regions], next(classes)]
+        picture = int(batch.picture_of[row])
+        if picture >= 0:
+            width, height = batch.picture_sizes[picture].tolist()
+            parts.append(batch.pixels[picture, :, :height, :width])
+        yield key, digest(*parts)
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------
+
+
+class Attempt:
+    """One torchrun of a training: started, perhaps killed, and what its ranks saw."""
+
+    def __init__(self, root: Path, number: int, size: int, workers: int):
+        self.size, self.folder = size, root / "seen" / f"{number}-of-{size}"
+        self.folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["-m", "benchmarks.killed_training", "--rank-of", str(root), str(self.folder), str(workers)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(self.folder / "log.txt", "wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def step(self) -> int:
+        """The last step that every rank began; -1 before the first."""
+        return min((steps[-1]["step"] if steps else -1 for steps in map(self.seen, range(self.size))), default=-1)
+
+    def seen(self, rank: int) -> list[dict]:
+        """What a rank wrote down, without a line that is half written."""
+        file = self.folder / f"{rank}.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def wait(self) -> str | None:
+        """To its end; what went wrong, if anything did."""
+        try:
+            code = self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            self.kill(None)
+            return f"{self.folder}: no end within {WAIT:g} s"
+        return f"{self.folder}: ended with {code}: {self.last_words()}" if code else None
+
+    def kill_at(self, step: int, rank: int | None, delay: float) -> str | None:
+        """SIGKILL for this rank, or for torchrun and all ranks, so many seconds after `step` began."""
+        end = time.monotonic() + WAIT
+        while self.step() < step:
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill(None)
+                return f"{self.folder}: was to be killed in step {step} and came to {self.step()}: {self.last_words()}"
+            time.sleep(0.01)
+        time.sleep(delay)
+        self.kill(rank)
+        return None
+
+    def kill(self, rank: int | None) -> None:
+        if rank is None:
+            self.process.kill()
+        for file in self.folder.glob("*.pid" if rank is None else f"{rank}.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+        self.process.wait()  # torchrun ends the ranks that are left
+
+    def last_words(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")[-2000:]
+
+
+def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say) -> tuple[list[Attempt], list[str]]:
+    """A training in these worlds, one after the other, killed at a random step in each but the last."""
+    attempts = []
+    for size, step in zip(worlds, [*sorted(draw.sample(range(1, STEPS - 1), len(worlds) - 1)), None], strict=True):
+        workers = draw.randint(0, 2)
+        attempts.append(Attempt(root, len(attempts), size, workers))
+        if step is None:
+            problem = attempts[-1].wait()
+        else:
+            rank = draw.choice([None, draw.randrange(size)])
+            problem = attempts[-1].kill_at(step, rank, draw.uniform(0, 0.1))
+            said = "torchrun and all ranks" if rank is None else f"rank {rank}"
+            say(f"{root.name}: {size} processes, {workers} workers each: {said} killed in step {attempts[-1].step()}")
+        if problem:
+            return attempts, [problem]
+    return attempts, []
+
+
+def in_order(attempt: Attempt) -> dict[int, list[tuple[str, str]]]:
+    """By step the samples of all ranks, in the order of their slots, pictures before text."""
+    steps: dict[int, list] = {}
+    for rank in range(attempt.size):
+        for line in attempt.seen(rank):
+            steps.setdefault(line["step"], []).extend(tuple(sample) for sample in line["samples"])
+    whole = {step: rows for step, rows in steps.items() if len(rows) == 2 * BATCH}  # without what a kill cut short
+    return {step: sorted(rows, key=lambda row: row[0].startswith("text-")) for step, rows in whole.items()}
+
+
+def differences(reference: Attempt, attempts: Sequence[Attempt]) -> list[str]:
+    """Steps that took other samples, or made others of them, than the training that nobody stopped."""
+    expected, faults, met = in_order(reference), [], set()
+    for attempt in attempts:
+        for step, rows in in_order(attempt).items():
+            met.add(step)
+            if rows != expected[step]:
+                faults.append(f"{attempt.folder}: step {step} has other samples, or other masks")
+        if attempt.size == reference.size:
+            for rank in range(attempt.size):
+                batches = {line["step"]: line["batches"] for line in reference.seen(rank)}
+                faults += [
+                    f"{attempt.folder}: rank {rank} has another batch in step {line['step']}"
+                    for line in attempt.seen(rank)
+                    if line["batches"] != batches[line["step"]]
+                ]
+    return faults + [f"{attempts[0].folder.parent}: step {step} is missing" for step in expected.keys() - met]
+
+
+def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
+    """Epochs of a training in which a sample does not come exactly once."""
+    rows = in_order(training)
+    keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
+    stretches = json.loads((last_checkpoint(root) / "state.json").read_text())["data"]["snapshots"]
+    faults = []
+    if [stretch["questions"] for stretch in stretches] != [FIRST, FIRST + MORE]:
+        faults.append(f"{root.name}: the shard that was committed on the way did not enter: {stretches}")
+    for stretch, end in zip(stretches, [*(s["consumed"] for s in stretches[1:]), len(keys)], strict=True):
+        n, everything = stretch["questions"], {scene_sample(number).key: 1 for number in range(stretch["questions"])}
+        for number, start in enumerate(range(stretch["consumed"], end - n + 1, n), stretch["epoch"]):
+            if Counter(keys[start : start + n]) != everything:
+                faults.append(f"{root.name}: epoch {number} does not hold every sample once")
+    return faults
+
+
+def last_checkpoint(root: Path) -> Path:
+    return root / "runs" / RUN / f"step-{STEPS:07d}"
+
+
+def measured(root: Path) -> list[dict]:
+    """metrics.jsonl without what a clock says."""
+    lines = (root / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+
+
+def unequal(before: Path, after: Path) -> list[str]:
+    """Which files of the trainings in two roots differ, though they should be equal to the bit."""
+    names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json")]
+    faults = [
+        f"{after.name}: its {name} is not that of {before.name}"
+        for name in [*names, "predictions.jsonl"]
+        if (before / "runs" / RUN / name).read_bytes() != (after / "runs" / RUN / name).read_bytes()
+    ]
+    pairs = list(itertools.zip_longest(measured(before), measured(after)))
+    return faults + [f"{after.name}: {b} became {a}" for b, a in pairs if b != a][:3]
+
+
+def check(
+    folder: Path, seed: int, kills: int, say: Say, worlds: Sequence[Sequence[int]] = ((2, 3, 1), (4, 1, 2))
+) -> list[str]:
+    """Train in `folder`: undisturbed, killed `kills` times, and over each of `worlds`. What was wrong, if anything."""
+    draw, began, faults = random.Random(seed), time.monotonic(), []
+    runs = {"whole": [2], "killed": [2] * (kills + 1)} | {"-".join(map(str, sizes)): sizes for sizes in worlds}
+    for name, sizes in runs.items():
+        root = folder / name  # one each: the shard that is committed on the way must be new to all
+        make_root(root)
+        attempts, found = run_killed(root, sizes, draw, say)
+        if name == "whole":
+            whole = attempts[0]
+            if found:
+                return found
+        if not found:
+            found = differences(whole, attempts)
+            found += not_once_an_epoch(root, whole) if name == "whole" else []
+            found += unequal(folder / "whole", root) if name == "killed" else []
+        say(f"{name}: {'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - began:.0f} s)")
+        faults += found
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.killed_training", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=2, help="of the training that stays in one world")
+    parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        root, seen, workers = options.rank_of
+        return trained(Path(root), Path(seen), int(workers))
+    with tempfile.TemporaryDirectory(prefix="killed-training-") as folder:
+        faults = check(Path(folder), options.seed, options.kills, print)
+    sys.exit("\n".join(faults) if faults else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Writers of shards, killed at seeded moments and started again: what is visible is whole, and in the end all is there.
+
+Half of the kills come after a random time, spread over the whole life of a writer; half at the border of a system call
+(fsync, link, rename, unlink, a send or a receive), before or after it, because that is where half a commit would show.
+A reader looks at everything visible while the writers work. `python -m benchmarks.kill` runs it at full length.
+"""
+
+import dataclasses
+import hashlib
+import io
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+from PIL import Image
+
+from storage.catalog import Catalog
+from storage.inventory import collect, verify
+from storage.manifests import Row
+from storage.objects import LocalObjects, ObjectMissing, Objects, open_objects
+from storage.sample import Regions, Sample, sample_key
+from storage.shards import read_span
+
+SHARDS, ROWS = 4, 12
+DETECTOR = "0123456789ab"
+STAGES = ("images", f"regions/{DETECTOR}")
+_BORDERS = {"fsync", "link", "replace", "unlink", "sendall", "send", "recv_into", "close"}
+_WRITERS = {"local": 2, "s3": 1}  # writers at a time: moto decides no races, so two there would prove nothing
+
+
+def made_sample(row: int, variant: int) -> Sample:
+    """A sample whose key depends on the row alone, as that of a page which answers differently each time."""
+    url, caption = f"http://example.org/{row}.jpg", f"caption {row}"
+    pixels = np.random.default_rng([row, variant]).integers(0, 256, (24, 32, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG")
+    sha256 = hashlib.sha256(file.getvalue()).hexdigest()
+    return Sample(sample_key(url, caption), file.getvalue(), f"{caption}, variant {variant}", url, 32, 24, sha256)
+
+
+def made_rows(shard: int) -> list[Row]:
+    """Every fifth row failed."""
+    rows = []
+    for row in range(shard * ROWS, (shard + 1) * ROWS):
+        url = f"http://example.org/{row}.jpg"
+        rows.append(Row(row, sample_key(url, f"caption {row}"), "http_404" if row % 5 == 4 else "ok", "", url))
+    return rows
+
+
+def with_regions(sample: Sample) -> Sample:
+    boxes = np.array([[0, 0, 32, 24], [1, 2, 3, 4]], np.float32)
+    regions = Regions(boxes, np.array([0.5, 0.25], np.float32), np.array([1, 2], np.int32), DETECTOR)
+    return dataclasses.replace(sample, regions=regions)
+
+
+def write_all(root: str, variant: int) -> None:
+    """What is not there yet: images, then the regions of them, then a snapshot of each stage."""
+    catalog = Catalog(open_objects(root), "captions")
+    done = set(catalog.shards(STAGES[0]))
+    for number in range(SHARDS):
+        if f"{number:05d}" not in done:
+            rows = made_rows(number)
+            samples = (made_sample(row.row, variant) for row in rows if row.status == "ok")
+            catalog.commit(STAGES[0], f"{number:05d}", samples, rows, {"variant": variant})
+    for shard in catalog.pending(*STAGES):
+        manifest = catalog.manifest(STAGES[0], shard)
+        samples = map(with_regions, catalog.read(STAGES[0], shard))
+        meta = {"source": manifest.as_source(), "untrained": False}
+        catalog.commit(STAGES[1], shard, samples, made_rows(int(shard)), meta)
+    for stage in STAGES:
+        catalog.pin(stage)
+
+
+def writer(
+    root: str, variant: int, folder: str, environment: dict, border: int | None, after: bool, count: Synchronized
+) -> None:
+    """The killed process; it kills itself at system call number `border`, and tells how many there were."""
+    os.environ.update(environment)
+    tempfile.tempdir = folder
+    seen = 0
+
+    def at_border(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        if event != ("c_return" if after else "c_call") or getattr(argument, "__name__", "") not in _BORDERS:
+            return
+        if isinstance(argument.__self__, str):  # "".replace
+            return
+        seen += 1
+        count.value = seen
+        if seen == border:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(at_border)
+    try:
+        write_all(root, variant)
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def s3_of_its_own() -> Iterator[dict[str, str]]:
+    """moto's server in a process of its own; the environment in which boto3 finds it, once `make_bucket` has waited."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def make_bucket(endpoint: str) -> None:
+    """Wait until the server answers."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+class Reader:
+    """Looks at all that is visible, again and again; remembers what it saw, for nothing may go or change."""
+
+    def __init__(self, objects: Objects):
+        self.objects, self.catalog = objects, Catalog(objects, "captions")
+        self.seen: dict[tuple[str, str], str] = {}
+        self.faults: list[str] = []
+        self.looks = 0
+
+    def look(self) -> None:
+        """One look at every shard and snapshot; what is wrong is added to `faults`."""
+        self.looks += 1
+        found = {}
+        for stage in STAGES:
+            for shard in self.catalog.shards(stage):
+                try:
+                    found[stage, shard] = self._shard(stage, shard)
+                except (ValueError, ObjectMissing) as error:
+                    self.faults.append(f"visible, but not whole: {error}")
+            prefix = f"captions/{stage}/snapshots/"
+            for info in self.objects.list(prefix):
+                try:
+                    name = info.path.removeprefix(prefix).removesuffix(".parquet")
+                    index = self.catalog.pinned(stage, name)
+                    if len(index.keys()) != len(index):
+                        raise ValueError(f"{info.path} has {len(index.keys())} keys for {len(index)} samples")
+                except ValueError as error:
+                    self.faults.append(f"a snapshot is not whole: {error}")
+        for place, sha256 in self.seen.items():
+            if found.get(place) != sha256:
+                self.faults.append(f"{place} was visible and has {'changed' if place in found else 'gone'}")
+        self.seen |= found
+
+    def _shard(self, stage: str, shard: str) -> str:
+        """The hash of the manifest of a shard that is found to be whole; ValueError tells what is wrong."""
+        manifest, expected = self.catalog.manifest(stage, shard), made_rows(int(shard))
+        table = manifest.table.to_pylist()
+        if [(line["row"], line["key"], line["status"]) for line in table] != [
+            (r.row, r.key, r.status) for r in expected
+        ]:
+            raise ValueError(f"{manifest.tar}: its manifest has other rows than were given")
+        samples = list(self.catalog.read(stage, shard))
+        ok = [line for line in table if line["status"] == "ok"]
+        if [sample.key for sample in samples] != [line["key"] for line in ok]:
+            raise ValueError(f"{manifest.tar} has other samples than its manifest has rows")
+        if len({sample.caption.partition(", ")[2] for sample in samples}) != 1:
+            raise ValueError(f"{manifest.tar} mixes the samples of several writers")
+        last = ok[-1]
+        span = read_span(self.objects.get_range(manifest.tar, last["offset"], last["length"]))
+        if (span.key, span.image) != (samples[-1].key, samples[-1].image):
+            raise ValueError(f"{manifest.tar} has another sample at byte {last['offset']}")
+        return manifest.sha256
+
+
+def check(folder: Path, seed: int, kills: int, say: Callable[[str], None]) -> list[str]:
+    """The faults that `kills` kills of writers brought to light, half on a folder and half on S3; [] is a pass."""
+    faults = []
+    with s3_of_its_own() as environment:
+        for kind in ("local", "s3"):
+            part = kills // 2 if kind == "s3" else kills - kills // 2
+            if kind == "s3":
+                make_bucket(environment["AWS_ENDPOINT_URL"])
+            started, before = time.monotonic(), len(faults)
+            report = _Part(kind, folder, environment, random.Random(f"{seed} {kind}"))
+            faults += [f"{kind}: {fault}" for fault in report.run(part)]
+            say(
+                f"{kind}: {report.killed} kills ({report.at_border} at a system call) over {report.roots} roots, "
+                f"{report.looks} looks, {report.orphans} orphan tars and {report.halves} broken-off puts collected, "
+                f"{len(faults) - before} faults, {time.monotonic() - started:.0f} s"
+            )
+    return faults
+
+
+class _Part:
+    """The kills on one kind of root."""
+
+    def __init__(self, kind: str, folder: Path, environment: dict[str, str], chance: random.Random):
+        self.kind, self.folder, self.environment, self.chance = kind, folder, environment, chance
+        self.killed = self.at_border = self.roots = self.looks = self.orphans = self.halves = 0
+        # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__, "webdataset", "boto3"])
+        self.duration, self.borders = 1.0, 100
+
+    def run(self, kills: int) -> list[str]:
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            self._time_a_whole_life()
+            faults = []
+            while self.killed < kills and len(faults) < 20:
+                self.roots += 1
+                faults += self._one_root(self._root(f"{self.roots}"), kills)
+            return faults
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def _root(self, name: str) -> str:
+        return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"
+
+    def _start(self, root: str, border: int | None = None) -> tuple[multiprocessing.Process, Synchronized]:
+        count = self.context.Value("i", 0, lock=False)
+        temporary = self.folder / "temporary"
+        temporary.mkdir(parents=True, exist_ok=True)
+        variant, after = self.chance.randrange(2), self.chance.random() < 0.5
+        arguments = root, variant, str(temporary), self.environment, border, after, count
+        process = self.context.Process(target=writer, args=arguments)
+        process.start()
+        return process, count
+
+    def _time_a_whole_life(self) -> None:
+        for _ in range(2 if self.kind == "local" else 1):  # the very first has to wait for the fork server
+            started = time.monotonic()
+            process, count = self._start(self._root(f"timing-{time.monotonic_ns()}"))
+            process.join()
+            self.duration, self.borders = time.monotonic() - started, count.value
+            if process.exitcode:
+                raise RuntimeError(f"a writer that nobody killed ended with {process.exitcode}")
+
+    def _one_root(self, root: str, kills: int) -> list[str]:
+        reader = Reader(open_objects(root))
+        while self.killed < kills:
+            alive = self._one_life(root, reader)
+            reader.look()
+            reader.faults += _strangers(reader.objects)
+            if not alive or reader.faults:
+                break
+        process, _ = self._start(root)
+        process.join()
+        if process.exitcode:
+            reader.faults.append(f"the last writer ended with {process.exitcode}")
+        reader.look()
+        self.looks += reader.looks
+        return reader.faults + self._in_the_end(reader)
+
+    def _one_life(self, root: str, reader: Reader) -> bool:
+        """Start writers and kill them; whether a kill met one that was alive."""
+        processes, borders = [], self.chance.random() < 0.5
+        for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
+            # A life is a fraction of the whole work, so that kills spread over all of it.
+            border = 1 + int(self.chance.random() * self.borders * 0.4) if borders else None
+            processes.append(self._start(root, border)[0])
+        delay = self.chance.random() * self.duration * 0.4
+        timers = []
+        for process in processes:
+            if not borders:
+                timers.append(threading.Timer(delay * self.chance.uniform(0.9, 1), process.kill))
+                timers[-1].start()
+        while any(process.is_alive() for process in processes):
+            reader.look()
+        for timer in timers:
+            timer.cancel()
+        met = 0
+        for process in processes:
+            process.join()
+            met += process.exitcode == -signal.SIGKILL
+            if process.exitcode not in (0, -signal.SIGKILL):
+                reader.faults.append(f"a writer ended with {process.exitcode}")
+        self.killed += met
+        self.at_border += met if borders else 0
+        return met > 0
+
+    def _in_the_end(self, reader: Reader) -> list[str]:
+        """Everything is there once, and `gc` leaves nothing else."""
+        objects, catalog, faults = reader.objects, reader.catalog, []
+        for stage in STAGES:
+            rows = [row for table in catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
+            if rows != list(range(SHARDS * ROWS)):
+                faults.append(f"{stage} has rows {rows} in the end")
+        if catalog.pending(*STAGES):
+            faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
+        found = collect(objects, -60, delete=True)
+        self.orphans += sum(line.startswith("orphan tar") for line in found)
+        self.halves += sum(line.startswith("broken-off put") for line in found)
+        left = [info.path for info in objects.list()]
+        if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(objects.leftovers()):
+            faults.append(f"gc left {left} and {list(objects.leftovers())}")
+        faults += verify(objects)
+        reader.look()
+        return faults
+
+
+def _strangers(objects: Objects) -> list[str]:
+    """Tars that are not what their names say, and files that are neither objects nor leftovers of a put."""
+    faults = []
+    for info in objects.list():
+        try:
+            if info.path.endswith(".tar"):
+                sha256 = hashlib.sha256(objects.get(info.path)).hexdigest()
+                if not info.path.endswith(f"-{sha256[:12]}.tar"):
+                    faults.append(f"{info.path} is torn: its sha256 is {sha256[:12]}...")
+        except ObjectMissing:
+            continue
+    if isinstance(objects, LocalObjects):
+        known = {objects.where(info.path) for info in objects.list()} | {one.name for one in objects.leftovers()}
+        files = (str(file) for file in Path(objects.where()).rglob("*") if file.is_file())
+        faults += [f"{file} is neither an object nor what a put leaves" for file in files if file not in known]
+    return faults

@@ -1,0 +1,412 @@
+"""The commands of `python -m storage.catalog`: what a root holds, since when, whether it is whole, what may go.
+
+status ROOT                                   stages, rows by status, snapshots, what each training run pinned
+history ROOT [DATASET]                        what was committed when
+verify ROOT [DATASET]                         every hash and place held against the tars; exit status 1 on a fault
+gc ROOT [--grace HOURS] [--delete]            what nothing names any more; deletes it only with --delete
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of
+from storage.manifests import OK, Header, Manifest
+from storage.objects import ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.shards import index_shard
+from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
+
+_STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
+_MANIFEST = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})\.parquet")
+_TAR = re.compile(rf"{_STAGE}/{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar")
+_SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
+_STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
+_PAUSE = 3600.0  # seconds without a commit that end an entry of the history
+_READERS = 4  # tars hashed at a time
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A snapshot that a checkpoint names: `use` says for what, such as `epoch 3 on`."""
+
+    run: str
+    step: int
+    dataset: str
+    stage: str
+    snapshot: str
+    use: str
+
+
+@dataclass(frozen=True)
+class Litter:
+    """Something that nothing names any more; modified in seconds since 1970, by the storage's clock."""
+
+    what: str
+    where: str
+    size: int
+    modified: float
+    remove: Callable[[], None]
+
+
+class Inventory:
+    """One listing of a root, sorted out."""
+
+    def __init__(self, objects: Objects, dataset: str | None = None):
+        self.objects = objects
+        self.manifests: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
+        self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
+        self.tars: dict[str, ObjectInfo] = {}
+        self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
+        for info in objects.list():
+            if found := _STATE.fullmatch(info.path):
+                self.states[found[1]][int(found[2])] = info.path
+            elif dataset is not None and not info.path.startswith(f"{dataset}/"):
+                continue
+            elif found := _MANIFEST.fullmatch(info.path):
+                self.manifests[found[1], found[2]][found[3]] = info
+            elif found := _SNAPSHOT.fullmatch(info.path):
+                self.snapshots[found[1], found[2]][found[3]] = info
+            elif _TAR.fullmatch(info.path):
+                self.tars[info.path] = info
+        if dataset is not None and not self.manifests:
+            raise ValueError(f"{objects.where(dataset)} holds no committed shard; `status` lists the datasets")
+
+    def newest(self, dataset: str, stage: str) -> str | None:
+        """The snapshot of a stage that was written last."""
+        found = self.snapshots.get((dataset, stage), {})
+        return max(found, key=lambda name: (found[name].modified, name), default=None)
+
+    def pins(self, newest_only: bool = False) -> list[Pin]:
+        """What the checkpoints of all runs pin: of every checkpoint, or of the newest of each run."""
+        pins = []
+        for run, steps in sorted(self.states.items()):
+            for step in [max(steps)] if newest_only else sorted(steps):
+                pins += self._pins_of(run, step, steps[step])
+        return pins
+
+    def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
+        try:
+            state = json.loads(self.objects.get(path))
+            pins = []
+            if (data := state.get("data")) is not None:
+                used = data.get("snapshots", [{"epoch": 0, "snapshot": data.get("snapshot")}])
+                for entry in used:
+                    place = data["dataset"], data["stage"], entry["snapshot"]
+                    pins.append(Pin(run, step, *place, f"epoch {entry['epoch']} on"))
+            if (held := state.get("held_out")) is not None:
+                pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.objects.where(path)} is no checkpoint's state that this code can read ({error!r}); remove the "
+                "checkpoint's folder if it is not needed"
+            ) from error
+        return pins
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def status(objects: Objects) -> list[str]:
+    """Stages, snapshots and what the newest checkpoint of each training run pins, as tables."""
+    inventory = Inventory(objects)
+    stages, snapshots = [], []
+    for (dataset, stage), found in sorted(inventory.manifests.items()):
+        size, statuses = sum(info.size for info in found.values()), Counter()
+        for header in Catalog(objects, dataset).headers(stage, sorted(found)).values():
+            size += header.tar_bytes
+            statuses.update(header.statuses)
+        by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
+        stages.append((dataset, stage, f"{len(found):,}", f"{statuses.total():,}", _megabytes(size), by_status))
+    for (dataset, stage), found in sorted(inventory.snapshots.items()):
+        for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
+            snapshot, _ = read_snapshot(objects, info.path)
+            snapshots.append((dataset, stage, snapshot.id, *_counts(snapshot), _megabytes(info.size), _time(info)))
+    pins = [
+        (pin.run, f"{pin.step:,}", pin.dataset, pin.stage, pin.snapshot, pin.use)
+        for pin in inventory.pins(newest_only=True)
+    ]
+    lines = _aligned(("dataset", "stage", "shards", "rows", "MB", "rows by status"), stages)
+    for names, rows in (
+        (("dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)"), snapshots),
+        (("run", "step", "dataset", "stage", "snapshot", "for"), pins),
+    ):
+        if rows:
+            lines += ["", *_aligned(names, rows)]
+    return lines
+
+
+def _counts(snapshot: Snapshot) -> tuple[str, str]:
+    return f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def history(objects: Objects, dataset: str | None = None) -> list[str]:
+    """What was committed and which snapshots were written, oldest first; an hour without a commit ends an entry."""
+    inventory = Inventory(objects, dataset)
+    entries = []
+    for (name, stage), found in inventory.manifests.items():
+        headers = Catalog(objects, name).headers(stage, sorted(found))
+        by_config = defaultdict(list)
+        for shard, header in headers.items():
+            by_config[header.meta.get("config_hash", "")].append((found[shard], header))
+        for config, commits in by_config.items():
+            for group in _without_pauses(sorted(commits, key=lambda commit: commit[0].modified)):
+                entries.append(_committed(name, stage, config, group))
+    for (name, stage), found in inventory.snapshots.items():
+        for info in found.values():
+            snapshot, _ = read_snapshot(objects, info.path)
+            what = name, stage, *_counts(snapshot), f"{snapshot.ok_rows:,}", f"snapshot {snapshot.id}"
+            entries.append((info.modified, (_time(info), "", *what)))
+    names = "from (UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"
+    return _aligned(names, [row for _, row in sorted(entries)])
+
+
+def _without_pauses(commits: list[tuple[ObjectInfo, Header]]) -> Iterator[list[tuple[ObjectInfo, Header]]]:
+    group = []
+    for commit in commits:
+        if group and commit[0].modified - group[-1][0].modified > _PAUSE:
+            yield group
+            group = []
+        group.append(commit)
+    yield group
+
+
+def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectInfo, Header]]) -> tuple[float, tuple]:
+    rows = sum(sum(header.statuses.values()) for _, header in group)
+    ok = sum(header.ok_rows for _, header in group)
+    by = f"{'detector' if stage != 'images' else 'config'} {config}" if config else ""
+    first, last = group[0][0], group[-1][0]
+    counts = f"{len(group):,}", f"{rows:,}", f"{ok:,}"
+    return first.modified, (_time(first), _time(last)[-5:], dataset, stage, *counts, by)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def verify(objects: Objects, dataset: str | None = None) -> Iterator[str]:
+    """Every fault: tars against manifests, byte by byte, places against tars, sources, snapshots. Reads all tars."""
+    inventory = Inventory(objects, dataset)
+    for (name, stage), found in sorted(inventory.manifests.items()):
+        catalog = Catalog(objects, name)
+
+        def look(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
+            try:
+                return list(_faults_of_shard(catalog, catalog.manifest(stage, shard)))
+            except (ValueError, ObjectMissing) as error:
+                return [str(error)]
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            for faults in pool.map(look, sorted(found)):
+                yield from faults
+    for (name, stage), found in sorted(inventory.snapshots.items()):
+        for info in found.values():
+            try:
+                yield from _faults_of_snapshot(Catalog(objects, name), stage, info.path)
+            except ValueError as error:
+                yield str(error)
+
+
+def _faults_of_shard(catalog: Catalog, manifest: Manifest) -> Iterator[str]:
+    objects, where = catalog.objects, catalog.where(manifest.stage, manifest.shard)
+    table = manifest.table
+    counted = {pair["values"]: pair["counts"] for pair in pc.value_counts(table["status"]).to_pylist()}
+    if counted != manifest.statuses:
+        yield f"{where} has rows {counted} and says {manifest.statuses}"
+    ok = table.filter(pc.equal(table["status"], OK))
+    source = manifest.meta.get("source", {})
+    if "manifest_sha256" in source:
+        try:
+            standing = catalog.manifest(source["stage"], source["shard"]).sha256
+        except ObjectMissing:
+            standing = "none"
+        if standing != source["manifest_sha256"]:
+            yield f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than stands there"
+    if manifest.tar is None:
+        if len(ok):
+            yield f"{where} names no tar for {len(ok)} rows that are ok"
+        return
+    file, temporary = objects.local_path(manifest.tar), None
+    try:
+        if file is None:
+            with tempfile.NamedTemporaryFile(prefix="verify-", suffix=".tar", delete=False) as stream:
+                temporary = file = Path(stream.name)
+                stream.write(objects.get(manifest.tar))
+        sha256, size = sha256_of(file), file.stat().st_size
+        if (sha256, size) != (manifest.tar_sha256, manifest.tar_bytes):
+            yield (
+                f"{objects.where(manifest.tar)} is damaged: {size} bytes of sha256 {sha256[:12]}..., {where} says "
+                f"{manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
+            )
+            return
+        spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
+    except (ObjectMissing, FileNotFoundError):
+        yield f"{objects.where(manifest.tar)} is gone, and {where} names it"
+        return
+    finally:
+        if temporary is not None:
+            temporary.unlink()
+    places = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
+    if places != spans:
+        rows = ok["row"].to_pylist()
+        wrong = [row for row, place, span in zip(rows, places, spans, strict=False) if place != span]
+        yield (
+            f"{where}: {len(places)} rows are ok, its tar has {len(spans)} samples; "
+            f"{f'row {wrong[0]} is the first of {len(wrong)} that lie elsewhere' if wrong else 'the common ones agree'}"
+        )
+
+
+def _faults_of_snapshot(catalog: Catalog, stage: str, path: str) -> Iterator[str]:
+    objects, where = catalog.objects, catalog.objects.where(path)
+    snapshot, shards = read_snapshot(objects, path)
+    tables = iter(read_columns(objects, path, SNAPSHOT_SCHEMA.names))
+    waiting = next(tables, None)
+    for shard in shards:
+        rows = []
+        while len(rows) < shard["rows"]:
+            rows += waiting.slice(0, shard["rows"] - len(rows)).to_pylist()
+            waiting = waiting.slice(len(rows)) if len(waiting) > len(rows) else next(tables, None)
+        try:
+            manifest = catalog.manifest(stage, shard["shard"])
+        except (ObjectMissing, ValueError):
+            manifest = None  # one that cannot be read is named as a fault of its own
+        if manifest is not None and manifest.sha256 == shard["manifest_sha256"]:
+            ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
+            expected = [{"shard": int(shard["shard"]), **line} for line in ok.to_pylist()]
+            if rows != expected:
+                yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
+        elif shard["tar"] is not None:  # the shard was made again: what the snapshot names must still be there
+            tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
+            try:
+                sizes = [info.size for info in objects.list(tar)]
+            except ObjectMissing:
+                sizes = []
+            if sizes != [shard["tar_bytes"]]:
+                yield f"{objects.where(tar)} is gone or damaged, and {where} names it"
+
+
+# --- gc ---------------------------------------------------------------------------------------------------------------
+
+
+def litter(objects: Objects, grace: float) -> list[Litter]:
+    """What may go: nothing names it, and it is older than `grace` seconds by the storage's clock.
+
+    Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
+    their stage, and what puts left that were broken off.
+    """
+    now = objects.now()
+    left = list(objects.leftovers())
+    inventory = Inventory(objects)
+    pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
+    found = [Litter("broken-off put", one.name, one.size, one.modified, one.remove) for one in left]
+    named = set()
+    for (dataset, stage), manifests in inventory.manifests.items():
+        for header in Catalog(objects, dataset).headers(stage, sorted(manifests)).values():
+            named.add(header.tar)
+    for (dataset, stage), snapshots in inventory.snapshots.items():
+        for name, info in snapshots.items():
+            used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
+            if used or now - info.modified <= grace:
+                _, shards = read_snapshot(objects, info.path)
+                named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards}
+            else:
+                found.append(_object("unpinned snapshot", objects, info))
+    found += [_object("orphan tar", objects, info) for path, info in inventory.tars.items() if path not in named]
+    return [one for one in found if now - one.modified > grace]
+
+
+def _object(what: str, objects: Objects, info: ObjectInfo) -> Litter:
+    def remove() -> None:
+        if info in objects.list(info.path):  # with a new date, a writer has taken it over meanwhile
+            objects.delete(info.path)
+
+    return Litter(what, objects.where(info.path), info.size, info.modified, remove)
+
+
+def collect(objects: Objects, grace: float, delete: bool) -> list[str]:
+    """A line for each thing that may go; with `delete` it is gone then."""
+    found = litter(objects, grace)
+    rows = []
+    for one in found:
+        if delete:
+            one.remove()
+        rows.append((one.what, f"{_megabytes(one.size)}", _date(one.modified), one.where))
+    done = "deleted" if delete else "to delete: run again with --delete"
+    total = f"{len(found):,} things, {_megabytes(sum(one.size for one in found))} MB {done}"
+    return [*_aligned(("what", "MB", "written (UTC)", "where"), rows), total]
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines: numbers to the right, all else to the left; [] where there is no row."""
+    if not rows:
+        return []
+    lines = []
+    columns = list(zip(*rows, strict=True))
+    right = [all(re.fullmatch(r"[\d,.]+", value) for value in column) for column in columns]
+    widths = [max(map(len, (name, *column))) for name, column in zip(names, columns, strict=True)]
+    for row in (names, *rows):
+        cells = zip(row, widths, right, strict=True)
+        lines.append("  ".join(f"{cell:>{width}}" if number else f"{cell:<{width}}" for cell, width, number in cells))
+    return [line.rstrip() for line in lines]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
+def _time(info: ObjectInfo) -> str:
+    return _date(info.modified)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m storage.catalog", description="What is committed under a root.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, about in [
+        ("status", "stages, rows by status, snapshots, and what each training run pinned"),
+        ("history", "what was committed when, and which snapshots were taken"),
+        ("verify", "hold every tar and snapshot against the manifests; exit status 1 on a fault"),
+        ("gc", "list what nothing names any more, or delete it"),
+    ]:
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("root", help="a folder or s3://bucket/prefix")
+        if name in ("history", "verify"):
+            command.add_argument("dataset", nargs="?", help="only this dataset")
+        if name == "gc":
+            command.add_argument("--grace", type=float, default=24, help="hours that things must be old (24)")
+            command.add_argument("--delete", action="store_true", help="delete them")
+    options = parser.parse_args(arguments)
+    try:
+        objects = open_objects(options.root, write=options.command == "gc")
+        if options.command == "verify":
+            faults = 0
+            for fault in verify(objects, options.dataset):
+                print(fault, flush=True)
+                faults += 1
+            print(f"{faults} faults" if faults else "no fault: all is as it was committed")
+            sys.exit(bool(faults))
+        lines = {
+            "status": lambda: status(objects),
+            "history": lambda: history(objects, options.dataset),
+            "gc": lambda: collect(objects, options.grace * 3600, options.delete),
+        }[options.command]()
+    except (ValueError, ObjectMissing, StorageUnreachable) as error:
+        sys.exit(str(error))
+    print("\n".join(lines) or f"nothing is committed under {options.root}")

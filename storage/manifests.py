@@ -1,0 +1,157 @@
+"""The manifest of one shard: what it says, how rows and samples are held against each other, and its bytes.
+
+The layout is a contract, docs/formats.md; storage/catalog.py commits and reads manifests.
+"""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.sample import Sample
+from storage.shards import SHARD_VERSION, Span
+
+MANIFEST_VERSION = 1
+OK = "ok"
+SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+        pa.field("url", pa.string(), nullable=False),
+        # Null where the status is not ok; num_regions also where the stage has no regions.
+        pa.field("offset", pa.int64()),
+        pa.field("length", pa.int32()),
+        pa.field("width", pa.int32()),
+        pa.field("height", pa.int32()),
+        pa.field("num_regions", pa.int32()),
+    ]
+)
+_NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that is not ok
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one input row; detail says more where the status is not enough."""
+
+    row: int
+    key: str
+    status: str
+    detail: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a manifest says of its shard as a whole.
+
+    tar         path of the tar relative to the root; None where no row is ok
+    tar_sha256  of the tar, 64 hex; "" where there is none. tar_bytes its size
+    statuses    rows by status
+    meta        what the stage recorded: source, config, config_hash, "untrained", ...
+    sha256      of the manifest's own bytes, 64 hex
+    """
+
+    shard: str
+    stage: str
+    tar: str | None
+    tar_sha256: str
+    tar_bytes: int
+    statuses: dict[str, int]
+    meta: dict
+    sha256: str
+
+    @property
+    def ok_rows(self) -> int:
+        return self.statuses.get(OK, 0)
+
+    def as_source(self) -> dict[str, str]:
+        """What a stage that read this shard records as meta["source"]: `Catalog.pending` looks for it."""
+        return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Manifest(Header):
+    """One committed shard: its header, and its rows as a table (SCHEMA)."""
+
+    table: pa.Table
+
+
+def check_rows(rows: Sequence[Row], where: str) -> None:
+    """ValueError names the row that breaks the order, has no status, or has the key of another that is ok."""
+    if not rows:
+        raise ValueError(f"{where}: a shard without rows cannot be committed; every input row belongs in it, ok or not")
+    owners = {}
+    for i, row in enumerate(rows):
+        if i and row.row <= rows[i - 1].row:
+            raise ValueError(f"{where}: row {row.row} follows row {rows[i - 1].row}; give each row once, in order")
+        if not row.status:
+            raise ValueError(f"{where}: row {row.row} has no status; say ok or why not")
+        if row.status == OK and owners.setdefault(row.key, row.row) != row.row:
+            raise ValueError(
+                f"{where}: rows {owners[row.key]} and {row.row} are both ok with key {row.key}; keep one and give the "
+                "other a status"
+            )
+
+
+def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str, facts: list) -> Iterator[Sample]:
+    """The samples as they come, each held against the ok row whose turn it is; notes its width, height and regions."""
+    detector = stage.partition("/")[2]
+    expected = (row for row in rows if row.status == OK)
+    for sample in samples:
+        row = next(expected, None)
+        if row is None:
+            raise ValueError(f"{where}: sample {sample.key} comes after the last ok row; mark its row as ok")
+        if sample.key != row.key:
+            raise ValueError(f"{where}: row {row.row} is ok with key {row.key}, but the sample there is {sample.key}")
+        if detector and (sample.regions is None or sample.regions.detector != detector):
+            found = "no regions" if sample.regions is None else f"regions of detector {sample.regions.detector}"
+            raise ValueError(f"{where}: row {row.row} ({row.key}) has {found}, and the stage is {stage}")
+        facts.append((sample.width, sample.height, None if sample.regions is None else len(sample.regions)))
+        yield sample
+    row = next(expected, None)
+    if row is not None:
+        raise ValueError(f"{where}: row {row.row} ({row.key}) is ok, but there is no sample for it")
+
+
+def checked_meta(meta: dict, where: str) -> dict:
+    """The meta as it will be read again; ValueError where JSON cannot hold it."""
+    try:
+        return json.loads(json.dumps(meta, sort_keys=True, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: meta cannot be written as JSON: {error}") from error
+
+
+def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], about: dict) -> bytes:
+    """The manifest; spans and facts are those of the ok rows, `about` says stage, shard, tar and meta.
+
+    The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
+    """
+    header = {
+        **about,
+        "version": MANIFEST_VERSION,
+        "shard_version": SHARD_VERSION,
+        "statuses": dict(sorted(Counter(row.status for row in rows).items())),
+    }
+    ok = iter([(span.offset, span.length, *fact) for span, fact in zip(spans, facts, strict=True)])
+    lines = [(r.row, r.key, r.status, r.detail, r.url, *(next(ok) if r.status == OK else _NULLS)) for r in rows]
+    columns = [pa.array([line[i] for line in lines], type=field.type) for i, field in enumerate(SCHEMA)]
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    sink = io.BytesIO()
+    pq.write_table(
+        pa.Table.from_arrays(columns, schema=SCHEMA.with_metadata({"manifest": text})),
+        sink,
+        version="2.6",
+        data_page_version="1.0",
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=["status", "detail"],
+        write_statistics=True,
+        row_group_size=max(1, len(lines)),
+    )
+    return sink.getvalue()

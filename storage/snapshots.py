@@ -1,0 +1,301 @@
+"""A snapshot: the ok rows of all shards that a stage had at one moment, compacted into one Parquet file.
+
+    ROOT/<dataset>/<stage>/snapshots/<id>.parquet
+
+A training pins one and reads where its samples lie from that file alone. The layout is a contract, docs/formats.md.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.manifests import Header
+from storage.objects import ObjectMissing, Objects, StorageUnreachable
+
+SNAPSHOT_VERSION = 1
+SNAPSHOT_SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
+        # Side by side, so that one range request gets what an index needs of a row group.
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("num_regions", pa.int32()),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("url", pa.string(), nullable=False),
+    ]
+)
+_GROUP = 2**17  # rows of a row group: what is decoded at a time
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All shards of a stage at one moment; id is a hash of what the manifests say, so of every sample.
+
+    untrained: whether the detector of one of them had random weights; None where no manifest tells, as of images.
+    """
+
+    id: str
+    stage: str
+    shards: tuple[str, ...]
+    ok_rows: int
+    untrained: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """Where the S samples of a snapshot lie, by shard and then in the order of the rows: 14 bytes a sample.
+
+    tars        path of each tar relative to the root; shards without a tar are left out
+    tar_sha256  of each tar, 64 hex; tar_bytes its size
+    shard       uint16 [S]  (uint32 above 65,536 tars) which of `tars`
+    offset      int64  [S]  bytes
+    length      int32  [S]  bytes: Objects.get_range(tars[shard], offset, length) -> shards.read_span
+
+    The arrays are read-only, so that forked workers share them.
+    """
+
+    snapshot: Snapshot
+    tars: tuple[str, ...]
+    tar_sha256: tuple[str, ...]
+    tar_bytes: tuple[int, ...]
+    shard: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+    _objects: Objects
+    _path: str
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def keys(self) -> list[str]:
+        """The key of each sample; read now, for they take more memory than all the rest."""
+        return self._strings("key")
+
+    def urls(self) -> list[str]:
+        """The URL of each sample (of imported images, the file name); read now, as keys are."""
+        return self._strings("url")
+
+    def _strings(self, column: str) -> list[str]:
+        values = []
+        for table in read_columns(self._objects, self._path, [column]):
+            values += table.column(column).to_pylist()
+        return values
+
+
+def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
+    """The snapshot that these manifests are; headers sorted by shard."""
+    told = [header.meta["untrained"] for header in headers if "untrained" in header.meta]
+    return Snapshot(
+        id=_id((header.shard, header.sha256) for header in headers),
+        stage=stage,
+        shards=tuple(header.shard for header in headers),
+        ok_rows=sum(header.ok_rows for header in headers),
+        untrained=any(told) if told else None,
+    )
+
+
+def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
+    """Write a snapshot of these shards, each with its ok rows (columns of a manifest), sorted by shard.
+
+    The same shards give the same bytes under one version of pyarrow, which writes its name into them.
+    """
+    headers = []
+    with pq.ParquetWriter(
+        file,
+        SNAPSHOT_SCHEMA,
+        version="2.6",
+        data_page_version="1.0",
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=["shard"],
+        write_statistics=False,
+        write_page_checksum=True,
+    ) as writer:
+        waiting, rows = [], 0
+        for header, table in shards:
+            headers.append(header)
+            number = pa.array(np.full(len(table), int(header.shard), np.int32))
+            columns = [number, *(table[name] for name in SNAPSHOT_SCHEMA.names[1:])]
+            waiting.append(pa.Table.from_arrays(columns, schema=SNAPSHOT_SCHEMA))
+            rows += len(table)
+            while rows >= _GROUP:
+                joined = pa.concat_tables(waiting)
+                writer.write_table(joined.slice(0, _GROUP), row_group_size=_GROUP)
+                waiting, rows = [joined.slice(_GROUP)], rows - _GROUP
+        if rows:
+            writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
+        snapshot = snapshot_of(stage, headers)
+        about = {
+            "version": SNAPSHOT_VERSION,
+            "stage": stage,
+            "untrained": snapshot.untrained,
+            "shards": [
+                {
+                    "shard": header.shard,
+                    "manifest_sha256": header.sha256,
+                    "rows": header.ok_rows,
+                    "tar": header.tar and header.tar.rpartition("/")[2],
+                    "tar_sha256": header.tar_sha256,
+                    "tar_bytes": header.tar_bytes,
+                }
+                for header in headers
+            ],
+        }
+        text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+        writer.add_key_value_metadata({"snapshot": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    return snapshot
+
+
+def read_snapshot(objects: Objects, path: str) -> tuple[Snapshot, list[dict]]:
+    """What the footer of a snapshot says: the whole, and its shards one by one, as docs/formats.md has them.
+
+    ValueError names the file where it is gone, damaged, of another version or of another place.
+    """
+    with _Opened(objects, path) as file:
+        return _footer(file, objects.where(path), path)
+
+
+def read_index(objects: Objects, path: str) -> ShardIndex:
+    """Where every sample of a snapshot lies, from its file alone; errors as of read_snapshot."""
+    with _Opened(objects, path) as file:
+        snapshot, shards = _footer(file, objects.where(path), path)
+        shards = [shard for shard in shards if shard["tar"] is not None]
+        counts = [shard["rows"] for shard in shards]
+        offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
+        start = 0
+        for table in _groups(file, objects.where(path), ["offset", "length"]):
+            offset[start : start + len(table)] = table["offset"].to_numpy()
+            length[start : start + len(table)] = table["length"].to_numpy()
+            start += len(table)
+    number = np.repeat(np.arange(len(shards), dtype=np.uint32 if len(shards) > 2**16 else np.uint16), counts)
+    for array in (number, offset, length):
+        array.setflags(write=False)
+    folder = path.rpartition("/snapshots/")[0]
+    return ShardIndex(
+        snapshot=snapshot,
+        tars=tuple(f"{folder}/{shard['tar']}" for shard in shards),
+        tar_sha256=tuple(shard["tar_sha256"] for shard in shards),
+        tar_bytes=tuple(shard["tar_bytes"] for shard in shards),
+        shard=number,
+        offset=offset,
+        length=length,
+        _objects=objects,
+        _path=path,
+    )
+
+
+def read_columns(objects: Objects, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """These columns of a snapshot, a row group at a time; errors as of read_snapshot."""
+    with _Opened(objects, path) as file:
+        yield from _groups(file, objects.where(path), columns)
+
+
+def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    for group in range(file.num_row_groups):
+        table = file.read_row_group(group, columns=list(columns), use_threads=False)
+        # The checksums are of what stands in a page, not of how much its header says that this is.
+        if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):
+            raise ValueError(f"{where} is damaged: row group {group} has {len(table)} rows; {_WAY_OUT}")
+        yield table
+
+
+def _id(shards: Iterable[tuple[str, str]]) -> str:
+    lines = "".join(f"{shard} {manifest_sha256}\n" for shard, manifest_sha256 in shards)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list[dict]]:
+    metadata = file.metadata.metadata or {}
+    text = metadata.get(b"snapshot", b"")
+    if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
+        raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
+    about = json.loads(text)
+    if about["version"] != SNAPSHOT_VERSION:
+        raise ValueError(f"{where} is of version {about['version']}, this code reads {SNAPSHOT_VERSION}")
+    shards = about["shards"]
+    snapshot = Snapshot(
+        id=_id((shard["shard"], shard["manifest_sha256"]) for shard in shards),
+        stage=about["stage"],
+        shards=tuple(shard["shard"] for shard in shards),
+        ok_rows=sum(shard["rows"] for shard in shards),
+        untrained=about["untrained"],
+    )
+    if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
+        raise ValueError(f"{where} says that it is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
+    if file.metadata.num_rows != snapshot.ok_rows or not file.schema_arrow.equals(SNAPSHOT_SCHEMA):
+        raise ValueError(f"{where} is damaged: {file.metadata.num_rows} rows for {snapshot.ok_rows}; {_WAY_OUT}")
+    return snapshot, shards
+
+
+_WAY_OUT = "put it back as it was, or start another run, which pins a new one"
+
+
+class _Opened:
+    """A Parquet file of the storage; what goes wrong while it is open is told as a ValueError that names it."""
+
+    def __init__(self, objects: Objects, path: str):
+        self._objects, self._path = objects, path
+
+    def __enter__(self) -> pq.ParquetFile:
+        try:
+            return self._open()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def _open(self) -> pq.ParquetFile:
+        local = self._objects.local_path(self._path)
+        if local is not None:
+            return pq.ParquetFile(local, memory_map=True, page_checksum_verification=True)
+        # pre_buffer: neighbouring columns in one request.
+        ranges = _Ranges(self._objects, self._path)
+        return pq.ParquetFile(ranges, pre_buffer=True, page_checksum_verification=True)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        where = self._objects.where(self._path)
+        if isinstance(error, ObjectMissing | FileNotFoundError):
+            raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
+        if isinstance(error, StorageUnreachable):
+            return
+        if isinstance(error, pa.ArrowException | OSError | UnicodeDecodeError):
+            raise ValueError(f"{where} is damaged ({error}); {_WAY_OUT}") from error
+
+
+class _Ranges(io.RawIOBase):
+    """A read-only file over the range requests of an object."""
+
+    def __init__(self, objects: Objects, path: str):
+        found = next(objects.list(path), None)
+        if found is None or found.path != path:
+            raise ObjectMissing(f"there is no object {path} under {objects.root}")
+        self._objects, self._path, self._size, self._place = objects, path, found.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:
+        length = max(0, min(len(buffer), self._size - self._place))
+        buffer[:length] = self._objects.get_range(self._path, self._place, length)
+        self._place += length
+        return length

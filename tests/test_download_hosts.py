@@ -1,0 +1,318 @@
+"""Downloads from several hosts at once, some of which are slow, dead or want to be left alone: real servers."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+from web import Answer, Web, draw, drip, encode, endless, in_turn, send, silent
+
+from storage.download import CaptionRow, Download, Downloader, DownloadSettings, Spool, download
+from storage.fetch import Fetcher
+
+JPEG = encode(draw())
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web() as server:
+        yield server
+
+
+@pytest.fixture
+def webs() -> Iterator[list[Web]]:
+    """Six hosts."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Web(f"127.0.0.{number}")) for number in range(1, 7)]
+
+
+def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
+    """Impatient settings that admit these servers, with the second pass and the limits of a host as they are."""
+    hosts = tuple(server.host for server in servers)
+    patience = {"deadline": 4.0, "connect_timeout": 0.5, "read_timeout": 0.5, "retries": 0, "retry_delay": 0.02}
+    return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
+
+
+def rows_of(urls: list[str]) -> list[CaptionRow]:
+    return [CaptionRow(row, f"caption {row}", url) for row, url in enumerate(urls)]
+
+
+def statuses(urls: list[str], settings: DownloadSettings) -> list[str]:
+    return [item.status for item in download(rows_of(urls), settings)]
+
+
+class Counted:
+    """An answer that counts how many requests it holds at once."""
+
+    def __init__(self, answer: Answer, seconds: float = 0.03):
+        self.answer, self.seconds = answer, seconds
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, handler: BaseHTTPRequestHandler) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.now -= 1
+        self.answer(handler)
+
+
+# --- hosts in turn ----------------------------------------------------------------------------------------------------
+
+
+def test_a_host_has_at_most_its_share_over_all_shards_of_one_downloader(web: Web):
+    counted = Counted(send(JPEG))
+    urls = [web.put(f"/{i}.jpg", counted) for i in range(24)]
+
+    async def work() -> None:
+        async with Downloader(settings_for(web, per_host=3)) as downloader:
+            shards = [downloader.download(rows_of(urls[start : start + 8])) for start in (0, 8, 16)]
+            for shard in await asyncio.gather(*shards):
+                assert {item.status for item in shard} == {"ok"}
+
+    asyncio.run(work())
+    assert counted.most == 3
+
+
+def test_a_slow_host_at_the_head_of_a_sorted_list_holds_up_no_other(webs: list[Web]):
+    slow, *quick = webs
+    held = Counted(send(JPEG), 0.3)
+    urls = [slow.put(f"/{i}.jpg", held) for i in range(12)]
+    urls += [server.put(f"/{i}.jpg", send(JPEG)) for server in quick for i in range(4)]
+    done = []
+    settings = settings_for(*webs, per_host=2, concurrency=4, read_timeout=2.0)
+    download(rows_of(urls), settings, lambda _, __, counts: done.append((time.monotonic(), counts["ok"])))
+    # 12 requests of 0.3 s, two at a time, are 1.8 s; the 20 others need two places for a moment.
+    begin = min(when for when, *_ in slow.requests)
+    assert next(when for when, count in done if count == 20) - begin < 1.2
+    assert held.most == 2
+
+
+# --- hosts that only time out -----------------------------------------------------------------------------------------
+
+
+def test_hosts_that_hang_or_drip_cost_a_few_timeouts_and_not_one_for_each_row(webs: list[Web]):
+    hanging, dripping, *good = webs
+    urls = [hanging.put(f"/{i}.jpg", silent(20)) for i in range(30)]
+    urls += [dripping.put(f"/{i}.jpg", drip(JPEG, 1, 0.05)) for i in range(30)]
+    urls += [server.put(f"/{i}.jpg", send(JPEG)) for server in good for i in range(10)]
+    begin = time.monotonic()
+    results = download(rows_of(urls), settings_for(*webs))
+    seconds = time.monotonic() - begin
+    assert Counter(item.status for item in results[60:]) == {"ok": 40}
+    for server, bad in ((hanging, results[:30]), (dripping, results[30:60])):
+        assert Counter(item.status for item in bad) == {"timeout": 2, "host_timeout": 28}
+        assert len(server.requests) == 3  # two at first, one of them again in the second pass
+        assert f"of {server.host.partition(':')[0]} timed out" in bad[-1].detail
+    assert seconds < 3  # and 30 timeouts of half a second, eight at a time, are two
+
+
+def test_a_drip_under_the_least_rate_ends_long_before_the_deadline(web: Web):
+    url = web.put("/drip.jpg", drip(JPEG, 20, 0.05))
+    begin = time.monotonic()
+    (result,) = download(rows_of([url]), settings_for(web, second_pass=0, deadline=10))
+    assert result.status == "timeout"
+    assert "under 2000/s" in result.detail
+    assert time.monotonic() - begin < 2
+    assert statuses([url], settings_for(web, second_pass=0, min_rate=100, deadline=30)) == ["ok"]
+
+
+def test_a_host_that_recovers_gets_all_its_urls_in_the_second_pass(web: Web):
+    lock, asked = threading.Lock(), []
+
+    def asleep_at_first(handler: BaseHTTPRequestHandler) -> None:
+        with lock:
+            asked.append(handler.path)
+            first = len(asked) <= 2
+        (silent(20) if first else send(JPEG))(handler)
+
+    urls = [web.put(f"/{i}.jpg", asleep_at_first) for i in range(10)]
+    assert statuses(urls, settings_for(web)) == 10 * ["ok"]
+    assert len(asked) == 12
+
+
+def test_a_redirect_is_not_followed_to_a_host_that_is_given_up_and_its_own_host_is_not_blamed(webs: list[Web]):
+    shortener, hanging = webs[:2]
+    targets = [hanging.put(f"/{i}.jpg", silent(20)) for i in range(8)]
+    urls = [shortener.put(f"/{i}", send(b"", 302, Location=target)) for i, target in enumerate(targets)]
+    urls += [shortener.put("/good.jpg", send(JPEG))]
+    found = statuses(urls, settings_for(*webs, per_host=2, second_pass=0))
+    asked = len(hanging.requests)
+    assert 2 <= asked <= 3  # one may have set out when the second came to its end
+    assert found == asked * ["timeout"] + (8 - asked) * ["host_timeout"] + ["ok"]
+
+
+# --- the second pass --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passing", [send(b"", 503), send(b"", 429), silent(20)])
+def test_what_may_pass_is_asked_once_more_when_all_others_are_done(web: Web, passing: Answer):
+    first = web.put("/first.jpg", in_turn(passing, send(JPEG)))
+    others = [web.put(f"/{i}.jpg", send(JPEG)) for i in range(5)]
+    assert statuses([first, *others], settings_for(web, concurrency=1)) == 6 * ["ok"]
+    paths = [path for _, path, _ in web.requests]
+    assert paths == ["/first.jpg", *(f"/{i}.jpg" for i in range(5)), "/first.jpg"]
+
+
+@pytest.mark.parametrize("lasting", [send(b"", 404), send(JPEG[:-200], length=len(JPEG)), send(b"<html>")])
+def test_what_lasts_has_no_second_pass(web: Web, lasting: Answer):
+    download(rows_of([web.put("/lasting.jpg", lasting)]), settings_for(web))
+    assert len(web.requests) == 1
+
+
+def test_the_second_pass_is_one_attempt_and_the_detail_counts_all(web: Web):
+    (result,) = download(rows_of([web.put("/down.jpg", send(b"", 503))]), settings_for(web, retries=2))
+    assert (result.status, len(web.requests)) == ("http_503", 4)
+    assert result.detail.endswith(" (4 attempts)")
+
+
+def test_a_long_retry_after_takes_no_place_and_is_waited_for(web: Web):
+    later = web.put("/later.jpg", in_turn(send(b"", 429, Retry_After="3"), send(JPEG)))
+    other = web.put("/other.jpg", send(JPEG))
+    assert statuses([later, other], settings_for(web, concurrency=1, retries=2)) == ["ok", "ok"]
+    (first, one, _), (between, two, _), (second, three, _) = web.requests
+    assert (one, two, three) == ("/later.jpg", "/other.jpg", "/later.jpg")
+    assert between - first < 1
+    assert second - first > 2.9
+
+
+def test_a_retry_after_longer_than_the_second_pass_waits_is_final(web: Web):
+    url = web.put("/much-later.jpg", send(b"", 503, Retry_After="4"))
+    begin = time.monotonic()
+    assert statuses([url], settings_for(web, retries=2, second_pass=3)) == ["http_503"]
+    assert time.monotonic() - begin < 1
+    assert len(web.requests) == 1
+
+
+def test_both_passes_share_the_deadline(web: Web):
+    url = web.put("/drip.jpg", drip(JPEG, 1, 0.05))
+    begin = time.monotonic()
+    settings = settings_for(web, deadline=1.0, min_rate=0)
+    assert statuses([url], settings) == ["timeout"]
+    assert time.monotonic() - begin < 1.5  # it has used all its time in the first pass
+    assert len(web.requests) == 1
+
+
+# --- what is in memory ------------------------------------------------------------------------------------------------
+
+
+def test_bodies_in_flight_stay_within_their_budget_and_all_arrive(web: Web):
+    body = JPEG + bytes(1_000_000 - len(JPEG))
+    urls = [web.put(f"/{i}.jpg", send(body)) for i in range(12)]
+    settings = settings_for(web, max_bytes=1_000_000, max_bytes_in_flight=1_500_000, per_host=12, breaker=12)
+    peak = 0
+
+    async def one(fetcher: Fetcher, url: str) -> None:
+        nonlocal peak
+        with fetcher.budget.lease() as lease:
+            assert await fetcher.fetch(url, lease) == body
+            peak = max(peak, fetcher.budget.held)
+            await asyncio.sleep(0.02)  # the bytes are in use until the lease ends
+            peak = max(peak, fetcher.budget.held)
+
+    async def work() -> None:
+        async with Fetcher(settings) as fetcher:
+            await asyncio.gather(*(one(fetcher, url) for url in urls))
+            assert fetcher.budget.held == 0
+
+    asyncio.run(work())
+    # The budget, one body that may always grow, and what each of the others had just read.
+    assert 1_500_000 <= peak <= 2_500_000 + 12 * 2**18
+
+
+def test_waiting_for_room_is_no_time_of_the_servers(web: Web):
+    settings = settings_for(web, max_bytes=10_000, max_bytes_in_flight=10_000, deadline=0.4)
+    url = web.put("/a.jpg", send(JPEG))
+
+    async def work() -> bytes:
+        async with Fetcher(settings) as fetcher:
+            with fetcher.budget.lease() as ours:
+                with fetcher.budget.lease() as held:
+                    held.grow(10_000)
+                    fetching = asyncio.create_task(fetcher.fetch(url, ours))
+                    await asyncio.sleep(0.8)
+                    assert not fetching.done()
+                return await fetching
+
+    assert asyncio.run(work()) == JPEG
+
+
+def test_spooled_pictures_read_as_those_in_memory_and_hold_no_bytes(web: Web):
+    rows = rows_of([web.put(f"/{i}.jpg", send(encode(draw(seed=i)))) for i in range(5)] + [web.url("/gone.jpg")])
+
+    async def work(spool: Spool | None) -> list[Download]:
+        async with Downloader(settings_for(web)) as downloader:
+            return await downloader.download(rows, spool=spool)
+
+    in_memory = asyncio.run(work(None))
+    with Spool() as spool:
+        spooled = asyncio.run(work(spool))
+        assert [item.sample for item in spooled] == [item.sample for item in in_memory]
+        assert not any(isinstance(value, bytes) for item in spooled[:5] for value in vars(item.picture).values())
+    with pytest.raises(ValueError, match="closed file"):
+        spooled[0].picture.image  # noqa: B018
+
+
+# --- robots -----------------------------------------------------------------------------------------------------------
+
+
+def robots(*headers: str) -> Answer:
+    """An image without an end under these X-Robots-Tag headers."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        for header in headers:
+            handler.send_header("X-Robots-Tag", header)
+        handler.send_header("Content-Length", str(len(JPEG)))
+        handler.end_headers()
+        handler.wfile.write(JPEG)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["noai"], ["noimageai"], ["NoAI"], ["noindex, noai"], ["noindex,noimageai , nofollow"], ["noindex", "noai"],
+        ["vlbert-downloader: noai"], ["VLBERT-Downloader: noindex, noimageai"], ["*: noai"], ["max-snippet: 20, noai"],
+        ["vlbert-downloader/0.1: noai"], ["otherbot: noindex, vlbert-downloader: noai"], ["otherbot: noai", "noai"],
+        ["unavailable_after: 25 Jun 2030 15:00:00 GMT, noai"],
+        ["unavailable_after: Tue, 25 Jun 2030 15:00:00 GMT, noai"],
+    ],
+)  # fmt: skip
+def test_a_server_that_forbids_training_is_heeded(web: Web, headers: list[str]):
+    (result,) = download(rows_of([web.put("/a.jpg", robots(*headers))]), settings_for(web))
+    assert (result.status, result.sample) == ("refused_by_robots", None)
+    assert "noai" in result.detail.lower() or "noimageai" in result.detail.lower()
+    assert len(web.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[], [""], ["noindex"], ["none"], ["all"], ["noaim"], ["x-noai: 1"], ["otherbot: noai"], ["otherbot: noindex, noai"]],
+)  # fmt: skip
+def test_other_directives_and_those_for_others_forbid_nothing(web: Web, headers: list[str]):
+    assert statuses([web.put("/a.jpg", robots(*headers))], settings_for(web)) == ["ok"]
+
+
+def test_what_is_forbidden_is_not_read_and_a_redirect_may_forbid_too(web: Web):
+    def forbidden(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("X-Robots-Tag", "noai")
+        handler.end_headers()
+        while True:
+            handler.wfile.write(bytes(65536))  # until the other side has hung up
+
+    url = web.put("/endless.jpg", forbidden)
+    redirect = web.put("/to", send(b"", 302, Location="/b.jpg", X_Robots_Tag="noai"))
+    web.put("/b.jpg", send(JPEG))
+    assert statuses([url, redirect], settings_for(web)) == 2 * ["refused_by_robots"]
+    assert web.asked("/b.jpg") == 0
+    web.put("/endless.jpg", endless(bytes(65536)))
+    assert statuses([url], settings_for(web, max_bytes=2**20)) == ["too_big"]

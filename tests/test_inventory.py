@@ -1,0 +1,353 @@
+"""What the commands of storage.catalog say: what there is, since when, whether it is whole, and what may go."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from s3 import s3_server
+from seeded import DETECTOR, seeded_sample, shard_of
+
+from storage.catalog import Catalog
+from storage.inventory import collect, history, litter, main, status, verify
+from storage.manifests import Manifest, Row
+from storage.objects import LocalObjects, Objects, open_objects
+
+REGIONS = f"regions/{DETECTOR}"
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def local(tmp_path) -> Catalog:
+    return Catalog(open_objects(str(tmp_path / "root")), "captions")
+
+
+def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> str:
+    """Commit a shard; the path of its tar."""
+    if stage != "images":
+        meta["source"] = catalog.manifest("images", f"{number:05d}").as_source()
+    assert catalog.commit(stage, f"{number:05d}", *shard_of(number, regions=stage != "images"), meta)
+    return catalog.manifest(stage, f"{number:05d}").tar
+
+
+def checkpoint(objects: Objects, run: str, step: int, data: dict | None, held_out: dict | None = None) -> None:
+    state = {"version": 2, "step": step, "data": data, "held_out": held_out}
+    objects.put(f"runs/{run}/step-{step:07d}/state.json", json.dumps(state).encode())
+
+
+def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
+    entries = [{"epoch": 3 * i, "consumed": 12 * i, "questions": 4, "snapshot": s} for i, s in enumerate(snapshots)]
+    return {"dataset": "captions", "stage": stage, "untrained": False, "snapshots": entries}
+
+
+def at(objects: Objects, path: str, hours_ago: float) -> None:
+    """As if it had been written so long ago."""
+    moment = time.time() - hours_ago * HOUR
+    os.utime(objects.local_path(path), (moment, moment))
+
+
+def words(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines]
+
+
+def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_path):
+    for number in range(2):
+        commit(local, number)
+    commit(local, 0, REGIONS, untrained=False)
+    old = local.pin(REGIONS)
+    commit(local, 1, REGIONS, untrained=False)
+    new = local.pin(REGIONS)
+    samples, rows = shard_of(0)
+    samples[1] = dataclasses.replace(samples[1], image=bytes(700_000))
+    Catalog(local.objects, "refcoco+").commit("images", "00000", samples, rows, {})
+    local.objects.put("runs/first/metrics.parquet", b"not ours")
+    checkpoint(local.objects, "first", 10, data_of(old.id))
+    checkpoint(local.objects, "first", 200, data_of(old.id, new.id), {**data_of(), "snapshot": old.id})
+    checkpoint(local.objects, "features/of", 5, None)
+    lines = status(local.objects)
+    assert words(lines)[:4] == [
+        ["dataset", "stage", "shards", "rows", "MB", "rows", "by", "status"],
+        ["captions", "images", "2", "12", size(local, "images"), "http_404", "4,", "ok", "8"],
+        ["captions", REGIONS, "2", "12", size(local, REGIONS), "http_404", "4,", "ok", "8"],
+        ["refcoco+", "images", "1", "6", "0.7", "http_404", "2,", "ok", "4"],
+    ]
+    assert [line[:5] for line in words(lines)[6:8]] == [
+        ["captions", REGIONS, snapshot.id, shards, samples]
+        for snapshot, shards, samples in ((old, "1", "4"), (new, "2", "8"))
+    ]
+    assert words(lines)[9:] == [
+        ["run", "step", "dataset", "stage", "snapshot", "for"],
+        ["first", "200", "captions", REGIONS, old.id, "epoch", "0", "on"],
+        ["first", "200", "captions", REGIONS, new.id, "epoch", "3", "on"],
+        ["first", "200", "captions", REGIONS, old.id, "validation"],
+    ]
+    for block in (lines[:4], lines[5:8], lines[9:]):
+        assert len({line.index(REGIONS) for line in block if REGIONS in line}) == 1  # aligned
+    shown = command("status", local.objects.root)
+    assert (shown.returncode, shown.stdout.splitlines()) == (0, lines)
+    typo = command("status", str(tmp_path / "typo"))
+    assert (typo.returncode, typo.stderr.count("\n")) == (1, 1)
+    assert typo.stderr.startswith(f"cannot read the folder {tmp_path}/typo: ")
+    assert not (tmp_path / "typo").exists()
+
+
+def size(catalog: Catalog, stage: str) -> str:
+    found = (info for info in catalog.objects.list(f"captions/{stage}/") if "/snapshots/" not in info.path)
+    return f"{sum(info.size for info in found) / 1e6:.1f}"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    where = Path(__file__).parents[1]
+    return subprocess.run(
+        [sys.executable, "-m", "storage.catalog", *arguments], cwd=where, capture_output=True, text=True
+    )
+
+
+def test_a_state_that_cannot_be_read_is_named_and_keeps_everything(local):
+    commit(local, 0)
+    local.objects.put("runs/torn/step-0000001/state.json", b"{")
+    for use in (status, lambda objects: collect(objects, 0, True)):
+        with pytest.raises(ValueError, match=r"runs/torn/step-0000001/state\.json is no checkpoint's state"):
+            use(local.objects)
+
+
+def test_history_tells_what_was_committed_when_by_whom(local):
+    for number, hours_ago in [(0, 50), (1, 49.5), (2, 10), (3, 9.5)]:
+        commit(local, number, config_hash="aaaa" if number < 3 else "bbbb")
+        at(local.objects, f"captions/images/{number:05d}.parquet", hours_ago)
+    commit(local, 0, REGIONS, config_hash=DETECTOR)
+    at(local.objects, f"captions/{REGIONS}/00000.parquet", 5)
+    snapshot = local.pin("images")
+    Catalog(local.objects, "another").commit("images", "00000", *shard_of(0), {})
+    lines = history(local.objects, "captions")
+    assert lines[0].split() == ["from", "(UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"]
+    times = [line.split()[:2] for line in lines[1:]]
+    assert times == sorted(times)
+    assert [line.split()[-7:] for line in lines[1:5]] == [
+        ["captions", "images", "2", "12", "8", "config", "aaaa"],
+        ["captions", "images", "1", "6", "4", "config", "aaaa"],
+        ["captions", "images", "1", "6", "4", "config", "bbbb"],
+        ["captions", REGIONS, "1", "6", "4", "detector", DETECTOR],
+    ]
+    assert lines[5].split()[2:] == ["captions", "images", "4", "16", "16", "snapshot", snapshot.id]
+    assert len(history(local.objects)) == len(lines) + 1
+    with pytest.raises(ValueError, match="typo holds no committed shard"):
+        history(local.objects, "typo")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def whole(request, tmp_path) -> Catalog:
+    """Three shards of images, regions of two of them, a snapshot of both."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
+    catalog = Catalog(open_objects(root), "captions")
+    for number in range(3):
+        commit(catalog, number)
+    for number in range(2):
+        commit(catalog, number, REGIONS)
+    catalog.pin("images")
+    catalog.pin(REGIONS)
+    return catalog
+
+
+def test_what_is_as_it_was_committed_has_no_fault(whole):
+    assert list(verify(whole.objects)) == []
+    assert list(verify(whole.objects, "captions")) == []
+    assert whole.commit("images", "00009", [], [Row(54, "k", "timeout")], {})
+    whole.pin("images")
+    assert list(verify(whole.objects)) == []
+
+
+def test_verify_names_every_fault(whole):
+    objects = whole.objects
+    first, second, third = (whole.manifest("images", f"{number:05d}") for number in range(3))
+    data = bytearray(objects.get(first.tar))
+    data[700] ^= 1
+    objects.put(first.tar, bytes(data))
+    objects.delete(second.tar)
+    objects.put(f"captions/{REGIONS}/00001.parquet", b"PAR1")
+    objects.put("captions/images/00002.parquet", shifted(whole, third))
+    faults = list(verify(objects))
+    parts = [
+        [first.tar, "is damaged"],
+        [second.tar, "is gone, and", "captions/images/00001.parquet names it"],
+        ["captions/images/00002.parquet: 4 rows are ok, its tar has 4", "row 15 is the first of 1 that lie elsewhere"],
+        [f"{REGIONS}/00001.parquet is no manifest"],
+    ]
+    for fault, expected in zip(faults, parts, strict=True):
+        assert all(part in fault for part in expected), (fault, expected)
+
+
+def shifted(catalog: Catalog, manifest: Manifest) -> bytes:
+    """The manifest, its third ok row one block further on."""
+    path = f"captions/{manifest.stage}/{manifest.shard}.parquet"
+    table = pq.read_table(io.BytesIO(catalog.objects.get(path)))
+    kept = pq.read_metadata(io.BytesIO(catalog.objects.get(path))).metadata[b"manifest"]
+    offsets = table["offset"].to_pylist()
+    place = [i for i, offset in enumerate(offsets) if offset is not None][2]
+    offsets[place] += 512
+    position = table.schema.get_field_index("offset")
+    table = table.set_column(position, table.schema.field("offset"), pa.array(offsets, pa.int64()))
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({"manifest": kept}), sink)
+    return sink.getvalue()
+
+
+def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source(local):
+    commit(local, 0)
+    commit(local, 0, REGIONS)
+    local.pin("images")
+    local.objects.delete("captions/images/00000.parquet")
+    local.objects.delete(next(info.path for info in local.objects.list("captions/images/") if ".tar" in info.path))
+    samples, rows = shard_of(0)
+    samples = [dataclasses.replace(sample, caption="made again") for sample in samples]
+    assert local.commit("images", "00000", samples, rows, {})
+    source, snapshot = verify(local.objects)
+    assert f"{REGIONS}/00000.parquet was made from another" in source
+    assert ".tar is gone or damaged, and" in snapshot
+    failed = command("verify", local.objects.root)
+    assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, "2 faults"])
+
+
+def test_verify_finds_a_snapshot_whose_rows_are_not_the_manifests(local, tmp_path):
+    commit(local, 0)
+    snapshot = local.pin("images")
+    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    samples, rows = shard_of(0)
+    changed = dataclasses.replace(seeded_sample(0), url="elsewhere")
+    rows = [dataclasses.replace(rows[0], url="elsewhere"), *rows[1:]]
+    other.commit("images", "00000", [dataclasses.replace(changed, key=samples[0].key), *samples[1:]], rows, {})
+    theirs = other.objects.get(f"captions/images/snapshots/{other.pin('images').id}.parquet")
+    ours = local.objects.get(f"captions/images/snapshots/{snapshot.id}.parquet")
+    local.objects.put(f"captions/images/snapshots/{snapshot.id}.parquet", grafted(theirs, ours))
+    (fault,) = verify(local.objects)
+    assert f"{snapshot.id}.parquet: its rows of shard 00000 are not those of the manifest" in fault
+
+
+def grafted(rows: bytes, footer: bytes) -> bytes:
+    """The rows of one snapshot under the footer of another."""
+    about = pq.read_metadata(io.BytesIO(footer)).metadata
+    sink = io.BytesIO()
+    table = pq.read_table(io.BytesIO(rows))
+    pq.write_table(table.replace_schema_metadata({k: about[k] for k in (b"snapshot", b"sha256")}), sink)
+    return sink.getvalue()
+
+
+def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):
+    objects = local.objects
+    named = commit(local, 0)
+    old = local.pin("images")
+    commit(local, 1)
+    pinned = local.pin("images")
+    commit(local, 2)
+    newest = local.pin("images")
+    checkpoint(objects, "first", 7, data_of(pinned.id, stage="images"))
+    # A shard that was made again: the pinned snapshots name its first tar, no manifest does.
+    again = local.manifest("images", "00001").tar
+    objects.delete("captions/images/00001.parquet")
+    samples, rows = shard_of(1)
+    samples = [dataclasses.replace(sample, caption="made again") for sample in samples]
+    assert local.commit("images", "00001", samples, rows, {})
+    orphan, young = (f"captions/images/{number:05d}-0123456789ab.tar" for number in (0, 5))
+    for path in (orphan, young):
+        objects.put(path, b"left behind")
+    objects.put("captions/images/notes-0123456789ab.tar", b"not ours")
+    hidden = objects.local_path("captions/images/x").with_name(".00000.parquet.17-0123abcd")
+    hidden.write_bytes(b"half")
+    for info in list(objects.list()):
+        at(objects, info.path, 30 if info.path.endswith(f"{newest.id}.parquet") else 31)
+    at(objects, young, 23)
+    os.utime(hidden, (0, 0))
+    expected = {str(hidden), objects.where(orphan), objects.where(f"captions/images/snapshots/{old.id}.parquet")}
+    assert {one.where for one in litter(objects, 24 * HOUR)} == expected
+    before = {info.path for info in objects.list()}
+    listed = collect(objects, 24 * HOUR, delete=False)
+    assert (len(listed), {info.path for info in objects.list()}, hidden.exists()) == (5, before, True)
+    assert listed[-1] == "3 things, 0.0 MB to delete: run again with --delete"
+    assert command("gc", objects.root).stdout.splitlines() == listed
+    assert command("gc", objects.root, "--delete").returncode == 0
+    gone = before - {info.path for info in objects.list()}
+    assert gone == {orphan, f"captions/images/snapshots/{old.id}.parquet"}
+    assert not hidden.exists()
+    assert {named, again} <= {info.path for info in objects.list()}
+    assert list(verify(objects)) == []
+    assert [one.where for one in litter(objects, 22 * HOUR)] == [objects.where(young)]
+    assert [one.where for one in litter(objects, 24 * HOUR)] == []
+
+
+def test_a_tar_that_only_an_unpinned_snapshot_names_goes_with_it(local):
+    first = commit(local, 0)
+    local.pin("images")
+    local.objects.delete("captions/images/00000.parquet")
+    samples, rows = shard_of(0)
+    local.commit("images", "00000", [dataclasses.replace(sample, caption="x") for sample in samples], rows, {})
+    time.sleep(0.01)
+    local.pin("images")
+    assert [one.what for one in litter(local.objects, -1)] == ["unpinned snapshot", "orphan tar"]
+    collect(local.objects, -1, delete=True)
+    assert not local.objects.exists(first)
+    assert list(verify(local.objects)) == []
+
+
+def test_the_validation_of_a_checkpoint_pins_too_and_so_do_older_checkpoints(local):
+    snapshots = []
+    for number in range(4):
+        commit(local, number)
+        snapshots.append(local.pin("images").id)
+        time.sleep(0.01)
+    checkpoint(local.objects, "first", 1, data_of(snapshots[0], stage="images"))
+    checkpoint(local.objects, "first", 2, None, {"dataset": "captions", "stage": "images", "snapshot": snapshots[1]})
+    (found,) = litter(local.objects, -1)
+    assert snapshots[2] in found.where
+
+
+def test_a_tar_that_a_writer_takes_over_while_gc_looks_gets_a_new_date_and_stays(local):
+    commit(local, 0)
+    tar = local.manifest("images", "00000").tar
+    local.objects.delete("captions/images/00000.parquet")
+    at(local.objects, tar, 48)
+    (found,) = litter(local.objects, 24 * HOUR)
+    assert local.commit("images", "00000", *shard_of(0), {})
+    assert litter(local.objects, 24 * HOUR) == []
+    found.remove()
+    assert local.objects.exists(tar)
+
+
+class Hasty(LocalObjects):
+    """A folder whose tars vanish as soon as they are put, once."""
+
+    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+        put = super().put(path, data, if_absent=if_absent)
+        if path.endswith(".tar") and not vars(self).setdefault("been", False):
+            self.been = True
+            self.delete(path)
+        return put
+
+
+def test_a_tar_that_gc_took_before_its_manifest_is_put_again(local):
+    assert Catalog(Hasty(local.objects.root), "captions").commit("images", "00000", *shard_of(0), {})
+    assert list(verify(local.objects)) == []
+
+
+def test_a_root_without_anything_says_so(tmp_path, capsys):
+    open_objects(str(tmp_path / "root"))
+    for arguments in (["status"], ["history"]):
+        main([*arguments, str(tmp_path / "root")])
+        assert capsys.readouterr().out == f"nothing is committed under {tmp_path}/root\n"
+    main(["gc", str(tmp_path / "root")])
+    assert capsys.readouterr().out.startswith("0 things, 0.0 MB")

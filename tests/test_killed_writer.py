@@ -1,0 +1,20 @@
+"""Writers that are killed at any moment leave only whole shards, lose no row and write none twice."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.killed_writer import check
+
+
+def test_writers_killed_a_few_times_leave_only_whole_shards(tmp_path: Path):
+    said = []
+    assert check(tmp_path, seed=1, kills=8, say=said.append) == []
+    assert [line.split(" kills ")[0] for line in said] == ["local: 4", "s3: 4"]
+
+
+@pytest.mark.slow
+def test_writers_killed_many_times_leave_only_whole_shards(tmp_path: Path):
+    said = []
+    assert check(tmp_path, seed=2, kills=60, say=said.append) == []
+    assert len(said) == 2

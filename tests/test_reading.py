@@ -1,0 +1,203 @@
+"""Samples by number: through descriptors that stay open, and through joined range requests."""
+
+import dataclasses
+import multiprocessing
+import os
+import re
+
+import numpy as np
+import pytest
+from s3 import s3_server
+from tiny import DETECTOR, commit_samples, tiny_sample
+
+from storage.catalog import Catalog
+from storage.objects import ObjectMissing, Objects, open_objects
+from storage.order import take
+from storage.reading import ShardSamples
+from storage.sample import Sample
+
+COUNT = 40  # samples, 16 a shard
+STAGE = f"regions/{DETECTOR}"
+
+
+class Counted:
+    """Real objects, whose range requests for tars are written down."""
+
+    def __init__(self, objects: Objects):
+        self._objects, self.ranges = objects, []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        if path.endswith(".tar"):
+            self.ranges.append((path, offset, length))
+        return self._objects.get_range(path, offset, length)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("reading")
+    commit_samples(root, "captions", [tiny_sample(i) for i in range(COUNT)], per_shard=16)
+    return root
+
+
+@pytest.fixture(scope="module")
+def bucket(folder):
+    with s3_server("reading"):
+        objects = open_objects("s3://reading/root")
+        local = open_objects(str(folder))
+        for info in local.list():
+            objects.put(info.path, local.get(info.path))
+        yield objects
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def objects(request, folder) -> Counted:
+    return Counted(open_objects(str(folder)) if request.param == "folder" else request.getfixturevalue("bucket"))
+
+
+def samples_of(objects: Objects, **cache) -> ShardSamples:
+    return ShardSamples(objects, Catalog(objects, "captions").index(STAGE), **cache)
+
+
+def identity(sample: Sample | ValueError) -> tuple:
+    assert isinstance(sample, Sample), sample
+    return (
+        sample.key,
+        sample.image,
+        sample.caption,
+        sample.regions.boxes.tobytes(),
+        sample.regions.class_probs.tobytes(),
+    )
+
+
+@pytest.fixture(scope="module")
+def written() -> list[tuple]:
+    return [identity(tiny_sample(i)) for i in range(COUNT)]
+
+
+def test_each_number_is_the_sample_that_was_written_there(objects, written):
+    samples = samples_of(objects)
+    assert [identity(samples.sample(i)) for i in range(COUNT)] == written
+
+
+@pytest.mark.parametrize(
+    "numbers", [[], [7], [3, 2, 1, 0], [15, 16, 17], [5, 39, 5, 6, 5, 0, 38], [*range(39, -1, -1)]], ids=str
+)
+def test_samples_come_in_the_order_asked_for(objects, written, numbers):
+    found = samples_of(objects).samples(numbers)
+    assert [identity(sample) for sample in found] == [written[number] for number in numbers]
+
+
+def test_neighbours_in_a_tar_are_one_request(bucket, written):
+    counted = Counted(bucket)
+    samples = samples_of(counted)
+    for numbers, requests in (([4, 5, 6, 7], 1), ([7, 4, 6, 5], 1), ([14, 15, 16, 17], 2), ([0, 39], 2), ([3, 3], 1)):
+        counted.ranges.clear()
+        assert [identity(sample) for sample in samples.samples(numbers)] == [written[number] for number in numbers]
+        assert len(counted.ranges) == requests, numbers
+
+
+def test_a_chunk_is_one_request_where_single_samples_are_many(tmp_path):
+    large = [dataclasses.replace(tiny_sample(i), image=os.urandom(100_000)) for i in range(64)]
+    commit_samples(tmp_path, "captions", large, per_shard=64)
+    objects = Counted(open_objects(str(tmp_path)))
+    samples = ShardSamples(objects, Catalog(objects, "captions").index(STAGE))
+    groups = {}
+    for chunk in (1, 8):
+        steps = [[number for _, number in take(step * 16, 16, 1, 0, 64, chunk)] for step in range(4)]
+        groups[chunk] = sum(len(samples._neighbours(numbers)) for numbers in steps)
+    assert groups[8] <= 9, "eight chunks, one of which may go round the end"
+    assert groups[1] > 30
+
+
+def test_what_is_read_together_is_bounded(tmp_path):
+    large = [dataclasses.replace(tiny_sample(i), image=os.urandom(3 << 20)) for i in range(5)]
+    commit_samples(tmp_path, "captions", large)
+    objects = Counted(open_objects(str(tmp_path)))
+    samples = samples_of(objects)
+    assert [len(places) for places in samples._neighbours([0, 1, 2, 3, 4])] == [2, 2, 1]
+    assert [len(places) for places in samples._neighbours([0, 2, 4])] == [1, 1, 1], "3 MB are no small gap"
+    assert [identity(sample) for sample in samples.samples([4, 0, 3, 1])] == [identity(large[i]) for i in (4, 0, 3, 1)]
+
+
+def test_a_damaged_sample_does_not_take_its_neighbours_along(tmp_path, written):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(COUNT)], per_shard=16)
+    samples = samples_of(open_objects(str(tmp_path)))
+    tar, offset = tmp_path / samples.index.tars[0], int(samples.index.offset[5])
+    data = bytearray(tar.read_bytes())
+    data[offset + 200] ^= 1  # in the first header of sample 5
+    tar.write_bytes(data)
+    found = samples.samples(range(16))
+    assert [identity(sample) for i, sample in enumerate(found) if i != 5] == [written[i] for i in range(16) if i != 5]
+    assert isinstance(found[5], ValueError)
+    assert re.search(rf"{tar.name} at byte {offset}: the tar header at byte 0 is damaged", str(found[5]))
+
+
+def test_a_tar_that_is_cut_short_loses_only_what_it_lost(tmp_path, written):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)], per_shard=16)
+    samples = samples_of(open_objects(str(tmp_path)))
+    samples.sample(0)  # the file is open from before
+    os.truncate(tmp_path / samples.index.tars[0], int(samples.index.offset[14]) + 100)
+    found = samples.samples(range(10, 16))
+    assert [identity(sample) for sample in found[:4]] == written[10:14]
+    assert [type(sample) for sample in found[4:]] == [ValueError, ValueError]
+    assert "ends before byte" in str(found[4])
+
+
+@pytest.mark.parametrize("off", [-512, -1, 1, 512])
+def test_an_index_that_is_off_reads_no_sample(folder, off):
+    samples = samples_of(open_objects(str(folder)))
+    samples.index = dataclasses.replace(samples.index, offset=samples.index.offset + off)
+    for found in samples.samples([1, 2, 3, 20]):
+        assert isinstance(found, ValueError)
+    with pytest.raises(ValueError, match=r"\.tar at byte \d+: "):
+        samples.sample(20)
+
+
+def test_a_tar_that_is_gone_is_no_samples_fault(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(4)])
+    samples = samples_of(open_objects(str(tmp_path)))
+    (tmp_path / samples.index.tars[0]).unlink()
+    with pytest.raises(ObjectMissing, match="there is no object captions/regions"):
+        samples.samples([0, 1])
+
+
+def test_descriptors_are_kept_and_bounded(tmp_path, written):
+    def open_tars() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith(str(tmp_path)) for link in links if os.path.lexists(link))
+
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(COUNT)], per_shard=4)
+    samples = samples_of(open_objects(str(tmp_path)))
+    for _ in range(3):
+        assert [identity(samples.sample(i)) for i in range(COUNT)] == written
+    assert open_tars() == 10
+    samples = samples_of(open_objects(str(tmp_path)))
+    samples._most_files = 3
+    for i in np.random.default_rng(0).permutation(COUNT).tolist():
+        assert identity(samples.sample(i)) == written[i]
+    assert open_tars() == 3
+
+
+def test_forked_workers_read_through_the_same_descriptors(folder, written):
+    samples = samples_of(open_objects(str(folder)))
+    samples.samples(range(COUNT))  # opens every tar before the fork
+    context = multiprocessing.get_context("fork")
+    wrong = context.Value("i", 0)
+
+    def read(seed: int) -> None:
+        for i in np.random.default_rng(seed).integers(COUNT, size=300).tolist():
+            if identity(samples.sample(i)) != written[i]:
+                with wrong.get_lock():
+                    wrong.value += 1
+
+    workers = [context.Process(target=read, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    read(9)
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert wrong.value == 0

@@ -1,0 +1,310 @@
+"""Training that goes on as if nothing had happened, and the shards that enter it at the borders of epochs."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_data import rows_in_order
+from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from detectors.checkpoints import checkpoints, read_state
+from detectors.distributed import World
+from detectors.record import read_metrics
+from storage.catalog import Catalog, Row
+from storage.objects import open_objects
+from storage.order import shuffled
+from storage.reading import ShardSamples
+from vlbert.batch import Batch
+from vlbert.config import Recipe
+from vlbert.data import CAPTIONS, Stretch, TrainingData, batches, drawn, newer_snapshot
+from vlbert.tasks import make_task
+from vlbert.text import TextCorpus, Vocabulary
+from vlbert.train import train
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+STAGE = f"regions/{DETECTOR}"
+
+
+def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
+    """Another region shard, of samples that a root does not hold yet; False where it is there already."""
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
+    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
+    return Catalog(open_objects(str(root)), "captions").commit(STAGE, shard, samples, rows, {"untrained": False})
+
+
+# --- which sample is which --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("questions", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
+def test_new_shards_may_enter_at_borders_of_epochs_that_lie_far_enough_apart(questions, batch, every):
+    stretch = Stretch(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
+    found = {step: stretch.border(step, batch, every) for step in range(3000)}
+    borders = [border for border in found.values() if border is not None]
+    assert all(step * batch <= border < (step + 1) * batch for step, border in found.items() if border is not None)
+    period = borders[0] - stretch.consumed
+    assert period % questions == 0
+    assert every * batch <= period < every * batch + questions, "no epoch later than it must be"
+    assert borders == list(range(borders[0], 3000 * batch, period)), "each once, and every one"
+    assert all(stretch.border(step, batch, None) is None for step in range(100))
+
+
+def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_beginning_of_the_other():
+    first = Stretch(0, 0, 20, "a")
+    second = first.followed_by(28, "b", border=40)
+    third = second.followed_by(5, "c", border=40 + 3 * 28)
+    assert (second.epoch, second.consumed, third.epoch, third.consumed) == (2, 40, 5, 124)
+    with pytest.raises(AssertionError, match="sample 41 is no border of an epoch"):
+        first.followed_by(28, "b", border=41)
+
+    everything = []
+    for place, stretch, epochs in ((0, first, [0, 1]), (1, second, [2, 3, 4]), (2, third, [5, 6, 7, 8])):
+        n = stretch.questions
+        for epoch in epochs:
+            order = shuffled(np.arange(n), 3, CAPTIONS, epoch, n)
+            everything += [(place, epoch, number) for number in order.tolist()]
+    assert len(everything) == 144
+    stretches = [first, second, third]
+    for count in (1, 8, 60):
+        for consumed in range(len(everything) - count + 1):
+            assert drawn(stretches, consumed, count, seed=3) == everything[consumed : consumed + count]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A root whose captions grew from 20 to 28, and the two snapshots."""
+    root = tiny_root(tmp_path_factory.mktemp("grown"), samples=20)
+    catalog = Catalog(open_objects(str(root)), "captions")
+    before = catalog.pin(STAGE).id
+    commit_more(root, "00003", range(100, 108))
+    return root, [before, catalog.pin(STAGE).id]
+
+
+BORDER = 40  # batches are of 12: the fourth takes 4 samples before it and 8 behind
+
+
+def data_over(
+    grown: tuple[Path, list[str]], stretches: Sequence[Stretch], rank: int = 0, size: int = 1, accumulate: int = 1
+) -> TrainingData:
+    """What a process of such a world makes of these stretches: resumed over the last of them."""
+    root, _ = grown
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, batch=12, text_batch=12, accumulate=accumulate, flip=0.5)
+    objects = open_objects(str(root))
+    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, stretches[-1].snapshot))
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task, corpus = make_task(recipe.task, vocabulary, 8), TextCorpus(root / "text", vocabulary)
+    world = World(rank, size, CPU)
+    return TrainingData(
+        samples, task.questions(samples, False), task, config, TINY_MODEL.regions, world, corpus, stretches
+    )
+
+
+def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
+    root, snapshots = grown
+    objects = open_objects(str(root))
+    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, snapshots[1]))
+    data.enter(samples, data.asked.task.questions(samples, False), snapshots[1], BORDER)
+
+
+Rows = list[tuple[str, tuple]]  # key and all that a sample became
+
+
+def rows(data: TrainingData, steps: range, workers: int) -> dict[int, list[Rows]]:
+    """By step: of each part its samples, in order."""
+    loaded = zip(steps, batches(data, steps, workers, CPU), strict=True)
+    return {step: [rows_in_order(batch) for batch in parts] for step, parts in loaded}
+
+
+def steps_of_a_world(
+    grown: tuple[Path, list[str]], stretches: list[Stretch], steps: range, size: int, accumulate: int, workers: int
+) -> tuple[dict[int, Rows], list[Stretch]]:
+    """By step what all ranks of a world take, in the order of the slots; and the stretches that they leave behind."""
+    dealt = []
+    for rank in range(size):
+        data = data_over(grown, stretches, rank, size, accumulate)
+        border = BORDER // 12
+        before, after = range(steps.start, min(steps.stop, border)), range(max(steps.start, border), steps.stop)
+        taken = rows(data, before, workers) if len(before) else {}
+        if len(after):
+            if len(stretches) == 1:
+                enter(grown, data)
+            taken |= rows(data, after, workers)
+        dealt.append(taken)
+    parts = {step: [taken[step][part] for part in range(accumulate) for taken in dealt] for step in steps}
+    # What a checkpoint carries: all that the next world knows.
+    left = [Stretch(**json.loads(json.dumps(dataclasses.asdict(stretch)))) for stretch in data.stretches]
+    return {step: [row for part in of_step for row in part] for step, of_step in parts.items()}, left
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(grown) -> dict[int, Rows]:
+    start = [Stretch(0, 0, 20, grown[1][0])]
+    return steps_of_a_world(grown, start, range(9), size=1, accumulate=1, workers=0)[0]
+
+
+def captions(step: Rows) -> Rows:
+    return [row for row in step if not row[0].startswith("text-")]
+
+
+def lines(step: Rows) -> Rows:
+    return [row for row in step if row[0].startswith("text-")]
+
+
+def test_over_new_shards_every_sample_comes_exactly_once_an_epoch(uninterrupted):
+    keys = [key for step in range(9) for key, _ in captions(uninterrupted[step])]
+    old = {tiny_sample(i, regions=1 + i % 3).key for i in range(20)}
+    new = old | {tiny_sample(i, regions=1 + i % 3).key for i in range(100, 108)}
+    assert Counter(keys[:20]) == Counter(keys[20:40]) == Counter(old)
+    assert Counter(keys[40:68]) == Counter(keys[68:96]) == Counter(new)
+    assert keys[:20] != keys[20:40]
+
+
+@pytest.mark.parametrize(("worlds", "accumulate"), [((2, 3, 1), 1), ((2, 3, 1), 2), ((4, 1, 2), 1), ((4, 1, 2), 3)])
+@pytest.mark.parametrize("cuts", [(2, 5), (3, 4)])
+def test_stopped_twice_and_gone_on_in_other_worlds_every_sample_is_what_it_would_have_been(
+    grown, uninterrupted, worlds, accumulate, cuts
+):
+    stretches, found = [Stretch(0, 0, 20, grown[1][0])], {}
+    pieces = (range(cuts[0]), range(*cuts), range(cuts[1], 9))
+    for steps, size, workers in zip(pieces, worlds, (0, 0, 1), strict=True):
+        taken, stretches = steps_of_a_world(grown, stretches, steps, size, accumulate, workers)
+        found |= taken
+    assert [stretch.snapshot for stretch in stretches] == grown[1]
+    for step in range(9):
+        for of in (captions, lines):
+            assert of(found[step]) == of(uninterrupted[step]), f"step {step}: the same slots in the same order"
+
+
+# --- new shards -------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_holds_all_that_was_there_and_more_is_newer(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
+    objects = open_objects(str(tmp_path))
+    catalog = Catalog(objects, "captions")
+    pinned = catalog.pin(STAGE).id
+    assert newer_snapshot(objects, "captions", STAGE, pinned) is None
+    commit_more(tmp_path, "00002", [100])
+    newer = newer_snapshot(objects, "captions", STAGE, pinned)
+    assert newer == catalog.snapshot(STAGE).id
+    assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
+    (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
+    assert newer_snapshot(objects, "captions", STAGE, pinned) is None
+    assert len(ShardSamples(objects, catalog.pinned(STAGE, pinned))) == 16, "what is pinned stays readable"
+
+
+class Seen:
+    """What a training computed from, by step; on the way a shard is committed, as by a detector beside it."""
+
+    def __init__(self, root: Path, at: int | None = None):
+        self.root, self.at, self.steps = root, at, {}
+
+    def __call__(self, step: int, parts: Sequence[Batch]) -> None:
+        if step == self.at:
+            commit_more(self.root, "00009", range(100, 108))
+        self.steps[step] = [(batch.keys, batch.tokens.tolist(), batch.pixels.sum().item()) for batch in parts]
+
+
+def losses(root: Path, name: str) -> list[tuple]:
+    lines = read_metrics(open_objects(str(root)), name, "training")
+    return [(line["step"], *(value for key, value in line.items() if key.startswith("loss_"))) for line in lines]
+
+
+def a_run(root: Path, name: str, new_shards_every: int | None = 1, workers: int = 0) -> Recipe:
+    """20 samples, 8 a step: shards that are committed in the second step enter in the middle of the third."""
+    recipe = tiny_recipe(root, run=name, steps=9, save_every=1, keep_checkpoints=20)
+    return dataclasses.replace(
+        recipe, data=dataclasses.replace(recipe.data, new_shards_every=new_shards_every, workers=workers)
+    )
+
+
+def kill_after(root: Path, name: str, step: int) -> None:
+    """As if the run had been killed before its next checkpoint was whole."""
+    for folder in (root / "runs" / name).glob("step-*"):
+        if int(folder.name[5:]) > step:
+            (folder / "state.json").unlink()
+
+
+def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp_path, capsys):
+    root = tiny_root(tmp_path, samples=20)
+    objects = open_objects(str(root))
+    first = Catalog(objects, "captions").snapshot(STAGE).id
+    whole = Seen(root, at=1)
+    train(a_run(root, "whole"), ALONE, whole)
+    second = Catalog(objects, "captions").snapshot(STAGE).id
+    stretches = [
+        {"epoch": 0, "consumed": 0, "questions": 20, "snapshot": first},
+        {"epoch": 1, "consumed": 20, "questions": 28, "snapshot": second},
+    ]
+    recorded = {folder: read_state(objects, folder)["data"]["snapshots"] for folder in checkpoints(objects, "whole")}
+    assert list(recorded.values()) == [stretches[:1]] * 2 + [stretches] * 7
+    assert read_metrics(objects, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | stretches[1]]
+    said = capsys.readouterr().out
+    assert "new shards enter in step 3, at the beginning of epoch 1: 28 questions an epoch instead of 20" in said
+    assert f"captions/{STAGE} (snapshot {second})" in said
+    keys = [key for step in range(9) for key in whole.steps[step][0][0] if not key.startswith("text-")]
+    new = {tiny_sample(i, regions=1 + i % 3).key for i in range(100, 108)}
+    assert not new & set(keys[:20])
+    assert set(Counter(keys[20:48]).values()) == {1}
+    assert new < set(keys[20:48])
+
+    # Killed before the border, in the step over it and behind it; with other numbers of loading processes.
+    weights = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
+    before = losses(root, "whole")
+    for step, workers in ((2, 2), (3, 0), (5, 1)):
+        kill_after(root, "whole", step)
+        resumed = Seen(root)
+        train(a_run(root, "whole", workers=workers), ALONE, resumed)
+        assert resumed.steps == {step: taken for step, taken in whole.steps.items() if step in resumed.steps}
+        assert list(resumed.steps) == list(range(step, 9))
+        assert losses(root, "whole") == before
+        after = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
+        assert all(torch.equal(weights[name], after[name]) for name in weights)
+        assert len(read_metrics(objects, "whole", "snapshot")) == 1
+        assert read_state(objects, "runs/whole/step-0000009")["data"]["snapshots"] == stretches
+
+
+def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
+    root = tiny_root(tmp_path, samples=20)
+    seen = Seen(root, at=1)
+    train(a_run(root, "kept", new_shards_every=None), ALONE, seen)
+    state = read_state(open_objects(str(root)), "runs/kept/step-0000009")
+    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+
+
+# --- what cannot go on ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
+    root = tiny_root(tmp_path, samples=16)
+    objects = open_objects(str(root))
+    train(dataclasses.replace(a_run(root, "run"), steps=2), ALONE)
+    file = root / "runs" / "run" / "step-0000002" / "state.json"
+    state = json.loads(file.read_text())
+
+    def written(data: dict) -> None:
+        file.write_text(json.dumps(state | {"data": data}))
+
+    (stretch,) = state["data"]["snapshots"]
+    written(state["data"] | {"snapshots": [stretch | {"questions": 17}]})
+    with pytest.raises(ValueError, match="step-0000002 was trained on 17 questions, now there are 16: the files of"):
+        train(a_run(root, "run"), ALONE)
+    written({"dataset": "captions", "stage": STAGE, "shards": ["00000", "00001"], "snapshot": stretch["snapshot"]})
+    with pytest.raises(
+        ValueError, match="was written before checkpoints named the snapshot .* start_from=.*step-0000002"
+    ):
+        train(a_run(root, "run"), ALONE)
+    written(state["data"])
+    (root / "captions" / STAGE / "snapshots" / f"{stretch['snapshot']}.parquet").unlink()
+    with pytest.raises(
+        ValueError, match=f"{stretch['snapshot']}.parquet is gone; put it back as it was, or start anot"
+    ):
+        train(a_run(root, "run"), ALONE)
+    assert checkpoints(objects, "run")[-1] == "runs/run/step-0000002"
