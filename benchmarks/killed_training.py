@@ -1,6 +1,6 @@
 """Trainings that are killed and go on: real torchrun, real SIGKILL, held against one that nobody stopped.
 
-    python -m benchmarks.killed_training [--seed 0] [--kills 2]
+    python -m benchmarks.killed_training [--seed 0] [--kills 6]
 
 A small VL-BERT is trained on drawn scenes while a shard is committed that enters at the border of an epoch. It is
 killed at random steps, one rank alone or torchrun with all of them, and goes on with another number of loading
@@ -250,7 +250,7 @@ def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say)
     """A training in these worlds, one after the other, killed at a random step in each but the last."""
     attempts = []
     for size, step in zip(worlds, [*sorted(draw.sample(range(1, STEPS - 1), len(worlds) - 1)), None], strict=True):
-        workers = draw.randint(0, 2)
+        workers = (1, 0, 2)[len(attempts) % 3]
         attempts.append(Attempt(root, len(attempts), size, workers))
         if step is None:
             problem = attempts[-1].wait()
@@ -334,9 +334,13 @@ def unequal(before: Path, after: Path) -> list[str]:
 def check(
     folder: Path, seed: int, kills: int, say: Say, worlds: Sequence[Sequence[int]] = ((2, 3, 1), (4, 1, 2))
 ) -> list[str]:
-    """Train in `folder`: undisturbed, killed `kills` times, and over each of `worlds`. What was wrong, if anything."""
+    """Train in `folder`: undisturbed, over each of `worlds`, killed at each change, and in one world, killed until it
+    were `kills` in all. What was wrong, if anything.
+    """
     draw, began, faults = random.Random(seed), time.monotonic(), []
-    runs = {"whole": [2], "killed": [2] * (kills + 1)} | {"-".join(map(str, sizes)): sizes for sizes in worlds}
+    left = kills - sum(len(sizes) - 1 for sizes in worlds)
+    runs = {"whole": [2]} | ({"killed": [2] * (left + 1)} if left > 0 else {})
+    runs |= {"-".join(map(str, sizes)): sizes for sizes in worlds}
     for name, sizes in runs.items():
         root = folder / name  # one each: the shard that is committed on the way must be new to all
         make_root(root)
@@ -357,7 +361,7 @@ def check(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.killed_training", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=2, help="of the training that stays in one world")
+    parser.add_argument("--kills", type=int, default=6, help="in all; four of them where the world changes")
     parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:

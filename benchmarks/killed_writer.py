@@ -38,7 +38,9 @@ from storage.shards import read_span
 SHARDS, ROWS = 4, 12
 DETECTOR = "0123456789ab"
 STAGES = ("images", f"regions/{DETECTOR}")
-_BORDERS = {"fsync", "link", "replace", "unlink", "sendall", "send", "recv_into", "close"}
+_FILES = {"open", "write", "sendfile", "fsync", "link", "replace", "unlink", "mkdir", "close"}
+_BORDERS = _FILES | {"sendall", "send", "recv_into"}
+_LIFE = 0.7  # of the time or the system calls that all the work takes: what a writer lives at most
 _WRITERS = {"local": 2, "s3": 1}  # writers at a time: moto decides no races, so two there would prove nothing
 
 
@@ -85,25 +87,33 @@ def write_all(root: str, variant: int) -> None:
         catalog.pin(stage)
 
 
-def writer(
-    root: str, variant: int, folder: str, environment: dict, border: int | None, after: bool, count: Synchronized
-) -> None:
-    """The killed process; it kills itself at system call number `border`, and tells how many there were."""
+@dataclasses.dataclass(frozen=True)
+class Fate:
+    """When a writer begins, by the monotonic clock, and at which system call it kills itself: before it, or after."""
+
+    start: float
+    border: int | None
+    after: bool
+
+
+def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, count: Synchronized) -> None:
+    """The process that is killed; `count` tells how many system calls there were."""
     os.environ.update(environment)
     tempfile.tempdir = folder
     seen = 0
 
     def at_border(frame: FrameType, event: str, argument: object) -> None:
         nonlocal seen
-        if event != ("c_return" if after else "c_call") or getattr(argument, "__name__", "") not in _BORDERS:
+        if event != ("c_return" if fate.after else "c_call") or getattr(argument, "__name__", "") not in _BORDERS:
             return
-        if isinstance(argument.__self__, str):  # "".replace
+        if isinstance(getattr(argument, "__self__", None), str | io.BytesIO):  # no call of the system
             return
         seen += 1
         count.value = seen
-        if seen == border:
+        if seen == fate.border:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
     sys.setprofile(at_border)
     try:
         write_all(root, variant)
@@ -250,12 +260,14 @@ class _Part:
     def _root(self, name: str) -> str:
         return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"
 
-    def _start(self, root: str, border: int | None = None) -> tuple[multiprocessing.Process, Synchronized]:
+    def _start(
+        self, root: str, start: float = 0, border: int | None = None
+    ) -> tuple[multiprocessing.Process, Synchronized]:
         count = self.context.Value("i", 0, lock=False)
         temporary = self.folder / "temporary"
         temporary.mkdir(parents=True, exist_ok=True)
-        variant, after = self.chance.randrange(2), self.chance.random() < 0.5
-        arguments = root, variant, str(temporary), self.environment, border, after, count
+        fate = Fate(start, border, after=self.chance.random() < 0.5)
+        arguments = root, self.chance.randrange(2), str(temporary), self.environment, fate, count
         process = self.context.Process(target=writer, args=arguments)
         process.start()
         return process, count
@@ -287,12 +299,11 @@ class _Part:
 
     def _one_life(self, root: str, reader: Reader) -> bool:
         """Start writers and kill them; whether a kill met one that was alive."""
-        processes, borders = [], self.chance.random() < 0.5
+        processes, borders, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
         for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
-            # A life is a fraction of the whole work, so that kills spread over all of it.
-            border = 1 + int(self.chance.random() * self.borders * 0.4) if borders else None
-            processes.append(self._start(root, border)[0])
-        delay = self.chance.random() * self.duration * 0.4
+            border = 1 + int(self.chance.random() * self.borders * _LIFE) if borders else None
+            processes.append(self._start(root, start, border)[0])
+        delay = start - time.monotonic() + self.chance.random() * self.duration * _LIFE
         timers = []
         for process in processes:
             if not borders:

@@ -15,8 +15,7 @@ import secrets
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from storage.objects import Objects
@@ -30,28 +29,35 @@ _UNCHECKED, _COMING = ".unchecked-", ".coming-"  # what names of files begin wit
 class ShardCache:
     """The folder; limit: bytes that all files in it may take together."""
 
-    def __init__(self, objects: Objects, index: ShardIndex, folder: str | Path, limit: int):
+    def __init__(self, objects: Objects, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
-        self._objects, self._index = objects, index
-        self._files = [str(self.folder / tar) for tar in index.tars]
-        self._lock: io.FileIO | None = None  # open while this process is the one that fills
+        self._objects = objects
+        self._wanted: ShardIndex | None = None
+        self._news = threading.Event()
+        self._checked = set()  # tars of which this process saw that the copy is whole
         self._refused = set()  # tars that the bucket holds otherwise than they were committed
+        self._lock: io.FileIO | None = None  # open while this process is the one that fills
 
-    def open(self, tar: int) -> io.FileIO | None:
-        """Tar number `tar` of the index, if it is here; one of a wrong size is removed."""
+    def want(self, index: ShardIndex) -> None:
+        """From now on the folder is filled with the tars of this snapshot."""
+        self._wanted = index
+        self._news.set()
+
+    def open(self, tar: str, size: int) -> io.FileIO | None:
+        """The copy of a tar, if it is here; one of another size is removed."""
         try:
-            file = open(self._files[tar], "rb", buffering=0)  # noqa: SIM115  its reader keeps it open
+            file = open(self.folder / tar, "rb", buffering=0)  # noqa: SIM115  its reader keeps it open
         except OSError:
             return None  # not yet here, and whatever else goes wrong with a copy: there is the bucket
-        if os.fstat(file.fileno()).st_size == self._index.tar_bytes[tar]:
+        if os.fstat(file.fileno()).st_size == size:
             return file
         file.close()
         self.remove(tar)
         return None
 
-    def remove(self, tar: int) -> None:
-        """Take away a file that was found damaged; the filler fetches it again."""
-        Path(self._files[tar]).unlink(missing_ok=True)
+    def remove(self, tar: str) -> None:
+        """Take away a copy that was found damaged; the filler fetches it again."""
+        (self.folder / tar).unlink(missing_ok=True)
 
     def fill_in_background(self, say: Callable[[str], None] | None = None, pause: float = _PAUSE) -> None:
         """Fill the folder, if no other process does, and keep it filled until this one ends, which waits for nothing.
@@ -64,13 +70,14 @@ class ShardCache:
     def _keep_filling(self, say: Callable[[str], None], pause: float) -> None:
         told = False
         while True:
+            self._news.clear()
             try:
                 self.fill()
             except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
                 if not told:
                     say(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
                     told = True
-            time.sleep(pause)
+            self._news.wait(pause)
 
     def fill(self) -> bool:
         """Check what is here and fetch what is missing and fits; False: another process fills this folder.
@@ -78,6 +85,36 @@ class ShardCache:
         Whoever fills remains the one who does until its process ends. ValueError names the last tar that the bucket
         holds damaged, after all others.
         """
+        if not self._locked():
+            return False
+        index = self._wanted
+        if index is None:
+            return True
+        wanted = dict(zip(index.tars, zip(index.tar_sha256, index.tar_bytes, strict=True), strict=True))
+        left = [tar for tar in wanted if tar not in self._checked]
+        for tar in left:
+            self._hide(tar)
+        for tar in left:
+            self._check(tar, wanted[tar][0])
+        damaged = None
+        for tar, (sha256, size) in wanted.items():
+            if (self.folder / tar).exists() or tar in self._refused:
+                continue
+            if not self._make_room(size, wanted):
+                break  # full: all tars are about as large
+            try:
+                self._fetch(tar, sha256, size)
+            except ValueError as error:
+                self._refused.add(tar)
+                damaged = error
+            if index is not self._wanted:
+                break  # the next look fetches what is wanted now
+        if damaged:
+            raise damaged
+        return True
+
+    def _locked(self) -> bool:
+        """Whether this process is the one that fills, or can become it."""
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / ".filler", "ab", buffering=0)  # noqa: SIM115
@@ -87,69 +124,60 @@ class ShardCache:
                 lock.close()
                 return False
             self._lock = lock
-            self._hide_what_was_left()
-        damaged = None
-        for tar in range(len(self._files)):
-            self._check(tar)
-        for tar, file in enumerate(self._files):
-            if not os.path.exists(file) and tar not in self._refused and self._make_room(self._index.tar_bytes[tar]):
-                try:
-                    self._fetch(tar)
-                except ValueError as error:
-                    self._refused.add(tar)
-                    damaged = error
-        if damaged:
-            raise damaged
+            for file in list(self._all()):
+                if file.name.startswith(_COMING):  # its filler was killed
+                    file.unlink(missing_ok=True)
         return True
 
-    def _hide_what_was_left(self) -> None:
-        """What earlier processes left is looked at before it is read again: a disk may have lost some of it."""
-        for file in list(self._all()):
-            if file.name.startswith(_COMING):
-                file.unlink(missing_ok=True)
-        for tar, file in enumerate(self._files):
-            if os.path.exists(file):
-                os.utime(file)  # tars of other snapshots go in the order in which they were last of use
-                os.replace(file, self._hidden(tar))
+    def _hide(self, tar: str) -> None:
+        """What an earlier process left is looked at before it is read again: a disk may have lost some of it."""
+        file = self.folder / tar
+        if file.exists():
+            os.utime(file)  # tars of other snapshots go in the order in which they were last of use
+            os.replace(file, _unchecked(file))
 
-    def _check(self, tar: int) -> None:
-        hidden = self._hidden(tar)
-        if hidden.exists():
-            with hidden.open("rb") as stream:
-                same = hashlib.file_digest(stream, "sha256").hexdigest() == self._index.tar_sha256[tar]
+    def _check(self, tar: str, sha256: str) -> None:
+        file = self.folder / tar
+        if _unchecked(file).exists():
+            with _unchecked(file).open("rb") as stream:
+                same = hashlib.file_digest(stream, "sha256").hexdigest() == sha256
             if same:
-                os.replace(hidden, self._files[tar])
+                os.replace(_unchecked(file), file)
+                self._checked.add(tar)
             else:
-                hidden.unlink()
+                _unchecked(file).unlink()
 
-    def _fetch(self, tar: int) -> None:
-        name, size = self._index.tars[tar], self._index.tar_bytes[tar]
-        file, digest = Path(self._files[tar]), hashlib.sha256()
+    def _fetch(self, tar: str, sha256: str, size: int) -> None:
+        file, digest = self.folder / tar, hashlib.sha256()
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{_COMING}{file.name}.{secrets.token_hex(4)}")
         try:
             with temporary.open("xb") as out:
                 for offset in range(0, size, _PIECE):
-                    piece = self._objects.get_range(name, offset, min(_PIECE, size - offset))
+                    piece = self._objects.get_range(tar, offset, min(_PIECE, size - offset))
                     digest.update(piece)
                     out.write(piece)
                 out.flush()
                 os.fsync(out.fileno())
-            if digest.hexdigest() != self._index.tar_sha256[tar]:
+            if digest.hexdigest() != sha256:
                 raise ValueError(
-                    f"{self._objects.where(name)} is damaged: its sha256 is {digest.hexdigest()[:12]}...; delete its "
+                    f"{self._objects.where(tar)} is damaged: its sha256 is {digest.hexdigest()[:12]}...; delete its "
                     "manifest and run its stage again"
                 )
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
+        self._checked.add(tar)
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, wanted: Container[str]) -> bool:
         """Whether `size` more bytes fit, if need be after removing tars of other snapshots, the oldest in use first."""
-        own = set(self._files)
         files = [(file, file.stat()) for file in self._all()]
         free = min(self.limit - sum(status.st_size for _, status in files), shutil.disk_usage(self.folder).free)
-        others = [(file, status) for file, status in files if str(file) not in own and not file.name.startswith(".")]
+        others = [
+            (file, status)
+            for file, status in files
+            if str(file.with_name(file.name.removeprefix(_UNCHECKED)).relative_to(self.folder)) not in wanted
+        ]
         if free + sum(status.st_size for _, status in others) < size:
             return False  # nothing would be won by it
         for file, status in sorted(others, key=lambda pair: pair[1].st_mtime):
@@ -157,11 +185,12 @@ class ShardCache:
                 break
             file.unlink()
             free += status.st_size
-        return free >= size
-
-    def _hidden(self, tar: int) -> Path:
-        file = Path(self._files[tar])
-        return file.with_name(_UNCHECKED + file.name)
+        return True
 
     def _all(self) -> Iterator[Path]:
         return (file for file in self.folder.rglob("*") if file.is_file() and file.name != ".filler")
+
+
+def _unchecked(file: Path) -> Path:
+    """Where a copy waits that no reader sees."""
+    return file.with_name(_UNCHECKED + file.name)

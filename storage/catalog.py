@@ -2,10 +2,12 @@
 
     ROOT/<dataset>/<stage>/<shard>.parquet           the manifest: one row per input row, ok or why not
     ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      the samples of its ok rows, named by content
+    ROOT/<dataset>/<stage>/snapshots/<id>.parquet    the ok rows of all shards at one moment
 
 A stage is `images` or `regions/<detector id>`. The tar goes first, the manifest last and only where there is none, so
 that a reader never sees half a shard and two writers never mix. Readers never look for tars: the manifest names its
-own. The layout is a contract, docs/formats.md. `python -m storage.catalog status ROOT` prints what there is.
+own; a training reads a snapshot, storage/snapshots.py. The layout is a contract, docs/formats.md.
+`python -m storage.catalog status ROOT` prints what there is: storage/inventory.py.
 """
 
 import hashlib
@@ -165,9 +167,8 @@ class Catalog:
         return pending
 
     def snapshot(self, stage: str) -> Snapshot:
-        """All that is committed now."""
-        shards = self.shards(stage)
-        return snapshot_of(stage, list(self.headers(stage, shards).values()))
+        """All that is committed now; `pin` writes it down."""
+        return snapshot_of(stage, list(self.headers(stage).values()))
 
     def counts(self, stage: str) -> dict[str, int]:
         """Rows by status, over all shards."""
@@ -178,30 +179,24 @@ class Catalog:
 
     def pin(self, stage: str) -> Snapshot:
         """All that is committed now, written down as one file unless that is there: a training reads nothing else."""
-        return self._pin(stage, self.shards(stage))
 
-    def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
-        """Where every sample of a pinned snapshot lies, from its file alone; ValueError names a file that is unfit."""
-        return read_index(self.objects, self._snapshot_path(stage, snapshot_id))
-
-    def index(self, stage: str, shards: Sequence[str] | None = None) -> ShardIndex:
-        """Where every sample lies, of all that is committed now, or of these shards."""
-        return self.pinned(stage, self._pin(stage, self.shards(stage) if shards is None else sorted(shards)).id)
-
-    def _pin(self, stage: str, shards: Sequence[str]) -> Snapshot:
         def load(shard: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, shard)
             table = pq.read_table(io.BytesIO(data), use_threads=False)
             return header, table.filter(pc.equal(table["status"], OK))
 
-        snapshot = snapshot_of(stage, list(self.headers(stage, shards).values()))
+        snapshot = self.snapshot(stage)
         if not self.objects.exists(self._snapshot_path(stage, snapshot.id)):
             with tempfile.TemporaryDirectory(prefix="commit-") as folder:
                 file = Path(folder) / "snapshot.parquet"
                 # Named by what was read on the way: a shard may have been made again since the headers were.
-                snapshot = write_snapshot(file, stage, _each(load, shards))
+                snapshot = write_snapshot(file, stage, _each(load, snapshot.shards))
                 self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=True)
         return snapshot
+
+    def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
+        """Where every sample of a pinned snapshot lies, from its file alone; ValueError names a file that is unfit."""
+        return read_index(self.objects, self._snapshot_path(stage, snapshot_id))
 
     def _path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):

@@ -1,4 +1,4 @@
-"""Collect: a caption list, or a folder of images, becomes committed shards of the stage `images`.
+"""Collect: a caption list, a folder of images or one of img2dataset becomes committed shards of the stage `images`.
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. What is committed is not
 asked for again. A list may grow: its new rows make new shards. A list that changed under its committed shards is an
@@ -35,6 +35,7 @@ from storage.download import (
     import_images,
     parse_captions,
 )
+from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import sample_key
 
@@ -55,7 +56,9 @@ class CollectSettings:
     captions: str | None = None
     """A caption list to download, `caption TAB url` a line ..."""
     images: str | None = None
-    """... or a local folder of image files to import."""
+    """... or a local folder of image files to import ..."""
+    img2dataset: str | None = None
+    """... or a local folder that img2dataset wrote, in its format webdataset or files."""
     download: DownloadSettings = DownloadSettings()
     """How images are fetched, and which are stored in which form."""
     rows_per_shard: int = 1000
@@ -68,8 +71,11 @@ class CollectSettings:
     """Seconds between two lines of progress, at least."""
 
     def __post_init__(self):
-        if (self.captions is None) == (self.images is None):
-            raise ValueError(f"Dataset {self.name}: set captions (a list to download) or images (a local folder)")
+        if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
+            raise ValueError(
+                f"Dataset {self.name}: set captions (a list to download) or images (a local folder), or img2dataset (a "
+                "folder that it wrote)"
+            )
         for name in ("rows_per_shard", "shards_per_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
@@ -79,7 +85,7 @@ class CollectSettings:
     @property
     def origin(self) -> Path:
         """The list or the folder."""
-        return Path(self.captions or self.images)
+        return Path(self.captions or self.images or self.img2dataset)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Part:
 
     source      file and sha256 of those rows
     offset      of the first of these lines in the list, in bytes; 0 for images
+    file        of img2dataset: its shard that holds them; there, offset counts rows
     duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
     """
 
@@ -96,6 +103,7 @@ class Part:
     stop: int
     source: str
     offset: int = 0
+    file: str = ""
     duplicates: tuple[tuple[int, int], ...] = ()
 
 
@@ -137,6 +145,11 @@ def collect(
     if missing:
         where = settings.origin
         say(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {where}")
+        if settings.captions and not settings.download.contact and not settings.download.allowed_hosts:
+            say(
+                f"{settings.name}: warning: no contact is set, so the servers' owners cannot ask what this is; set "
+                "`contact` (--contact) to a URL or a mail address"
+            )
     else:
         say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
     rows, counts = sum(part.stop - part.start for part in missing), Counter()
@@ -162,12 +175,16 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
     at before the first image is asked for.
     """
     parts, keys = [], bytearray()
-    for start, offset, chunk in _chunks(settings, stops):
+    for start, offset, file, chunk in _chunks(settings, stops):
+        lines, rows = chunk, ()
         if settings.captions:
-            for row in parse_captions(chunk, settings.origin, start):
-                keys += bytes.fromhex(sample_key(row.url, row.caption))
-        source = f"{settings.origin.name} sha256:{_digest(chunk)}"
-        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, offset))
+            rows = parse_captions(chunk, settings.origin, start)
+        elif settings.img2dataset:
+            lines, rows = [row.line() for row in chunk], chunk
+        for row in rows:
+            keys += bytes.fromhex(sample_key(row.url, row.caption))
+        source = f"{settings.origin.name} sha256:{_digest(lines)}"
+        parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, offset, file))
     if not parts:
         raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
     if len(parts) > 100_000:
@@ -180,14 +197,31 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
     ]
 
 
-def _chunks(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tuple[int, int, list[bytes]]]:
-    """(number of the first row, its offset in the list in bytes, what identifies each row) by shard."""
+def _chunks(
+    settings: CollectSettings, stops: Mapping[str, int]
+) -> Iterator[tuple[int, int, str, list[bytes] | list[StoredRow]]]:
+    """By shard the number of its first row, offset and file as a Part has them, and what identifies each row."""
     if settings.captions:
         with open(settings.captions, "rb") as lines:
-            yield from _portions(lines, settings.rows_per_shard, stops)
-    else:
+            for start, offset, chunk in _portions(lines, settings.rows_per_shard, stops):
+                yield start, offset, "", chunk
+    elif settings.images:
         for start, _, chunk in _portions(map(_identity, image_files(settings.images)), settings.rows_per_shard, stops):
-            yield start, 0, chunk
+            yield start, 0, "", chunk
+    else:
+        yield from _stored(settings, stops)
+
+
+def _stored(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tuple[int, int, str, list[StoredRow]]]:
+    """The rows of img2dataset; what it kept in one shard is cut into portions, and none spans two."""
+    start, number = 0, 0
+    for file in shard_names(settings.origin):
+        rows, offset = read_rows(settings.origin, file), 0
+        while offset < len(rows):
+            stop = stops.get(f"{number:05}", start + settings.rows_per_shard)
+            chunk = rows[offset : offset + max(1, stop - start)]
+            yield start, offset, file, chunk
+            start, offset, number = start + len(chunk), offset + len(chunk), number + 1
 
 
 def _portions(
@@ -276,9 +310,14 @@ def collect_group(
     if settings.captions:
         asyncio.run(_download(missing, catalog, settings, progress))
     else:
-        files = image_files(settings.images)
+        files = image_files(settings.images) if settings.images else []
         for part in missing:
-            _commit(catalog, part, _import(files, part, settings, progress), settings)
+            with Spool() as spool:
+                if settings.images:
+                    downloads = _import(files, part, settings, progress, spool)
+                else:
+                    downloads = _import_stored(part, settings, progress, spool)
+                _commit(catalog, part, downloads, settings)
     return progress.of_group()
 
 
@@ -371,7 +410,9 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         )
 
 
-def _import(files: Sequence[Path], part: Part, settings: CollectSettings, progress: _Progress) -> list[Download]:
+def _import(
+    files: Sequence[Path], part: Part, settings: CollectSettings, progress: _Progress, spool: Spool
+) -> list[Download]:
     """Each image as if it had been downloaded, its row its place among all files."""
     files = files[part.start : part.stop]
     _check_unchanged(part, [_identity(file) for file in files], settings)
@@ -380,10 +421,27 @@ def _import(files: Sequence[Path], part: Part, settings: CollectSettings, progre
         settings.download,
         lambda done, of, counts: progress.tell(part, counts),
         threads=settings.download.decode_threads,
+        spool=spool,
     )
     return [
         dataclasses.replace(item, row=dataclasses.replace(item.row, row=part.start + item.row.row)) for item in imported
     ]
+
+
+def _import_stored(part: Part, settings: CollectSettings, progress: _Progress, spool: Spool) -> list[Download]:
+    """The rows of a part as img2dataset stored them, their images normalised as those that are downloaded."""
+    rows = read_rows(settings.origin, part.file)[part.offset : part.offset + part.stop - part.start]
+    _check_unchanged(part, [row.line() for row in rows], settings)
+    counts = Counter()
+
+    def on_row(status: str) -> None:
+        counts[status] += 1
+        progress.tell(part, counts)
+
+    threads = settings.download.decode_threads
+    return import_rows(
+        settings.origin, rows, part.start, dict(part.duplicates), settings.download, spool, on_row, threads
+    )
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------
@@ -392,7 +450,7 @@ def _import(files: Sequence[Path], part: Part, settings: CollectSettings, progre
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m storage.collect",
-        description="Download a caption list, or import a folder of images, into shards; goes on where it was stopped.",
+        description="Download a caption list, or import images, into shards; goes on where it was stopped.",
         epilog="docs/download.md says what each of the further settings means.",
     )
     parser.add_argument("root", help="a folder or s3://bucket/prefix")
@@ -400,6 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     origin = parser.add_mutually_exclusive_group(required=True)
     origin.add_argument("--captions", metavar="LIST", help="caption TAB url on each line")
     origin.add_argument("--images", metavar="FOLDER", help="image files on this machine")
+    origin.add_argument("--img2dataset", metavar="FOLDER", help="what img2dataset wrote (webdataset or files)")
     parser.add_argument("--rows-per-shard", type=int, default=CollectSettings.rows_per_shard, metavar="N")
     parser.add_argument("--commit-unreachable", action="store_true", help="also shards of which no host was reached")
     parser.add_argument("--report-every", type=float, default=CollectSettings.report_every, metavar="SECONDS")
@@ -414,6 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.dataset,
             captions=options.captions,
             images=options.images,
+            img2dataset=options.img2dataset,
             download=DownloadSettings(
                 **{field.name: getattr(options, field.name) for field in numbers},
                 allowed_hosts=tuple(options.allow_host),

@@ -47,6 +47,7 @@ STATUSES: dict[str, str] = {
     "too_big": "more bytes than `max_bytes`, announced or sent",
     "short_body": "the connection ended before the whole announced body had come",
     "missing_file": "a local image that is not there or cannot be opened (import only)",
+    "not_stored": "img2dataset did not store it, for a reason that is none of these (import only)",
     "not_image": "not a picture in a format that is read: JPEG, PNG, GIF, WebP, BMP",
     "truncated": "the image file ends early or is damaged",
     "too_many_pixels": "more pixels than `max_pixels`, or made to be costly to decode",
@@ -263,7 +264,11 @@ class _Gather:
 
 
 def import_images(
-    files: Sequence[Path], settings: ImageSettings, on_progress: Progress | None = None, threads: int = 2
+    files: Sequence[Path],
+    settings: ImageSettings,
+    on_progress: Progress | None = None,
+    threads: int = 2,
+    spool: Spool | None = None,
 ) -> list[Download]:
     """Local image files as if they had been downloaded: url is the file's name, the caption empty, row its place."""
     files = [Path(file) for file in files]
@@ -278,9 +283,10 @@ def import_images(
         except OSError as error:
             return Refused("missing_file", f"{file}: {error.strerror}")
         try:
-            return normalise(data, settings)
+            picture = normalise(data, settings)
         except Refused as refused:
             return refused
+        return picture if spool is None else spool.keep(picture)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         for url, outcome in zip(gather.places, pool.map(read, gather.places), strict=True):

@@ -110,10 +110,10 @@ class Hosts:
 
     def _room(self, host: "_Host") -> bool:
         if host.on_trial:
-            return host.in_flight < 1
-        return host.in_flight < (
-            self._per_host if host.answered else min(self._per_host, self._breaker - host.timeouts)
-        )
+            return not host.in_flight
+        if host.answered:
+            return host.in_flight < self._per_host
+        return host.in_flight < min(self._per_host, self._breaker - host.timeouts)
 
     def _offer(self, host: "_Host") -> None:
         if not host.ready and host.waiting and self._room(host):

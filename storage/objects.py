@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 # What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
+_REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
 
 
@@ -322,7 +323,7 @@ class S3Objects:
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "the default endpoint"
         try:
-            client = self._new_client(connect_timeout=3, read_timeout=5, attempts=2)
+            client = self._new_client(connect_timeout=3, read_timeout=5, attempts=3)
             endpoint = client.meta.endpoint_url
             client.head_bucket(Bucket=self.bucket)
         except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
@@ -470,7 +471,7 @@ class S3Objects:
 
     def _client(self) -> Any:  # boto3 makes the class at run time
         if os.getpid() not in self._clients:
-            self._clients = {os.getpid(): self._new_client(connect_timeout=10, read_timeout=60, attempts=_ATTEMPTS)}
+            self._clients = {os.getpid(): self._new_client(connect_timeout=10, read_timeout=60, attempts=_REQUESTS)}
         return self._clients[os.getpid()]
 
     def _new_client(self, connect_timeout: int, read_timeout: int, attempts: int) -> Any:
@@ -497,7 +498,7 @@ class S3Objects:
 
     def _lost(self, operation: str, path: str, error: Exception) -> StorageUnreachable:
         return StorageUnreachable(
-            f"{operation} of {self.where(path)} at {self._client().meta.endpoint_url} failed (at most {_ATTEMPTS} "
+            f"{operation} of {self.where(path)} at {self._client().meta.endpoint_url} failed (at most {_REQUESTS} "
             f"attempts): {error}. Check the network and the endpoint, then run again: what is committed stays"
         )
 

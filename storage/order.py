@@ -68,16 +68,11 @@ def _permuted(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) ->
     return result.astype(np.int64)
 
 
-def take(
-    consumed: int, count: int, seed: int, stream: int, n: int, chunk: int = 1, uncut: int = 0
-) -> list[tuple[int, int]]:
-    """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between.
-
-    Chunks of `chunk` neighbours begin at multiples of it, counted from sample `uncut`.
-    """
+def take(consumed: int, count: int, seed: int, stream: int, n: int, chunk: int = 1) -> list[tuple[int, int]]:
+    """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between."""
     epochs, places = np.divmod(np.arange(consumed, consumed + count), n)
     numbers = np.empty(count, np.int64)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        numbers[here] = shuffled(places[here], seed, stream, epoch, n, chunk, begins=epoch * n - uncut)
+        numbers[here] = shuffled(places[here], seed, stream, epoch, n, chunk, begins=epoch * n)
     return list(zip(epochs.tolist(), numbers.tolist(), strict=True))

@@ -35,7 +35,10 @@ class ShardSamples:
         self._files: dict[int, io.FileIO] = {}
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._opening = threading.Lock()
+        self._connected = 0  # the process that asked last
         self._check_sizes()
+        if cache is not None:
+            cache.want(index)
 
     @functools.cached_property
     def urls(self) -> list[str]:
@@ -68,11 +71,15 @@ class ShardSamples:
         does not answer, that is no sample's fault, and StorageUnreachable comes out.
         """
         groups = self._neighbours(numbers)
-        if len(groups) <= 1 or self.objects.local_path(self.index.tars[0]) is not None:
-            answers = [self._together([numbers[place] for place in places]) for places in groups]
-        else:
-            with ThreadPoolExecutor(min(_REQUESTS, len(groups))) as pool:
-                answers = list(pool.map(lambda places: self._together([numbers[place] for place in places]), groups))
+        asked = [[numbers[place] for place in places] for places in groups]
+        # The first request of a process makes its client, which costs more than a request: many would make one each.
+        local = self.objects.local_path("any") is not None
+        alone = len(asked) if local else 0 if self._connected == os.getpid() else 1
+        answers = [self._together(group) for group in asked[:alone]]
+        self._connected = os.getpid()
+        if asked[alone:]:
+            with ThreadPoolExecutor(min(_REQUESTS, len(asked))) as pool:
+                answers += pool.map(self._together, asked[alone:])
         found = dict(
             pair for places, samples in zip(groups, answers, strict=True) for pair in zip(places, samples, strict=True)
         )
@@ -134,7 +141,7 @@ class ShardSamples:
 
     def _open(self, tar: int) -> io.FileIO | None:
         """The tar as a file of this machine, None where it is none yet."""
-        file = None if self.cache is None else self.cache.open(tar)
+        file = None if self.cache is None else self.cache.open(self.index.tars[tar], self.index.tar_bytes[tar])
         path = self.objects.local_path(self.index.tars[tar]) if file is None else None
         if path is not None:
             try:
@@ -152,7 +159,7 @@ class ShardSamples:
         """Read a tar no longer from its file, which is too short or holds what is no sample."""
         self._files.pop(tar, None)
         if self.cache is not None:
-            self.cache.remove(tar)
+            self.cache.remove(self.index.tars[tar])
 
     def _check_sizes(self) -> None:
         """One listing tells now, not at hour 9, that a tar is gone or torn."""

@@ -221,8 +221,8 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
     about = json.loads(text)
-    if about["version"] != SNAPSHOT_VERSION:
-        raise ValueError(f"{where} is of version {about['version']}, this code reads {SNAPSHOT_VERSION}")
+    if about.get("version") != SNAPSHOT_VERSION:
+        raise ValueError(f"{where} is of version {about.get('version')}, this code reads {SNAPSHOT_VERSION}")
     shards = about["shards"]
     snapshot = Snapshot(
         id=_id((shard["shard"], shard["manifest_sha256"]) for shard in shards),

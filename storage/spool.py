@@ -34,6 +34,8 @@ class Spool:
 
     def __init__(self) -> None:
         self._end = 0
+        # Also between a use of the file's number and its closing: a thread that is still decoding when the spool is
+        # given up must not write into the next file that gets the number.
         self._lock = threading.Lock()
 
     def __enter__(self) -> "Spool":
@@ -41,29 +43,31 @@ class Spool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
     def keep(self, picture: Picture) -> SpooledPicture:
         """Write the picture's bytes down; OSError names the folder where there is no room for them."""
-        length = len(picture.image)
+        left = memoryview(picture.image)
         with self._lock:
             offset = self._end
-            self._end += length
-        left, place = memoryview(picture.image), offset
-        while left:
             try:
-                written = os.pwrite(self._file.fileno(), left, place)
+                while left:
+                    written = os.pwrite(self._file.fileno(), left, self._end)
+                    left = left[written:]
+                    self._end += written
             except OSError as error:
                 error.add_note(
                     f"Images wait in {tempfile.gettempdir()} until their shard is committed; where it is full, set "
                     "TMPDIR to a folder with more room, or lower rows_per_shard"
                 )
                 raise
-            left, place = left[written:], place + written
-        return SpooledPicture(self, offset, length, picture.width, picture.height, picture.sha256, picture.flags)
+        size = picture.width, picture.height
+        return SpooledPicture(self, offset, len(picture.image), *size, picture.sha256, picture.flags)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of one picture."""
-        data = os.pread(self._file.fileno(), length, offset)
+        """The bytes of one picture; ValueError where the spool is closed."""
+        with self._lock:
+            data = os.pread(self._file.fileno(), length, offset)
         assert len(data) == length, f"{len(data)} of {length} bytes at {offset} of the spool"
         return data

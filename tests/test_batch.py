@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlbert.batch import Example, Picture, Words, collate
+from vlbert.batch import Example, Picture, Unreadable, Words, collate, void
 
 
 def words(length: int, asked: list[int]) -> Words:
@@ -106,3 +106,20 @@ def test_moving_a_batch_keeps_pixels_as_bytes():
     batch = collate([Example("a", words(3, [1]), picture(2, 4, 6))]).to(torch.device("cpu"))
     assert batch.pixels.dtype == torch.uint8
     assert batch.asked["words"].tolist() == [1]
+
+
+def test_a_place_holder_keeps_its_shapes_asks_nothing_and_is_not_counted():
+    example = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
+    missing = Unreadable(7, "b", "sample b is torn")
+    batch = collate([void(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])
+    assert batch.counted.tolist() == [False, False, True]
+    assert batch.unreadable == (missing,)
+    assert batch.targets["word_asked"].nonzero().tolist() == [[2, 0], [2, 2]]
+    assert batch.asked["words"].tolist() == [0, 2]
+    assert batch.targets["region_asked"].nonzero().tolist() == [[2, 1]]
+    assert batch.region_hidden.sum(1).tolist() == [1, 1, 1], "what is hidden in it stays so"
+    whole = collate([example])
+    assert batch.tokens[:2, :3].tolist() == whole.tokens.tolist()
+    assert whole.counted.all(), "the example itself is as it was"
+    assert whole.asked["words"].tolist() == [1, 0]
+    assert batch.to(torch.device("cpu")).unreadable == (missing,)

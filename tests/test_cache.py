@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 from s3 import s3_server
-from test_reading import STAGE, Counted, identity
-from tiny import commit_samples, tiny_sample
+from test_data import ALONE, rows_in_order
+from test_reading import STAGE, Counted, identity, samples_of
+from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.cache import ShardCache
-from storage.catalog import Catalog
+from storage.catalog import Catalog, Row
 from storage.objects import Objects, open_objects
 from storage.reading import ShardSamples
+from vlbert.data import TrainingData, batches, open_cache, open_samples
+from vlbert.tasks import make_task
+from vlbert.text import TextCorpus, Vocabulary
 
 PER_SHARD, SHARDS = 4, 5
 SIZE = 100 * 1024  # bytes of a tar, nearly
@@ -48,8 +52,9 @@ def remote(tmp_path: Path) -> Remote:
     return Remote(open_objects(str(tmp_path / "root")))
 
 
-def cache_of(objects: Objects, tmp_path: Path, limit: int = 1 << 30) -> ShardCache:
-    return ShardCache(objects, Catalog(objects, "captions").index(STAGE), tmp_path / "cache", limit)
+def cache_of(objects: Objects, tmp_path: Path, limit: int = 1 << 30) -> tuple[ShardCache, ShardSamples]:
+    cache = ShardCache(objects, tmp_path / "cache", limit)
+    return cache, samples_of(objects, cache=cache)
 
 
 def tars(tmp_path: Path) -> dict[str, Path]:
@@ -63,8 +68,7 @@ def all_bytes(tmp_path: Path) -> int:
 
 def test_what_is_here_is_read_here_and_the_rest_from_the_bucket(tmp_path, written):
     objects = remote(tmp_path)
-    cache = cache_of(objects, tmp_path, limit=3 * SIZE)
-    samples = ShardSamples(objects, cache._index, cache)
+    cache, samples = cache_of(objects, tmp_path, limit=3 * SIZE)
     objects.ranges.clear()
     assert [identity(one) for one in samples.samples(range(len(written)))] == written
     assert len(objects.ranges) == SHARDS
@@ -81,12 +85,11 @@ def test_a_full_cache_needs_no_bucket_and_holds_what_was_committed(tmp_path, wri
         local, objects = open_objects(str(tmp_path / "root")), open_objects("s3://cache/root")
         for info in local.list():
             objects.put(info.path, local.get(info.path))
-        cache = cache_of(objects, tmp_path)
+        cache, samples = cache_of(objects, tmp_path)
         assert cache.fill()
-        for tar, sha256 in zip(cache._index.tars, cache._index.tar_sha256, strict=True):
+        for tar, sha256 in zip(samples.index.tars, samples.index.tar_sha256, strict=True):
             assert hashlib.sha256((tmp_path / "cache" / tar).read_bytes()).hexdigest() == sha256
-        samples = ShardSamples(objects, cache._index, cache)
-        for tar in cache._index.tars:
+        for tar in samples.index.tars:
             objects.delete(tar)
         assert [identity(one) for one in samples.samples(range(len(written)))] == written
 
@@ -94,14 +97,14 @@ def test_a_full_cache_needs_no_bucket_and_holds_what_was_committed(tmp_path, wri
 @pytest.mark.parametrize("place", [0, 5_000, SIZE // 2, -1])
 def test_a_byte_that_flipped_on_the_disk_is_found_and_fetched_again(tmp_path, written, place):
     objects = remote(tmp_path)
-    assert cache_of(objects, tmp_path).fill()
+    assert cache_of(objects, tmp_path)[0].fill()
     files = list(tars(tmp_path).values())
     whole = [file.read_bytes() for file in files]
     damaged = bytearray(whole[2])
     damaged[place] ^= 1
     files[2].write_bytes(damaged)
     objects.ranges.clear()
-    assert cache_of(objects, tmp_path).fill()  # as the next run on this machine does
+    assert cache_of(objects, tmp_path)[0].fill()  # as the next run on this machine does
     assert [file.read_bytes() for file in files] == whole
     assert {path.rpartition("/")[2] for path, _, _ in objects.ranges} == {files[2].name}, "the others stay"
 
@@ -109,12 +112,11 @@ def test_a_byte_that_flipped_on_the_disk_is_found_and_fetched_again(tmp_path, wr
 @pytest.mark.parametrize("size", [0, 512, -1])
 def test_a_half_written_file_is_not_read_and_fetched_again(tmp_path, written, size):
     objects = remote(tmp_path)
-    cache = cache_of(objects, tmp_path)
+    cache, samples = cache_of(objects, tmp_path)
     assert cache.fill()
     file = list(tars(tmp_path).values())[1]
     whole = file.read_bytes()
     file.write_bytes(whole[:size])
-    samples = ShardSamples(objects, cache._index, cache)
     assert [identity(one) for one in samples.samples(range(len(written)))] == written
     assert not file.exists()
     assert cache.fill()
@@ -123,9 +125,8 @@ def test_a_half_written_file_is_not_read_and_fetched_again(tmp_path, written, si
 
 def test_a_copy_that_is_damaged_while_it_is_read_is_left_for_the_bucket(tmp_path, written):
     objects = remote(tmp_path)
-    cache = cache_of(objects, tmp_path)
+    cache, samples = cache_of(objects, tmp_path)
     assert cache.fill()
-    samples = ShardSamples(objects, cache._index, cache)
     assert identity(samples.sample(0)) == written[0]
     file = list(tars(tmp_path).values())[0]
     with file.open("r+b") as stream:  # the same file that is open
@@ -135,16 +136,15 @@ def test_a_copy_that_is_damaged_while_it_is_read_is_left_for_the_bucket(tmp_path
     assert not file.exists()
     assert identity(samples.sample(2)) == written[2]
     assert cache.fill()
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == cache._index.tar_sha256[0]
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == samples.index.tar_sha256[0]
 
 
 def test_a_sample_that_is_as_damaged_in_the_bucket_costs_no_copy(tmp_path, written):
     objects = remote(tmp_path)
-    cache = cache_of(objects, tmp_path)
+    cache, samples = cache_of(objects, tmp_path)
     assert cache.fill()
-    samples = ShardSamples(objects, cache._index, cache)
-    copy = tmp_path / "cache" / cache._index.tars[0]
-    for file in (copy, tmp_path / "root" / cache._index.tars[0]):
+    copy = tmp_path / "cache" / samples.index.tars[0]
+    for file in (copy, tmp_path / "root" / samples.index.tars[0]):
         with file.open("r+b") as stream:
             stream.seek(int(samples.index.offset[1]) + 5)
             stream.write(b"\xff")
@@ -154,8 +154,8 @@ def test_a_sample_that_is_as_damaged_in_the_bucket_costs_no_copy(tmp_path, writt
 
 def test_a_tar_that_is_damaged_in_the_bucket_is_named_and_keeps_no_other_away(tmp_path, written):
     objects = remote(tmp_path)
-    cache = cache_of(objects, tmp_path)
-    damaged = cache._index.tars[1]
+    cache, samples = cache_of(objects, tmp_path)
+    damaged = samples.index.tars[1]
     with (tmp_path / "root" / damaged).open("r+b") as stream:
         stream.seek(20_000)
         stream.write(b"\xff\x00\xff")
@@ -171,12 +171,12 @@ def test_a_tar_that_is_damaged_in_the_bucket_is_named_and_keeps_no_other_away(tm
 def test_the_folder_is_filled_to_its_limit_and_then_kept(tmp_path, written):
     objects = remote(tmp_path)
     limit = int(2.5 * SIZE)
-    assert cache_of(objects, tmp_path, limit).fill()
+    assert cache_of(objects, tmp_path, limit)[0].fill()
     first = {name: file.stat().st_ino for name, file in tars(tmp_path).items()}
     assert len(first) == 2
     assert all_bytes(tmp_path) <= limit
     objects.ranges.clear()
-    assert cache_of(objects, tmp_path, limit).fill()
+    assert cache_of(objects, tmp_path, limit)[0].fill()
     assert {name: file.stat().st_ino for name, file in tars(tmp_path).items()} == first
     assert objects.ranges == []
 
@@ -190,22 +190,23 @@ def test_tars_of_other_snapshots_go_the_least_recently_used_first_and_only_for_n
         os.utime(file, (time.time() - age,) * 2)
         others.append(file)
     objects = remote(tmp_path)
-    cache_of(objects, tmp_path, limit=(SHARDS + 3) * SIZE).fill()
+    cache_of(objects, tmp_path, limit=(SHARDS + 3) * SIZE)[0].fill()
     assert [file.exists() for file in others] == [True] * 3, "there is room for all"
     for file in list(tars(tmp_path).values())[:2]:
         if file not in others:
             file.unlink()
-    cache_of(objects, tmp_path, limit=(SHARDS + 2) * SIZE).fill()
+    cache_of(objects, tmp_path, limit=(SHARDS + 2) * SIZE)[0].fill()
     assert [file.exists() for file in others] == [False, True, True]
     assert len([file for file in tars(tmp_path).values()]) == SHARDS + 2
-    cache_of(objects, tmp_path, limit=SIZE // 2).fill()
+    cache_of(objects, tmp_path, limit=SIZE // 2)[0].fill()
     assert len(tars(tmp_path)) == SHARDS + 2, "nothing goes where nothing would fit then"
 
 
 START = """
 import sys, time
 from storage.cache import ShardCache
-from storage.catalog import Catalog
+from storage.catalog import Catalog, Row
+from storage.catalog import Catalog, Row
 from storage.objects import LocalObjects
 
 class Remote(LocalObjects):
@@ -214,7 +215,9 @@ class Remote(LocalObjects):
 
 folder, stage = sys.argv[1:]
 objects = Remote(f"{folder}/root")
-cache = ShardCache(objects, Catalog(objects, "captions").index(stage), f"{folder}/cache", 1 << 30)
+cache = ShardCache(objects, f"{folder}/cache", 1 << 30)
+catalog = Catalog(objects, "captions")
+cache.want(catalog.pinned(stage, catalog.pin(stage).id))
 """
 FILL = """
 print(cache.fill(), flush=True)
@@ -260,11 +263,10 @@ def test_of_several_processes_one_fetches_and_another_takes_its_place(tmp_path, 
     with filler(tmp_path) as first:
         assert first.stdout.readline() == "True\n"
         objects = remote(tmp_path)
-        other = cache_of(objects, tmp_path)
+        other, samples = cache_of(objects, tmp_path)
         objects.ranges.clear()
         assert not other.fill()
         assert objects.ranges == []
-        samples = ShardSamples(objects, other._index, other)
         assert [identity(one) for one in samples.samples(range(len(written)))] == written
         assert objects.ranges == [], "every process of the machine reads what one fetched"
         first.send_signal(signal.SIGKILL)
@@ -272,11 +274,12 @@ def test_of_several_processes_one_fetches_and_another_takes_its_place(tmp_path, 
         assert other.fill()
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_no_file_that_looks_whole_and_is_not(tmp_path):
     large = [dataclasses.replace(tiny_sample(i), image=os.urandom(5 << 20)) for i in range(16)]
     commit_samples(tmp_path / "root", "captions", large, per_shard=4)
     objects = remote(tmp_path)
-    index = cache_of(objects, tmp_path)._index
+    index = cache_of(objects, tmp_path)[1].index
     sha256 = {tar.rpartition("/")[2]: digest for tar, digest in zip(index.tars, index.tar_sha256, strict=True)}
     halves = set()
     for wanted in (0, 1, 2):
@@ -292,7 +295,7 @@ def test_kill_9_leaves_no_file_that_looks_whole_and_is_not(tmp_path):
         for name, file in tars(tmp_path).items():
             assert hashlib.sha256(file.read_bytes()).hexdigest() == sha256[name]
     assert len(halves) == 3
-    assert cache_of(objects, tmp_path).fill()
+    assert cache_of(objects, tmp_path)[0].fill()
     assert tars(tmp_path).keys() == sha256.keys()
     assert not list((tmp_path / "cache").rglob(".coming-*")), "what killed ones left is gone"
 
@@ -308,24 +311,68 @@ def test_the_end_of_a_process_does_not_wait_for_its_filler(tmp_path, written):
 
 def test_the_background_fills_the_folder_and_mends_it(tmp_path, written):
     objects, told = remote(tmp_path), []
-    cache = cache_of(objects, tmp_path)
+    cache, samples = cache_of(objects, tmp_path)
     cache.fill_in_background(told.append, pause=0.01)
     for _ in range(2):
         deadline = time.monotonic() + 30
         while len(tars(tmp_path)) < SHARDS:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        cache.remove(3)
+        cache.remove(samples.index.tars[3])
     assert told == []
+
+
+def test_the_background_fetches_what_is_wanted_now_without_a_pause(tmp_path, written):
+    """A training opens its samples after the cache, and more of them where new shards enter it."""
+    objects = remote(tmp_path)
+    cache = ShardCache(objects, tmp_path / "cache", 1 << 30)
+    cache.fill_in_background(pause=3600)
+    for shards in (SHARDS, SHARDS + 1):
+        samples = samples_of(objects, cache=cache)
+        deadline = time.monotonic() + 30
+        while len(tars(tmp_path)) < shards:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        objects.ranges.clear()
+        assert [identity(samples.sample(i)) for i in range(len(written))] == written
+        assert objects.ranges == []
+        more = sample(99)
+        rows = [Row(99, more.key, "ok", url=more.url)]
+        Catalog(objects, "captions").commit(STAGE, "00099", [more], rows, {"untrained": False})
 
 
 def test_a_failure_in_the_background_is_told_once_and_reads_go_on(tmp_path, written):
     (tmp_path / "cache").write_text("a file where the folder should be")
     objects, told = remote(tmp_path), []
-    cache = cache_of(objects, tmp_path)
+    cache, samples = cache_of(objects, tmp_path)
     cache.fill_in_background(told.append, pause=0.005)
-    samples = ShardSamples(objects, cache._index, cache)
     assert [identity(one) for one in samples.samples(range(len(written)))] == written
     time.sleep(0.2)
     assert len(told) == 1
     assert f"{tmp_path / 'cache'} is not filled, and reads go to the bucket: " in told[0]
+
+
+@pytest.mark.slow
+def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path):
+    """Read by forked workers, while the folder is filled beside them; in chunks, too."""
+    root = tiny_root(tmp_path, samples=20)
+    with s3_server("cached"):
+        local, bucket = open_objects(str(root)), open_objects("s3://cached/root")
+        for info in local.list("captions/"):
+            bucket.put(info.path, local.get(info.path))
+        recipe = tiny_recipe(root)
+        config = dataclasses.replace(recipe.data, chunk=4, cache=str(tmp_path / "cache"), cache_gb=0.01)
+        seen = []
+        for objects, cache in ((local, None), (bucket, None), (bucket, open_cache(bucket, config))):
+            samples, _ = open_samples(objects, "captions", None, None, ALONE, cache)
+            vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+            task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
+            corpus, questions = TextCorpus(root / "text", vocabulary), task.questions(samples, held_out=False)
+            data = TrainingData(samples, questions, task, config, TINY_MODEL.regions, ALONE, corpus)
+            steps = batches(data, range(4), 2, ALONE.device)
+            seen.append([rows_in_order(part) for parts in steps for part in parts])
+        assert seen[0] == seen[1] == seen[2]
+        deadline = time.monotonic() + 30
+        while len(tars(tmp_path)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -7,7 +7,7 @@ import pytest
 
 from storage.download import CaptionRow, read_captions
 
-CONFORMANCE = Path(__file__).parents[2] / "shared" / "conformance" / "conceptual_captions"
+CONFORMANCE = Path(__file__).parent / "data" / "conceptual_captions"
 
 
 def write(folder: Path, data: bytes) -> Path:
@@ -16,7 +16,6 @@ def write(folder: Path, data: bytes) -> Path:
     return file
 
 
-@pytest.mark.skipif(not CONFORMANCE.exists(), reason="the conformance data (../shared) are not on this machine")
 def test_the_conformance_list_gives_the_expected_rows():
     expected = json.loads((CONFORMANCE / "expected_rows.json").read_text())["rows"]
     rows = read_captions(CONFORMANCE / "Train_GCC-synthetic.tsv")

@@ -5,7 +5,6 @@ import io
 import json
 import multiprocessing
 import os
-import random
 import signal
 import tempfile
 import time
@@ -397,50 +396,3 @@ def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, t
     assert commit(local, 0) is True
     assert len(names(local.objects)) == 2
     assert len(list(local.read("images", "00000"))) == 4
-
-
-SHARDS = 20
-
-
-def commit_all(root: str) -> None:
-    """Commit the shards that are not there yet, as a stage does that was started again."""
-    catalog = Catalog(open_objects(root), "captions")
-    done = set(catalog.shards("images"))
-    for number in range(SHARDS):
-        if f"{number:05d}" not in done:
-            samples, rows = shard_of(number, size=60)
-            catalog.commit("images", f"{number:05d}", samples, rows, {})
-
-
-def test_a_process_killed_while_it_commits_leaves_only_whole_shards(local, tmp_path):
-    import webdataset  # noqa: F401  before the forks, which then start at once
-
-    root, chance = local.objects.root, random.Random(0)
-    fork = multiprocessing.get_context("fork")
-    started = time.monotonic()
-    commit_all(root + "-timing")
-    duration = time.monotonic() - started
-    killed, seen = 0, []
-    for _ in range(10):
-        child = fork.Process(target=in_folder, args=(str(tmp_path), commit_all, root))
-        child.start()
-        child.join(chance.uniform(0.02, 0.25) * duration)
-        if child.is_alive():
-            os.kill(child.pid, signal.SIGKILL)
-            killed += 1
-        child.join()
-        shards = local.shards("images")
-        for shard in shards:
-            samples, rows = shard_of(int(shard), size=60)
-            assert [sample.key for sample in local.read("images", shard)] == [sample.key for sample in samples]
-            assert local.manifest("images", shard).table["row"].to_pylist() == [row.row for row in rows]
-        assert set(seen) <= set(shards)
-        seen = shards
-    assert killed >= 4
-    assert len(seen) > 0
-    commit_all(root)
-    rows = [row for shard in local.shards("images") for row in local.manifest("images", shard).table["row"].to_pylist()]
-    assert rows == list(range(SHARDS * 60))
-    assert len(names(local.objects)) == 2 * SHARDS  # a tar that a killed writer left was taken over, none stands alone
-    index = pinned(local)
-    assert len(set(index.keys())) == len(index) == SHARDS * 40

@@ -8,20 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from web import Web, draw, encode, send
+from web import Web, draw, encode, send, silent
 
 from demo.world import World
 from storage.catalog import Catalog
 from storage.collect import (
     CollectSettings,
     Group,
+    Part,
     check_committed,
+    check_network,
     collect,
     collect_group,
     main,
     plan,
 )
-from storage.download import DownloadSettings
+from storage.download import CaptionRow, Download, DownloadSettings
 from storage.objects import open_objects
 
 IMAGES = "images"
@@ -268,6 +270,17 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
     assert attempt("answer", *dead, "caption\t/gone.jpg") == 5 * ["connect"] + ["http_404"]
 
 
+@pytest.mark.parametrize("status", ["dns", "connect", "timeout", "host_timeout"])
+def test_each_way_of_not_reaching_a_host_counts_as_no_network(status: str):
+    rows = [CaptionRow(i, "a", f"http://host{i % 5}.example/{i}.jpg") for i in range(10)]
+    part, settings = Part("00000", 0, 10, "list.tsv"), CollectSettings("captions", captions="list.tsv")
+    lost = [Download(row, status if row.row else "timeout", "", None) for row in rows]
+    with pytest.raises(ConnectionError, match="none of the 5 hosts"):
+        check_network(part, lost, settings)
+    for other in ("http_404", "refused_by_robots", "tls", "bad_response", "too_big"):
+        check_network(part, [*lost[1:], Download(rows[0], other, "", None)], settings)
+
+
 def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):
     web.put("/edited.jpg", send(encode(draw())))
     file, root = tmp_path / "list.tsv", str(tmp_path / "root")
@@ -304,11 +317,68 @@ def test_rows_are_read_where_their_part_begins(web: Web, tmp_path: Path):
     assert [part.offset for part in parts] == [0, 15, 28]
 
 
+def test_the_open_web_is_not_asked_without_a_word_about_the_contact(tmp_path: Path):
+    file = tmp_path / "list.tsv"
+    file.write_text("a\tno address\n")
+
+    def said(name: str, **changes: object) -> list[str]:
+        lines = []
+        download = DownloadSettings(**changes)
+        collect(str(tmp_path / name), CollectSettings("captions", captions=str(file), download=download), lines.append)
+        return [line for line in lines if "warning" in line]
+
+    (warning,) = said("none")
+    assert "no contact is set" in warning
+    assert "--contact" in warning
+    assert said("contact", contact="tests@example.org") == []
+    assert said("own", allowed_hosts=("127.0.0.1:1",)) == []
+
+
+def test_what_is_stored_waits_on_the_disk_and_not_in_memory(web: Web, tmp_path: Path):
+    # A comment that is stored as it came makes the files large and cheap to check.
+    large = encode(draw())
+    large = large[:2] + 60 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
+    lines = [f"caption {i}\t{web.put(f'/large/{i}.jpg', send(large))}" for i in range(40)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=40)
+    code = (
+        "import resource, sys; import storage.collect as c; from storage.download import DownloadSettings;"
+        "import aiohttp, PIL.Image, simplejpeg, pyarrow.parquet, tarfile;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        f"s = c.CollectSettings('captions', captions={settings.captions!r}, rows_per_shard=40, download="
+        f"DownloadSettings(allowed_hosts=({web.host!r},), per_host=2, concurrency=2));"
+        f"print(c.collect({str(tmp_path / 'root')!r}, s, lambda line: None).counts);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    counts, grown = done.stdout.splitlines()
+    assert counts == "{'ok': 40}"
+    assert len(large) * 40 > 150_000_000
+    assert int(grown) * 1024 < 100_000_000
+
+
+def test_shards_in_progress_share_what_is_known_of_a_host(tmp_path: Path):
+    with Web("127.0.0.1") as good, Web("127.0.0.2") as hanging:
+        lines = []
+        for number in range(24):  # six shards, each with two rows of either
+            server, answer = (good, send(encode(draw()))) if number % 2 else (hanging, silent(20))
+            lines.append(f"caption {number}\t{server.put(f'/{number}.jpg', answer)}")
+        download = DownloadSettings(
+            deadline=3, read_timeout=0.4, retries=0, second_pass=0, allowed_hosts=(good.host, hanging.host)
+        )
+        settings = served(good, tmp_path / "list.tsv", *lines, rows_per_shard=4, download=download)
+        collected = collect(str(tmp_path / "root"), settings, lambda line: None)
+    assert collected.counts == {"ok": 12, "timeout": 2, "host_timeout": 10}
+    assert len(hanging.requests) == 2
+
+
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
         CollectSettings("x", captions="a.tsv", images="folder")
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
         CollectSettings("x")
+    with pytest.raises(ValueError, match="Dataset x: set captions .* or images .* or img2dataset"):
+        CollectSettings("x", images="folder", img2dataset="folder")
     with pytest.raises(ValueError, match="rows_per_shard is 0"):
         CollectSettings("x", captions="a.tsv", rows_per_shard=0)
     with pytest.raises(ValueError, match="report_every is -1"):

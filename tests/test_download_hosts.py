@@ -1,18 +1,25 @@
 """Downloads from several hosts at once, some of which are slow, dead or want to be left alone: real servers."""
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 from web import Answer, Web, draw, drip, encode, endless, in_turn, send, silent
 
 from storage.download import CaptionRow, Download, Downloader, DownloadSettings, Spool, download
 from storage.fetch import Fetcher
+from storage.hosts import Transient
+from storage.normalise import Refused
 
 JPEG = encode(draw())
 
@@ -83,14 +90,14 @@ def test_a_host_has_at_most_its_share_over_all_shards_of_one_downloader(web: Web
 def test_a_slow_host_at_the_head_of_a_sorted_list_holds_up_no_other(webs: list[Web]):
     slow, *quick = webs
     held = Counted(send(JPEG), 0.3)
-    urls = [slow.put(f"/{i}.jpg", held) for i in range(12)]
+    urls = [slow.put(f"/{i}.jpg", held) for i in range(8)]
     urls += [server.put(f"/{i}.jpg", send(JPEG)) for server in quick for i in range(4)]
     done = []
     settings = settings_for(*webs, per_host=2, concurrency=4, read_timeout=2.0)
     download(rows_of(urls), settings, lambda _, __, counts: done.append((time.monotonic(), counts["ok"])))
-    # 12 requests of 0.3 s, two at a time, are 1.8 s; the 20 others need two places for a moment.
+    # 8 requests of 0.3 s, two at a time, are 1.2 s; the 20 others need two places for a moment.
     begin = min(when for when, *_ in slow.requests)
-    assert next(when for when, count in done if count == 20) - begin < 1.2
+    assert next(when for when, count in done if count == 20) - begin < 0.9
     assert held.most == 2
 
 
@@ -107,20 +114,23 @@ def test_hosts_that_hang_or_drip_cost_a_few_timeouts_and_not_one_for_each_row(we
     seconds = time.monotonic() - begin
     assert Counter(item.status for item in results[60:]) == {"ok": 40}
     for server, bad in ((hanging, results[:30]), (dripping, results[30:60])):
-        assert Counter(item.status for item in bad) == {"timeout": 2, "host_timeout": 28}
-        assert len(server.requests) == 3  # two at first, one of them again in the second pass
+        assert len(server.requests) == 3  # two at first, one in the second pass: one of them again, or a third
+        asked = len({path for _, path, _ in server.requests})
+        assert Counter(item.status for item in bad) == {"timeout": asked, "host_timeout": 30 - asked}
         assert f"of {server.host.partition(':')[0]} timed out" in bad[-1].detail
     assert seconds < 3  # and 30 timeouts of half a second, eight at a time, are two
 
 
 def test_a_drip_under_the_least_rate_ends_long_before_the_deadline(web: Web):
-    url = web.put("/drip.jpg", drip(JPEG, 20, 0.05))
+    step = len(JPEG) // 20
+    url = web.put("/drip.jpg", drip(JPEG, step, 0.05))  # done after a second
     begin = time.monotonic()
-    (result,) = download(rows_of([url]), settings_for(web, second_pass=0, deadline=10))
+    settings = settings_for(web, second_pass=0, read_timeout=0.3, min_rate=2 * 20 * step)
+    (result,) = download(rows_of([url]), settings)
     assert result.status == "timeout"
-    assert "under 2000/s" in result.detail
-    assert time.monotonic() - begin < 2
-    assert statuses([url], settings_for(web, second_pass=0, min_rate=100, deadline=30)) == ["ok"]
+    assert f"under {settings.min_rate}/s" in result.detail
+    assert time.monotonic() - begin < 0.9
+    assert statuses([url], settings_for(web, second_pass=0, read_timeout=0.3, min_rate=20 * step // 3)) == ["ok"]
 
 
 def test_a_host_that_recovers_gets_all_its_urls_in_the_second_pass(web: Web):
@@ -148,6 +158,16 @@ def test_a_redirect_is_not_followed_to_a_host_that_is_given_up_and_its_own_host_
     assert found == asked * ["timeout"] + (8 - asked) * ["host_timeout"] + ["ok"]
 
 
+@pytest.mark.slow
+def test_the_benchmark_measures_and_writes_its_figures(tmp_path: Path):
+    file = tmp_path / "download.json"
+    command = [sys.executable, "-m", "benchmarks.download", "--images=200", "--rounds=1", "--rows=0", f"--json={file}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode in (0, 1), done.stderr  # a busy machine may miss a bar
+    assert "CPU-ms an image" in done.stdout
+    assert json.loads(file.read_text())["good"][0]["statuses"] == {"ok": 200}
+
+
 # --- the second pass --------------------------------------------------------------------------------------------------
 
 
@@ -166,12 +186,37 @@ def test_what_lasts_has_no_second_pass(web: Web, lasting: Answer):
     assert len(web.requests) == 1
 
 
+@pytest.mark.parametrize(("code", "passes"), [(socket.EAI_AGAIN, True), (socket.EAI_NONAME, False)])
+def test_a_look_up_that_failed_for_now_may_pass_and_one_that_found_nothing_lasts(code: int, passes: bool):
+    async def lookup(host: str, port: int) -> list[str]:
+        raise socket.gaierror(code, "as the system says")
+
+    async def work() -> Refused:
+        async with Fetcher(DownloadSettings(retries=2), lookup) as fetcher:
+            with fetcher.budget.lease() as lease, pytest.raises(Refused) as refused:
+                await fetcher.fetch("http://name.example/a.jpg", lease)
+        return refused.value
+
+    refused = asyncio.run(work())
+    assert refused.status == "dns"
+    assert isinstance(refused, Transient) == passes
+    assert getattr(refused, "attempts", 1) == 1
+
+
+def test_a_timeout_is_not_tried_again_at_once(web: Web):
+    assert statuses([web.put("/a.jpg", silent(20))], settings_for(web, retries=2, second_pass=0)) == ["timeout"]
+    assert len(web.requests) == 1
+
+
 def test_the_second_pass_is_one_attempt_and_the_detail_counts_all(web: Web):
     (result,) = download(rows_of([web.put("/down.jpg", send(b"", 503))]), settings_for(web, retries=2))
     assert (result.status, len(web.requests)) == ("http_503", 4)
     assert result.detail.endswith(" (4 attempts)")
+    url = web.put("/other.jpg", in_turn(silent(20), send(b"", 503), send(JPEG)))
+    assert statuses([url], settings_for(web, retries=2)) == ["http_503"]
 
 
+@pytest.mark.slow
 def test_a_long_retry_after_takes_no_place_and_is_waited_for(web: Web):
     later = web.put("/later.jpg", in_turn(send(b"", 429, Retry_After="3"), send(JPEG)))
     other = web.put("/other.jpg", send(JPEG))
@@ -197,6 +242,9 @@ def test_both_passes_share_the_deadline(web: Web):
     assert statuses([url], settings) == ["timeout"]
     assert time.monotonic() - begin < 1.5  # it has used all its time in the first pass
     assert len(web.requests) == 1
+    url = web.put("/later.jpg", in_turn(silent(20), drip(JPEG, 1, 0.05)))
+    (result,) = download(rows_of([url]), settings_for(web, deadline=1.2, min_rate=0))
+    assert result.detail == "not done after 0.6 s (2 attempts)"  # half of it, though more is left
 
 
 # --- what is in memory ------------------------------------------------------------------------------------------------
@@ -227,8 +275,13 @@ def test_bodies_in_flight_stay_within_their_budget_and_all_arrive(web: Web):
 
 
 def test_waiting_for_room_is_no_time_of_the_servers(web: Web):
-    settings = settings_for(web, max_bytes=10_000, max_bytes_in_flight=10_000, deadline=0.4)
-    url = web.put("/a.jpg", send(JPEG))
+    def in_two(handler: BaseHTTPRequestHandler) -> None:
+        send(JPEG[:100], length=len(JPEG))(handler)
+        handler.server.stopping.wait(0.9)
+        handler.wfile.write(JPEG[100:])
+
+    settings = settings_for(web, max_bytes=10_000, max_bytes_in_flight=10_000, deadline=0.7, read_timeout=2.0)
+    url = web.put("/a.jpg", in_two)
 
     async def work() -> bytes:
         async with Fetcher(settings) as fetcher:
@@ -236,7 +289,7 @@ def test_waiting_for_room_is_no_time_of_the_servers(web: Web):
                 with fetcher.budget.lease() as held:
                     held.grow(10_000)
                     fetching = asyncio.create_task(fetcher.fetch(url, ours))
-                    await asyncio.sleep(0.8)
+                    await asyncio.sleep(0.6)
                     assert not fetching.done()
                 return await fetching
 
@@ -295,8 +348,8 @@ def test_a_server_that_forbids_training_is_heeded(web: Web, headers: list[str]):
 
 @pytest.mark.parametrize(
     "headers",
-    [[], [""], ["noindex"], ["none"], ["all"], ["noaim"], ["x-noai: 1"], ["otherbot: noai"], ["otherbot: noindex, noai"]],
-)  # fmt: skip
+    [[], [""], ["noindex"], ["none"], ["all"], ["noaim"], ["x-noai: 1"], ["otherbot: noai"], ["otherbot: none, noai"]],
+)
 def test_other_directives_and_those_for_others_forbid_nothing(web: Web, headers: list[str]):
     assert statuses([web.put("/a.jpg", robots(*headers))], settings_for(web)) == ["ok"]
 

@@ -20,6 +20,7 @@ from storage.download import CaptionRow, Download, ImageSettings, commit_images
 from storage.objects import LocalObjects
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
 from storage.shards import SHARD_VERSION, Span, index_shard, read_span
+from storage.snapshots import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_columns
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 STAGE = f"regions/{DETECTOR}"
@@ -40,6 +41,7 @@ IMAGES_META = {
     },
     "config_hash": "0f71cd04581c",
 }
+SNAPSHOT = f"captions/{STAGE}/snapshots/37165d95af0f6261.parquet"
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
 
 
@@ -57,6 +59,10 @@ def golden_commit(root: Path) -> None:
     ]
     meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
     assert Catalog(LocalObjects(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
+
+
+def golden_snapshot(root: Path) -> None:
+    Catalog(LocalObjects(str(root)), "captions").pin(STAGE)
 
 
 def golden_images_commit(root: Path) -> None:
@@ -159,6 +165,46 @@ def test_the_golden_index_is_the_one_of_the_tar():
     assert [as_dict(sample) for sample in read] == [as_dict(sample) for sample in golden_samples()]
 
 
+def test_the_golden_snapshot_reads_to_these_values():
+    objects = LocalObjects(str(GOLDEN))
+    index = Catalog(objects, "captions").pinned(STAGE, Path(SNAPSHOT).stem)
+    snapshot = index.snapshot
+    assert (snapshot.stage, snapshot.shards, snapshot.ok_rows, snapshot.untrained) == (STAGE, ("00000",), 2, False)
+    assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
+    assert index.tar_sha256[0].startswith("6d277ce0f700")
+    assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
+    assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
+    assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
+    (table,) = read_columns(objects, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
+    assert [tuple(line.values()) for line in table.to_pylist()] == [(0, 7, 16, 8, 2), (0, 9, 16, 8, 0)]
+    about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
+    header = Catalog(objects, "captions").headers(STAGE)["00000"]
+    assert about == {
+        "version": 1,
+        "stage": STAGE,
+        "untrained": False,
+        "shards": [
+            {
+                "shard": "00000",
+                "manifest_sha256": header.sha256,
+                "rows": 2,
+                "tar": TAR.rpartition("/")[2],
+                "tar_sha256": header.tar_sha256,
+                "tar_bytes": 10240,
+            }
+        ],
+    }
+
+
+def test_todays_code_writes_the_golden_snapshot_from_the_golden_manifests(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / SNAPSHOT).unlink()
+    golden_snapshot(tmp_path)
+    today, golden = pq.read_table(tmp_path / SNAPSHOT), pq.read_table(GOLDEN / SNAPSHOT)
+    assert today.equals(golden)
+    assert pq.read_metadata(tmp_path / SNAPSHOT).metadata == pq.read_metadata(GOLDEN / SNAPSHOT).metadata
+
+
 def test_a_reader_made_from_the_document_alone_gets_the_same():
     with tarfile.open(GOLDEN / TAR, "r:") as tar:
         members = {info.name: tar.extractfile(info).read() for info in tar}
@@ -227,9 +273,10 @@ def test_the_document_tells_the_versions_of_this_code():
         ("Shard", SHARD_VERSION),
         ("Index", MANIFEST_VERSION),
         ("Manifest", MANIFEST_VERSION),
+        ("Snapshot", SNAPSHOT_VERSION),
     ]:
         assert f"\n## {name} (version {version})\n" in text
-    for field in SCHEMA:
+    for field in [*SCHEMA, *SNAPSHOT_SCHEMA]:
         assert f"| `{field.name}` | {field.type} |" in text
 
 
@@ -237,6 +284,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         golden_commit(Path(folder))
         golden_images_commit(Path(folder))
+        golden_snapshot(Path(folder))
         shutil.rmtree(GOLDEN / "captions", ignore_errors=True)
         shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
     (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

@@ -208,6 +208,21 @@ def shifted(catalog: Catalog, manifest: Manifest) -> bytes:
     return sink.getvalue()
 
 
+def test_verify_finds_a_manifest_whose_header_is_not_of_its_rows(local):
+    for number in range(2):
+        commit(local, number)
+    for shard, change in [("00000", {"statuses": {"ok": 6}}), ("00001", {"tar": None})]:
+        path = f"captions/images/{shard}.parquet"
+        table = pq.read_table(io.BytesIO(local.objects.get(path)))
+        header = json.loads(pq.read_metadata(io.BytesIO(local.objects.get(path))).metadata[b"manifest"])
+        sink = io.BytesIO()
+        pq.write_table(table.replace_schema_metadata({"manifest": json.dumps({**header, **change})}), sink)
+        local.objects.put(path, sink.getvalue())
+    first, second = verify(local.objects)
+    assert first.endswith("00000.parquet has rows {'http_404': 2, 'ok': 4} and says {'ok': 6}")
+    assert second.endswith("00001.parquet names no tar for 4 rows that are ok")
+
+
 def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source(local):
     commit(local, 0)
     commit(local, 0, REGIONS)

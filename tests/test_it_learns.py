@@ -80,14 +80,17 @@ class Drawn:
     """vlbert.data.Samples: drawn pictures, in memory."""
 
     def __init__(self, numbers: range):
-        self.samples = [drawn(number) for number in numbers]
-        self.urls = [sample.url for sample in self.samples]
+        self.all = [drawn(number) for number in numbers]
+        self.urls = [sample.url for sample in self.all]
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.all)
 
     def sample(self, number: int) -> Sample:
-        return self.samples[number]
+        return self.all[number]
+
+    def samples(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self.all[number] for number in numbers]
 
 
 def drawn(number: int) -> Sample:
@@ -166,7 +169,7 @@ def means(held_out: Drawn) -> dict[tuple[str, str], dict[str, float]]:
 @pytest.fixture(scope="module")
 def commonest(held_out: Drawn) -> float:
     """How often one is right who always says the commonest colour of each half: all that text can tell of a colour."""
-    words = [sample.caption.split() for sample in held_out.samples]
+    words = [sample.caption.split() for sample in held_out.all]
     counts = [Counter(row[place] for row in words) for place in (1, 5)]
     return float(np.mean([max(count.values()) / count.total() for count in counts]))
 

@@ -53,11 +53,10 @@ def test_samples_over_several_epochs_are_taken_once_an_epoch_by_steps_of_any_siz
         assert Counter(taken) == Counter((epoch, number) for epoch in range(10) for number in range(n))
 
 
-def test_chunks_can_be_counted_from_another_sample_than_the_first():
-    for uncut in range(8):
-        taken = take(0, 1000, SEED, STREAM, n=1000, chunk=8, uncut=uncut)
-        order = [number for _, number in taken]
-        assert {place % 8 for place in cuts(order, 1000)} == {uncut}
+def test_an_epoch_that_begins_within_a_chunk_cuts_at_the_next_multiple():
+    for begins in range(8):
+        order = epoch_of(0, 1000, 8, begins)
+        assert {(begins + place) % 8 for place in cuts(order, 1000)} == {0}
 
 
 def test_whole_chunks_are_shuffled_and_every_epoch_cuts_elsewhere():

@@ -56,8 +56,8 @@ def test_a_model_trains_on_features_that_the_detector_kept(root: Path, monkeypat
 
 def test_what_the_model_sees_of_a_region_is_what_the_detector_kept(root: Path):
     catalog = Catalog(open_objects(str(root)), "captions")
-    stage = next(iter(root.glob("captions/regions/*"))).name
-    samples = ShardSamples(catalog.objects, catalog.index(f"regions/{stage}", catalog.shards(f"regions/{stage}")))
+    stage = f"regions/{next(iter(root.glob('captions/regions/*'))).name}"
+    samples = ShardSamples(catalog.objects, catalog.pinned(stage, catalog.pin(stage).id))
     sample = samples.sample(3)
     config = RegionConfig(features="precomputed", resnet=DEMO.resnet)
     hidden = np.zeros(1 + len(sample.regions), bool)

@@ -8,8 +8,10 @@ import re
 import numpy as np
 import pytest
 from s3 import s3_server
-from tiny import DETECTOR, commit_samples, tiny_sample
+from test_data import captions, training_data
+from tiny import DETECTOR, commit_samples, tiny_root, tiny_sample
 
+from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.objects import ObjectMissing, Objects, open_objects
 from storage.order import take
@@ -57,8 +59,9 @@ def objects(request, folder) -> Counted:
     return Counted(open_objects(str(folder)) if request.param == "folder" else request.getfixturevalue("bucket"))
 
 
-def samples_of(objects: Objects, **cache) -> ShardSamples:
-    return ShardSamples(objects, Catalog(objects, "captions").index(STAGE), **cache)
+def samples_of(objects: Objects, **cache: ShardCache) -> ShardSamples:
+    catalog = Catalog(objects, "captions")
+    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id), **cache)
 
 
 def identity(sample: Sample | ValueError) -> tuple:
@@ -103,13 +106,22 @@ def test_a_chunk_is_one_request_where_single_samples_are_many(tmp_path):
     large = [dataclasses.replace(tiny_sample(i), image=os.urandom(100_000)) for i in range(64)]
     commit_samples(tmp_path, "captions", large, per_shard=64)
     objects = Counted(open_objects(str(tmp_path)))
-    samples = ShardSamples(objects, Catalog(objects, "captions").index(STAGE))
+    samples = samples_of(objects)
     groups = {}
     for chunk in (1, 8):
         steps = [[number for _, number in take(step * 16, 16, 1, 0, 64, chunk)] for step in range(4)]
         groups[chunk] = sum(len(samples._neighbours(numbers)) for numbers in steps)
     assert groups[8] <= 9, "eight chunks, one of which may go round the end"
     assert groups[1] > 30
+
+
+def test_a_training_takes_chunks_of_neighbours(tmp_path):
+    data = training_data(tiny_root(tmp_path, samples=20), chunk=4)
+    number = {data.asked.samples.sample(i).key: i for i in range(20)}
+    for step in range(5):  # two epochs, of five chunks each
+        taken = [number[key] for key in captions(data[step][0])]
+        for start in (0, 4):
+            assert taken[start : start + 4] == [(taken[start] + i) % 20 for i in range(4)]
 
 
 def test_what_is_read_together_is_bounded(tmp_path):
@@ -160,8 +172,9 @@ def test_a_tar_that_is_gone_is_no_samples_fault(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(4)])
     samples = samples_of(open_objects(str(tmp_path)))
     (tmp_path / samples.index.tars[0]).unlink()
-    with pytest.raises(ObjectMissing, match="there is no object captions/regions"):
-        samples.samples([0, 1])
+    for numbers in ([0, 1], [0]):
+        with pytest.raises(ObjectMissing, match="there is no object captions/regions"):
+            samples.samples(numbers)
 
 
 def test_descriptors_are_kept_and_bounded(tmp_path, written):

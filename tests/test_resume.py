@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from test_data import rows_in_order
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
+from benchmarks.killed_training import check
 from detectors.checkpoints import checkpoints, read_state
 from detectors.distributed import World
 from detectors.record import read_metrics
@@ -78,8 +79,10 @@ def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_be
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A root whose captions grew from 20 to 28, and the two snapshots."""
-    root = tiny_root(tmp_path_factory.mktemp("grown"), samples=20)
+    """A root whose captions grew from 20 to 28, by a shard before the others, and the two snapshots."""
+    root = tiny_root(tmp_path_factory.mktemp("grown"), samples=0)
+    commit_more(root, "00005", range(12))
+    commit_more(root, "00007", range(12, 20))
     catalog = Catalog(open_objects(str(root)), "captions")
     before = catalog.pin(STAGE).id
     commit_more(root, "00003", range(100, 108))
@@ -189,15 +192,15 @@ def test_only_what_holds_all_that_was_there_and_more_is_newer(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
     objects = open_objects(str(tmp_path))
     catalog = Catalog(objects, "captions")
-    pinned = catalog.pin(STAGE).id
-    assert newer_snapshot(objects, "captions", STAGE, pinned) is None
+    pinned = catalog.pin(STAGE)
+    assert newer_snapshot(objects, "captions", pinned) is None
     commit_more(tmp_path, "00002", [100])
-    newer = newer_snapshot(objects, "captions", STAGE, pinned)
+    newer = newer_snapshot(objects, "captions", pinned)
     assert newer == catalog.snapshot(STAGE).id
     assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
     (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
-    assert newer_snapshot(objects, "captions", STAGE, pinned) is None
-    assert len(ShardSamples(objects, catalog.pinned(STAGE, pinned))) == 16, "what is pinned stays readable"
+    assert newer_snapshot(objects, "captions", pinned) is None
+    assert len(ShardSamples(objects, catalog.pinned(STAGE, pinned.id))) == 16, "what is pinned stays readable"
 
 
 class Seen:
@@ -308,3 +311,14 @@ def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
     ):
         train(a_run(root, "run"), ALONE)
     assert checkpoints(objects, "run")[-1] == "runs/run/step-0000002"
+
+
+# --- real kills -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(), ((2, 3, 1),), ((4, 1, 2),)])
+def test_a_training_that_is_killed_twice_goes_on_as_if_nothing_had_happened(tmp_path, worlds):
+    said = []
+    assert check(tmp_path, seed=len(worlds), kills=2, say=said.append, worlds=worlds) == []
+    assert sum(" killed in step " in line for line in said) == 2

@@ -180,17 +180,17 @@ def test_pinning_again_writes_nothing_and_of_many_at_once_one_file_stays(local):
     assert counting.asked == ["list captions/images/", "get captions/images/00000.parquet"]
 
 
-def large(file: Path, shards: int, rows: int) -> list[np.ndarray]:
-    """A snapshot of made-up shards; the offsets of each."""
-    offsets = [np.arange(rows, dtype=np.int64) * 512 + number for number in range(shards)]
+def large(file: Path, sizes: list[int]) -> list[np.ndarray]:
+    """A snapshot of made-up shards with so many rows each; the offsets of each."""
+    offsets = [np.arange(rows, dtype=np.int64) * 512 + number for number, rows in enumerate(sizes)]
     chance = random.Random(0)
 
     def made() -> Iterator[tuple[Header, pa.Table]]:
-        for number, offset in enumerate(offsets):
+        for number, (rows, offset) in enumerate(zip(sizes, offsets, strict=True)):
             name = hashlib.sha256(b"%d" % number).hexdigest()
             tar = f"captions/images/{number:05d}-{name[:12]}.tar"
             columns = {
-                "row": np.arange(rows) + number * rows,
+                "row": np.arange(rows),
                 "offset": offset,
                 "length": np.full(rows, 512 + number, np.int32),
                 "width": np.ones(rows, np.int32),
@@ -209,14 +209,15 @@ def large(file: Path, shards: int, rows: int) -> list[np.ndarray]:
 
 
 def test_a_snapshot_of_several_row_groups_is_read_whole_and_only_where_it_is_needed(tmp_path):
-    offsets = large(tmp_path / "snapshot", 7, 20_001)
+    sizes = [20_000 + 7 * number for number in range(7)]
+    offsets = large(tmp_path / "snapshot", sizes)
     (file,) = (tmp_path / "captions/images/snapshots").iterdir()
     assert pq.read_metadata(file).num_row_groups == 2
     counting = CountingObjects(str(tmp_path))
     for objects in (LocalObjects(str(tmp_path)), counting):
         index = read_index(objects, file_of(file.stem))
         assert np.array_equal(index.offset, np.concatenate(offsets))
-        assert np.array_equal(index.shard, np.repeat(np.arange(7), 20_001))
+        assert np.array_equal(index.shard, np.repeat(np.arange(7), sizes))
         assert np.array_equal(index.length, index.shard + 512)
     assert counting.asked.count(f"range {file_of(file.stem)}") <= 4
     assert counting.bytes < file.stat().st_size / 10 + 65536  # keys and URLs are most of it; 64 KiB are the footer

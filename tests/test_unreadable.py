@@ -242,7 +242,7 @@ def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
     with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} samples in a row cannot be read, .* number 99"):
         next(readable(Endless()))
     with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be asked"):
-        data.asked.first_readable((i % 8 for i in itertools.count()), epoch=0)
+        data.asked.first_readable((0, i % 8) for i in itertools.count())
 
 
 def test_a_tar_that_goes_while_training_stops_the_run(tmp_path):
@@ -339,7 +339,7 @@ def test_the_losses_of_a_run_are_those_without_the_broken_samples(tmp_path):
     key = tiny_sample(5, regions=3).key
     (step,) = [step for step in range(4) if key in whole[step][0].keys]
     samples, numbers = whole.asked.samples, [number for _, _, number in whole_slots(whole, step)]
-    left = collate([whole.asked.example(n, 0) for n in numbers if samples.sample(n).key != key])
+    left = collate(whole.asked.examples([(0, n) for n in numbers if samples.sample(n).key != key], step=0))
     expected, found = (model(batch) for batch in (left, broken[step][0]))
     for name, (loss, count) in expected.items():
         assert (float(found[name][0].detach()), found[name][1]) == (float(loss.detach()), count), name

@@ -110,6 +110,9 @@ class DataConfig:
     workers: int = 2  # loading processes a rank; 0: load in the training process
     new_shards_every: int | None = 100  # steps between looks for new shards, at least: they enter at the first border
     #                                     of an epoch after that; None: never
+    chunk: int = 1  # so many neighbours of a shard stay together in the order: fewer range requests; 1: a full shuffle
+    cache: str | None = None  # folder of each machine for whole tars of an s3:// root, filled in the background
+    cache_gb: float = 100.0  # 10^9 bytes that the folder may take
     seed: int = 0  # of order, masking and dropout
 
     def __post_init__(self):
@@ -118,6 +121,8 @@ class DataConfig:
         check(self, self.accumulate > 0, "accumulate", "at least 1")
         check(self, self.workers >= 0, "workers", "0 or more")
         check(self, self.new_shards_every is None or self.new_shards_every > 0, "new_shards_every", "at least 1")
+        check(self, self.chunk > 0, "chunk", "at least 1")
+        check(self, self.cache_gb > 0, "cache_gb", "positive")
         check(self, self.seed >= 0, "seed", "0 or more")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
 

@@ -6,6 +6,8 @@ sample that cannot be read leaves its slot empty, with weight zero: no other tak
 """
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +17,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from detectors.distributed import World, from_first
+from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.objects import Objects
 from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Sample
+from storage.snapshots import Snapshot
 from vlbert.batch import Batch, Example, Unreadable, collate, void
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.pictures import view
@@ -39,6 +43,10 @@ class Samples(Protocol):
 
     def sample(self, number: int) -> Sample: ...
 
+    def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
+        """One per number, in their order, or why it cannot be read. Only what is wrong with a sample is such an error:
+        a tar that is gone or a server out of reach is raised, and stops the run."""
+
 
 def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
     """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
@@ -55,8 +63,23 @@ def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
     raise ValueError(f"{where} holds {wanted} {', '.join(sorted(found))}")
 
 
+def open_cache(objects: Objects, config: DataConfig) -> ShardCache | None:
+    """The folder for whole tars that the processes of this machine share, and the first of them fills; None: none."""
+    if config.cache is None:
+        return None
+    cache = ShardCache(objects, config.cache, int(config.cache_gb * 1e9))
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        cache.fill_in_background()
+    return cache
+
+
 def open_samples(
-    objects: Objects, dataset: str, detector: str | None, pinned: dict | None, world: World
+    objects: Objects,
+    dataset: str,
+    detector: str | None,
+    pinned: dict | None,
+    world: World,
+    cache: ShardCache | None = None,
 ) -> tuple[ShardSamples, dict]:
     """(samples, what a checkpoint pins): all that is committed now or, resuming, exactly the snapshot of `pinned`.
 
@@ -78,20 +101,19 @@ def open_samples(
                 "snapshot": snapshot.id,
             }
         pinned = from_first(found, world)
-    return ShardSamples(objects, catalog.pinned(pinned["stage"], pinned["snapshot"])), pinned
+    return ShardSamples(objects, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
 
 
-def newer_snapshot(objects: Objects, dataset: str, stage: str, snapshot: str) -> str | None:
-    """The snapshot of all that is committed now, pinned, where that is more than `snapshot`; None where it is not.
+def newer_snapshot(objects: Objects, dataset: str, before: Snapshot) -> str | None:
+    """The id of all that is committed now, pinned, where that is more than there was before; None where it is not.
 
-    A stage that lacks a shard of `snapshot`, such as one that is made again just now, is not more.
+    A stage that lacks a shard of before, such as one that is made again just now, is not more.
     """
     catalog = Catalog(objects, dataset)
-    before = set(catalog.pinned(stage, snapshot).snapshot.shards)
-    if not before < set(catalog.shards(stage)):
+    if not set(before.shards) < set(catalog.shards(before.stage)):
         return None
-    found = catalog.pin(stage)
-    return found.id if before < set(found.shards) else None
+    found = catalog.pin(before.stage)
+    return found.id if set(before.shards) < set(found.shards) else None
 
 
 def readable(samples: Samples) -> Iterator[Sample]:
@@ -136,16 +158,20 @@ class Stretch:
         return Stretch(self.epoch + epochs, border, questions, snapshot)
 
 
-def drawn(stretches: Sequence[Stretch], consumed: int, count: int, seed: int) -> list[tuple[int, int, int]]:
-    """(place in `stretches`, epoch, question) of the `count` samples after the first `consumed` ones."""
+Slot = tuple[int, int, int]  # place in a list of stretches, epoch, question
+
+
+def drawn(stretches: Sequence[Stretch], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
+    """The `count` slots after the first `consumed` ones; chunk as in storage.order.shuffled."""
     ends = [stretch.consumed for stretch in stretches[1:]] + [consumed + count]
     found = []
     for place, (stretch, end) in enumerate(zip(stretches, ends, strict=True)):
-        start, stop = max(consumed, stretch.consumed), min(consumed + count, end)
-        if start < stop:
-            before = stretch.epoch * stretch.questions - stretch.consumed  # as if all epochs had been of this length
-            taken = take(before + start, stop - start, seed, CAPTIONS, stretch.questions)
-            found += [(place, epoch, number) for epoch, number in taken]
+        n, samples = stretch.questions, np.arange(max(consumed, stretch.consumed), min(consumed + count, end))
+        epochs, places = np.divmod(samples - stretch.consumed, n)
+        for epoch in np.unique(epochs).tolist():
+            begins = stretch.consumed + epoch * n
+            numbers = shuffled(places[epochs == epoch], seed, CAPTIONS, stretch.epoch + epoch, n, chunk, begins)
+            found += [(place, stretch.epoch + epoch, number) for number in numbers.tolist()]
     assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {stretches[0]}"
     return found
 
@@ -166,14 +192,6 @@ def check_shares(config: DataConfig, world_size: int) -> None:
             )
 
 
-class _Unreadable(Exception):
-    """The sample of a question cannot be read, decoded or asked about; `key` is None where not even that is known."""
-
-    def __init__(self, reason: str, key: str | None):
-        super().__init__(reason)
-        self.key = key
-
-
 @dataclass(frozen=True, eq=False)
 class Asked:
     """The questions on the samples of one snapshot, and all that makes an Example of one."""
@@ -185,31 +203,33 @@ class Asked:
     regions: RegionConfig
     stream: int
 
-    def example(self, number: int, epoch: int) -> Example:
-        """Question `number` as it is asked in this epoch; _Unreadable where that cannot be."""
-        key = None
-        try:
-            sample = self.samples.sample(int(self.questions.samples[number]))
-            key = sample.key
-            _check_finite(sample)
-            ask = None if self.questions.asks is None else self.questions.asks[number]
-            rng = generator(self.config.seed, self.stream, epoch, key, 0 if ask is None else number)
-            flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
-            return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
-        except ValueError as error:  # what is not one, a tar that is gone or a server out of reach, stops the run
-            named = key is None or key in str(error)
-            raise _Unreadable(str(error) if named else f"sample {key}: {error}", key) from error
+    def examples(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
+        """What each (epoch, question) becomes, in order: an Example, or why there is none."""
+        read = self.samples.samples([int(self.questions.samples[number]) for _, number in slots])
+        return [self._example(sample, *slot, step) for sample, slot in zip(read, slots, strict=True)]
 
-    def first_readable(self, numbers: Iterable[int], epoch: int) -> Example:
-        """The first of these questions that can be asked; ValueError where too many in a row cannot."""
-        for tried, number in enumerate(numbers, 1):
-            try:
-                return self.example(number, epoch)
-            except _Unreadable as error:
-                last, failed = tried, error
+    def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
+        """The first of these that can be asked; ValueError where too many in a row cannot."""
+        for tried, slot in enumerate(slots, 1):
+            (found,) = self.examples([slot], step=0)
+            if isinstance(found, Example):
+                return found
             if tried == MOST_UNREADABLE:
                 break
-        raise ValueError(f"{last} questions in a row cannot be asked, the last because {failed}") from failed
+        raise ValueError(f"{tried} questions in a row cannot be asked, the last because {found.reason}")
+
+    def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
+        if isinstance(sample, ValueError):
+            return Unreadable(step, None, str(sample))
+        try:
+            _check_finite(sample)
+            ask = None if self.questions.asks is None else self.questions.asks[number]
+            rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if ask is None else number)
+            flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
+            return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
+        except ValueError as error:
+            reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
+            return Unreadable(step, sample.key, reason)
 
 
 def _check_finite(sample: Sample) -> None:
@@ -254,7 +274,7 @@ class TrainingData(Dataset):
 
     def __getitem__(self, step: int) -> list[Batch]:
         count = self.config.batch
-        pairs = self._shares(drawn(self.stretches, step * count, count, self.config.seed))
+        pairs = self._shares(drawn(self.stretches, step * count, count, self.config.seed, self.config.chunk))
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
         texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
         return [self._batch(step, pair, text) for pair, text in zip(pairs, texts, strict=True)]
@@ -265,23 +285,24 @@ class TrainingData(Dataset):
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.accumulate)]
         return [everyone[start : start + size] for start in starts]
 
-    def _batch(self, step: int, pairs: list[tuple[int, int, int]], texts: list[tuple[int, int]]) -> Batch:
-        examples, unreadable = [], []
-        for place, epoch, number in pairs:
-            try:
-                examples.append(self._asked[place].example(number, epoch))
-            except _Unreadable as error:
-                unreadable.append(Unreadable(step + 1, error.key, str(error)))
+    def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
+        found = []
+        for place, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
+            found += self._asked[place].examples([(epoch, number) for _, epoch, number in slots], step + 1)
+        examples, unreadable = _parted(found)
         if not examples:  # the last slot keeps its place, by what follows it in the snapshot
+            place, epoch, number = pairs[-1]
             n = len(self._asked[place].questions)
-            following = ((number + i) % n for i in range(1, n + 1))
-            examples.append(void(self._asked[place].first_readable(following, epoch)))
-        return collate([*examples, *(self._text(*text) for text in texts)], unreadable)
+            following = ((epoch, (number + i) % n) for i in range(1, n + 1))
+            examples.append(void(self._asked[place].first_readable(following)))
+        return collate([*examples, *self._texts(texts)], unreadable)
 
-    def _text(self, epoch: int, line: int) -> Example:
-        key = f"text-{line}"
-        tokens = self.corpus.passage(line, self.asked.task.settings.text_length)
-        return self.asked.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
+    def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
+        if slots:
+            settings, lines = self.asked.task.settings, np.array([line for _, line in slots])
+            for (epoch, line), tokens in zip(slots, self.corpus.passages(lines, settings.text_length), strict=True):
+                key = f"text-{line}"
+                yield self.asked.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
 
 
 class ValidationData(Dataset):
@@ -316,21 +337,24 @@ class ValidationData(Dataset):
         if index >= len(self):
             raise IndexError(index)
         start = self.start + index * self.size
-        examples, unreadable = {}, []
-        for place in range(start, min(start + self.size, self.stop)):
-            try:
-                examples[place] = self.asked.example(int(self.numbers[place]), epoch=0)
-            except _Unreadable as error:
-                unreadable.append(Unreadable(0, error.key, str(error)))
+        stop = min(start + self.size, self.stop)
+        slots = [(0, int(number)) for number in self.numbers[start:stop]]
+        examples, unreadable = _parted(self.asked.examples(slots, step=0))
         if not examples:
             return [], unreadable
         if not self.asked.task.shuffles:
-            return [collate(list(examples.values()))], unreadable
-        first, *rest = examples.values()
-        following = np.roll(self.numbers, -1 - max(examples)).tolist()
-        pictures = [e.picture for e in [*rest, self.asked.first_readable(following, epoch=0)]]
-        others = [dataclasses.replace(e, picture=p) for e, p in zip([first, *rest], pictures, strict=True)]
-        return [collate([first, *rest]), collate(others)], unreadable
+            return [collate(examples)], unreadable
+        count = len(self.numbers)
+        following = ((0, int(self.numbers[place % count])) for place in range(stop, stop + count))
+        after = self.asked.first_readable(following)
+        pictures = [example.picture for example in [*examples[1:], after]]
+        others = [dataclasses.replace(e, picture=picture) for e, picture in zip(examples, pictures, strict=True)]
+        return [collate(examples), collate(others)], unreadable
+
+
+def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:
+    examples = [one for one in found if isinstance(one, Example)]
+    return examples, [one for one in found if isinstance(one, Unreadable)]
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> DataLoader:

@@ -30,7 +30,7 @@ CORPUS_VERSION = 1
 _LINES_AT_ONCE = 1000  # lines that are tokenised together, on all cores
 _LETTERS_AT_ONCE = 2**18  # or fewer lines, once they hold so many letters
 _PART = 2**16  # bytes of a line that are read at a time
-_GZIP, _BOM = b"\x1f\x8b", "\N{ZERO WIDTH NO-BREAK SPACE}"  # what files may begin with
+_GZIP = b"\x1f\x8b"  # what such files begin with
 _WORKING = ".making-"  # begins the name of what a run of ours writes in, until it is whole
 
 
@@ -303,8 +303,7 @@ def _parts(files: Iterable[Path], at_once: int = _PART) -> Iterator[tuple[str, b
                 while read := stream.readline(at_once):
                     line_ends = read.endswith(b"\n")
                     part, kept = (kept + read, b"") if line_ends else _cut(kept + read)
-                    text = _decoded(part, file, number)
-                    yield text.removeprefix(_BOM) if number == 1 else text, line_ends
+                    yield _decoded(part, file, number), line_ends  # a byte order mark is a letter that BERT leaves out
                     number += line_ends
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(

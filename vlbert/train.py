@@ -24,7 +24,7 @@ from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.data import Stretch, TrainingData, batches, check_shares, newer_snapshot, open_samples, readable
+from vlbert.data import Stretch, TrainingData, batches, check_shares, newer_snapshot, open_cache, open_samples, readable
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
@@ -123,11 +123,13 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     """If more is committed than the run is pinned to, pin that, and let sample `border` and all after it be of that."""
     dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
     before = run.data.stretches[-1]
-    found = newer_snapshot(run.objects, dataset, stage, before.snapshot) if world.first else None
+    pinned = run.data.asked.samples.index.snapshot
+    found = newer_snapshot(run.objects, dataset, pinned) if world.first else None
     found = distributed.from_first(found, world)
     if found is None:
         return False
-    samples, _ = open_samples(run.objects, dataset, None, run.pinned["data"] | {"snapshot": found}, world)
+    cache = run.data.asked.samples.cache  # from now on filled with the tars of this snapshot
+    samples, _ = open_samples(run.objects, dataset, None, run.pinned["data"] | {"snapshot": found}, world, cache)
     run.data.enter(samples, run.data.asked.task.questions(samples, held_out=False), found, border)
     now = run.data.stretches[-1]
     if record:
@@ -168,7 +170,8 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     config = recipe.data
     stretches = stretches_of(resumed) if resumed else []
     before = state["data"] | {"snapshot": stretches[-1].snapshot} if resumed else None
-    samples, pinned = open_samples(objects, config.dataset, config.detector, before, world)
+    cache = open_cache(objects, config)
+    samples, pinned = open_samples(objects, config.dataset, config.detector, before, world, cache)
     held_out, held_out_pinned = None, None
     if config.held_out:
         held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
@@ -347,7 +350,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
     if not resumed:
         return
     fixed = ("task", "model", "data", "optimizer", "start_from", "bert", "precision")
-    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every"}
+    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with
             continue

@@ -1,0 +1,214 @@
+"""Folders that img2dataset wrote, as if their rows were collected here: statuses, captions, images, torn shards.
+
+img2dataset leaves for each shard NNNNN.parquet (a row for each URL: url, caption, key, status, error_message, ...),
+NNNNN_stats.json, written last, and the images as KEY.jpg (.png, .webp) in NNNNN.tar (its format `webdataset`) or in a
+folder NNNNN/ (its format `files`). What a killed writer leaves has the final names, too: each shard is looked at first.
+"""
+
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.catalog import OK
+from storage.download import STATUSES, CaptionRow, Download
+from storage.normalise import ImageSettings, Refused, normalise
+from storage.spool import Spool, SpooledPicture
+
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+_BLOCK = 512  # of a tar
+_SUCCESS = "success"
+
+# Its error messages are those of urllib, of sockets and its own: the first that is found decides.
+_MEANINGS: tuple[tuple[str, str], ...] = (
+    (r"infinite loop|redirect error", "too_many_redirects"),
+    (r"X-Robots-Tag", "refused_by_robots"),
+    (r"timed out|timeout", "timeout"),
+    (r"name or service not known|nodename nor servname|getaddrinfo|no address assoc|name resolution", "dns"),
+    (r"\bssl\b|certificate|tlsv1", "tls"),
+    (r"incompleteread", "short_body"),
+    (r"refused|reset by peer|aborted|no route|unreachable|remote end closed|broken pipe", "connect"),
+    (r"unknown url type|no host given|control characters|invalid url|nonnumeric port", "bad_url"),
+    (r"too small|aspect ratio", "bad_geometry"),
+    (r"decod|cannot identify|not an image", "not_image"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One row of NNNNN.parquet; `key` is img2dataset's own, status its `success`, `failed_to_download`, ..."""
+
+    shard: str
+    key: str
+    caption: str
+    url: str
+    status: str
+    error: str
+
+    def line(self) -> bytes:
+        """What identifies the row when an import goes on."""
+        return json.dumps([self.shard, self.key, self.caption, self.url, self.status, self.error]).encode()
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The shards of a folder, in order.
+
+    ValueError where it holds none, or one that is torn or in another format: all are named, with the way out.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder that img2dataset wrote")
+    found = (re.fullmatch(r"(\d{5,})(\.parquet|\.tar|_stats\.json|)", file.name) for file in folder.iterdir())
+    names = sorted({match[1] for match in found if match}, key=lambda name: (int(name), name))
+    if not names:
+        raise ValueError(f"{folder} holds no shard of img2dataset (NNNNN.parquet beside NNNNN.tar or a folder NNNNN)")
+    faults = {name: _fault(folder, name) for name in names}
+    torn = [f"{name}: {fault}" for name, fault in faults.items() if fault]
+    if torn:
+        more = f"; and {len(torn) - 10} more" if len(torn) > 10 else ""
+        raise ValueError(
+            f"{folder}: {len(torn)} of {len(names)} shards cannot be imported whole ({'; '.join(torn[:10])}{more}). "
+            "Run img2dataset again with the same settings, which does them anew, or move their files away and import "
+            "the rest"
+        )
+    return names
+
+
+def _fault(folder: Path, name: str) -> str:
+    """Why a shard cannot be imported whole; "" where it can."""
+    stats, table, tar = folder / f"{name}_stats.json", folder / f"{name}.parquet", folder / f"{name}.tar"
+    if not stats.exists():
+        return f"no {stats.name}: its writer was stopped"
+    if not table.exists():
+        return f"no {table.name}"
+    try:
+        schema, rows = pq.read_schema(table), pq.read_metadata(table).num_rows
+        count = json.loads(stats.read_text())["count"]
+    except (pa.ArrowInvalid, OSError) as error:
+        return f"{table.name} cannot be read: {str(error)[:100]}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{stats.name} cannot be read: {error!r}"
+    missing = [column for column in ("url", "key", "status") if column not in schema.names]
+    if missing:
+        return f"{table.name} has no column {missing[0]}"
+    if count != rows:
+        return f"{table.name} has {rows} rows, {stats.name} counts {count}"
+    if tar.exists():
+        size = tar.stat().st_size
+        with tar.open("rb") as file:
+            file.seek(max(0, size - 2 * _BLOCK))
+            if size < 2 * _BLOCK or size % _BLOCK or any(file.read()):
+                return f"{tar.name} ends early"
+    elif not (folder / name).is_dir():
+        return f"neither {tar.name} nor a folder {name}; its formats webdataset and files can be imported"
+    return ""
+
+
+def read_rows(folder: Path, shard: str) -> list[StoredRow]:
+    """The rows of one shard by key, the order of the list; a caption that is not there is empty."""
+    table = pq.read_table(folder / f"{shard}.parquet", use_threads=False)
+    none = pa.nulls(len(table), pa.string())
+    columns = [
+        (table[name] if name in table.schema.names else none).cast(pa.string()).to_pylist()
+        for name in ("key", "caption", "url", "status", "error_message")
+    ]
+    rows = [StoredRow(shard, *(value or "" for value in values)) for values in zip(*columns, strict=True)]
+    return sorted(rows, key=lambda row: row.key)
+
+
+def import_rows(
+    folder: Path,
+    rows: Sequence[StoredRow],
+    first: int,
+    duplicates: Mapping[int, int],
+    settings: ImageSettings,
+    spool: Spool,
+    on_row: Callable[[str], None] = lambda status: None,
+    threads: int = 2,
+) -> list[Download]:
+    """One Download per row of one shard, the first of them row `first`; `on_row(status)` after each.
+
+    duplicates: row -> the first row with the same URL and caption. ValueError where the tar breaks off.
+    """
+    downloads = []
+    wanted = {row.key for number, row in enumerate(rows, first) if row.status == _SUCCESS and number not in duplicates}
+
+    def picture(data: bytes | Refused) -> SpooledPicture | Refused:
+        if isinstance(data, Refused):
+            return data
+        try:
+            return spool.keep(normalise(data, settings))
+        except Refused as refused:
+            return refused
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+        outcomes = {}
+        for key, data in _images(folder, rows[0].shard, wanted, settings.max_bytes):
+            outcomes[key] = pool.submit(picture, data)
+            if len(outcomes) % 64 == 0:  # not all of a tar's images in memory, while they wait for a thread
+                for future in outcomes.values():
+                    future.result()
+        for number, stored in enumerate(rows, first):
+            row = CaptionRow(number, stored.caption, stored.url)
+            if number in duplicates:
+                item = Download(row, "duplicate", f"of row {duplicates[number]}", None)
+            elif stored.status != _SUCCESS:
+                item = Download(row, status_of(stored), f"img2dataset: {stored.status}: {stored.error}"[:500], None)
+            elif stored.key not in outcomes:
+                where = f"{folder.name}/{stored.shard} has no image {stored.key}"
+                item = Download(row, "missing_file", f"{where}, though img2dataset says success", None)
+            else:
+                outcome = outcomes[stored.key].result()
+                if isinstance(outcome, Refused):
+                    item = Download(row, outcome.status, outcome.detail[:500], None)
+                else:
+                    item = Download(row, OK, "", outcome)
+            downloads.append(item)
+            on_row(item.status)
+    return downloads
+
+
+def status_of(row: StoredRow) -> str:
+    """Our status of a row that img2dataset did not store."""
+    for pattern, status in _MEANINGS:
+        if re.search(pattern, row.error, re.IGNORECASE):
+            return status
+    code = re.search(r"HTTP Error (\d{3})", row.error)
+    if code:
+        return f"http_{code[1]}" if f"http_{code[1]}" in STATUSES else "http_other"
+    return "not_image" if row.status == "failed_to_resize" else "not_stored"
+
+
+def _images(folder: Path, shard: str, wanted: set[str], limit: int) -> Iterator[tuple[str, bytes | Refused]]:
+    """Key and bytes of each wanted image that is there; what is over `limit` bytes is refused unread."""
+
+    def read(size: int, file: BinaryIO) -> bytes | Refused:
+        with file:
+            return Refused("too_big", f"{size} bytes, more than {limit}") if size > limit else file.read()
+
+    tar = folder / f"{shard}.tar"
+    if not tar.exists():
+        for key in sorted(wanted):
+            file = next((found for suffix in _IMAGES if (found := folder / shard / f"{key}{suffix}").is_file()), None)
+            if file is not None:
+                yield key, read(file.stat().st_size, file.open("rb"))
+        return
+    with tar.open("rb") as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r:") as members:
+                for member in members:
+                    key, _, extension = member.name.partition(".")
+                    if key in wanted and f".{extension}" in _IMAGES and member.isfile():
+                        yield key, read(member.size, members.extractfile(member))
+                end = members.offset
+        except tarfile.TarError as error:
+            raise ValueError(f"{tar} is torn: {error}; copy it again, or run img2dataset again") from error
+        stream.seek(end)
+        if any(stream.read()):  # tarfile takes a damaged header for the end
+            raise ValueError(f"{tar} is damaged at byte {end}; copy it again, or run img2dataset again")
