@@ -38,8 +38,8 @@ from storage.shards import read_span
 SHARDS, ROWS = 4, 12
 DETECTOR = "0123456789ab"
 STAGES = ("images", f"regions/{DETECTOR}")
-_FILES = {"open", "write", "sendfile", "fsync", "link", "replace", "unlink", "mkdir", "close"}
-_BORDERS = _FILES | {"sendall", "send", "recv_into"}
+_CALLS = ["open", "write", "sendfile", "fsync", "link", "replace", "unlink", "mkdir", "close"]
+_CALLS += ["sendall", "send", "recv_into"]
 _LIFE = 0.7  # of the time or the system calls that all the work takes: what a writer lives at most
 _WRITERS = {"local": 2, "s3": 1}  # writers at a time: moto decides no races, so two there would prove nothing
 
@@ -92,25 +92,25 @@ class Fate:
     """When a writer begins, by the monotonic clock, and at which system call it kills itself: before it, or after."""
 
     start: float
-    border: int | None
+    call: str | None
+    number: int
     after: bool
 
 
-def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, count: Synchronized) -> None:
-    """The process that is killed; `count` tells how many system calls there were."""
+def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, counts: Synchronized) -> None:
+    """The process that is killed; `counts` tells how many of _CALLS there were."""
     os.environ.update(environment)
     tempfile.tempdir = folder
-    seen = 0
 
     def at_border(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal seen
-        if event != ("c_return" if fate.after else "c_call") or getattr(argument, "__name__", "") not in _BORDERS:
+        name = getattr(argument, "__name__", "")
+        if event != ("c_return" if fate.after else "c_call") or name not in _CALLS:
             return
         if isinstance(getattr(argument, "__self__", None), str | io.BytesIO):  # no call of the system
             return
-        seen += 1
-        count.value = seen
-        if seen == fate.border:
+        place = _CALLS.index(name)
+        counts[place] += 1
+        if name == fate.call and counts[place] == fate.number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
@@ -238,7 +238,7 @@ class _Part:
         # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__, "webdataset", "boto3"])
-        self.duration, self.borders = 1.0, 100
+        self.duration, self.calls = 1.0, {}
 
     def run(self, kills: int) -> list[str]:
         before = {name: os.environ.get(name) for name in self.environment}
@@ -261,23 +261,25 @@ class _Part:
         return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"
 
     def _start(
-        self, root: str, start: float = 0, border: int | None = None
+        self, root: str, start: float = 0, call: str | None = None
     ) -> tuple[multiprocessing.Process, Synchronized]:
-        count = self.context.Value("i", 0, lock=False)
+        counts = self.context.Array("i", len(_CALLS), lock=False)
         temporary = self.folder / "temporary"
         temporary.mkdir(parents=True, exist_ok=True)
-        fate = Fate(start, border, after=self.chance.random() < 0.5)
-        arguments = root, self.chance.randrange(2), str(temporary), self.environment, fate, count
+        number = 1 + int(self.chance.random() * _LIFE * self.calls.get(call, 0))
+        fate = Fate(start, call, number, after=self.chance.random() < 0.5)
+        arguments = root, self.chance.randrange(2), str(temporary), self.environment, fate, counts
         process = self.context.Process(target=writer, args=arguments)
         process.start()
-        return process, count
+        return process, counts
 
     def _time_a_whole_life(self) -> None:
         for _ in range(2 if self.kind == "local" else 1):  # the very first has to wait for the fork server
             started = time.monotonic()
-            process, count = self._start(self._root(f"timing-{time.monotonic_ns()}"))
+            process, counts = self._start(self._root(f"timing-{time.monotonic_ns()}"))
             process.join()
-            self.duration, self.borders = time.monotonic() - started, count.value
+            self.duration = time.monotonic() - started
+            self.calls = {name: count for name, count in zip(_CALLS, counts, strict=True) if count}
             if process.exitcode:
                 raise RuntimeError(f"a writer that nobody killed ended with {process.exitcode}")
 
@@ -301,8 +303,8 @@ class _Part:
         """Start writers and kill them; whether a kill met one that was alive."""
         processes, borders, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
         for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
-            border = 1 + int(self.chance.random() * self.borders * _LIFE) if borders else None
-            processes.append(self._start(root, start, border)[0])
+            call = self.chance.choice(list(self.calls)) if borders else None  # each as often, however rare it is
+            processes.append(self._start(root, start, call)[0])
         delay = start - time.monotonic() + self.chance.random() * self.duration * _LIFE
         timers = []
         for process in processes:

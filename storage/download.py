@@ -186,8 +186,8 @@ class Downloader:
             gather.settle(url, before if never_asked else outcome)
 
         await all_of(first(url) for url in gather.places)
-        for url in later:
-            self._fetcher.hosts.offer_again(self._fetcher.host(url))
+        for before, _ in later.values():
+            self._fetcher.hosts.offer_again(before.host)
         await all_of(again(url) for url in later)
         return gather.downloads()
 

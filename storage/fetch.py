@@ -180,7 +180,7 @@ class Fetcher:
             raise refused from error
         finally:
             if refused is not None:
-                refused.attempts = attempts
+                refused.attempts, refused.host = attempts, visit.host
                 refused.spent = loop.time() - begin - visit.waited + (before.spent if before else 0.0)
 
     def pause_before_second_pass(self, url: str, refused: Transient) -> float | None:

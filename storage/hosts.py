@@ -20,6 +20,7 @@ class Transient(Refused):
     retry_after  seconds, at least, that the server asks to wait
     spent        seconds of the URL's deadline that are gone
     attempts     how often the URL was asked
+    host         that it was at, which a redirect may have led to
     """
 
     def __init__(self, status: str, detail: str, retry_after: float = 0.0):
@@ -27,6 +28,7 @@ class Transient(Refused):
         self.retry_after = retry_after
         self.spent = 0.0
         self.attempts = 0
+        self.host = ""
 
 
 class Hosts:
@@ -149,7 +151,9 @@ class _Host:
             raise self.refusal()
 
     def refusal(self) -> Transient:
-        return Transient("host_timeout", f"not asked: the last {self.timeouts} URLs asked of {self.name} timed out")
+        refusal = Transient("host_timeout", f"not asked: the last {self.timeouts} URLs asked of {self.name} timed out")
+        refusal.host = self.name
+        return refusal
 
 
 class Budget:

@@ -338,13 +338,13 @@ def test_what_is_stored_waits_on_the_disk_and_not_in_memory(web: Web, tmp_path: 
     # A comment that is stored as it came makes the files large and cheap to check.
     large = encode(draw())
     large = large[:2] + 60 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
-    lines = [f"caption {i}\t{web.put(f'/large/{i}.jpg', send(large))}" for i in range(40)]
-    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=40)
+    lines = [f"caption {i}\t{web.put(f'/large/{i}.jpg', send(large))}" for i in range(25)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=25)
     code = (
         "import resource, sys; import storage.collect as c; from storage.download import DownloadSettings;"
         "import aiohttp, PIL.Image, simplejpeg, pyarrow.parquet, tarfile;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        f"s = c.CollectSettings('captions', captions={settings.captions!r}, rows_per_shard=40, download="
+        f"s = c.CollectSettings('captions', captions={settings.captions!r}, rows_per_shard=25, download="
         f"DownloadSettings(allowed_hosts=({web.host!r},), per_host=2, concurrency=2));"
         f"print(c.collect({str(tmp_path / 'root')!r}, s, lambda line: None).counts);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
@@ -352,9 +352,9 @@ def test_what_is_stored_waits_on_the_disk_and_not_in_memory(web: Web, tmp_path: 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     counts, grown = done.stdout.splitlines()
-    assert counts == "{'ok': 40}"
-    assert len(large) * 40 > 150_000_000
-    assert int(grown) * 1024 < 100_000_000
+    assert counts == "{'ok': 25}"
+    assert len(large) * 25 > 95_000_000
+    assert int(grown) * 1024 < 60_000_000
 
 
 def test_shards_in_progress_share_what_is_known_of_a_host(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Downloads from several hosts at once, some of which are slow, dead or want to be left alone: real servers."""
 
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
@@ -70,6 +71,12 @@ class Counted:
         self.answer(handler)
 
 
+def asleep_at_first() -> Answer:
+    """Silence for the first two requests, wherever it is put, then a picture."""
+    count = itertools.count()
+    return lambda handler: (silent(20) if next(count) < 2 else send(JPEG))(handler)
+
+
 # --- hosts in turn ----------------------------------------------------------------------------------------------------
 
 
@@ -134,17 +141,18 @@ def test_a_drip_under_the_least_rate_ends_long_before_the_deadline(web: Web):
 
 
 def test_a_host_that_recovers_gets_all_its_urls_in_the_second_pass(web: Web):
-    lock, asked = threading.Lock(), []
-
-    def asleep_at_first(handler: BaseHTTPRequestHandler) -> None:
-        with lock:
-            asked.append(handler.path)
-            first = len(asked) <= 2
-        (silent(20) if first else send(JPEG))(handler)
-
-    urls = [web.put(f"/{i}.jpg", asleep_at_first) for i in range(10)]
+    asleep = asleep_at_first()
+    urls = [web.put(f"/{i}.jpg", asleep) for i in range(10)]
     assert statuses(urls, settings_for(web)) == 10 * ["ok"]
-    assert len(asked) == 12
+    assert len(web.requests) == 12
+
+
+def test_a_host_that_redirects_lead_to_is_offered_again_too(webs: list[Web]):
+    shortener, recovering = webs[:2]
+    asleep = asleep_at_first()
+    targets = [recovering.put(f"/{i}.jpg", asleep) for i in range(8)]
+    urls = [shortener.put(f"/{i}", send(b"", 302, Location=target)) for i, target in enumerate(targets)]
+    assert statuses(urls, settings_for(*webs, per_host=2)) == 8 * ["ok"]
 
 
 def test_a_redirect_is_not_followed_to_a_host_that_is_given_up_and_its_own_host_is_not_blamed(webs: list[Web]):

@@ -231,7 +231,7 @@ def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
     assert grown == [*before, (7, "ok", "")]
     pq.write_table(pq.read_table(folder / "00000.parquet").slice(1), folder / "00000.parquet")
     (folder / "00000_stats.json").write_text('{"count": 4}')
-    with pytest.raises(ValueError, match="the list changed under committed shards: shard 00000"):
+    with pytest.raises(ValueError, match="the list changed under committed shards: shard 0000"):
         imported(root, folder)
 
 

@@ -77,6 +77,19 @@ def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_be
             assert drawn(stretches, consumed, count, seed=3) == everything[consumed : consumed + count]
 
 
+def test_neighbours_that_stay_together_are_cut_by_no_batch_over_another_snapshot_either():
+    first = Stretch(0, 0, 21, "a")
+    stretches = [first, first.followed_by(30, "b", border=42)]
+    slots = drawn(stretches, 0, 42 + 60, seed=3, chunk=4)
+    for start, n in ((0, 21), (21, 21), (42, 30), (72, 30)):
+        assert sorted(number for _, _, number in slots[start : start + n]) == list(range(n))
+    whole = [slots[c : c + 4] for c in range(0, 100, 4) if len({slot[:2] for slot in slots[c : c + 4]}) == 1]
+    assert len(whole) > 20
+    for group in whole:
+        n = stretches[group[0][0]].questions
+        assert [number for _, _, number in group] == [(group[0][2] + i) % n for i in range(4)]
+
+
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory) -> tuple[Path, list[str]]:
     """A root whose captions grew from 20 to 28, by a shard before the others, and the two snapshots."""

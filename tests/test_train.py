@@ -234,6 +234,10 @@ def test_a_run_goes_on_only_as_it_began(root, six_steps):
         train(dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, learning_rate=0.5)), ALONE)
     with pytest.raises(ValueError, match="data.batch = 8, the recipe says 4"):
         train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch=4)), ALONE)
+    with pytest.raises(ValueError, match="data.chunk = 1, the recipe says 4"):
+        train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, chunk=4)), ALONE)
+    cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)
+    assert train(dataclasses.replace(recipe, steps=6, data=cached), ALONE), "which decides no sample"
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(root):

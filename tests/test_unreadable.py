@@ -322,7 +322,7 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
     # As if killed after step 4, with lines of later steps written already.
     (root / "runs" / "tiny" / "step-0000008" / "state.json").unlink()
     with open(root / "runs" / "tiny" / "unreadable.jsonl", "a") as file:
-        file.write(json.dumps({"step": 6, "epoch": 1, "key": "x", "reason": "of a step that is done again"}) + "\n{")
+        file.write(json.dumps({"step": 6, "key": "x", "reason": "of a step that is done again"}) + "\n{")
     train(recipe, ALONE)
     assert lines_of(root, "unreadable.jsonl") == lines
     unreadable = [line.get("unreadable") for line in training]
