@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
@@ -123,15 +123,25 @@ def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, 
 
 @contextmanager
 def s3_of_its_own() -> Iterator[dict[str, str]]:
-    """moto's server in a process of its own; the environment in which boto3 finds it, once `make_bucket` has waited."""
+    """moto's server in a process of its own, with a bucket; the environment in which boto3 finds it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    endpoint, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:
+        while True:
+            try:
+                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+            else:
+                break
         yield {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ENDPOINT_URL": endpoint,
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -140,20 +150,6 @@ def s3_of_its_own() -> Iterator[dict[str, str]]:
     finally:
         server.terminate()
         server.wait()
-
-
-def make_bucket(endpoint: str) -> None:
-    """Wait until the server answers."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            return
 
 
 class Reader:
@@ -210,14 +206,14 @@ class Reader:
         return manifest.sha256
 
 
-def check(folder: Path, seed: int, kills: int, say: Callable[[str], None]) -> list[str]:
-    """The faults that `kills` kills of writers brought to light, half on a folder and half on S3; [] is a pass."""
+def check(
+    folder: Path, seed: int, kills: int, say: Callable[[str], None], roots: Sequence[str] = ("local", "s3")
+) -> list[str]:
+    """The faults that `kills` kills of writers brought to light, as many on each kind of root; [] is a pass."""
     faults = []
-    with s3_of_its_own() as environment:
-        for kind in ("local", "s3"):
-            part = kills // 2 if kind == "s3" else kills - kills // 2
-            if kind == "s3":
-                make_bucket(environment["AWS_ENDPOINT_URL"])
+    for number, kind in enumerate(roots):
+        part = kills // len(roots) + (number < kills % len(roots))
+        with s3_of_its_own() if kind == "s3" else nullcontext({}) as environment:
             started, before = time.monotonic(), len(faults)
             report = _Part(kind, folder, environment, random.Random(f"{seed} {kind}"))
             faults += [f"{kind}: {fault}" for fault in report.run(part)]

@@ -173,6 +173,14 @@ def test_text_rows_stand_beside_the_captions(root):
     assert (batch.text_mask[8:].sum(1) == 12).all(), "text_length"
 
 
+def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
+    data = training_data(root)  # 20 lines, 4 a step
+    lines = [key for step in range(10) for key in data[step][0].keys if key.startswith("text-")]
+    everything = {f"text-{line}" for line in range(20)}
+    assert set(lines[:20]) == set(lines[20:]) == everything
+    assert lines[:20] != lines[20:]
+
+
 def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
     asked = training_data(root).asked
     world = World(rank, size, CPU)
