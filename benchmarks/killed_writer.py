@@ -233,7 +233,7 @@ class _Part:
         self.killed = self.at_border = self.roots = self.looks = self.orphans = self.halves = 0
         # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([__name__, "webdataset", "boto3"])
+        self.context.set_forkserver_preload([__name__, "boto3"])
         self.duration, self.calls = 1.0, {}
 
     def run(self, kills: int) -> list[str]:

@@ -8,6 +8,7 @@ from flows import finetune, pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
 from storage.collect import image_files
+from storage.img2dataset import shard_names
 from vlbert.config import Recipe, architecture
 from vlbert.data import check_shares
 from vlbert.recipes import RECIPES
@@ -83,6 +84,12 @@ def _check_sources(dataset: Dataset) -> None:
                 f"{where}: images: {dataset.images} holds no image file; folders below it are not read: link their "
                 "images into one folder, and name that"
             )
+    if dataset.img2dataset is not None:
+        _check_folder(f"{where}: img2dataset", dataset.img2dataset)
+        try:
+            shard_names(Path(dataset.img2dataset))
+        except ValueError as error:
+            raise ValueError(f"{where}: img2dataset: {error}") from error
     if detector.annotations:
         _check_file(f"{where}: detector.annotations", detector.annotations)
     if detector.weights:

@@ -29,6 +29,7 @@ def collect_settings(dataset: Source) -> CollectSettings:
         dataset.name,
         captions=dataset.captions,
         images=dataset.images,
+        img2dataset=dataset.img2dataset,
         download=dataset.download,
         rows_per_shard=dataset.rows_per_shard,
         shards_per_group=dataset.shards_per_task,

@@ -129,6 +129,8 @@ class Source:
     """Caption list to download, `caption TAB url` a line."""
     images: str | None = None
     """Or a local folder of image files to import."""
+    img2dataset: str | None = None
+    """Or a local folder that img2dataset wrote, in its format webdataset or files."""
     download: DownloadSettings = DownloadSettings()
     """How images are downloaded, and in which form they are stored."""
     rows_per_shard: int = 1000
@@ -137,8 +139,11 @@ class Source:
     """Shards that one Prefect task downloads: more tasks, more to see and to store."""
 
     def __post_init__(self):
-        if (self.captions is None) == (self.images is None):
-            raise ValueError(f"Dataset {self.name}: set captions (a list to download) or images (a local folder)")
+        if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
+            raise ValueError(
+                f"Dataset {self.name}: set captions (a list to download) or images (a local folder), or img2dataset (a "
+                "folder that it wrote)"
+            )
         for name in ("rows_per_shard", "shards_per_task"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")

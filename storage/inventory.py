@@ -189,7 +189,7 @@ def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectIn
     by = f"{'detector' if stage != 'images' else 'config'} {config}" if config else ""
     first, last = group[0][0], group[-1][0]
     counts = f"{len(group):,}", f"{rows:,}", f"{ok:,}"
-    return first.modified, (_time(first), _time(last)[-5:], dataset, stage, *counts, by)
+    return first.modified, (_time(first), _time(last), dataset, stage, *counts, by)
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

@@ -217,6 +217,11 @@ def test_the_road_of_the_demo_passes(world: World):
         ({"captions": "no.tsv"}, "dataset captions: captions: there is no file no.tsv"),
         ({"captions": None, "images": "no"}, "dataset captions: images: there is no folder no"),
         ({"captions": None, "images": str(PROJECT / "docs")}, "docs holds no image file; folders below it are not rea"),
+        ({"captions": None, "img2dataset": "no"}, "dataset captions: img2dataset: there is no folder no"),
+        (
+            {"captions": None, "img2dataset": str(PROJECT / "docs")},
+            "captions: img2dataset: .*docs holds no shard of img2",
+        ),
         (
             {"detector": DetectorSettings("annotated", annotations="no.json")},
             "dataset captions: detector.annotations: there is no file no.json",
