@@ -117,7 +117,7 @@ def write_page(
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "cut": cut, "size": size_words, "whole": "{:,}".format}
-    objects = open_objects(str(root))
+    objects = open_objects(str(root), write=False)
     read = {role: part(read_run, objects, runs, role) for role in ROLES}
     tables = {dataset: part(statuses, objects, dataset) for dataset in DATASETS}
     page = environment.get_template("report.html.j2").render(

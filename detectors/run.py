@@ -138,7 +138,8 @@ def stage_size(catalog: Catalog, detector: Detector) -> dict:
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
     stage = stage_of(detector)
-    size = sum(info.size for info in catalog.objects.list(f"{catalog.dataset}/{stage}/"))
+    listed = catalog.objects.list(f"{catalog.dataset}/{stage}/")
+    size = sum(info.size for info in listed if "/snapshots/" not in info.path)
     snapshot = catalog.snapshot(stage)
     images = snapshot.ok_rows
     return {

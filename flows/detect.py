@@ -87,7 +87,7 @@ def detect(
         raise
     if not sizes:
         raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
-    catalog = Catalog(open_objects(root), dataset)
+    catalog = Catalog(open_objects(root, write=False), dataset)
     size = sizes[-1]
     detected = _look(catalog, size["stage"], shards, time.monotonic() - started, finished.peak_bytes)
     if size["images"]:

@@ -79,7 +79,7 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
         )
     from detectors.checkpoints import checkpoints  # here, because it brings torch, which other stages do without
 
-    objects = open_objects(root)
+    objects = open_objects(root, write=False)
     saved = [path.rpartition("/")[2] for path in checkpoints(objects, settings.pretraining)]
     wanted = saved[-1:] if settings.checkpoint in ("latest", "none") else [settings.checkpoint]
     where = objects.where(f"runs/{settings.pretraining}")
@@ -94,7 +94,7 @@ def began_from(root: str, run: str) -> str | None:
     """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
     from detectors.checkpoints import checkpoints  # here, as above
 
-    objects = open_objects(root)
+    objects = open_objects(root, write=False)
     saved = checkpoints(objects, run)
     return json.loads(objects.get(f"{saved[-1]}/config.json"))["recipe"]["start_from"] if saved else None
 
@@ -104,7 +104,7 @@ def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(open_objects(root).get(f"runs/{path}/vocab.txt"))
+    file.write_bytes(open_objects(root, write=False).get(f"runs/{path}/vocab.txt"))
     return file
 
 

@@ -68,7 +68,7 @@ def train(
     finished = torchrun("vlbert.train", recipe, run, given, overrides, processes, say, watch)
     from detectors.checkpoints import checkpoints, read_state  # here, because it brings torch: other stages need none
 
-    objects = open_objects(root)
+    objects = open_objects(root, write=False)
     saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
     if not saved:
         raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
@@ -157,7 +157,7 @@ class Watch:
     def draw(self) -> None:
         """Show the curves as far as they are written."""
         with reporting():
-            picture = curves(open_objects(self.root), self.run)
+            picture = curves(open_objects(self.root, write=False), self.run)
             if picture:
                 self.curves.show(picture)
 

@@ -98,7 +98,8 @@ class Inventory:
         try:
             state = json.loads(self.objects.get(path))
             pins = []
-            if (data := state.get("data")) is not None:
+            # A detector's training reads no shards: there, `data` is the hash of its annotations.
+            if isinstance(data := state.get("data"), dict):
                 used = data.get("snapshots", [{"epoch": 0, "snapshot": data.get("snapshot")}])
                 for entry in used:
                     place = data["dataset"], data["stage"], entry["snapshot"]

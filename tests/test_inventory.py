@@ -44,7 +44,7 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> str:
     return catalog.manifest(stage, f"{number:05d}").tar
 
 
-def checkpoint(objects: Objects, run: str, step: int, data: dict | None, held_out: dict | None = None) -> None:
+def checkpoint(objects: Objects, run: str, step: int, data: dict | str | None, held_out: dict | None = None) -> None:
     state = {"version": 2, "step": step, "data": data, "held_out": held_out}
     objects.put(f"runs/{run}/step-{step:07d}/state.json", json.dumps(state).encode())
 
@@ -78,6 +78,7 @@ def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_p
     checkpoint(local.objects, "first", 10, data_of(old.id))
     checkpoint(local.objects, "first", 200, data_of(old.id, new.id), {**data_of(), "snapshot": old.id})
     checkpoint(local.objects, "features/of", 5, None)
+    checkpoint(local.objects, "detector", 5, "0123456789ab")  # of annotations: detectors/train.py
     lines = status(local.objects)
     assert words(lines)[:4] == [
         ["dataset", "stage", "shards", "rows", "MB", "rows", "by", "status"],

@@ -59,7 +59,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
-        return last_metrics(open_objects(recipe.data.root), recipe.run_name)
+        return last_metrics(open_objects(recipe.data.root, write=False), recipe.run_name)
     record = None
     if world.first:
         samples = recipe.data.batch + recipe.data.text_batch
@@ -367,7 +367,7 @@ def read_start(path: str) -> Checkpoint:
     """The model that a new run starts from: a checkpoint, ROOT/runs/<run>/step-*, or any local folder with a model."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if separator:
-        return read_checkpoint(open_objects(root), f"runs/{rest}")
+        return read_checkpoint(open_objects(root, write=False), f"runs/{rest}")
     if "://" in path:
         raise ValueError(f"start_from={path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
     return read_model(path)
