@@ -97,5 +97,6 @@ def collect_flow(root: str, dataset: Source) -> Collected:
             with reporting():
                 about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
                 emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": shards})
-    publish("images", dataset.name, partial(table_of_counts, Catalog(open_objects(root, write=False), dataset.name), IMAGES))
+    catalog = Catalog(open_objects(root, write=False), dataset.name)
+    publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
     return collected
