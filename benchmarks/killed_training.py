@@ -231,16 +231,22 @@ class Attempt:
                 return f"{self.folder}: was to be killed in step {step} and came to {self.step()}: {self.last_words()}"
             time.sleep(0.01)
         time.sleep(delay)
-        self.kill(rank)
-        return None
+        return self.kill(rank)
 
-    def kill(self, rank: int | None) -> None:
+    def kill(self, rank: int | None) -> str | None:
+        """Now; what went wrong, where torchrun does not end the ranks that are left and itself."""
         if rank is None:
             self.process.kill()
         for file in self.folder.glob("*.pid" if rank is None else f"{rank}.pid"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        self.process.wait()  # torchrun ends the ranks that are left
+        try:
+            self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            if rank is not None:
+                self.kill(None)
+            return f"{self.folder}: torchrun goes on {WAIT:g} s after the kill: {self.last_words()}"
+        return None
 
     def last_words(self) -> str:
         return (self.folder / "log.txt").read_text(errors="replace")[-2000:]

@@ -29,7 +29,7 @@ import numpy as np
 from PIL import Image
 
 from storage.catalog import Catalog
-from storage.inventory import collect, verify
+from storage.inventory import Inventory, collect, verify
 from storage.manifests import Row
 from storage.objects import LocalObjects, ObjectMissing, Objects, open_objects
 from storage.sample import Regions, Sample, sample_key
@@ -101,6 +101,15 @@ def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, 
     """The process that is killed; `counts` tells how many of _CALLS there were."""
     os.environ.update(environment)
     tempfile.tempdir = folder
+    time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
+    with watched(fate, counts):
+        write_all(root, variant)
+
+
+@contextmanager
+def watched(fate: Fate, counts: Synchronized) -> Iterator[None]:
+    """Count the system calls of this thread and of those that it starts; end the process where its fate says so."""
+    counting = threading.Lock()  # tars are put on S3 by several threads
 
     def at_border(frame: FrameType, event: str, argument: object) -> None:
         name = getattr(argument, "__name__", "")
@@ -109,16 +118,18 @@ def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, 
         if isinstance(getattr(argument, "__self__", None), str | io.BytesIO):  # no call of the system
             return
         place = _CALLS.index(name)
-        counts[place] += 1
-        if name == fate.call and counts[place] == fate.number:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with counting:
+            counts[place] += 1
+            if name == fate.call and counts[place] == fate.number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
+    threading.setprofile(at_border)
     sys.setprofile(at_border)
     try:
-        write_all(root, variant)
+        yield
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 @contextmanager
@@ -336,7 +347,7 @@ class _Part:
         left = [info.path for info in objects.list()]
         if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(objects.leftovers()):
             faults.append(f"gc left {left} and {list(objects.leftovers())}")
-        faults += verify(objects)
+        faults += verify(Inventory(objects))
         reader.look()
         return faults
 

@@ -1,12 +1,18 @@
 """One process or many: started by torchrun, or alone."""
 
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+_PARENT = os.getppid()  # as early as this: the imports take seconds, in which torchrun may be killed
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,12 @@ class World:
 
 
 def start() -> World:
-    """Join the world that torchrun describes in the environment (nccl on GPUs, gloo on CPUs), or be alone."""
+    """Join the world that torchrun describes in the environment (nccl on GPUs, gloo on CPUs), or be alone.
+
+    A process of torchrun ends with it, on Linux.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        _end_with_parent()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -32,6 +43,13 @@ def start() -> World:
     if size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return World(rank, size, device)
+
+
+def _end_with_parent() -> None:
+    """Be killed when torchrun is, which cannot end its ranks then: they would train on beside those of a restart."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != _PARENT:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(world: World) -> None:

@@ -6,6 +6,7 @@ What a step computes, validates and saves is the caller's: vlbert/train.py and d
 import argparse
 import contextlib
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ from storage.objects import ObjectMissing, StorageUnreachable
 # Name -> (sum over this process's part of a batch, by how many to divide it): so that any number of processes adds up
 # to the same.
 Losses = dict[str, tuple[Tensor, int]]
+
+# What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
+EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
 
 
 def train_steps(
@@ -133,9 +137,13 @@ def run_program(
         check_complete(recipe)
     except ValueError as error:
         sys.exit(f"{parser.prog} {options.recipe}: {error}")
-    world = distributed.start()
     try:
-        train(recipe, world)
-    except (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable) as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
+        world = distributed.start()
+        try:
+            train(recipe, world)
+        except EXPECTED as error:
+            sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
+    except KeyboardInterrupt:
+        print(f"{parser.prog} {options.recipe}: interrupted", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work

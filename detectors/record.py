@@ -39,7 +39,10 @@ class Record:
             return []
         lines = self.objects.get(path).decode().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        (self.folder / name).write_text("".join(kept), encoding="utf-8")
+        if self._temporary is not None:
+            (self.folder / name).write_text("".join(kept), encoding="utf-8")
+        elif kept != lines:
+            self.objects.put(path, "".join(kept).encode())  # at once: a kill must not cost the lines that stay
         return [json.loads(line) for line in kept]
 
     def training(

@@ -14,7 +14,7 @@ from prefect.tasks import Task, exponential_backoff
 from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
 from flows.settings import Source
 from storage.catalog import OK, Catalog
-from storage.collect import IMAGES, Collected, CollectSettings, Group, collect, collect_group
+from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
 from storage.objects import open_objects
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed"]
@@ -33,6 +33,7 @@ def collect_settings(dataset: Source) -> CollectSettings:
         download=dataset.download,
         rows_per_shard=dataset.rows_per_shard,
         shards_per_group=dataset.shards_per_task,
+        commit_unreachable=dataset.commit_unreachable,
     )
 
 
@@ -57,8 +58,8 @@ def network_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def collect_shards(root: str, settings: CollectSettings, group: Group) -> dict[str, int]:
-    return collect_group(root, settings, group, get_run_logger().info)
+def collect_shards(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
+    return collect_group(root, settings, group, on_commit, get_run_logger().info)
 
 
 @flow(name="collect-captions", flow_run_name="collect {dataset.name}", persist_result=False)
@@ -71,11 +72,16 @@ def collect_flow(root: str, dataset: Source) -> Collected:
     """
     settings, progress = collect_settings(dataset), Live("collecting", dataset.name)
     name_run(f"collect {dataset.name} from {settings.origin.name}", f"dataset:{dataset.name}")
-    started, shards = time.monotonic(), 0
+    started, shards, committed = time.monotonic(), 0, set()
 
-    def run_group(root: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+    def run_group(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         nonlocal shards
-        counts = collect_shards(root, settings, group)
+
+        def count(shard: str) -> None:
+            committed.add(shard)
+            on_commit(shard)
+
+        counts = collect_shards(root, settings, group, count)
         shards += len(group.parts)
         sofar = Counter(group.before) + Counter(counts)
         seconds = time.monotonic() - started
@@ -93,10 +99,10 @@ def collect_flow(root: str, dataset: Source) -> Collected:
     try:
         collected = collect(root, settings, get_run_logger().info, run_group)
     finally:  # also where a later group has failed
-        if shards and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
+        if committed and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
             with reporting():
                 about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
-                emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": shards})
+                emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": len(committed)})
     catalog = Catalog(open_objects(root, write=False), dataset.name)
     publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
     return collected

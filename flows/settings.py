@@ -135,6 +135,8 @@ class Source:
     """How images are downloaded, and in which form they are stored."""
     rows_per_shard: int = 1000
     """Rows of the list, or image files, that make one shard."""
+    commit_unreachable: bool = False
+    """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
     shards_per_task: int = 10
     """Shards that one Prefect task downloads: more tasks, more to see and to store."""
 

@@ -7,27 +7,36 @@ In a full random order every tar is equally likely to be asked for next, so noth
 another: the folder is filled up to its limit and then kept. Only tars of other snapshots make room.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from storage.catalog import SHARD_NAME
 from storage.objects import Objects
 from storage.snapshots import ShardIndex
 
 _PIECE = 8 << 20  # bytes that are fetched and checked at a time
 _PAUSE = 30.0  # seconds
 _UNCHECKED, _COMING = ".unchecked-", ".coming-"  # what names of files begin with that are not whole, or may not be
+_TAR = rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar"
+_OURS = re.compile(rf"({_UNCHECKED})?{_TAR}|{_COMING}{_TAR}\.[0-9a-f]{{8}}")  # no other file is counted or removed
+_MARKER = ".filler"  # tells that a folder is a cache's; locked by the process that fills it
 
 
 class ShardCache:
-    """The folder; limit: bytes that all files in it may take together."""
+    """The folder; limit: bytes that all tars in it may take together.
+
+    ValueError where the folder is somebody else's: holds files and no marker, or is at, in or above the objects' root.
+    """
 
     def __init__(self, objects: Objects, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
@@ -37,6 +46,7 @@ class ShardCache:
         self._checked = set()  # tars of which this process saw that the copy is whole
         self._refused = set()  # tars that the bucket holds otherwise than they were committed
         self._lock: io.FileIO | None = None  # open while this process is the one that fills
+        self._check_folder()
 
     def want(self, index: ShardIndex) -> None:
         """From now on the folder is filled with the tars of this snapshot."""
@@ -47,36 +57,39 @@ class ShardCache:
         """The copy of a tar, if it is here; one of another size is removed."""
         try:
             file = open(self.folder / tar, "rb", buffering=0)  # noqa: SIM115  its reader keeps it open
+            if os.fstat(file.fileno()).st_size == size:
+                return file
         except OSError:
             return None  # not yet here, and whatever else goes wrong with a copy: there is the bucket
-        if os.fstat(file.fileno()).st_size == size:
-            return file
         file.close()
         self.remove(tar)
         return None
 
     def remove(self, tar: str) -> None:
-        """Take away a copy that was found damaged; the filler fetches it again."""
-        (self.folder / tar).unlink(missing_ok=True)
+        """Take away a copy that was found damaged, if the disk lets us; the filler fetches it again."""
+        with contextlib.suppress(OSError):
+            (self.folder / tar).unlink(missing_ok=True)
 
     def fill_in_background(self, say: Callable[[str], None] | None = None, pause: float = _PAUSE) -> None:
         """Fill the folder, if no other process does, and keep it filled until this one ends, which waits for nothing.
 
-        What goes wrong is said once and stops nobody. pause: seconds between two looks at what is missing.
+        What goes wrong is said, once until something else does, and stops nobody. pause: seconds between two looks at
+        what is missing.
         """
         say = say or (lambda line: print(line, file=sys.stderr, flush=True))
         threading.Thread(target=self._keep_filling, args=(say, pause), name="shard cache", daemon=True).start()
 
     def _keep_filling(self, say: Callable[[str], None], pause: float) -> None:
-        told = False
+        told = None
         while True:
             self._news.clear()
             try:
                 self.fill()
             except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
-                if not told:
+                what = getattr(error, "strerror", None) or str(error)  # the names of temporary files are chance
+                if what != told:
                     say(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
-                    told = True
+                    told = what
             self._news.wait(pause)
 
     def fill(self) -> bool:
@@ -96,14 +109,26 @@ class ShardCache:
             self._hide(tar)
         for tar in left:
             self._check(tar, wanted[tar][0])
-        damaged = None
+        damaged, files = None, self._all()
+        used = sum(status.st_size for status in files.values())
+        others = [file for file in files if self._tar(file) not in wanted]
+        others.sort(key=lambda file: files[file].st_mtime, reverse=True)  # the last was of use the longest ago
         for tar, (sha256, size) in wanted.items():
             if (self.folder / tar).exists() or tar in self._refused:
                 continue
-            if not self._make_room(size, wanted):
-                break  # full: all tars are about as large
+            missing = size - min(self.limit - used, self._free())
+            if missing > sum(files[file].st_size for file in others):
+                continue  # nothing would be won by removing them; a smaller tar may fit
+            while missing > 0:
+                file = others.pop()
+                file.unlink(missing_ok=True)
+                used -= files[file].st_size
+                missing -= files[file].st_size
+            if self._free() < size:
+                break  # somebody still reads from what was removed: the disk gets its room back after that
             try:
                 self._fetch(tar, sha256, size)
+                used += size
             except ValueError as error:
                 self._refused.add(tar)
                 damaged = error
@@ -117,14 +142,14 @@ class ShardCache:
         """Whether this process is the one that fills, or can become it."""
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open(self.folder / ".filler", "ab", buffering=0)  # noqa: SIM115
+            lock = open(self.folder / _MARKER, "ab", buffering=0)  # noqa: SIM115
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
                 return False
             self._lock = lock
-            for file in list(self._all()):
+            for file in self._all():
                 if file.name.startswith(_COMING):  # its filler was killed
                     file.unlink(missing_ok=True)
         return True
@@ -169,26 +194,33 @@ class ShardCache:
             temporary.unlink(missing_ok=True)
         self._checked.add(tar)
 
-    def _make_room(self, size: int, wanted: Container[str]) -> bool:
-        """Whether `size` more bytes fit, if need be after removing tars of other snapshots, the oldest in use first."""
-        files = [(file, file.stat()) for file in self._all()]
-        free = min(self.limit - sum(status.st_size for _, status in files), shutil.disk_usage(self.folder).free)
-        others = [
-            (file, status)
-            for file, status in files
-            if str(file.with_name(file.name.removeprefix(_UNCHECKED)).relative_to(self.folder)) not in wanted
-        ]
-        if free + sum(status.st_size for _, status in others) < size:
-            return False  # nothing would be won by it
-        for file, status in sorted(others, key=lambda pair: pair[1].st_mtime):
-            if free >= size:
-                break
-            file.unlink()
-            free += status.st_size
-        return True
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
-    def _all(self) -> Iterator[Path]:
-        return (file for file in self.folder.rglob("*") if file.is_file() and file.name != ".filler")
+    def _all(self) -> dict[Path, os.stat_result]:
+        """The files that a cache made, whole or not."""
+        found = {}
+        for file in self.folder.rglob("*"):
+            if _OURS.fullmatch(file.name):
+                with contextlib.suppress(FileNotFoundError):  # a reader found it damaged since
+                    found[file] = file.stat()
+        return found
+
+    def _tar(self, file: Path) -> str:
+        return str(file.with_name(file.name.removeprefix(_UNCHECKED)).relative_to(self.folder))
+
+    def _check_folder(self) -> None:
+        local = self._objects.local_path("any")
+        root = None if local is None else local.parent.resolve()
+        folder = self.folder.resolve()
+        if root is not None and (folder.is_relative_to(root) or root.is_relative_to(folder)):
+            raise ValueError(f"data.cache={self.folder} lies in the root {root} or around it; name an empty folder")
+        try:
+            found = {entry.name for entry in os.scandir(folder)}
+        except OSError:
+            return  # it is not there yet, or the filler says what is wrong with it
+        if found and _MARKER not in found:
+            raise ValueError(f"data.cache={self.folder} holds files that are not a cache's; name an empty folder")
 
 
 def _unchecked(file: Path) -> Path:

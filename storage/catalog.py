@@ -10,6 +10,8 @@ own; a training reads a snapshot, storage/snapshots.py. The layout is a contract
 `python -m storage.catalog status ROOT` prints what there is: storage/inventory.py.
 """
 
+import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -37,7 +39,7 @@ from storage.manifests import (
     manifest_bytes,
     matched,
 )
-from storage.objects import ObjectMissing, Objects
+from storage.objects import ObjectMissing, Objects, StorageUnreachable
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, read_shard, write_shard
 from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
@@ -71,8 +73,8 @@ class Catalog:
         check_rows(rows, where)
         recorded = checked_meta(meta, where)
         facts = []  # of each sample as it passes: width, height, number of regions
-        with tempfile.TemporaryDirectory(prefix="commit-") as folder:
-            file = Path(folder) / f"{shard}.tar"
+        with temporary_folder("commit-") as folder:
+            file = folder / f"{shard}.tar"
             spans = write_shard(matched(samples, rows, stage, where, facts), file)
             tar, tar_sha256, tar_bytes = None, "", 0
             if spans:
@@ -178,7 +180,7 @@ class Catalog:
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
-        """All that is committed now, written down as one file unless that is there: a training reads nothing else."""
+        """All that is committed now, written down as one file, dated now: a training reads nothing else."""
 
         def load(shard: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, shard)
@@ -186,9 +188,13 @@ class Catalog:
             return header, table.filter(pc.equal(table["status"], OK))
 
         snapshot = self.snapshot(stage)
-        if not self.objects.exists(self._snapshot_path(stage, snapshot.id)):
-            with tempfile.TemporaryDirectory(prefix="commit-") as folder:
-                file = Path(folder) / "snapshot.parquet"
+        path = self._snapshot_path(stage, snapshot.id)
+        try:
+            # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
+            self.objects.put(path, self.objects.get(path))
+        except ObjectMissing:
+            with temporary_folder("commit-") as folder:
+                file = folder / "snapshot.parquet"
                 # Named by what was read on the way: a shard may have been made again since the headers were.
                 snapshot = write_snapshot(file, stage, _each(load, snapshot.shards))
                 self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=True)
@@ -256,6 +262,21 @@ def sha256_of(file: Path) -> str:
     """Of a file's bytes, as hex digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder of this machine for what is made on the way; StorageUnreachable names it where it is full."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise StorageUnreachable(
+            f"no room in {tempfile.gettempdir()}, where whole tars and snapshots are made: {error}. Set TMPDIR to a "
+            "folder with more room, then run again: what is committed stays"
+        ) from error
 
 
 def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read]:

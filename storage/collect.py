@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from storage.download import (
     parse_captions,
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
+from storage.normalise import run_out
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import sample_key
 
@@ -43,7 +45,8 @@ IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while slow servers and the second pass keep one shard waiting, the others go on
 UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # what rows end in, too, while this machine has no network
 _UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no server was asked
-_FEW_HOSTS = 5  # so many may all be gone; from here on it is rather our own network that is
+# Fewer rows of fewer hosts may all be gone; from here on it is rather our own network, or a server that is not up yet.
+_FEW_HOSTS, _FEW_ROWS = 5, 20
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 
 
@@ -119,7 +122,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a dataset's images are now, and how many shards this run added; counts are rows by status."""
+    """What a dataset's images are now, and how many shards this run committed; counts are rows by status."""
 
     dataset: str
     shards: int
@@ -128,15 +131,19 @@ class Collected:
     seconds: float
 
 
+OnCommit = Callable[[str], object]  # told the name of each shard that this run commits
+
+
 def collect(
     root: str,
     settings: CollectSettings,
     say: Callable[[str], None] = print,
-    run_group: Callable[[str, CollectSettings, Group], dict[str, int]] | None = None,
+    run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
     """Download or import what is missing of the dataset; `run_group` may wrap `collect_group`, as the flow does."""
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, say=say)
+    new_shards = set()
     catalog = Catalog(open_objects(root), settings.name)
     done = {shard: header.meta for shard, header in catalog.headers(IMAGES).items()}
     parts = plan(settings, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
@@ -155,10 +162,10 @@ def collect(
     rows, counts = sum(part.stop - part.start for part in missing), Counter()
     for first in range(0, len(missing), settings.shards_per_group):
         group = Group(tuple(missing[first : first + settings.shards_per_group]), dict(counts), rows, len(missing))
-        counts.update(run_group(root, settings, group))
+        counts.update(run_group(root, settings, group, new_shards.add))
         ready = first + len(group.parts)
         say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
-    return Collected(settings.name, len(parts), len(missing), catalog.counts(IMAGES), time.monotonic() - started)
+    return Collected(settings.name, len(parts), len(new_shards), catalog.counts(IMAGES), time.monotonic() - started)
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
@@ -294,11 +301,16 @@ def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: C
 
 
 def collect_group(
-    root: str, settings: CollectSettings, group: Group, say: Callable[[str], None] = print
+    root: str,
+    settings: CollectSettings,
+    group: Group,
+    on_commit: OnCommit = lambda shard: None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, int]:
     """Collect these shards, a few at a time, and commit each when it is whole; the group's rows by status.
 
-    ConnectionError where no host of a whole shard could be reached: that shard is not committed.
+    A shard that somebody else has committed meanwhile is left alone. ConnectionError where no host of a whole shard
+    could be reached: that shard is not committed.
     """
     catalog = Catalog(open_objects(root), settings.name)
     names = {part.shard for part in group.parts}
@@ -308,16 +320,18 @@ def collect_group(
         progress.counts[shard] = header.statuses
     missing = [part for part in group.parts if part.shard not in done]
     if settings.captions:
-        asyncio.run(_download(missing, catalog, settings, progress))
+        asyncio.run(_download(missing, catalog, settings, progress, on_commit))
     else:
         files = image_files(settings.images) if settings.images else []
         for part in missing:
+            if _is_committed(catalog, part, progress):
+                continue
             with Spool() as spool:
                 if settings.images:
                     downloads = _import(files, part, settings, progress, spool)
                 else:
                     downloads = _import_stored(part, settings, progress, spool)
-                _commit(catalog, part, downloads, settings)
+                _commit(catalog, part, downloads, settings, on_commit)
     return progress.of_group()
 
 
@@ -343,11 +357,36 @@ class _Progress:
             self.due = time.monotonic() + self.settings.report_every
 
 
-def _commit(catalog: Catalog, part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
-    commit_images(catalog, part.shard, downloads, settings.download, source=part.source)
+def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
+    """Whether somebody else was faster, whose rows are then counted."""
+    try:
+        (header,) = catalog.headers(IMAGES, [part.shard]).values()
+    except ObjectMissing:
+        return False
+    progress.tell(part, header.statuses)
+    return True
 
 
-async def _download(parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress) -> None:
+def _commit(
+    catalog: Catalog, part: Part, downloads: Sequence[Download], settings: CollectSettings, on_commit: OnCommit
+) -> None:
+    try:
+        committed = commit_images(catalog, part.shard, downloads, settings.download, source=part.source)
+    except OSError as error:
+        if not run_out(error) or isinstance(error, ConnectionError):  # the storage's own error says what to do
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: shard {part.shard} of {settings.name} was not committed. It is written in "
+            f"{tempfile.gettempdir()} first; where that is full, set TMPDIR to a folder with more room, and run again",
+        ) from error
+    if committed:
+        on_commit(part.shard)
+
+
+async def _download(
+    parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress, on_commit: OnCommit
+) -> None:
     free = asyncio.Semaphore(SHARDS_AT_ONCE)
     loop = asyncio.get_running_loop()
     # Reading and writing in a thread: it must not stop the clocks of the other shards.
@@ -356,6 +395,8 @@ async def _download(parts: Sequence[Part], catalog: Catalog, settings: CollectSe
 
             async def one(part: Part) -> None:
                 async with free:
+                    if await loop.run_in_executor(files, _is_committed, catalog, part, progress):
+                        return
                     rows = await loop.run_in_executor(files, _rows_of, part, settings)
                     first = dict(part.duplicates)
                     repeated = {"duplicate": len(first)} if first else {}
@@ -374,7 +415,7 @@ async def _download(parts: Sequence[Part], catalog: Catalog, settings: CollectSe
                             else next(answers)
                             for row in rows
                         ]
-                        await loop.run_in_executor(files, _commit, catalog, part, downloads, settings)
+                        await loop.run_in_executor(files, _commit, catalog, part, downloads, settings, on_commit)
                     progress.tell(part, Counter(item.status for item in downloads))
 
             await all_of(one(part) for part in parts)
@@ -398,15 +439,17 @@ def _check_unchanged(part: Part, chunk: Sequence[bytes], settings: CollectSettin
 
 
 def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
-    """ConnectionError where every row that was asked for is UNREACHABLE, on at least five hosts."""
+    """ConnectionError where every row that was asked for is UNREACHABLE, on at least five hosts or of at least 20."""
     asked = [item for item in downloads if item.status not in _UNASKED]
     hosts = {urlsplit(item.row.url).hostname for item in asked}
-    if len(hosts) >= _FEW_HOSTS and all(item.status in UNREACHABLE for item in asked):
+    few = len(hosts) < _FEW_HOSTS and len(asked) < _FEW_ROWS
+    if not few and all(item.status in UNREACHABLE for item in asked):
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
             f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
             f"{asked[0].row.url[:200]}: {asked[0].detail}. Nothing of it was committed. Check this machine's network "
-            "and run again; if these hosts are gone for good, run python -m storage.collect with --commit-unreachable"
+            "and whether the server is up, and run again; if these hosts are gone for good, run python -m "
+            "storage.collect with --commit-unreachable, or set the dataset's commit_unreachable in the flow"
         )
 
 
@@ -485,6 +528,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         collected = collect(options.root, settings, functools.partial(print, flush=True))
     except (ValueError, OSError, ObjectMissing) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
+        sys.exit(130)  # as the shell has it for Ctrl-C
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
         f"all rows: {_by_status(collected.counts)}"

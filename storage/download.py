@@ -22,7 +22,7 @@ from pathlib import Path
 from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
-from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise
+from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
 from storage.sample import Sample, sample_key
 from storage.spool import Spool, SpooledPicture
 
@@ -40,7 +40,7 @@ STATUSES: dict[str, str] = {
     "connect": "no connection, or the connection was lost before an answer came",
     "tls": "the TLS handshake failed, or the certificate does not hold for this host",
     "timeout": "the deadline passed, or the server was silent or too slow for too long",
-    "host_timeout": "not asked, because earlier URLs of its host timed out and none was answered since",
+    "host_timeout": "not asked, because earlier URLs of its host timed out or found no connection, none answered since",
     "refused_by_robots": "the server's `X-Robots-Tag` forbids training with it: `noai` or `noimageai`",
     "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
     "too_many_redirects": "more redirects than `max_redirects`",
@@ -203,7 +203,8 @@ class Downloader:
         except Refused as refused:
             return refused
         except Exception as error:
-            error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
+            if not run_out(error):
+                error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
             raise
 
     def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledPicture:

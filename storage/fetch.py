@@ -3,6 +3,7 @@
 import asyncio
 import email.utils
 import random
+import re
 import socket
 import ssl
 import time
@@ -14,7 +15,7 @@ from urllib.parse import urljoin
 
 from storage.addresses import AddressGuard, guarded_resolver, system_lookup
 from storage.hosts import Budget, Hosts, Lease, Transient
-from storage.normalise import ImageSettings, Refused
+from storage.normalise import ImageSettings, Refused, run_out
 
 if TYPE_CHECKING:
     import aiohttp
@@ -27,6 +28,7 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 # A longer pause would keep a turn from other URLs: what asks for more is asked again in the second pass.
 _LONGEST_PAUSE = 2.0
+_UNPACKED_AT_ONCE = 256 * 1024  # bytes
 # Directives of X-Robots-Tag that have a value, by which `name: value` is told from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
@@ -56,7 +58,7 @@ class DownloadSettings(ImageSettings):
     second_pass: float = 30.0
     """The longest pause, in seconds, that a URL asks for and still gets its one later attempt; 0: none gets one."""
     breaker: int = 2
-    """Timeouts in a row after which a host is given up; four times as many where it has answered before."""
+    """Timeouts or lost connections in a row after which a host is given up; four times as many once it has answered."""
     concurrency: int = 64
     """URLs in flight at once, over all shards in progress."""
     per_host: int = 8
@@ -126,6 +128,9 @@ class Fetcher:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # the turns are the limit; a queue in here would eat into deadlines
+                # One answer a connection: what a server sends behind it must not be taken for the next URL's. And of
+                # thousands of hosts, each would keep one open.
+                force_close=True,
                 resolver=guarded_resolver(self.guard, self.lookup),
                 socket_factory=self.guard.open_socket,
             ),
@@ -171,10 +176,14 @@ class Fetcher:
                     pause = max(self._pause(url, attempts), refused.retry_after)
                     more = before is None and refused.status in _AT_ONCE and attempts <= self.settings.retries
                     if not more or pause > _LONGEST_PAUSE or loop.time() + pause >= visit.clock.when():
+                        if refused.status == "connect":
+                            self.hosts.failed(visit.host)
                         raise refused
                     await asyncio.sleep(pause)
         except TimeoutError as error:
-            self.hosts.timed_out(visit.host)
+            self.hosts.failed(visit.host)
+            if lease.revoked:  # and not asked again: it would fill the memory once more
+                raise Refused("timeout", f"{lease.held} bytes, then too slow while other bodies waited") from error
             earlier = f"; before that {refused.status}: {refused.detail}" if refused else ""
             refused = Transient("timeout", f"not done after {deadline:g} s{earlier}")
             raise refused from error
@@ -208,7 +217,7 @@ class Fetcher:
                     try:
                         location, body = await self._answer(response, visit)
                     except Refused as error:
-                        (self.hosts.timed_out if error.status == "timeout" else self.hosts.answered)(visit.host)
+                        (self.hosts.failed if error.status == "timeout" else self.hosts.answered)(visit.host)
                         raise
                 self.hosts.answered(visit.host)
                 if location is None:
@@ -216,10 +225,13 @@ class Fetcher:
                 address = _join(address, location)
             raise Refused("too_many_redirects", f"more than {self.settings.max_redirects}, the last to {address[:200]}")
         except aiohttp.ClientError as error:
+            way_out = run_out(error)
+            if way_out:
+                raise OSError(error.errno, f"{error}, while {address[:200]} was asked; {way_out}") from error
             status = _status_of(error)
             detail = f"{type(error).__name__}: {error}"[:300]
             if status == "timeout":
-                self.hosts.timed_out(visit.host)
+                self.hosts.failed(visit.host)
             transient = status in _LATER or (status == "dns" and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
@@ -251,10 +263,12 @@ class Fetcher:
         body = bytearray()
         loop = asyncio.get_running_loop()
         since, counted = loop.time(), 0  # of the rate
+        visit.lease.read_by(visit.clock)
         try:
             while not content.at_eof():
                 if not visit.lease.may_grow:
                     await visit.wait_for_room()
+                    visit.lease.read_by(visit.clock)
                     since, counted = loop.time(), len(body)
                 chunk = await content.readany()
                 body += chunk
@@ -270,8 +284,10 @@ class Fetcher:
                     since, counted = loop.time(), len(body)
         except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
             expected = "" if response.content_length is None else f" of {response.content_length}"
-            raise Refused("short_body", f"{len(body)}{expected} bytes, then the connection ended") from error
-        return _unpack(bytes(body), response.headers.get("Content-Encoding", ""), limit)
+            raise Transient("short_body", f"{len(body)}{expected} bytes, then the connection ended") from error
+        finally:
+            visit.lease.read_by(None)
+        return await _unpack(bytes(body), response.headers.get("Content-Encoding", ""), limit, visit)
 
 
 class _Visit:
@@ -285,6 +301,7 @@ class _Visit:
 
     async def wait_for_room(self) -> None:
         """Wait until the body may grow, with the clock stopped."""
+        self.lease.read_by(None)
         end, begin = self.clock.when(), time.monotonic()
         self.clock.reschedule(None)
         await self.lease.room()
@@ -321,10 +338,10 @@ def _heed_robots(headers: Iterable[str]) -> None:
     """Refused where an X-Robots-Tag forbids training: a directive of NO_AI, for all agents or for ours."""
     for header in headers:
         agent = ""  # that the directives are for, up to the end of the header; "" for all
-        for piece in header.split(","):
+        for piece in re.split("[,;]", header):  # some write semicolons, though a comma is meant
             name, colon, rest = (part.strip().lower() for part in piece.partition(":"))
-            if colon and name not in _VALUED and " " not in name:  # a space: the middle of a date
-                agent, name = name.partition("/")[0], rest
+            if colon and name not in (*_VALUED, *NO_AI) and " " not in name:  # a space: the middle of a date
+                agent, name = name.partition("/")[0], rest.rstrip(" :")
             if name in NO_AI and agent in ("", "*", AGENT):
                 raise Refused("refused_by_robots", f"X-Robots-Tag: {header[:200]}")
 
@@ -339,20 +356,30 @@ def _retry_after(value: str) -> float:
         return 0.0
 
 
-def _unpack(body: bytes, encoding: str, limit: int) -> bytes:
-    """Undo a content encoding that we did not ask for, but never past `limit` bytes."""
+async def _unpack(body: bytes, encoding: str, limit: int, visit: _Visit) -> bytes:
+    """Undo a content encoding that we did not ask for: never past `limit` bytes, and as there is room for them."""
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, told by the header
-    try:
-        unpacked = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise Refused("bad_response", f"Content-Encoding {encoding}, but {error}") from error
-    if len(unpacked) > limit:
-        raise Refused("too_big", f"over {limit} bytes when unpacked from {encoding}")
+    unpacked, packed = bytearray(), memoryview(body)
+    for start in range(0, len(packed), _UNPACKED_AT_ONCE):
+        left = packed[start : start + _UNPACKED_AT_ONCE]
+        while left and not unpacker.eof:
+            if not visit.lease.may_grow:
+                await visit.wait_for_room()
+            await asyncio.sleep(0)  # a turn for the others after each step
+            try:
+                step = unpacker.decompress(left, _UNPACKED_AT_ONCE)
+            except zlib.error as error:
+                raise Refused("bad_response", f"Content-Encoding {encoding}, but {error}") from error
+            unpacked += step
+            visit.lease.grow(len(step))
+            if len(unpacked) > limit:
+                raise Refused("too_big", f"over {limit} bytes when unpacked from {encoding}")
+            left = unpacker.unconsumed_tail
     if not unpacker.eof:
         raise Refused("short_body", f"the {encoding} stream of {len(body)} bytes has no end")
-    return unpacked
+    return bytes(unpacked)

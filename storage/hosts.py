@@ -1,4 +1,4 @@
-"""Whose turn it is: how many URLs are in flight, of one host and of all, and how many bytes; hosts that only time out.
+"""Whose turn it is: how many URLs are in flight, of one host and of all, and how many bytes; hosts that are given up.
 
 One `Hosts` and one `Budget` serve all shards that are downloaded at a time, so their limits hold over all of them.
 """
@@ -12,6 +12,9 @@ from storage.normalise import Refused
 
 # A host that has answered before may have many URLs in flight when the network halts for a moment.
 _PATIENCE_WITH_THE_PROVEN = 4
+# While bodies wait for room, those that hold more than an equal share of it must bring so much in every window.
+_PACE = 64 * 1024  # bytes a second
+_WINDOW = 1.0  # seconds
 
 
 class Transient(Refused):
@@ -34,8 +37,9 @@ class Transient(Refused):
 class Hosts:
     """At most `at_once` URLs in flight, `per_host` of one host, the hosts in turn.
 
-    A host is given up after `breaker` timeouts in a row, four times as many where it has answered before; one that has
-    never answered has at most `breaker` URLs in flight, so that it costs little to find out.
+    A host is given up after `breaker` failures in a row (URLs that timed out or found no connection), four times as
+    many where it has answered before; one that has never answered has at most `breaker` URLs in flight, so that it
+    costs little to find out.
     """
 
     def __init__(self, at_once: int, per_host: int, breaker: int):
@@ -63,17 +67,16 @@ class Hosts:
     def answered(self, name: str) -> None:
         """The host gave a whole answer, whatever it was."""
         host = self._host(name)
-        if not host.answered or host.timeouts:
-            host.answered, host.given_up, host.on_trial, host.timeouts = True, False, False, 0
+        if not host.answered or host.failures:
+            host.answered, host.given_up, host.failures = True, False, 0
             self._offer(host)
             self._start()
 
-    def timed_out(self, name: str) -> None:
-        """The host let a URL time out; those that wait for it are refused where that was one too many."""
+    def failed(self, name: str) -> None:
+        """A URL of the host timed out or found no connection; where that was one too many, the others are refused."""
         host = self._host(name)
-        host.timeouts += 1
-        patience = self._breaker * (_PATIENCE_WITH_THE_PROVEN if host.answered else 1)
-        if host.on_trial or host.timeouts >= patience:
+        host.failures += 1
+        if host.failures >= self._breaker * (_PATIENCE_WITH_THE_PROVEN if host.answered else 1):
             host.given_up = True
             while host.waiting:
                 turn = host.waiting.popleft()
@@ -81,10 +84,12 @@ class Hosts:
                     turn.set_exception(host.refusal())
 
     def offer_again(self, name: str) -> None:
-        """Where the host is given up, one URL of it is asked at a time, until one is answered or times out."""
+        """A host that was given up, and has not answered since, begins anew as one that never answered."""
         host = self._host(name)
-        if host.given_up:
-            host.given_up, host.on_trial = False, True
+        if host.given_up or not host.answered:
+            host.given_up, host.answered, host.failures = False, False, 0
+            self._offer(host)
+            self._start()
 
     def _host(self, name: str) -> "_Host":
         host = self._hosts.get(name)
@@ -111,11 +116,9 @@ class Hosts:
         self._start()
 
     def _room(self, host: "_Host") -> bool:
-        if host.on_trial:
-            return not host.in_flight
         if host.answered:
             return host.in_flight < self._per_host
-        return host.in_flight < min(self._per_host, self._breaker - host.timeouts)
+        return host.in_flight < min(self._per_host, self._breaker - host.failures)
 
     def _offer(self, host: "_Host") -> None:
         if not host.ready and host.waiting and self._room(host):
@@ -138,20 +141,23 @@ class Hosts:
 class _Host:
     """What is known of one host, and the URLs that wait for it."""
 
-    __slots__ = ("answered", "given_up", "in_flight", "name", "on_trial", "ready", "timeouts", "waiting")
+    __slots__ = ("answered", "failures", "given_up", "in_flight", "name", "ready", "waiting")
 
     def __init__(self, name: str):
         self.name = name
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.in_flight = self.timeouts = 0
-        self.answered = self.given_up = self.on_trial = self.ready = False
+        self.in_flight = self.failures = 0
+        self.answered = self.given_up = self.ready = False
 
     def check(self) -> None:
         if self.given_up:
             raise self.refusal()
 
     def refusal(self) -> Transient:
-        refusal = Transient("host_timeout", f"not asked: the last {self.timeouts} URLs asked of {self.name} timed out")
+        refusal = Transient(
+            "host_timeout",
+            f"not asked: the last {self.failures} URLs asked of {self.name} timed out or found no connection",
+        )
         refusal.host = self.name
         return refusal
 
@@ -159,7 +165,8 @@ class _Host:
 class Budget:
     """Bytes of bodies in memory: a body waits before it grows past `limit` in all, except the one that came first.
 
-    That one may always grow, so it comes to its end and makes room: no body waits for another that waits.
+    That one may always grow, so it comes to its end and makes room: no body waits for another that waits. A server that
+    falls silent behind a large body must not keep all others waiting: its lease is revoked.
     """
 
     def __init__(self, limit: int):
@@ -172,13 +179,29 @@ class Budget:
         """The share of one body: a context manager that gives it back."""
         return Lease(self)
 
+    def _revoke_laggards(self) -> None:
+        """Of the bodies that are being read and hold more than an equal share: those that were too slow of late."""
+        now = asyncio.get_running_loop().time()
+        for lease in self._leases:
+            seconds = now - lease._since
+            if lease._clock is None or seconds < _WINDOW or lease.held * len(self._leases) < self.limit:
+                continue
+            if lease.held - lease._counted >= _PACE * seconds:
+                lease.read_by(lease._clock)
+            elif not lease._clock.expired():
+                lease.revoked = True
+                lease._clock.reschedule(now)
+
 
 class Lease:
-    """The bytes that one body holds of a Budget."""
+    """The bytes that one body holds of a Budget; `revoked` where they came too slowly while others waited."""
 
     def __init__(self, budget: Budget):
         self._budget = budget
         self.held = 0
+        self.revoked = False
+        self._clock: asyncio.Timeout | None = None
+        self._since, self._counted = 0.0, 0  # of the window in which it must keep pace
 
     def __enter__(self) -> "Lease":
         return self
@@ -204,9 +227,15 @@ class Lease:
         self._budget.held += count
         self.held += count
 
+    def read_by(self, clock: asyncio.Timeout | None) -> None:
+        """The body is read under this clock, which ends at once where the lease is revoked; None: it rests."""
+        self._clock = clock
+        self._since, self._counted = asyncio.get_running_loop().time(), self.held
+
     async def room(self) -> None:
         """Wait until this body may grow."""
         while not self.may_grow:
             room = asyncio.get_running_loop().create_future()
             self._budget._waiting.append(room)
-            await room
+            while not (await asyncio.wait([room], timeout=_WINDOW))[0]:
+                self._budget._revoke_laggards()

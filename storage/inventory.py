@@ -7,32 +7,35 @@ gc ROOT [--grace HOURS] [--delete]            what nothing names any more; delet
 """
 
 import argparse
+import contextlib
 import json
+import math
 import re
 import sys
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of
+from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
 from storage.manifests import OK, Header, Manifest
-from storage.objects import ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.shards import index_shard
 from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 _MANIFEST = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})\.parquet")
-_TAR = re.compile(rf"{_STAGE}/{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar")
+_TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 _PAUSE = 3600.0  # seconds without a commit that end an entry of the history
 _READERS = 4  # tars hashed at a time
+_PIECE = 2**24  # bytes of a tar that are fetched at a time
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,16 @@ class Pin:
 
 @dataclass(frozen=True)
 class Litter:
-    """Something that nothing names any more; modified in seconds since 1970, by the storage's clock."""
+    """Something that nothing names any more; modified in seconds since 1970, by the storage's clock.
+
+    remove() looks once more; False: it stays, for it was written again or is named by now.
+    """
 
     what: str
     where: str
     size: int
     modified: float
-    remove: Callable[[], None]
+    remove: Callable[[], bool]
 
 
 class Inventory:
@@ -89,14 +95,26 @@ class Inventory:
     def pins(self, newest_only: bool = False) -> list[Pin]:
         """What the checkpoints of all runs pin: of every checkpoint, or of the newest of each run."""
         pins = []
-        for run, steps in sorted(self.states.items()):
-            for step in [max(steps)] if newest_only else sorted(steps):
-                pins += self._pins_of(run, step, steps[step])
+        for run in sorted(self.states):
+            pins += self._pins_of_run(run, newest_only)
         return pins
 
-    def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
+    def _pins_of_run(self, run: str, newest_only: bool) -> list[Pin]:
+        steps = self.states[run]
         try:
-            state = json.loads(self.objects.get(path))
+            wanted = sorted(steps)[-1:] if newest_only else sorted(steps)
+            return [pin for step in wanted for pin in self._pins_of(run, step, steps[step])]
+        except ObjectMissing:
+            # A training at work has removed it since the listing, and before that has written a newer one.
+            paths = (info.path for info in self.objects.list(f"runs/{run}/"))
+            found = (match for path in paths if (match := _STATE.fullmatch(path)) and match[1] == run)
+            self.states[run] = {int(match[2]): match[0] for match in found}
+            return self._pins_of_run(run, newest_only)
+
+    def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
+        data = self.objects.get(path)
+        try:
+            state = json.loads(data)
             pins = []
             # A detector's training reads no shards: there, `data` is the hash of its annotations.
             if isinstance(data := state.get("data"), dict):
@@ -196,15 +214,15 @@ def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectIn
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def verify(objects: Objects, dataset: str | None = None) -> Iterator[str]:
+def verify(inventory: Inventory) -> Iterator[str]:
     """Every fault: tars against manifests, byte by byte, places against tars, sources, snapshots. Reads all tars."""
-    inventory = Inventory(objects, dataset)
+    objects = inventory.objects
     for (name, stage), found in sorted(inventory.manifests.items()):
         catalog = Catalog(objects, name)
 
         def look(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
             try:
-                return list(_faults_of_shard(catalog, catalog.manifest(stage, shard)))
+                return list(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
             except (ValueError, ObjectMissing) as error:
                 return [str(error)]
 
@@ -219,7 +237,7 @@ def verify(objects: Objects, dataset: str | None = None) -> Iterator[str]:
                 yield str(error)
 
 
-def _faults_of_shard(catalog: Catalog, manifest: Manifest) -> Iterator[str]:
+def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest) -> Iterator[str]:
     objects, where = catalog.objects, catalog.where(manifest.stage, manifest.shard)
     table = manifest.table
     counted = dict(sorted(Counter(table["status"].to_pylist()).items()))
@@ -238,26 +256,23 @@ def _faults_of_shard(catalog: Catalog, manifest: Manifest) -> Iterator[str]:
         if len(ok):
             yield f"{where} names no tar for {len(ok)} rows that are ok"
         return
-    file, temporary = objects.local_path(manifest.tar), None
+    # Not in the listing: of a shard that was made again since.
+    tar = inventory.tars.get(manifest.tar) or next(objects.list(manifest.tar), None)
     try:
-        if file is None:
-            with tempfile.NamedTemporaryFile(prefix="verify-", suffix=".tar", delete=False) as stream:
-                temporary = file = Path(stream.name)
-                stream.write(objects.get(manifest.tar))
-        sha256, size = sha256_of(file), file.stat().st_size
-        if (sha256, size) != (manifest.tar_sha256, manifest.tar_bytes):
-            yield (
-                f"{objects.where(manifest.tar)} is damaged: {size} bytes of sha256 {sha256[:12]}..., {where} says "
-                f"{manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
-            )
-            return
-        spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
+        if tar is None:
+            raise ObjectMissing(manifest.tar)
+        with _as_file(objects, tar) as file:
+            sha256 = sha256_of(file)
+            if (sha256, tar.size) != (manifest.tar_sha256, manifest.tar_bytes):
+                yield (
+                    f"{objects.where(manifest.tar)} is damaged: {tar.size} bytes of sha256 {sha256[:12]}..., {where} "
+                    f"says {manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
+                )
+                return
+            spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
     except (ObjectMissing, FileNotFoundError):
         yield f"{objects.where(manifest.tar)} is gone, and {where} names it"
         return
-    finally:
-        if temporary is not None:
-            temporary.unlink()
     places = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
     if places != spans:
         rows = ok["row"].to_pylist()
@@ -268,24 +283,33 @@ def _faults_of_shard(catalog: Catalog, manifest: Manifest) -> Iterator[str]:
         )
 
 
+@contextlib.contextmanager
+def _as_file(objects: Objects, info: ObjectInfo) -> Iterator[Path]:
+    """The object as a file of this machine: a copy, made piece by piece, where it lies in a bucket."""
+    local = objects.local_path(info.path)
+    if local is not None:
+        yield local
+        return
+    with temporary_folder("verify-") as folder:
+        with (folder / "copy").open("xb") as copy:
+            for offset in range(0, info.size, _PIECE):
+                copy.write(objects.get_range(info.path, offset, min(_PIECE, info.size - offset)))
+        yield folder / "copy"
+
+
 def _faults_of_snapshot(catalog: Catalog, stage: str, path: str) -> Iterator[str]:
     objects, where = catalog.objects, catalog.objects.where(path)
     snapshot, shards = read_snapshot(objects, path)
-    tables = iter(read_columns(objects, path, SNAPSHOT_SCHEMA.names))
-    waiting = next(tables, None)
-    for shard in shards:
-        rows = []
-        while len(rows) < shard["rows"]:
-            rows += waiting.slice(0, shard["rows"] - len(rows)).to_pylist()
-            waiting = waiting.slice(len(rows)) if len(waiting) > len(rows) else next(tables, None)
+    groups = read_columns(objects, path, SNAPSHOT_SCHEMA.names)
+    for shard, rows in zip(shards, _dealt(groups, [shard["rows"] for shard in shards]), strict=True):
         try:
             manifest = catalog.manifest(stage, shard["shard"])
         except (ObjectMissing, ValueError):
             manifest = None  # one that cannot be read is named as a fault of its own
         if manifest is not None and manifest.sha256 == shard["manifest_sha256"]:
             ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
-            expected = [{"shard": int(shard["shard"]), **line} for line in ok.to_pylist()]
-            if rows != expected:
+            expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))
+            if not all(rows[name].equals(expected[name]) for name in SNAPSHOT_SCHEMA.names):
                 yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
         elif shard["tar"] is not None:  # the shard was made again: what the snapshot names must still be there
             tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
@@ -295,6 +319,19 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, path: str) -> Iterator[str
                 sizes = []
             if sizes != [shard["tar_bytes"]]:
                 yield f"{objects.where(tar)} is gone or damaged, and {where} names it"
+
+
+def _dealt(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Table]:
+    """The rows of all groups again, so many at a time."""
+    groups = iter(groups)
+    waiting = next(groups, None)
+    for count in counts:
+        parts = [SNAPSHOT_SCHEMA.empty_table()]
+        while count:
+            parts.append(waiting.slice(0, count))
+            count -= len(parts[-1])
+            waiting = waiting.slice(len(parts[-1])) if len(parts[-1]) < len(waiting) else next(groups, None)
+        yield pa.concat_tables(parts)
 
 
 # --- gc ---------------------------------------------------------------------------------------------------------------
@@ -310,7 +347,7 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     left = list(objects.leftovers())
     inventory = Inventory(objects)
     pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
-    found = [Litter("broken-off put", one.name, one.size, one.modified, one.remove) for one in left]
+    found = [_broken_off(one) for one in left]
     named = set()
     for (dataset, stage), manifests in inventory.manifests.items():
         for header in Catalog(objects, dataset).headers(stage, sorted(manifests)).values():
@@ -327,25 +364,51 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     return [one for one in found if now - one.modified > grace]
 
 
+def _broken_off(leftover: Leftover) -> Litter:
+    def remove() -> bool:
+        leftover.remove()
+        return True
+
+    return Litter("broken-off put", leftover.name, leftover.size, leftover.modified, remove)
+
+
 def _object(what: str, objects: Objects, info: ObjectInfo) -> Litter:
-    def remove() -> None:
-        if info in objects.list(info.path):  # with a new date, a writer has taken it over meanwhile
-            objects.delete(info.path)
+    def remove() -> bool:
+        if info not in objects.list(info.path):  # gone, or with a new date: a writer has taken it over meanwhile
+            return False
+        if _named_by_a_manifest(objects, info.path):  # of a writer that stood still for the whole grace time
+            return False
+        objects.delete(info.path)
+        return True
 
     return Litter(what, objects.where(info.path), info.size, info.modified, remove)
 
 
+def _named_by_a_manifest(objects: Objects, path: str) -> bool:
+    tar = _TAR.fullmatch(path)
+    if tar is None:
+        return False
+    dataset, stage, shard = tar.groups()
+    try:
+        return Catalog(objects, dataset).headers(stage, [shard])[shard].tar == path
+    except ObjectMissing:
+        return False
+
+
 def collect(objects: Objects, grace: float, delete: bool) -> list[str]:
-    """A line for each thing that may go; with `delete` it is gone then."""
+    """A line for each thing that may go; with `delete` it is gone then, unless a last look finds it in use."""
     found = litter(objects, grace)
-    rows = []
+    rows, size = [], 0
     for one in found:
-        if delete:
-            one.remove()
+        if delete and not one.remove():
+            continue
         rows.append((one.what, f"{_megabytes(one.size)}", _date(one.modified), one.where))
+        size += one.size
+    if not rows:
+        return ["nothing to delete"]
+    things = "1 thing" if len(rows) == 1 else f"{len(rows):,} things"
     done = "deleted" if delete else "to delete: run again with --delete"
-    total = f"{len(found):,} things, {_megabytes(sum(one.size for one in found))} MB {done}"
-    return [*_aligned(("what", "MB", "written (UTC)", "where"), rows), total]
+    return [*_aligned(("what", "MB", "written (UTC)", "where"), rows), f"{things}, {_megabytes(size)} MB {done}"]
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -377,6 +440,31 @@ def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
+def _hours(text: str) -> float:
+    hours = float(text)
+    if not 0 <= hours < math.inf:
+        raise ValueError
+    return hours
+
+
+_hours.__name__ = "number of hours"  # argparse: invalid number of hours value: '-1'
+
+
+def _print_faults(inventory: Inventory) -> int:
+    """The exit status: 1 where there was a fault, or nothing to look at."""
+    shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
+    if not shards + snapshots:
+        print(f"nothing is committed under {inventory.objects.where()}", file=sys.stderr)
+        return 1
+    faults = 0
+    for fault in verify(inventory):
+        print(fault, flush=True)
+        faults += 1
+    told = f"{faults:,} faults" if faults else "no fault: all is as it was committed"
+    print(f"{told} (checked: shards {shards:,}, snapshots {snapshots:,})")
+    return 1 if faults else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m storage.catalog", description="What is committed under a root.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -391,18 +479,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in ("history", "verify"):
             command.add_argument("dataset", nargs="?", help="only this dataset")
         if name == "gc":
-            command.add_argument("--grace", type=float, default=24, help="hours that things must be old (24)")
+            command.add_argument("--grace", type=_hours, default=24, help="hours that things must be old (24)")
             command.add_argument("--delete", action="store_true", help="delete them")
     options = parser.parse_args(arguments)
     try:
-        objects = open_objects(options.root, write=options.command == "gc")
+        objects = open_objects(options.root, write=False)  # `gc` deletes, and deleting says what it may not
         if options.command == "verify":
-            faults = 0
-            for fault in verify(objects, options.dataset):
-                print(fault, flush=True)
-                faults += 1
-            print(f"{faults} faults" if faults else "no fault: all is as it was committed")
-            sys.exit(bool(faults))
+            sys.exit(_print_faults(Inventory(objects, options.dataset)))
         lines = {
             "status": lambda: status(objects),
             "history": lambda: history(objects, options.dataset),

@@ -4,6 +4,7 @@ A JPEG that needs nothing is stored byte for byte. Everything else is decoded, t
 made smaller where it is too large, and encoded once. Whatever is stored decodes without a complaint of libjpeg.
 """
 
+import errno
 import hashlib
 import io
 import struct
@@ -35,6 +36,12 @@ _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", 
 # What Pillow's decoders raise on damaged data (found by fuzzing, tests/test_normalise.py).
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 _DAMAGE += (struct.error, zlib.error)
+Image.init()  # all of Pillow's readers now: it passes over one that it cannot load when it first needs it
+
+# What this machine may run out of, and the way out: never the fault of a row.
+_RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
+_RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency, max_bytes_in_flight or decode_threads")
+_RUN_OUT |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -57,6 +64,11 @@ class Refused(Exception):
         super().__init__(status, detail)
         self.status = status
         self.detail = detail
+
+
+def run_out(error: BaseException) -> str:
+    """The way out where the error says that this machine has run out of something; "" for every other error."""
+    return _RUN_OUT.get(error.errno, "") if isinstance(error, OSError) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +149,8 @@ def normalise(data: bytes, settings: ImageSettings) -> Picture:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused("too_many_pixels", str(error)) from error
     except _DAMAGE as error:
+        if run_out(error):
+            raise
         raise Refused("truncated", f"{image.format}: {type(error).__name__}: {error}") from error
     image = _to_rgb_or_grey(image, flags)
     if orientation != 1:
@@ -161,6 +175,8 @@ def _open(data: bytes) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused("too_many_pixels", str(error)) from error
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError
+        if run_out(error):
+            raise
         names = [name for name, magic in _MAGIC.items() if start.startswith(magic)]
         if not names:
             raise Refused("not_image", f"none of {', '.join(_MAGIC)}: {len(data)} bytes, first {start!r}") from error

@@ -4,6 +4,7 @@ A put is atomic: readers see the whole object or none. `put(..., if_absent=True)
 on: of any number of writers, on any number of machines, exactly one is told True.
 """
 
+import contextlib
 import functools
 import os
 import random
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 # What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
@@ -30,7 +31,7 @@ class ObjectMissing(KeyError):
 
 
 class StorageUnreachable(ConnectionError):
-    """The root cannot be used, or the server refused; http_status is the answer where there was one."""
+    """The root cannot be used, a disk is full, or the server refused; http_status is the answer where there was one."""
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
@@ -62,13 +63,16 @@ class Objects(Protocol):
     root: str
 
     def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
-        """Write the bytes, or the content of a file, at once; False (only with if_absent): it was there already."""
+        """Write the bytes, or the content of a file, at once; False (only with if_absent): it was there already.
+
+        StorageUnreachable, and nothing changed, where it cannot be written.
+        """
 
     def get(self, path: str) -> bytes:
-        """The whole object; ObjectMissing where there is none."""
+        """The whole object; ObjectMissing where there is none, StorageUnreachable where it cannot be read."""
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; ValueError where the object ends before."""
+        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError where the object ends before."""
 
     def exists(self, path: str) -> bool:
         """Whether the object is there."""
@@ -86,7 +90,7 @@ class Objects(Protocol):
         """The full name, for messages and reports."""
 
     def now(self) -> float:
-        """Seconds since 1970 by the clock that dates the objects; needs write access to a folder."""
+        """Seconds since 1970 by the clock that dates the objects; of a folder that takes no file, by this machine's."""
 
     def leftovers(self) -> Iterator[Leftover]:
         """What killed writers left, and what those at work are writing; only its age tells which."""
@@ -169,7 +173,10 @@ class LocalObjects:
                     file.unlink()
 
     def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
-        file = self._file(path)
+        with _changing(file := self._file(path)):
+            return self._put(file, data, if_absent)
+
+    def _put(self, file: Path, data: bytes | Path, if_absent: bool) -> bool:
         if if_absent and file.exists():
             return False
         _make_folder(file.parent)
@@ -198,17 +205,12 @@ class LocalObjects:
         return True
 
     def get(self, path: str) -> bytes:
-        try:
-            return self._file(path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+        with self._reading(path) as file:
+            return file.read()
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        try:
-            with self._file(path).open("rb") as file:
-                data = os.pread(file.fileno(), length, offset)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+        with self._reading(path) as file:
+            data = os.pread(file.fileno(), length, offset)
         return _whole_range(data, self.where(path), offset, length)
 
     def exists(self, path: str) -> bool:
@@ -239,7 +241,7 @@ class LocalObjects:
             yield ObjectInfo(path, status.st_size, status.st_mtime)
 
     def delete(self, path: str) -> None:
-        self._file(path).unlink(missing_ok=True)
+        _remove(self._file(path))
 
     def local_path(self, path: str) -> Path | None:
         return self._file(path)
@@ -252,8 +254,11 @@ class LocalObjects:
         try:
             probe.write_bytes(b"")
             return probe.stat().st_mtime
+        except OSError:  # who only looks may not write, and `gc` is for full disks, too
+            return time.time()
         finally:
-            probe.unlink(missing_ok=True)
+            if os.path.lexists(probe):
+                probe.unlink()
 
     def leftovers(self) -> Iterator[Leftover]:
         for folder, folders, names in os.walk(self._folder):
@@ -265,11 +270,42 @@ class LocalObjects:
                         status = file.stat()
                     except FileNotFoundError:
                         continue  # its writer has finished since the walk
-                    remove = functools.partial(file.unlink, missing_ok=True)
+                    remove = functools.partial(_remove, file)
                     yield Leftover(str(file), status.st_size, status.st_mtime, remove)
 
     def _file(self, path: str) -> Path:
         return self._folder / _checked(path)
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[BinaryIO]:
+        """The object's file, open; ObjectMissing where there is none, StorageUnreachable where it cannot be read."""
+        try:
+            with self._file(path).open("rb") as file:
+                yield file
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectMissing(f"there is no object {path} under {self.root}") from error
+        except OSError as error:
+            raise StorageUnreachable(
+                f"cannot read {self.where(path)}: {error}. See that its disk or file server is well and the file "
+                "readable for this user"
+            ) from error
+
+
+@contextlib.contextmanager
+def _changing(file: Path) -> Iterator[None]:
+    """StorageUnreachable names the file where it cannot be written or removed."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageUnreachable(
+            f"cannot write or remove {file}: {error}. Make room (`python -m storage.catalog gc` lists what may go) or "
+            "make it writable for this user, then run again: what is committed stays"
+        ) from error
+
+
+def _remove(file: Path) -> None:
+    with _changing(file):
+        file.unlink(missing_ok=True)
 
 
 def _make_folder(folder: Path) -> None:

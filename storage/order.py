@@ -1,8 +1,11 @@
 """The order in which a run sees its samples: a pure function of (seed, epoch), whatever the ranks and workers."""
 
+import functools
+
 import numpy as np
 
 
+@functools.lru_cache  # a batch asks for the same few as the batch before
 def mix(*numbers: int) -> int:
     """A 64-bit hash of integers (splitmix64, chained): ours, so that no library's random stream decides an order."""
     state = 0
@@ -19,12 +22,24 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _number(value: int) -> np.ndarray:
+    """uint64 []: faster beside an array of a few hundred than a scalar, which numpy makes an array of at every call."""
+    return np.array(value, np.uint64)
+
+
+_STEP, _FIRST, _SECOND = map(_number, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_30, _27, _31 = map(_number, (30, 27, 31))
+
+
 def _splitmix(x: np.ndarray) -> np.ndarray:
     """One step of splitmix64 at every element of a uint64 array; it wraps round on purpose."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + _STEP
+    x ^= x >> _30
+    x *= _FIRST
+    x ^= x >> _27
+    x *= _SECOND
+    x ^= x >> _31
+    return x
 
 
 def shuffled(
@@ -55,24 +70,29 @@ def shuffled(
 def _permuted(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
     """A number below n for each place below n, no two the same."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
-    low = np.uint64(2**half - 1)
-    keys = [np.uint64(mix(seed, stream, epoch, number)) for number in range(4)]
+    bits, low = _number(half), _number(2**half - 1)
+    keys = [_number(mix(seed, stream, epoch, number)) for number in range(4)]
     result = places.astype(np.uint64)
-    outside = np.ones(len(result), bool)
-    while outside.any():
-        left, right = result[outside] >> np.uint64(half), result[outside] & low
+    outside = np.arange(len(result))
+    while len(outside):
+        numbers = result[outside]
+        left, right = numbers >> bits, numbers & low
         for key in keys:
-            left, right = right, left ^ (_splitmix(right ^ key) & low)
-        result[outside] = (left << np.uint64(half)) | right
-        outside = result >= n
+            mixed = _splitmix(right ^ key)
+            mixed &= low
+            mixed ^= left
+            left, right = right, mixed
+        left <<= bits
+        left |= right
+        result[outside] = left
+        outside = outside[left >= n]
     return result.astype(np.int64)
 
 
-def take(consumed: int, count: int, seed: int, stream: int, n: int, chunk: int = 1) -> list[tuple[int, int]]:
+def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
     """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between."""
-    epochs, places = np.divmod(np.arange(consumed, consumed + count), n)
-    numbers = np.empty(count, np.int64)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        numbers[here] = shuffled(places[here], seed, stream, epoch, n, chunk, begins=epoch * n)
-    return list(zip(epochs.tolist(), numbers.tolist(), strict=True))
+    taken = []
+    for epoch in range(consumed // n, -(-(consumed + count) // n)):
+        places = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
+        taken += [(epoch, number) for number in shuffled(places, seed, stream, epoch, n).tolist()]
+    return taken

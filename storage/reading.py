@@ -6,16 +6,20 @@ joined and several under way at a time, so that training needs no disk.
 
 import functools
 import io
+import itertools
 import os
+import random
 import resource
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from storage.cache import ShardCache
-from storage.objects import Objects
+from storage.objects import ObjectMissing, Objects, StorageUnreachable
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
@@ -23,18 +27,26 @@ from storage.snapshots import ShardIndex
 _REQUESTS = 8  # under way at a time
 _JOINED = 8 << 20  # bytes of one request at most, where neighbours are read together
 _GAP = 64 << 10  # bytes between two samples that are rather read than asked for in a second request
+_PATIENCE = 300.0  # seconds: longer than a server takes to start again
+_LONGEST_PAUSE = 30.0  # seconds between two tries
 
 
 class ShardSamples:
-    """The samples of committed shards, read singly through the byte-offset index (pread, or a range request on S3)."""
+    """The samples of committed shards, read singly through the byte-offset index (pread, or a range request on S3).
 
-    def __init__(self, objects: Objects, index: ShardIndex, cache: ShardCache | None = None):
-        self.objects, self.index, self.cache = objects, index, cache
+    patience: seconds for which a read is repeated where the storage does not answer.
+    """
+
+    def __init__(
+        self, objects: Objects, index: ShardIndex, cache: ShardCache | None = None, patience: float = _PATIENCE
+    ):
+        self.objects, self.index, self.cache, self.patience = objects, index, cache, patience
         self._where = [objects.where(tar) for tar in index.tars]
         # Kept open, and shared with forked workers: pread moves no position.
         self._files: dict[int, io.FileIO] = {}
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._opening = threading.Lock()
+        self._opening = threading.Lock()  # held while `_files` changes
+        self._waits = False  # the storage does not answer, and that was said
         self._connected = 0  # the process that asked last
         self._check_sizes()
         if cache is not None:
@@ -51,18 +63,32 @@ class ShardSamples:
     def sample(self, number: int) -> Sample:
         """ValueError names the tar and the byte where a sample cannot be read."""
         tar, offset, length = self._place(number)
-        name = f"{self._where[tar]} at byte {offset}"
         data = self.read(tar, offset, length)
         try:
-            return read_span(data, name)
+            return read_span(data, self._name(tar, offset))
         except ValueError:
             if self.cache is None:
                 raise
-            committed = self.objects.get_range(self.index.tars[tar], offset, length)
-            if committed == data:
-                raise
+            return self._past_cache(tar, offset, length, data)
+
+    def past_cache(self, number: int) -> Sample | None:
+        """A sample as it was committed, and its copy gone if that holds something else; None where there is no cache.
+
+        For a sample that was read but does not decode. ValueError as `sample`.
+        """
+        if self.cache is None:
+            return None
+        place = self._place(number)
+        return self._past_cache(*place, self.read(*place))
+
+    def _past_cache(self, tar: int, offset: int, length: int, data: bytes) -> Sample:
+        committed = self._ask(tar, offset, length)
+        if committed != data:
             self._forget(tar)  # the copy is damaged
-            return read_span(committed, name)
+        return read_span(committed, self._name(tar, offset))
+
+    def _name(self, tar: int, offset: int) -> str:
+        return f"{self._where[tar]} at byte {offset}"
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         """A sample per number, in their order, or the ValueError that names why it cannot be read.
@@ -89,11 +115,37 @@ class ShardSamples:
         """Exactly these bytes of tar number `tar`: from its file if it has one here, else from the bucket."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
-            data = os.pread(file.fileno(), length, offset)
+            try:
+                data = os.pread(file.fileno(), length, offset)
+            except OSError:
+                data = b""  # a disk that fails, a file that was exchanged on NFS
             if len(data) == length:
                 return data
             self._forget(tar)
-        return self.objects.get_range(self.index.tars[tar], offset, length)
+        return self._ask(tar, offset, length)
+
+    def _ask(self, tar: int, offset: int, length: int) -> bytes:
+        """These bytes from the objects; where they do not answer, again and again while the patience lasts."""
+        end = time.monotonic() + self.patience
+        for attempt in itertools.count():
+            try:
+                data = self.objects.get_range(self.index.tars[tar], offset, length)
+            except StorageUnreachable as error:
+                left = end - time.monotonic()
+                if left <= 0 or (error.http_status is not None and error.http_status < 500):
+                    raise
+                self._say_what_it_waits_for(error)
+                time.sleep(min(left, min(_LONGEST_PAUSE, 2**attempt) * random.uniform(0.5, 1)))
+            else:
+                self._waits = False
+                return data
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _say_what_it_waits_for(self, error: StorageUnreachable) -> None:
+        with self._opening:
+            said, self._waits = self._waits, True
+        if not said:
+            print(f"reading waits for the storage, at most {self.patience:g} s: {error}", file=sys.stderr, flush=True)
 
     def _place(self, number: int) -> tuple[int, int, int]:
         """Which tar, and where in it: offset and length in bytes."""
@@ -128,7 +180,7 @@ class ShardSamples:
         for number, (_, offset, length) in zip(numbers, places, strict=True):
             try:
                 data = block[offset - start : offset - start + length]
-                found.append(read_span(data, f"{self._where[tar]} at byte {offset}"))
+                found.append(read_span(data, self._name(tar, offset)))
             except ValueError:
                 found.append(self._alone(number))
         return found
@@ -150,14 +202,15 @@ class ShardSamples:
                 return None  # the objects say what is wrong with it
         if file is not None:
             with self._opening:
-                if len(self._files) >= self._most_files:
+                if len(self._files) >= self._most_files and tar not in self._files:
                     self._files.pop(next(iter(self._files)))  # closed once nobody reads from it
                 self._files[tar] = file
         return file
 
     def _forget(self, tar: int) -> None:
-        """Read a tar no longer from its file, which is too short or holds what is no sample."""
-        self._files.pop(tar, None)
+        """Read a tar no longer from its file, which cannot be read, is too short or holds what is no sample."""
+        with self._opening:
+            self._files.pop(tar, None)
         if self.cache is not None:
             self.cache.remove(self.index.tars[tar])
 
@@ -168,8 +221,15 @@ class ShardSamples:
         folders = {tar.rpartition("/")[0] for tar in self.index.tars}
         sizes = {info.path: info.size for folder in sorted(folders) for info in self.objects.list(f"{folder}/")}
         for tar, end in zip(self.index.tars, ends.tolist(), strict=True):
-            if sizes.get(tar, 0) < end:
+            if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
                 raise ValueError(
                     f"{self.objects.where(tar)} has {sizes.get(tar, 0)} bytes, its manifest needs {end}: it is torn or "
                     f"gone; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
+
+    def _reaches(self, tar: str, end: int) -> bool:
+        """Whether a tar that the listing lacks, as it may on network file systems for a while, is there and whole."""
+        try:
+            return len(self.objects.get_range(tar, end - 1, 1)) == 1
+        except (ValueError, ObjectMissing):
+            return False

@@ -57,11 +57,11 @@ class Spool:
                     left = left[written:]
                     self._end += written
             except OSError as error:
-                error.add_note(
-                    f"Images wait in {tempfile.gettempdir()} until their shard is committed; where it is full, set "
-                    "TMPDIR to a folder with more room, or lower rows_per_shard"
-                )
-                raise
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: images wait in {tempfile.gettempdir()} until their shard is committed; where "
+                    "it is full, set TMPDIR to a folder with more room, or lower rows_per_shard",
+                ) from error
         size = picture.width, picture.height
         return SpooledPicture(self, offset, len(picture.image), *size, picture.sha256, picture.flags)
 

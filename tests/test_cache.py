@@ -62,6 +62,13 @@ def tars(tmp_path: Path) -> dict[str, Path]:
     return {file.name: file for file in sorted((tmp_path / "cache").rglob("[0-9]*.tar"))}
 
 
+def marked(tmp_path: Path) -> Path:
+    """The folder of a cache that holds nothing yet."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".filler").touch()
+    return tmp_path / "cache"
+
+
 def all_bytes(tmp_path: Path) -> int:
     return sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
 
@@ -183,6 +190,7 @@ def test_the_folder_is_filled_to_its_limit_and_then_kept(tmp_path, written):
 
 def test_tars_of_other_snapshots_go_the_least_recently_used_first_and_only_for_need(tmp_path, written):
     others = []
+    marked(tmp_path)
     for number, age in ((0, 300), (1, 100), (2, 200)):
         file = tmp_path / "cache" / "older" / STAGE / f"0000{number}-0123456789ab.tar"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -200,6 +208,59 @@ def test_tars_of_other_snapshots_go_the_least_recently_used_first_and_only_for_n
     assert len([file for file in tars(tmp_path).values()]) == SHARDS + 2
     cache_of(objects, tmp_path, limit=SIZE // 2)[0].fill()
     assert len(tars(tmp_path)) == SHARDS + 2, "nothing goes where nothing would fit then"
+
+
+def test_only_files_of_a_cache_are_counted_and_removed(tmp_path, written):
+    folder = marked(tmp_path)
+    others = ["00000.tar", "photograph.jpg", "images/00001-0123456789ab.tar.part", ".coming-home", "x-0123456789ab.tar"]
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(bytes(SIZE))
+    cache_of(remote(tmp_path), tmp_path, limit=SIZE)[0].fill()
+    assert all((folder / name).exists() for name in others)
+    assert len(list(folder.rglob("[0-9]*-????????????.tar"))) == 1
+
+
+@pytest.mark.parametrize("place", ["cache", "root", "root/captions/cache", "."])
+def test_a_folder_that_is_not_a_caches_is_refused(tmp_path, place):
+    objects = open_objects(str(tmp_path / "root"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "photograph.jpg").touch()
+    why = "holds files that are not a cache's" if place == "cache" else "lies in the root .*root or around it"
+    with pytest.raises(ValueError, match=rf"data\.cache={tmp_path}\S* {why}; name an empty folder"):
+        ShardCache(objects, tmp_path / place, 1)
+    ShardCache(objects, tmp_path / "new", 1)
+
+
+def test_a_tar_that_does_not_fit_keeps_no_smaller_one_away(tmp_path):
+    samples = [sample(i) for i in range(5)]
+    commit_samples(tmp_path / "root", "captions", samples, per_shard=4)
+    cache, found = cache_of(remote(tmp_path), tmp_path, limit=SIZE // 2)
+    assert found.index.tar_bytes[1] < SIZE // 2 < found.index.tar_bytes[0]
+    cache.fill()
+    assert list(tars(tmp_path)) == [Path(found.index.tars[1]).name]
+
+
+def test_a_picture_that_is_damaged_on_the_disk_and_unpacks_is_read_past_its_copy(tmp_path):
+    """Two in one batch: what was read with the first before its copy was given up, too."""
+    root = tiny_root(tmp_path, samples=8)
+    objects = Remote(open_objects(str(root)))
+    cache, samples = cache_of(objects, tmp_path)
+    assert cache.fill()
+    copy = tmp_path / "cache" / samples.index.tars[0]
+    with copy.open("r+b") as stream:
+        for number in (1, 2):
+            stream.seek(int(samples.index.offset[number]) + 512)  # the first bytes of the picture
+            stream.write(b"\xff" * 100)
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, batch=8, text_batch=0)
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task = make_task(recipe.task, vocabulary, 8)
+    questions = task.questions(samples, held_out=False)
+    (batch,) = TrainingData(samples, questions, task, config, TINY_MODEL.regions, ALONE)[0]
+    assert batch.unreadable == ()
+    assert len(batch) == 8
+    assert not copy.exists(), "it is fetched again"
 
 
 START = """
@@ -350,11 +411,18 @@ def test_a_failure_in_the_background_is_told_once_and_reads_go_on(tmp_path, writ
     time.sleep(0.2)
     assert len(told) == 1
     assert f"{tmp_path / 'cache'} is not filled, and reads go to the bucket: " in told[0]
+    (tmp_path / "cache").unlink()
+    (tmp_path / "cache" / ".filler").mkdir(parents=True)
+    deadline = time.monotonic() + 30
+    while len(told) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "Is a directory" in told[1]
 
 
 @pytest.mark.slow
 def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path):
-    """Read by forked workers, while the folder is filled beside them; in chunks, too."""
+    """Read by forked workers, in chunks."""
     root = tiny_root(tmp_path, samples=20)
     with s3_server("cached"):
         local, bucket = open_objects(str(root)), open_objects("s3://cached/root")
@@ -365,6 +433,10 @@ def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path)
         seen = []
         for objects, cache in ((local, None), (bucket, None), (bucket, open_cache(bucket, config))):
             samples, _ = open_samples(objects, "captions", None, None, ALONE, cache)
+            deadline = time.monotonic() + 30
+            while cache is not None and len(tars(tmp_path)) < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
             task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
             corpus, questions = TextCorpus(root / "text", vocabulary), task.questions(samples, held_out=False)
@@ -372,7 +444,3 @@ def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path)
             steps = batches(data, range(4), 2, ALONE.device)
             seen.append([rows_in_order(part) for parts in steps for part in parts])
         assert seen[0] == seen[1] == seen[2]
-        deadline = time.monotonic() + 30
-        while len(tars(tmp_path)) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)

@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -18,7 +19,7 @@ from s3 import s3_server
 from seeded import DETECTOR, as_dict, seeded_sample, shard_of
 
 from storage.catalog import Catalog, Row, ShardIndex
-from storage.objects import LocalObjects, ObjectInfo, ObjectMissing, Objects, open_objects
+from storage.objects import LocalObjects, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.sample import Sample
 from storage.shards import read_span
 
@@ -154,6 +155,19 @@ def test_an_overtaken_writer_of_the_same_bytes_leaves_the_winner_its_tar(catalog
 
     assert catalog.commit("images", "00000", overtaken(), rows, {}) is False
     assert len(list(catalog.read("images", "00000"))) == 4
+
+
+@pytest.mark.parametrize("write", [lambda catalog: commit(catalog, 1), lambda catalog: catalog.pin("images")])
+def test_a_full_folder_for_temporary_files_is_named_with_the_way_out(local, write):
+    commit(local, 0)
+    before, (soft, hard) = names(local.objects), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # refuses to write, as a full disk does
+    try:
+        with pytest.raises(StorageUnreachable, match=rf"^no room in {tempfile.gettempdir()}.*Set TMPDIR"):
+            write(local)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(local.objects) == before
 
 
 def test_of_many_writers_at_once_one_commits(local):

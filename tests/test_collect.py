@@ -15,6 +15,7 @@ from storage.catalog import Catalog
 from storage.collect import (
     CollectSettings,
     Group,
+    OnCommit,
     Part,
     check_committed,
     check_network,
@@ -124,9 +125,9 @@ def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str
         of(root).objects.delete(f"captions/images/{shard}.parquet")
     said, groups = [], []
 
-    def group(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+    def group(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         groups.append([part.shard for part in group.parts])
-        return collect_group(at, settings, group)
+        return collect_group(at, settings, group, on_commit)
 
     result = collect(root, captions(world), said.append, group)
     assert groups == [["00000", "00002"], ["00003"]]
@@ -141,7 +142,7 @@ def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World,
     of(root).objects.delete("captions/images/00003.parquet")
     said = []
     group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40, 4)
-    counts = collect_group(root, captions(world, report_every=0), group, said.append)
+    counts = collect_group(root, captions(world, report_every=0), group, say=said.append)
     assert counts == of(root).counts(IMAGES)  # of the whole group, whoever committed it
     assert contents(root) == before
     # 30 rows were there: what is told are rows 30 and 31 alone, after the eight of an earlier group.
@@ -287,10 +288,10 @@ def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_p
     lines = [f"caption {i}\t/edited.jpg" for i in range(6)]
     settings = served(web, file, *lines, shards_per_group=1)
 
-    def edit(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+    def edit(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         if group.parts[0].shard == "00001":
             served(web, file, "a new line\t/edited.jpg", *lines)
-        return collect_group(at, settings, group, lambda line: None)
+        return collect_group(at, settings, group, on_commit, lambda line: None)
 
     message = r"list.tsv was changed while it was collected: rows 2 to 4 \(shard 00001\)"
     with pytest.raises(ValueError, match=message):
@@ -301,9 +302,9 @@ def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_p
 def test_a_folder_that_is_changed_while_it_is_imported_is_an_error(world: World, tmp_path: Path):
     folder, root = shutil.copytree(world.refcoco_images, tmp_path / "images"), str(tmp_path / "root")
 
-    def change(at: str, settings: CollectSettings, group: Group) -> dict[str, int]:
+    def change(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         (folder / "000.jpg").write_bytes(b"")
-        return collect_group(at, settings, group)
+        return collect_group(at, settings, group, on_commit)
 
     settings = dataclasses.replace(refcoco(world), images=str(folder))
     with pytest.raises(ValueError, match="images was changed while it was collected: rows 0 to 6"):

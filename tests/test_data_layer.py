@@ -204,7 +204,7 @@ def test_rows_of_the_text_corpus_are_the_authors(corpus, line):
     """A line and those behind it, round the end of the file, are 64 pieces without [CLS] and [SEP]."""
     theirs = {name: figures()[f"gc/{line}/{name}"] for name in ("in_u_words", "ids", "mlm_labels")}
     task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
-    row = task.text_example(f"text-{line}", corpus.passage(line, 64), Draws(theirs["in_u_words"]))
+    row = task.text_example(f"text-{line}", corpus.passages(np.array([line]), 64)[0], Draws(theirs["in_u_words"]))
     np.testing.assert_array_equal(row.words.tokens, theirs["ids"])
     labels = np.full(64, -1)
     labels[row.words.targets["word_asked"]] = row.words.asked["words"]

@@ -3,10 +3,11 @@
 import asyncio
 import random
 from collections.abc import Coroutine
+from contextlib import suppress
 
 import pytest
 
-from storage.hosts import Budget, Hosts, Transient
+from storage.hosts import Budget, Hosts, Lease, Transient
 
 
 def run(work: Coroutine) -> object:
@@ -109,10 +110,10 @@ def test_a_host_that_only_times_out_is_given_up_and_only_it():
         crowd = Crowd(hosts)
         crowd.come(*"aaaaabb")
         await settle()
-        hosts.timed_out("a")
+        hosts.failed("a")
         await settle()
         hosts.check("a")  # once is not enough
-        hosts.timed_out("a")
+        hosts.failed("a")
         await settle()
         with pytest.raises(Transient, match="last 2 URLs asked of a timed out") as refused:
             hosts.check("a")
@@ -130,12 +131,12 @@ def test_a_host_that_only_times_out_is_given_up_and_only_it():
 def test_an_answer_ends_the_row_of_timeouts_and_earns_patience():
     async def work() -> None:
         hosts = Hosts(at_once=64, per_host=8, breaker=2)
-        hosts.timed_out("a")
+        hosts.failed("a")
         hosts.answered("a")
         for _ in range(7):
-            hosts.timed_out("a")
+            hosts.failed("a")
         hosts.check("a")
-        hosts.timed_out("a")
+        hosts.failed("a")
         with pytest.raises(Transient):
             hosts.check("a")
         hosts.answered("a")  # of a URL that was still in flight
@@ -144,31 +145,47 @@ def test_an_answer_ends_the_row_of_timeouts_and_earns_patience():
     run(work())
 
 
-def test_a_host_that_is_offered_again_is_asked_one_at_a_time_until_it_answers():
+def test_a_host_that_is_offered_again_begins_anew():
     async def work() -> None:
         hosts = Hosts(at_once=64, per_host=8, breaker=2)
         crowd = Crowd(hosts)
         for _ in range(2):
-            hosts.timed_out("a")
+            hosts.failed("a")
+        hosts.offer_again("a")
+        crowd.come(*"aaaa")
+        await settle()
+        assert crowd.inside == ["a", "a"]
+        for _ in range(2):
+            hosts.failed("a")  # all others need not try
+            crowd.let_go("a")
+        assert await crowd.ended() == ["", "", "host_timeout", "host_timeout"]
         hosts.offer_again("a")
         crowd.come(*"aaa")
         await settle()
-        assert crowd.inside == ["a"]
-        hosts.timed_out("a")  # the one: all others need not try
-        crowd.let_go("a")
-        assert await crowd.ended() == ["", "host_timeout", "host_timeout"]
-        hosts.offer_again("a")
-        crowd.come(*"aaa")
-        await settle()
-        assert crowd.inside == ["a"]
+        assert crowd.inside == ["a", "a"]
         hosts.answered("a")
         await settle()
         assert crowd.inside == ["a", "a", "a"]
         for _ in range(3):
             crowd.let_go("a")
-        assert (await crowd.ended())[3:] == ["", "", ""]
+        assert (await crowd.ended())[4:] == ["", "", ""]
 
     run(work())
+
+
+def test_a_failure_in_the_trial_of_one_shard_does_not_count_in_that_of_the_next():
+    hosts = Hosts(at_once=64, per_host=8, breaker=2)
+    for _ in range(8):
+        hosts.offer_again("a")
+        hosts.failed("a")
+    hosts.check("a")
+    hosts.answered("a")
+    for _ in range(7):
+        hosts.failed("a")
+        hosts.offer_again("a")  # it answered: that says nothing new of it
+    with pytest.raises(Transient):
+        hosts.failed("a")
+        hosts.check("a")
 
 
 @pytest.mark.parametrize("ticks", range(5))
@@ -208,6 +225,37 @@ def test_bodies_wait_for_room_and_the_oldest_never_does():
             assert waiting.done()
             assert budget.held == 90
         assert budget.held == 0
+
+    run(work())
+
+
+def test_a_large_body_that_falls_silent_is_ended_only_while_others_wait():
+    async def body(budget: Budget, first: int, pace: int) -> Lease:
+        with budget.lease() as lease, suppress(TimeoutError):
+            async with asyncio.timeout(4) as clock:
+                lease.grow(first)
+                lease.read_by(clock)
+                while lease.held < 1_000_000:
+                    await asyncio.sleep(0.1)
+                    lease.grow(pace)
+        return lease
+
+    async def work() -> None:
+        budget = Budget(1_000_000)
+        silent, dripping, quick, small = bodies = [
+            asyncio.create_task(body(budget, *facts))
+            for facts in ((500_000, 0), (400_000, 100), (500_000, 20_000), (1000, 0))
+        ]
+        await asyncio.sleep(1.2)
+        assert not any(task.done() for task in bodies)
+        with budget.lease() as waiting:
+            waiting.grow(1)
+            await waiting.room()
+        assert not any(task.done() for task in (quick, small))
+        await asyncio.wait([silent, dripping])
+        assert [(await task).revoked for task in (silent, dripping)] == [True, True]
+        for task in (quick, small):
+            task.cancel()
 
     run(work())
 

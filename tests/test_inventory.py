@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,9 +18,10 @@ from s3 import s3_server
 from seeded import DETECTOR, seeded_sample, shard_of
 
 from storage.catalog import Catalog
-from storage.inventory import collect, history, litter, main, status, verify
-from storage.manifests import Manifest, Row
+from storage.inventory import Inventory, collect, history, litter, main, status, verify
+from storage.manifests import Manifest, Row, manifest_bytes
 from storage.objects import LocalObjects, Objects, open_objects
+from storage.shards import Span
 
 REGIONS = f"regions/{DETECTOR}"
 HOUR = 3600.0
@@ -167,11 +169,11 @@ def whole(request, tmp_path) -> Catalog:
 
 
 def test_what_is_as_it_was_committed_has_no_fault(whole):
-    assert list(verify(whole.objects)) == []
-    assert list(verify(whole.objects, "captions")) == []
+    assert list(verify(Inventory(whole.objects))) == []
+    assert list(verify(Inventory(whole.objects, "captions"))) == []
     assert whole.commit("images", "00009", [], [Row(54, "k", "timeout")], {})
     whole.pin("images")
-    assert list(verify(whole.objects)) == []
+    assert list(verify(Inventory(whole.objects))) == []
 
 
 def test_verify_names_every_fault(whole):
@@ -183,7 +185,7 @@ def test_verify_names_every_fault(whole):
     objects.delete(second.tar)
     objects.put(f"captions/{REGIONS}/00001.parquet", b"PAR1")
     objects.put("captions/images/00002.parquet", shifted(whole, third))
-    faults = list(verify(objects))
+    faults = list(verify(Inventory(objects)))
     parts = [
         [first.tar, "is damaged"],
         [second.tar, "is gone, and", "captions/images/00001.parquet names it"],
@@ -219,7 +221,7 @@ def test_verify_finds_a_manifest_whose_header_is_not_of_its_rows(local):
         sink = io.BytesIO()
         pq.write_table(table.replace_schema_metadata({"manifest": json.dumps({**header, **change})}), sink)
         local.objects.put(path, sink.getvalue())
-    first, second = verify(local.objects)
+    first, second = verify(Inventory(local.objects))
     assert first.endswith("00000.parquet has rows {'http_404': 2, 'ok': 4} and says {'ok': 6}")
     assert second.endswith("00001.parquet names no tar for 4 rows that are ok")
 
@@ -233,11 +235,11 @@ def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source
     samples, rows = shard_of(0)
     samples = [dataclasses.replace(sample, caption="made again") for sample in samples]
     assert local.commit("images", "00000", samples, rows, {})
-    source, snapshot = verify(local.objects)
+    source, snapshot = verify(Inventory(local.objects))
     assert f"{REGIONS}/00000.parquet was made from another" in source
     assert ".tar is gone or damaged, and" in snapshot
-    failed = command("verify", local.objects.root)
-    assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, "2 faults"])
+    failed, told = command("verify", local.objects.root), "2 faults (checked: shards 2, snapshots 1)"
+    assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, told])
 
 
 def test_verify_finds_a_snapshot_whose_rows_are_not_the_manifests(local, tmp_path):
@@ -251,8 +253,45 @@ def test_verify_finds_a_snapshot_whose_rows_are_not_the_manifests(local, tmp_pat
     theirs = other.objects.get(f"captions/images/snapshots/{other.pin('images').id}.parquet")
     ours = local.objects.get(f"captions/images/snapshots/{snapshot.id}.parquet")
     local.objects.put(f"captions/images/snapshots/{snapshot.id}.parquet", grafted(theirs, ours))
-    (fault,) = verify(local.objects)
+    (fault,) = verify(Inventory(local.objects))
     assert f"{snapshot.id}.parquet: its rows of shard 00000 are not those of the manifest" in fault
+
+
+def test_verify_deals_rows_to_the_shards_that_lie_across_the_row_groups_of_a_snapshot(local):
+    start = 0
+    for number, count in enumerate((131_070, 4, 3)):  # a row group ends after 131,072
+        keys = [f"{row:020x}" for row in range(start, start + count)]
+        rows = [Row(start + i, key, "ok") for i, key in enumerate(keys)]
+        about = {"stage": "images", "shard": f"{number:05d}", "meta": {}}
+        about |= {"tar": f"{number:05d}-{0:012}.tar", "tar_sha256": "0" * 64, "tar_bytes": 1}
+        spans = [Span(key, 512 * i, 512) for i, key in enumerate(keys)]
+        data = manifest_bytes(rows, spans, [(16, 8, None)] * count, about)
+        local.objects.put(f"captions/images/{number:05d}.parquet", data)
+        start += count
+    local.pin("images")
+    faults = list(verify(Inventory(local.objects)))
+    assert [".tar is gone" in fault for fault in faults] == [True] * 3, faults
+
+
+class Bucket(LocalObjects):
+    """A folder that has, as a bucket, no files of this machine; it notes what is asked for whole."""
+
+    def local_path(self, path: str) -> None:
+        return None
+
+    def get(self, path: str) -> bytes:
+        vars(self).setdefault("whole", set()).add(path)
+        return super().get(path)
+
+
+def test_verify_takes_no_tar_of_a_bucket_into_memory_whole(local):
+    tar = commit(local, 0)
+    bucket = Bucket(local.objects.root)
+    assert list(verify(Inventory(bucket))) == []
+    assert bucket.whole == {"captions/images/00000.parquet"}
+    local.objects.put(tar, local.objects.get(tar)[:-1])
+    (fault,) = verify(Inventory(bucket))
+    assert f"{tar} is damaged: {next(bucket.list(tar)).size} bytes" in fault
 
 
 def grafted(rows: bytes, footer: bytes) -> bytes:
@@ -301,7 +340,7 @@ def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):
     assert gone == {orphan, f"captions/images/snapshots/{old.id}.parquet"}
     assert not hidden.exists()
     assert {named, again} <= {info.path for info in objects.list()}
-    assert list(verify(objects)) == []
+    assert list(verify(Inventory(objects))) == []
     assert [one.where for one in litter(objects, 22 * HOUR)] == [objects.where(young)]
     assert [one.where for one in litter(objects, 24 * HOUR)] == []
 
@@ -317,7 +356,7 @@ def test_a_tar_that_only_an_unpinned_snapshot_names_goes_with_it(local):
     assert [one.what for one in litter(local.objects, -1)] == ["unpinned snapshot", "orphan tar"]
     collect(local.objects, -1, delete=True)
     assert not local.objects.exists(first)
-    assert list(verify(local.objects)) == []
+    assert list(verify(Inventory(local.objects))) == []
 
 
 def test_the_validation_of_a_checkpoint_pins_too_and_so_do_older_checkpoints(local):
@@ -344,6 +383,63 @@ def test_a_tar_that_a_writer_takes_over_while_gc_looks_gets_a_new_date_and_stays
     assert local.objects.exists(tar)
 
 
+def test_a_tar_that_is_named_since_gc_looked_stays(local):
+    tar, path = commit(local, 0), "captions/images/00000.parquet"
+    manifest = local.objects.get(path)
+    local.objects.delete(path)
+    at(local.objects, tar, 48)
+    (found,) = litter(local.objects, 24 * HOUR)
+    local.objects.put(path, manifest)  # by a writer that had put its tar two days before
+    assert found.remove() is False
+    assert local.objects.exists(tar)
+    local.objects.delete(path)
+    assert found.remove() is True
+    assert not local.objects.exists(tar)
+
+
+@pytest.mark.parametrize("newest_only", [False, True])
+def test_checkpoints_that_a_training_removes_meanwhile_are_passed_over_for_those_that_follow(local, newest_only):
+    for step in (1, 2):
+        checkpoint(local.objects, "first", step, data_of("old", stage="images"))
+    checkpoint(local.objects, "first/of", 9, data_of("other", stage="images"))
+    inventory = Inventory(local.objects)
+    for step in (1, 2):
+        local.objects.delete(f"runs/first/step-{step:07d}/state.json")
+    for step in (3, 4):
+        checkpoint(local.objects, "first", step, data_of("old", "new", stage="images"))
+    found = [(pin.run, pin.step, pin.snapshot) for pin in inventory.pins(newest_only)]
+    steps = [4] if newest_only else [3, 4]
+    expected = [("first", step, snapshot) for step in steps for snapshot in ("old", "new")]
+    assert found == [*expected, ("first/of", 9, "other")]
+    inventory = Inventory(local.objects)
+    for step in (3, 4):
+        local.objects.delete(f"runs/first/step-{step:07d}/state.json")
+    assert [pin.run for pin in inventory.pins(newest_only)] == ["first/of"]
+
+
+def test_gc_of_a_mistyped_root_makes_nothing_and_a_grace_time_is_a_number_of_hours(tmp_path, capsys):
+    for arguments in ([], ["--delete"]):
+        with pytest.raises(SystemExit, match=f"^cannot read the folder {tmp_path}/typo: "):
+            main(["gc", str(tmp_path / "typo"), *arguments])
+    assert list(tmp_path.iterdir()) == []
+    for hours in ("nan", "inf", "-1", "a day"):
+        with pytest.raises(SystemExit):
+            main(["gc", str(tmp_path), f"--grace={hours}"])
+        assert f"invalid number of hours value: '{hours}'" in capsys.readouterr().err
+    main(["gc", str(tmp_path), "--grace=0.5", "--delete"])
+    assert capsys.readouterr().out == "nothing to delete\n"
+
+
+def test_commands_that_look_write_nothing_into_a_bucket(s3, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    for command_line in (["status", root], ["history", root], ["gc", root]):
+        main(command_line)
+    with pytest.raises(SystemExit):
+        main(["verify", root])
+    client = boto3.session.Session().client("s3")
+    assert client.list_objects_v2(Bucket="bucket", Prefix=tmp_path.name)["KeyCount"] == 0
+
+
 class Hasty(LocalObjects):
     """A folder whose tars vanish as soon as they are put, once."""
 
@@ -357,7 +453,7 @@ class Hasty(LocalObjects):
 
 def test_a_tar_that_gc_took_before_its_manifest_is_put_again(local):
     assert Catalog(Hasty(local.objects.root), "captions").commit("images", "00000", *shard_of(0), {})
-    assert list(verify(local.objects)) == []
+    assert list(verify(Inventory(local.objects))) == []
 
 
 def test_a_root_without_anything_says_so(tmp_path, capsys):
@@ -366,4 +462,8 @@ def test_a_root_without_anything_says_so(tmp_path, capsys):
         main([*arguments, str(tmp_path / "root")])
         assert capsys.readouterr().out == f"nothing is committed under {tmp_path}/root\n"
     main(["gc", str(tmp_path / "root")])
-    assert capsys.readouterr().out.startswith("0 things, 0.0 MB")
+    assert capsys.readouterr().out == "nothing to delete\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path / "root")])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"nothing is committed under {tmp_path}/root\n"

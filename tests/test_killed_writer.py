@@ -1,11 +1,23 @@
 """Writers that are killed at any moment leave only whole shards, lose no row and write none twice."""
 
+import multiprocessing
+import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
-from benchmarks.killed_writer import check
+from benchmarks.killed_writer import _CALLS, Fate, check, watched
+
+
+def test_system_calls_of_threads_are_borders_too(tmp_path: Path):
+    counts = multiprocessing.get_context("fork").Array("i", len(_CALLS), lock=False)
+    with watched(Fate(0, None, 0, after=False), counts):
+        thread = threading.Thread(target=os.mkdir, args=(tmp_path / "made",))
+        thread.start()
+        thread.join()
+    assert counts[_CALLS.index("mkdir")] == 1
 
 
 def test_writers_killed_a_few_times_leave_only_whole_shards(tmp_path: Path):

@@ -11,8 +11,8 @@ BARS = {
     "read, decode, resize to 600/1000, mask": 200,
     "order of 5,000 samples, chunks of 1": 1,
     "seek to a batch of 256, chunks of 1": 5,
-    "index of 5,000 samples": 64,
-    "text corpus, batches of 256 x 64": 50,
+    "index of 5,000 samples, growth of its reader": 64,
+    "text corpus, order and batches of 256 x 64": 50,
 }
 
 

@@ -1,7 +1,9 @@
 """A folder and a bucket are the same store: every fact here holds for both, S3 over real HTTP."""
 
+import contextlib
 import os
 import pickle
+import resource
 import socket
 import threading
 import time
@@ -70,6 +72,16 @@ def test_what_is_not_there_is_missing_by_name(objects):
     objects.delete("nothing")
     objects.delete("folder/there")
     assert not objects.exists("folder/there")
+
+
+def test_a_file_that_cannot_be_read_is_told_from_a_missing_one_and_named(tmp_path):
+    objects = open_objects(str(tmp_path))
+    (tmp_path / "damaged").symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
+    (tmp_path / "circle").symlink_to("circle")
+    for path, reason in (("damaged", "Input/output error"), ("circle", "Too many levels of symbolic links")):
+        for read in (lambda path: objects.get_range(path, 0, 8), objects.get):
+            with pytest.raises(StorageUnreachable, match=rf"cannot read {tmp_path}/{path}: .*{reason}.*See that"):
+                read(path)
 
 
 @pytest.mark.parametrize("form", ["bytes", "file"])
@@ -212,6 +224,33 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, place):
     root = place.format(folder=tmp_path)
     with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable"):
         open_objects(root)
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file may become larger meanwhile: the system refuses to write, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_put_without_room_names_the_file_and_the_way_out_and_leaves_nothing(tmp_path, if_absent):
+    objects = open_objects(str(tmp_path))
+    with room(5000), pytest.raises(StorageUnreachable, match=rf"{tmp_path}/a/b: .*File too large.*Make room.* again"):
+        objects.put("a/b", bytes(10_000), if_absent=if_absent)
+    assert paths(objects) == []
+    assert list(objects.leftovers()) == []
+
+
+def test_a_file_that_cannot_be_removed_is_named(tmp_path):
+    objects = open_objects(str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageUnreachable, match=f"cannot write or remove {tmp_path}/folder: .*make it writable"):
+        objects.delete("folder")
 
 
 def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):
@@ -409,6 +448,10 @@ def test_the_clock_is_that_of_the_storage(objects):
     assert abs(next(objects.list("a")).modified - objects.now()) < 3
     assert abs(objects.now() - before) < 3
     assert paths(objects) == ["a"]
+
+
+def test_of_a_folder_that_takes_no_file_the_clock_is_this_machines():
+    assert abs(open_objects("/proc/self/fdinfo", write=False).now() - time.time()) < 3
 
 
 def test_what_broken_off_puts_left_is_found_and_can_be_removed(tmp_path, s3):

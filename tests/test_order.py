@@ -6,13 +6,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from storage.order import shuffled, take
+from storage.order import shuffled
+from vlbert.data import CAPTIONS, Stretch, drawn
 
-SEED, STREAM = 5, 0
+SEED, STREAM = 5, CAPTIONS
 
 
 def epoch_of(epoch: int, n: int, chunk: int, begins: int = 0, seed: int = SEED, stream: int = STREAM) -> list[int]:
     return shuffled(np.arange(n), seed, stream, epoch, n, chunk, begins).tolist()
+
+
+def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
+    """(epoch, sample) as a training over n samples takes them, in chunks of 8."""
+    return [(epoch, number) for _, epoch, number in drawn([Stretch(0, 0, n, "")], consumed, count, SEED, chunk=8)]
 
 
 def cuts(order: list[int], n: int) -> list[int]:
@@ -37,7 +43,7 @@ def test_chunks_begin_at_multiples_of_their_size_through_all_epochs(n):
 def test_batches_of_whole_chunks_cut_none_but_at_the_border_of_an_epoch():
     n, requests = 1001, []
     for step in range(100):
-        taken = take(step * 32, 32, SEED, STREAM, n, chunk=8)
+        taken = taken_of(n, step * 32, 32)
         runs = 1 + sum(after != (before[0], (before[1] + 1) % n) for before, after in itertools.pairwise(taken))
         requests.append(runs)
     borders = {epoch * n // 32 for epoch in range(1, 4)}
@@ -48,8 +54,8 @@ def test_batches_of_whole_chunks_cut_none_but_at_the_border_of_an_epoch():
 def test_samples_over_several_epochs_are_taken_once_an_epoch_by_steps_of_any_size():
     n = 101
     for step in (1, 7, 8, 101, 250):
-        taken = [pair for start in range(0, 1010, step) for pair in take(start, step, SEED, STREAM, n, 8)][:1010]
-        assert taken == take(0, 1010, SEED, STREAM, n, chunk=8)
+        taken = [pair for start in range(0, 1010, step) for pair in taken_of(n, start, step)][:1010]
+        assert taken == taken_of(n, 0, 1010)
         assert Counter(taken) == Counter((epoch, number) for epoch in range(10) for number in range(n))
 
 

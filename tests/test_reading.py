@@ -4,19 +4,21 @@ import dataclasses
 import multiprocessing
 import os
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from s3 import s3_server
+from s3_faults import faulty
 from test_data import captions, training_data
 from tiny import DETECTOR, commit_samples, tiny_root, tiny_sample
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog
-from storage.objects import ObjectMissing, Objects, open_objects
-from storage.order import take
+from storage.objects import ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.reading import ShardSamples
 from storage.sample import Sample
+from vlbert.data import Stretch, drawn
 
 COUNT = 40  # samples, 16 a shard
 STAGE = f"regions/{DETECTOR}"
@@ -59,9 +61,9 @@ def objects(request, folder) -> Counted:
     return Counted(open_objects(str(folder)) if request.param == "folder" else request.getfixturevalue("bucket"))
 
 
-def samples_of(objects: Objects, **cache: ShardCache) -> ShardSamples:
+def samples_of(objects: Objects, **settings: ShardCache | float) -> ShardSamples:
     catalog = Catalog(objects, "captions")
-    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id), **cache)
+    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id), **settings)
 
 
 def identity(sample: Sample | ValueError) -> tuple:
@@ -107,9 +109,9 @@ def test_a_chunk_is_one_request_where_single_samples_are_many(tmp_path):
     commit_samples(tmp_path, "captions", large, per_shard=64)
     objects = Counted(open_objects(str(tmp_path)))
     samples = samples_of(objects)
-    groups = {}
+    groups, stretches = {}, [Stretch(0, 0, 64, "")]
     for chunk in (1, 8):
-        steps = [[number for _, number in take(step * 16, 16, 1, 0, 64, chunk)] for step in range(4)]
+        steps = [[number for _, _, number in drawn(stretches, step * 16, 16, 1, chunk)] for step in range(4)]
         groups[chunk] = sum(len(samples._neighbours(numbers)) for numbers in steps)
     assert groups[8] <= 9, "eight chunks, one of which may go round the end"
     assert groups[1] > 30
@@ -175,6 +177,72 @@ def test_a_tar_that_is_gone_is_no_samples_fault(tmp_path):
     for numbers in ([0, 1], [0]):
         with pytest.raises(ObjectMissing, match="there is no object captions/regions"):
             samples.samples(numbers)
+
+
+ATTEMPTS = 7  # of a request, before a server counts as away
+
+
+def test_a_server_that_is_away_for_some_seconds_is_waited_for_and_that_is_said_once(folder, written, capfd):
+    with s3_server("away") as server, faulty(server, faults={}) as proxy:
+        objects, local = open_objects("s3://away/root"), open_objects(str(folder))
+        for info in local.list():
+            objects.put(info.path, local.get(info.path))
+        samples = samples_of(objects)
+        proxy.plan("GET", ".tar", *["reset before"] * (ATTEMPTS + 1))
+        assert identity(samples.sample(3)) == written[3]
+        said = [line for line in capfd.readouterr().err.splitlines() if "waits" in line]
+        assert len(said) == 1
+        assert "reading waits for the storage, at most 300 s: get_object of s3://away/root/captions" in said[0]
+
+        impatient = samples_of(objects, patience=0)
+        proxy.plan("GET", ".tar", *["reset before"] * ATTEMPTS)
+        with pytest.raises(StorageUnreachable, match=r"get_object of .*\.tar .* failed"):
+            impatient.sample(3)
+        assert identity(impatient.sample(3)) == written[3]
+
+
+def test_a_server_that_refuses_is_not_waited_for(folder, capfd):
+    with s3_server("gone"):
+        objects, local = open_objects("s3://gone/root"), open_objects(str(folder))
+        for info in local.list():
+            objects.put(info.path, local.get(info.path))
+        samples = samples_of(objects)
+        client = objects._client()
+        for entry in client.list_objects_v2(Bucket="gone")["Contents"]:
+            client.delete_object(Bucket="gone", Key=entry["Key"])
+        client.delete_bucket(Bucket="gone")
+        with pytest.raises(StorageUnreachable, match="NoSuchBucket"):
+            samples.sample(0)
+        assert "waits" not in capfd.readouterr().err
+
+
+def test_a_file_that_its_disk_does_not_give_is_asked_for_anew(folder, written):
+    samples = samples_of(open_objects(str(folder)))
+    samples.sample(0)
+    samples._files[0] = open("/proc/self/mem", "rb", buffering=0)  # noqa: SIM115  every read of page 0 is an OSError
+    with pytest.raises(OSError, match="Input/output error"):
+        os.pread(samples._files[0].fileno(), 10, 0)
+    assert [identity(sample) for sample in samples.samples([0, 3])] == [written[0], written[3]]
+    assert samples._files.get(0) is None, "it is opened anew"
+
+
+class Lagging(Counted):
+    """A listing lacks what was written last."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        tars = [info for info in self._objects.list(prefix) if info.path.endswith(".tar")]
+        yield from (info for info in self._objects.list(prefix) if info != tars[-1])
+
+
+def test_a_tar_that_only_the_listing_lacks_is_there(tmp_path, written):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(COUNT)], per_shard=16)
+    objects = open_objects(str(tmp_path))
+    last = samples_of(objects).index.tars[-1]
+    samples = samples_of(Lagging(objects))
+    assert identity(samples.sample(COUNT - 1)) == written[-1]
+    os.truncate(tmp_path / last, 1000)
+    with pytest.raises(ValueError, match=f"{last} has 0 bytes"):
+        samples_of(Lagging(objects))
 
 
 def test_descriptors_are_kept_and_bounded(tmp_path, written):

@@ -287,6 +287,27 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp
         assert read_state(objects, "runs/whole/step-0000009")["data"]["snapshots"] == stretches
 
 
+@pytest.mark.parametrize("junk", ["manifest", "tar"])
+def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_path, capsys, junk):
+    root = tiny_root(tmp_path, samples=20)
+
+    def disturb(step: int, parts: Sequence[Batch]) -> None:
+        if step == 1 and junk == "manifest":
+            (root / "captions" / STAGE / "00009.parquet").write_bytes(b"junk")
+        elif step == 1:
+            commit_more(root, "00009", range(100, 108))
+            (tar,) = (root / "captions" / STAGE).glob("00009-*.tar")
+            tar.unlink()
+
+    train(a_run(root, "disturbed"), ALONE, disturb)
+    said = [line for line in capsys.readouterr().out.splitlines() if "no new shards enter" in line]
+    assert len(said) == 1
+    assert "no new shards enter in step 3, the next border looks again: " in said[0]
+    assert "00009" in said[0]
+    state = read_state(open_objects(str(root)), "runs/disturbed/step-0000009")
+    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+
+
 def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
     root = tiny_root(tmp_path, samples=20)
     seen = Seen(root, at=1)

@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import multiprocessing
+import os
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -169,15 +171,26 @@ def test_a_pinned_snapshot_needs_its_file_alone_whatever_became_of_the_manifests
     assert np.array_equal(again.offset, earlier.offset)
 
 
-def test_pinning_again_writes_nothing_and_of_many_at_once_one_file_stays(local):
+def test_pinning_again_changes_the_date_alone_and_of_many_at_once_one_file_stays(local):
     commit(local, 0)
     with ThreadPoolExecutor(4) as pool:
         pinned = list(pool.map(lambda _: Catalog(LocalObjects(local.objects.root), "captions").pin("images"), range(4)))
     assert len(set(pinned)) == 1
     assert [info.path for info in local.objects.list("captions/images/snapshots/")] == [file_of(pinned[0].id)]
+    path = file_of(pinned[0].id)
+    before = local.objects.get(path)
+    os.utime(local.objects.local_path(path), (0, 0))
     counting = CountingObjects(local.objects.root)
     assert Catalog(counting, "captions").pin("images") == pinned[0]
-    assert counting.asked == ["list captions/images/", "get captions/images/00000.parquet"]
+    assert counting.asked == [
+        "list captions/images/",
+        "get captions/images/00000.parquet",
+        f"get {path}",
+        f"put {path}",
+    ]
+    assert local.objects.get(path) == before
+    (found,) = local.objects.list(path)
+    assert abs(found.modified - time.time()) < 60  # `gc` counts its grace time from now on
 
 
 def large(file: Path, sizes: list[int]) -> list[np.ndarray]:

@@ -95,9 +95,9 @@ def test_a_passage_goes_on_over_lines_and_round_the_end(tmp_path):
     encode_corpus(lines("a cat", "", "sat on", "a cat sat on a cat ."), WORDS, tmp_path)
     corpus = TextCorpus(tmp_path, WORDS)
     assert len(corpus) == 3
-    assert WORDS.decode(corpus.passage(0, 5)) == "a cat sat on a"
-    assert WORDS.decode(corpus.passage(2, 9)) == "a cat sat on a cat . a cat"
-    assert len(corpus.passage(1, 100)) == 11, "no line is taken twice"
+    assert [WORDS.decode(tokens) for tokens in corpus.passages(np.array([0]), 5)] == ["a cat sat on a"]
+    assert [WORDS.decode(tokens) for tokens in corpus.passages(np.array([2]), 9)] == ["a cat sat on a cat . a cat"]
+    assert corpus.passages(np.array([1]), 100).shape == (1, 11), "no line is taken twice"
 
 
 def test_the_corpus_is_flat_little_endian_integers(tmp_path):
@@ -167,8 +167,8 @@ def test_bad_bytes_are_named_by_file_and_line(tmp_path, line, pack):
     (tmp_path / "lines").write_bytes(pack(b"\n".join(texts)))
     with pytest.raises(ValueError, match=rf"lines:{line} is not UTF-8 .*0xff.*convert it"):
         corpus_of(tmp_path, tmp_path / "lines")
-    assert not (tmp_path / "corpus" / "corpus.json").exists()
-    assert list((tmp_path / "corpus").iterdir()) == []
+    assert not list(tmp_path.glob("corpus/[!.]*"))
+    assert not list(tmp_path.glob("corpus/.making-*"))
 
 
 def test_a_gzip_file_cut_short_or_damaged_is_named(tmp_path):
@@ -205,11 +205,71 @@ def test_a_run_that_fails_or_is_killed_leaves_the_folder_as_it_was(tmp_path):
         TextCorpus(tmp_path / "new", WORDS)
     make_corpus(tmp_path / "new", [good], tmp_path / "words.txt", 0, [])
     assert sorted(file.name for file in (tmp_path / "new").iterdir()) == [
+        ".lock",
         "corpus.json",
         "offsets.i64",
         "tokens.u16",
         "vocab.txt",
     ]
+
+
+def test_of_two_runs_into_one_folder_the_second_leaves_and_the_old_corpus_stays(tmp_path):
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    short.write_text("a cat\n")
+    corpus_of(tmp_path, short)
+    long.write_bytes(b"sat on a cat\n" * 100_000)
+    command = [sys.executable, "-m", "vlbert.text", tmp_path / "corpus", long, "--vocabulary", tmp_path / "words.txt"]
+    first = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "corpus").glob(".making-*/tokens.u16")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first.send_signal(signal.SIGSTOP)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert "another process is making a corpus in" in second.stderr
+        assert "Traceback" not in second.stderr
+        assert decoded(TextCorpus(tmp_path / "corpus", WORDS)) == ["a cat"]
+    finally:
+        first.send_signal(signal.SIGCONT)
+        code = first.wait(60)
+    assert code == 0
+    assert len(TextCorpus(tmp_path / "corpus", WORDS)) == 100_000
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "7", '{"version": 1}', '{"version": 1, "vocabulary": "x", "lines": "3"}'])
+def test_a_corpus_json_that_describes_nothing_is_refused_by_name_and_made_again(tmp_path, text):
+    (tmp_path / "lines.txt").write_text("a cat sat\n")
+    corpus_of(tmp_path, tmp_path / "lines.txt")
+    (tmp_path / "corpus" / "corpus.json").write_text(text)
+    message = rf"{tmp_path}/corpus holds no corpus.json that describes a corpus; make it with `python -m vlbert.text"
+    with pytest.raises(ValueError, match=message):
+        TextCorpus(tmp_path / "corpus", WORDS)
+    assert decoded(corpus_of(tmp_path, tmp_path / "lines.txt")) == ["a cat sat"]
+
+
+def test_inputs_that_are_no_files_and_an_out_that_is_one_are_refused_before_a_folder_is_made(tmp_path):
+    words, file, empty, blank, page = (tmp_path / name for name in ("words", "file", "empty", "blank", "page"))
+    words.write_text(WORDS.text())
+    file.write_text("a cat\n")
+    empty.write_bytes(b"")
+    blank.write_bytes(gzip.compress(b"\n \r\n" * 9))
+    page.write_text("<html>\n404\n")
+    refused = [
+        ([file, tmp_path], words, [], f"{tmp_path} is a folder, a pipe or a device; name files"),
+        ([Path("/dev/null")], words, [], "/dev/null is a folder, a pipe or a device; name files"),
+        ([file], tmp_path / "absent", [], f"there is no file {tmp_path}/absent; see how"),
+        ([file], None, [tmp_path / "absent"], f"there is no file {tmp_path}/absent; see how"),
+        ([empty, blank], words, [], f"no line with a word in {empty}, {blank}; name files with text"),
+        ([file], page, [], r"page lacks \[PAD\]"),
+    ]
+    for files, vocabulary, captions, message in refused:
+        with pytest.raises(ValueError, match=message):
+            make_corpus(tmp_path / "corpus", files, vocabulary, 60, captions)
+        assert not (tmp_path / "corpus").exists()
+    with pytest.raises(ValueError, match=f"{file} is a file; name a folder"):
+        make_corpus(file, [file], words, 0, [])
 
 
 def test_a_corpus_made_anew_leaves_alone_what_a_training_reads(tmp_path):
@@ -251,10 +311,9 @@ def test_passages_are_lines_one_behind_the_other(tmp_path, length):
     expected = [sum((pieces * 2)[line : line + 4], [])[:length] for line in range(4)]
     assert corpus.passages(np.array([0, 1, 2, 3]), length).tolist() == expected
     assert corpus.passages(np.array([3, 0, 3]), length).tolist() == [expected[i] for i in (3, 0, 3)]
-    assert [corpus.passage(line, length).tolist() for line in range(4)] == expected
     assert corpus.passages(np.array([0]), length).dtype == np.int64
     with pytest.raises(IndexError):
-        corpus.passage(4, length)
+        corpus.passages(np.array([4]), length)
 
 
 @pytest.mark.slow

@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +64,71 @@ def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> su
     command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True, timeout=240)
+
+
+RANK = """
+import os, pathlib, sys, time
+from detectors import distributed
+
+world = distributed.start()
+(pathlib.Path(sys.argv[1]) / str(world.rank)).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def waited_for(happens: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_torchrun_that_is_killed_end_with_it(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py", "."]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)}
+    ranks, files = [], [tmp_path / "0", tmp_path / "1"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            waited_for(lambda: all(file.exists() and file.read_text() for file in files))
+            ranks = [int(file.read_text()) for file in files]
+            assert all(lives(rank) for rank in ranks)
+            process.kill()
+            process.wait()
+            waited_for(lambda: not any(lives(rank) for rank in ranks), seconds=5)
+        finally:
+            process.kill()
+            for rank in ranks:
+                if lives(rank):
+                    os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_training_without_a_traceback(root, tmp_path):
+    workers = dataclasses.replace(tiny_recipe(root).data, workers=1)
+    command = [sys.executable, "-m", "vlbert.train", *command_line(root, "stopped by hand", steps=10**6, data=workers)]
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(
+            command, cwd=HOUSE, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=said, stderr=said, process_group=0
+        )
+    try:
+        waited_for(lambda: "step 3/" in (tmp_path / "said").read_text())
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "said").read_text()
+    assert said.endswith("torchrun -m vlbert.train pretrain_vlbert_demo: interrupted\n")
+    assert "Traceback" not in said
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,16 @@ from storage.objects import ObjectMissing, open_objects
 from storage.sample import Sample
 from vlbert.batch import Batch, Example, collate, void
 from vlbert.config import DataConfig
-from vlbert.data import MOST_UNREADABLE, TrainingData, ValidationData, drawn, open_samples, readable
+from vlbert.data import (
+    MOST_UNREADABLE,
+    TrainingData,
+    ValidationData,
+    any_readable,
+    batches,
+    captions,
+    drawn,
+    open_samples,
+)
 from vlbert.evaluate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
@@ -239,8 +248,8 @@ def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
         def sample(self, number: int) -> Sample:
             raise ValueError(f"number {number}")
 
-    with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} samples in a row cannot be read, .* number 99"):
-        next(readable(Endless()))
+    with pytest.raises(ValueError, match=rf"none of {MOST_UNREADABLE} samples from anywhere .* because number \d+$"):
+        any_readable(Endless())
     with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be asked"):
         data.asked.first_readable((0, i % 8) for i in itertools.count())
 
@@ -254,6 +263,39 @@ def test_a_tar_that_goes_while_training_stops_the_run(tmp_path):
         data[0]
 
 
+def test_a_tar_that_is_damaged_as_a_whole_stops_nothing(tmp_path):
+    count = MOST_UNREADABLE + 10
+    samples = [tiny_sample(i, regions=1) for i in range(2 * count)]
+    commit_samples(tmp_path, "captions", samples, per_shard=count)
+    (tmp_path / "vocab.txt").write_text(WORDS.text())
+    data = training_data(tmp_path, batch=1)
+    tar = tmp_path / data.asked.samples.index.tars[0]
+    tar.write_bytes(b"\xff" * tar.stat().st_size)
+    assert any_readable(data.asked.samples).key in {sample.key for sample in samples[count:]}
+    assert captions(data.asked.samples) == [sample.caption for sample in samples[count:]]
+    missing = [step for step in range(30) if data[step][0].unreadable]
+    assert missing, "nothing of the tar was drawn"
+    assert all(not data[step][0].counted.any() and len(data[step][0]) == 1 for step in missing)
+    (other,) = tar.parent.glob("00001-*.tar")
+    other.write_bytes(b"\xff" * other.stat().st_size)
+    with pytest.raises(
+        ValueError, match=f"{2 * count} of {2 * count} samples cannot be read, the last because .*00001"
+    ):
+        captions(training_data(tmp_path).asked.samples)
+
+
+def test_errors_come_out_of_workers_as_they_are(tmp_path):
+    torn_root, gone_root = a_root(tmp_path / "torn", dict.fromkeys(range(8), torn), count=8), a_root(tmp_path / "b", {})
+    gone = training_data(gone_root)
+    for tar in gone_root.rglob("*.tar"):
+        tar.unlink()
+    with pytest.raises(ObjectMissing) as missing:
+        next(batches(gone, range(4), 1, ALONE.device))
+    assert str(missing.value).startswith("there is no object captions/regions")
+    with pytest.raises(ValueError, match=r"^8 questions in a row cannot be asked, the last because sample \w+ .*$"):
+        next(batches(training_data(torn_root), range(4), 1, ALONE.device))
+
+
 # --- validation -------------------------------------------------------------------------------------------------------
 
 
@@ -263,10 +305,10 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
     for rank in range(size):
         data, world = training_data(root).asked, World(rank, size, torch.device("cpu"))
         more = (data.config, STILL.regions, world, 14)
-        for batches, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
+        for parts, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
             missing += [one.key for one in unreadable]
-            if batches:
-                right, other = batches
+            if parts:
+                right, other = parts
                 assert other.keys == right.keys
                 asked += right.keys
                 boxes += other.boxes.sum((1, 2)).tolist()
@@ -330,6 +372,14 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
     assert [line.get("unreadable") for line in again] == unreadable
 
 
+def test_slots_of_steps_before_a_validation_are_counted_in_the_line_after_it(tmp_path):
+    root = a_root(tmp_path, {0: torn, 7: torn, 9: torn}, held_out=3)
+    recipe = dataclasses.replace(a_recipe(root, held_out="held-out"), log_every=4, validate_every=1)
+    train(recipe, ALONE)
+    (line,) = read_metrics(open_objects(str(root)), "tiny", "training")
+    assert line["unreadable"] == 3
+
+
 def test_the_losses_of_a_run_are_those_without_the_broken_samples(tmp_path):
     """The mean over what is asked: of the loss only the share of a slot is missing, and it is not divided by more."""
     whole, broken = (training_data(a_root(tmp_path / name, b)) for name, b in (("whole", {}), ("broken", {5: torn})))
@@ -382,3 +432,20 @@ def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path
     record.close()
     lines = (tmp_path / "runs" / "run" / "unreadable.jsonl").read_text().splitlines()
     assert [json.loads(line)["reason"] for line in lines] == ["reason 1", "reason 2", "reason 3", "reason 4"]
+
+
+def test_a_record_that_goes_on_replaces_a_file_at_once_and_only_where_lines_go(tmp_path):
+    """Whoever had it open still reads all of it: a kill halfway leaves one or the other."""
+    objects = open_objects(str(tmp_path))
+    record = Record(objects, "run", 0, 10, 1)
+    for step in (1, 2, 3):
+        record.training(step, {"all": 1.0}, 0.1)
+    record.close()
+    file = tmp_path / "runs" / "run" / "metrics.jsonl"
+    before, inode = file.read_text(), file.stat().st_ino
+    Record(objects, "run", 3, 10, 1).close()
+    assert (file.read_text(), file.stat().st_ino) == (before, inode)
+    with file.open() as old:
+        Record(objects, "run", 2, 10, 1).close()
+        assert old.read() == before
+    assert file.read_text() == "".join(before.splitlines(keepends=True)[:2])

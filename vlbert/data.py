@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from detectors.distributed import World, from_first
+from detectors.loop import EXPECTED
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.objects import Objects
-from storage.order import shuffled, take
+from storage.order import mix, shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Sample
 from storage.snapshots import Snapshot
@@ -30,8 +31,9 @@ from vlbert.pictures import view
 from vlbert.tasks import Questions, Task
 from vlbert.text import TextCorpus
 
-CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet
-MOST_UNREADABLE = 100  # samples in a row: where more cannot be read, the storage is at fault and not a sample
+CAPTIONS, TEXT, VALIDATION, ANY = 0, 1, 2, 3  # streams of randomness that never meet
+MOST_UNREADABLE = 100  # samples from anywhere: where as many cannot be read, the storage is at fault and not a sample
+_TOGETHER = 256  # samples that are read at a time where all of them are
 
 
 class Samples(Protocol):
@@ -46,6 +48,9 @@ class Samples(Protocol):
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         """One per number, in their order, or why it cannot be read. Only what is wrong with a sample is such an error:
         a tar that is gone or a server out of reach is raised, and stops the run."""
+
+    def past_cache(self, number: int) -> Sample | None:
+        """The sample once more, as it was committed; None where that is what was read."""
 
 
 def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
@@ -116,19 +121,35 @@ def newer_snapshot(objects: Objects, dataset: str, before: Snapshot) -> str | No
     return found.id if set(before.shards) < set(found.shards) else None
 
 
-def readable(samples: Samples) -> Iterator[Sample]:
-    """The samples that can be read, in order; ValueError where too many in a row cannot."""
-    missing = 0
-    for number in range(len(samples)):
+def spread(n: int, *where: int) -> list[int]:
+    """So many of n numbers as may be unreadable, from all over: neighbours lie in one tar, which may be damaged."""
+    return shuffled(np.arange(min(n, MOST_UNREADABLE)), mix(*where), ANY, 0, n).tolist()
+
+
+def any_readable(samples: Samples) -> Sample:
+    """A sample that can be read; ValueError where none is found."""
+    tried = spread(len(samples))
+    for number in tried:
         try:
-            sample = samples.sample(number)
+            return samples.sample(number)
         except ValueError as error:
-            missing += 1
-            if missing >= min(MOST_UNREADABLE, len(samples)):
-                raise ValueError(f"{missing} samples in a row cannot be read, the last because {error}") from error
-            continue
-        missing = 0
-        yield sample
+            last = error
+    raise ValueError(f"none of {len(tried)} samples from anywhere can be read, the last because {last}") from last
+
+
+def captions(samples: Samples) -> list[str]:
+    """Those of all samples that can be read; ValueError where most cannot."""
+    found, last = [], None
+    for start in range(0, len(samples), _TOGETHER):
+        for sample in samples.samples(range(start, min(start + _TOGETHER, len(samples)))):
+            if isinstance(sample, ValueError):
+                last = sample
+            else:
+                found.append(sample.caption)
+    if 2 * len(found) < len(samples):
+        missing = len(samples) - len(found)
+        raise ValueError(f"{missing} of {len(samples)} samples cannot be read, the last because {last}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -205,11 +226,17 @@ class Asked:
 
     def examples(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
         """What each (epoch, question) becomes, in order: an Example, or why there is none."""
-        read = self.samples.samples([int(self.questions.samples[number]) for _, number in slots])
-        return [self._example(sample, *slot, step) for sample, slot in zip(read, slots, strict=True)]
+        numbers = [int(self.questions.samples[number]) for _, number in slots]
+        found = []
+        for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
+            example = self._example(sample, *slot, step)
+            if isinstance(example, Unreadable) and isinstance(sample, Sample):
+                example = self._again(number, slot, step) or example
+            found.append(example)
+        return found
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """The first of these that can be asked; ValueError where too many in a row cannot."""
+        """The first of these that can be asked; ValueError where too many cannot."""
         for tried, slot in enumerate(slots, 1):
             (found,) = self.examples([slot], step=0)
             if isinstance(found, Example):
@@ -217,6 +244,14 @@ class Asked:
             if tried == MOST_UNREADABLE:
                 break
         raise ValueError(f"{tried} questions in a row cannot be asked, the last because {found.reason}")
+
+    def _again(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
+        """What a sample becomes that was read and does not decode, if a cache may be to blame."""
+        try:
+            sample = self.samples.past_cache(number)
+        except ValueError as error:
+            sample = error
+        return None if sample is None else self._example(sample, *slot, step)
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
@@ -290,11 +325,10 @@ class TrainingData(Dataset):
         for place, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
             found += self._asked[place].examples([(epoch, number) for _, epoch, number in slots], step + 1)
         examples, unreadable = _parted(found)
-        if not examples:  # the last slot keeps its place, by what follows it in the snapshot
+        if not examples:  # the last slot keeps its place, by any that can be asked
             place, epoch, number = pairs[-1]
-            n = len(self._asked[place].questions)
-            following = ((epoch, (number + i) % n) for i in range(1, n + 1))
-            examples.append(void(self._asked[place].first_readable(following)))
+            others = spread(len(self._asked[place].questions), self.config.seed, epoch, number)
+            examples.append(void(self._asked[place].first_readable((epoch, other) for other in others)))
         return collate([*examples, *self._texts(texts)], unreadable)
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
@@ -357,10 +391,10 @@ def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[
     return examples, [one for one in found if isinstance(one, Unreadable)]
 
 
-def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> DataLoader:
-    """data[step] for every step, in order, made ahead of time by `workers` processes."""
-    return DataLoader(
-        data,
+def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
+    """data[step] for every step, in order, made ahead of time by `workers` processes; their errors come out as ours."""
+    loader = DataLoader(
+        _Caught(data),
         sampler=steps,
         batch_size=None,
         num_workers=workers,
@@ -370,6 +404,23 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         pin_memory=device.type == "cuda",
         worker_init_fn=_one_thread if workers else None,
     )
+    for found in loader:
+        if isinstance(found, EXPECTED):
+            raise found
+        yield found
+
+
+class _Caught(Dataset):
+    """data, with errors as values: what a worker raises comes out of a DataLoader as the text of a traceback."""
+
+    def __init__(self, data: Dataset):
+        self.data = data
+
+    def __getitem__(self, step: int) -> Any:
+        try:
+            return self.data[step]
+        except EXPECTED as error:
+            return error
 
 
 def _one_thread(worker: int) -> None:

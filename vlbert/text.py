@@ -7,6 +7,7 @@ FILES are UTF-8, plain or gzip, of any size: neither a file nor a long line is e
 
 import argparse
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -133,7 +134,7 @@ class TextCorpus:
         about = _read_about(folder)
         if about is None:
             raise ValueError(
-                f"{folder} holds no corpus.json that can be read; make the corpus with `python -m vlbert.text {folder} "
+                f"{folder} holds no corpus.json that describes a corpus; make it with `python -m vlbert.text {folder} "
                 "...`"
             )
         if about["version"] != CORPUS_VERSION or about["vocabulary"] != vocabulary.hash:
@@ -165,17 +166,17 @@ class TextCorpus:
         found[over] = self.tokens[(starts[over, None] + np.arange(length)) % len(self.tokens)]
         return found
 
-    def passage(self, line: int, length: int) -> np.ndarray:
-        """int64 [length]: the passage that begins with one line."""
-        return self.passages(np.array([line]), length)[0]
-
 
 def _read_about(folder: Path) -> dict | None:
-    """What corpus.json says; None where it is not there or no JSON."""
+    """What corpus.json says; None where it is not there, or nothing that encode_corpus writes."""
     try:
-        return json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    kinds = {"version": int, "vocabulary": str, "lines": int, "tokens": int}
+    if isinstance(about, dict) and all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
+        return about
+    return None
 
 
 def _torn(folder: Path, about: dict) -> str | None:
@@ -197,13 +198,11 @@ def encode_corpus(
     """Tokenise the parts of lines, each with whether its line ends there, into `folder` (see TextCorpus).
 
     Empty lines are left out. Returns what corpus.json says. Until all is there the folder stays as it was, and a corpus
-    that a training has mapped is replaced, never changed.
+    that a training has mapped is replaced, never changed. One process at a time may write there (see make_corpus).
     """
     if len(vocabulary) > 2**16:
         raise ValueError(f"the vocabulary has {len(vocabulary)} pieces; the corpus format holds ids up to 65535")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{_WORKING}*"):  # by a run that was killed
-        shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_WORKING, dir=folder) as name:
         working = Path(name)
         with open(working / "tokens.u16", "wb") as tokens, open(working / "offsets.i64", "wb") as offsets:
@@ -265,24 +264,49 @@ def make_corpus(
     """The corpus of `files` in `folder`, with its vocab.txt: the one given, or one of at most `size` pieces built here.
 
     It is built from the lines and from the captions of the lists `captions`. Returns (what corpus.json says, whether it
-    was made now): a folder that was made from the same bytes is left as it is.
+    was made now): a folder that was made from the same bytes is left as it is. ValueError says what is wrong with an
+    input or the folder, and that another process writes there.
     """
     inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
+    for file in inputs:
+        if not file.exists():
+            raise ValueError(f"there is no file {file}; see how its name is written")
+        if not file.is_file():
+            raise ValueError(f"{file} is a folder, a pipe or a device; name files, which are read more than once")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder, new or with an older corpus, before the files to read")
     made_of = {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
     about = _read_about(folder)
-    same = about is not None and about["version"] == CORPUS_VERSION and about["made_of"] == made_of
+    same = about is not None and about["version"] == CORPUS_VERSION and about.get("made_of") == made_of
     if same and not _torn(folder, about):
         return about, False
-    if vocabulary:
-        words = Vocabulary.read(vocabulary)
-    else:
+    if not any(text.strip() for text, _ in _parts(files)):
+        raise ValueError(f"there is no line with a word in {', '.join(map(str, files))}; name files with text")
 
-        def texts() -> Iterator[str]:
-            read = (row.caption for file in captions for row in read_captions(file))
-            return itertools.chain(read, (text for text, _ in _parts(files)))
+    def texts() -> Iterator[str]:
+        read = (row.caption for file in captions for row in read_captions(file))
+        return itertools.chain(read, (text for text, _ in _parts(files)))
 
-        words = Vocabulary.build(texts, size)
-    return encode_corpus(_parts(files), words, folder, made_of), True
+    given = Vocabulary.read(vocabulary) if vocabulary else None
+    with _alone(folder):
+        return encode_corpus(_parts(files), given or Vocabulary.build(texts, size), folder, made_of), True
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make the folder, and be the only process that writes there; ValueError where another one is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is making a corpus in {folder}; wait for its end and start this again, or name "
+                "another folder"
+            ) from None
+        for left in folder.glob(f"{_WORKING}*"):  # by a run that was killed
+            shutil.rmtree(left)
+        yield
 
 
 def _hash(file: Path) -> str:

@@ -7,7 +7,7 @@ optimizer.learning_rate=1e-4. A run that was stopped goes on from its last check
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -15,7 +15,7 @@ from detectors import distributed
 from detectors.checkpoints import checkpoints, load_optimizer, remove_old
 from detectors.distributed import World
 from detectors.fields import differing_fields, flat, to_json
-from detectors.loop import Losses, run_program, train_steps
+from detectors.loop import EXPECTED, Losses, run_program, train_steps
 from detectors.record import Record, last_metrics
 from storage.objects import Objects, open_objects
 from storage.order import mix
@@ -24,7 +24,17 @@ from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.data import Stretch, TrainingData, batches, check_shares, newer_snapshot, open_cache, open_samples, readable
+from vlbert.data import (
+    Stretch,
+    TrainingData,
+    any_readable,
+    batches,
+    captions,
+    check_shares,
+    newer_snapshot,
+    open_cache,
+    open_samples,
+)
 from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
@@ -49,6 +59,7 @@ class Run:
     vocabulary: Vocabulary
     num_classes: int
     pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
+    told: set[str] = field(default_factory=set)  # why new shards could not enter
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
@@ -77,8 +88,9 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
             return model(part.to(world.device))
 
     def validate_now() -> tuple[dict[str, float], list[dict]]:
-        found = validate(run.model, recipe, *run.held_out, world, unreadable)
-        note_unreadable(unreadable, record, world)
+        left_out = []  # those in `unreadable` are of training steps, and counted in its next line
+        found = validate(run.model, recipe, *run.held_out, world, left_out)
+        note_unreadable(left_out, record, world)
         return found
 
     run.model.train()
@@ -124,12 +136,21 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
     before = run.data.stretches[-1]
     pinned = run.data.asked.samples.index.snapshot
-    found = newer_snapshot(run.objects, dataset, pinned) if world.first else None
+    cache = run.data.asked.samples.cache  # from now on filled with the tars of that snapshot
+    found, samples = None, None
+    if world.first:
+        try:
+            found = newer_snapshot(run.objects, dataset, pinned)
+            samples = found and open_samples(run.objects, dataset, None, _pins(run, found), world, cache)[0]
+        except (*EXPECTED, OSError) as error:  # a look that nothing depends on ends no healthy training
+            found = None
+            if str(error) not in run.told:
+                run.told.add(str(error))
+                print(f"no new shards enter in step {step + 1}, the next border looks again: {error}", flush=True)
     found = distributed.from_first(found, world)
     if found is None:
         return False
-    cache = run.data.asked.samples.cache  # from now on filled with the tars of this snapshot
-    samples, _ = open_samples(run.objects, dataset, None, run.pinned["data"] | {"snapshot": found}, world, cache)
+    samples = samples or open_samples(run.objects, dataset, None, _pins(run, found), world, cache)[0]
     run.data.enter(samples, run.data.asked.task.questions(samples, held_out=False), found, border)
     now = run.data.stretches[-1]
     if record:
@@ -140,6 +161,11 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
             flush=True,
         )
     return True
+
+
+def _pins(run: Run, snapshot: str) -> dict:
+    """What a checkpoint would pin if this were the run's snapshot."""
+    return run.pinned["data"] | {"snapshot": snapshot}
 
 
 def note_unreadable(unreadable: list[Unreadable], record: Record | None, world: World) -> dict[str, int]:
@@ -177,7 +203,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
     start_from = read_start(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
-    num_classes = next(readable(samples)).regions.num_classes
+    num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
     if resumed and corpus and corpus.hash != state["text"]:
@@ -321,8 +347,8 @@ def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: Sh
         return bert_vocabulary(recipe.bert)
     pieces = None
     if world.first:  # it reads every sample, once is enough
-        captions = [sample.caption for sample in readable(samples)]
-        pieces = Vocabulary.build(lambda: captions, recipe.vocabulary_size).pieces
+        lines = captions(samples)
+        pieces = Vocabulary.build(lambda: lines, recipe.vocabulary_size).pieces
     return Vocabulary(distributed.from_first(pieces, world))
 
 
