@@ -4,7 +4,7 @@
 
 A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time. `storage.collect` downloads, checks, hashes and commits them to a local folder, in a process
+send a byte at a time, then some that fall silent behind 18 MB. `storage.collect` downloads, checks, hashes and commits them to a local folder, in a process
 of its own: its CPU time and memory are measured, its children's included, the server's not.
 """
 
@@ -35,6 +35,8 @@ IN_FLIGHT = 64
 GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]
 HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
+STALLING_HOSTS = [f"127.0.3.{number}" for number in range(1, 13)]
+STALLING_ROWS, STALLING_BYTES = 400, 18 * 2**20  # good rows beside them; bytes before they fall silent
 DRIP_SECONDS = 0.2  # between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
 
@@ -73,7 +75,7 @@ class Server:
     @property
     def hosts(self) -> tuple[str, ...]:
         """All of them as an allow-list names them."""
-        return tuple(f"{host}:{self.port}" for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS))
+        return tuple(f"{host}:{self.port}" for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS))
 
 
 def _serve(pipe: Connection) -> None:
@@ -95,6 +97,10 @@ def _serve(pipe: Connection) -> None:
                 # A comment behind the start marker, so that no two are the same.
                 image = image[:2] + b"\xff\xfe\x00\x0a%08d" % number + image[2:]
                 head = b"HTTP/1.1 200 OK\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(image)
+                if host in STALLING_HOSTS:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (STALLING_BYTES + 1))
+                    writer.write(bytes(STALLING_BYTES))
+                    await asyncio.sleep(3600)
                 if host in DRIPPING_HOSTS:
                     writer.write(head)
                     for byte in image:
@@ -109,7 +115,7 @@ def _serve(pipe: Connection) -> None:
         with socket.socket() as probe:
             probe.bind((GOOD_HOSTS[0], 0))
             port = probe.getsockname()[1]
-        for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS):
+        for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS):
             await asyncio.start_server(answer, host, port, backlog=512)
         pipe.send((port, mean))
         await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)  # until the benchmark is gone
@@ -117,16 +123,14 @@ def _serve(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-def rows(server: Server, images: int, bad: int) -> list[str]:
+def rows(server: Server, images: int, bad_hosts: Sequence[str] = (), bad: int = 0) -> list[str]:
     """Lines of a caption list: `images` good ones and `bad` of each bad server among them."""
     lines = [
         f"image {number}\thttp://{GOOD_HOSTS[number % len(GOOD_HOSTS)]}:{server.port}/{number}.jpg"
         for number in range(images)
     ]
     lines += [
-        f"bad {host} {number}\thttp://{host}:{server.port}/{number}.jpg"
-        for host in (*HANGING_HOSTS, *DRIPPING_HOSTS)
-        for number in range(bad)
+        f"bad {host} {number}\thttp://{host}:{server.port}/{number}.jpg" for host in bad_hosts for number in range(bad)
     ]
     random.Random(0).shuffle(lines)
     return lines
@@ -187,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{'':<58}{'measured':>10}{'bar':>8}")
         report["good"] = []
         for number in range(options.rounds):
-            facts = measured(server, rows(server, options.images, 0), settings)
+            facts = measured(server, rows(server, options.images), settings)
             report["good"].append(facts)
             if facts["statuses"] != {"ok": options.images}:
                 raise RuntimeError(f"not all images were stored: {facts['statuses']}")
@@ -196,14 +200,16 @@ def run(options: argparse.Namespace) -> int:
             passed.append(check(f"round {number + 1}: CPU-ms an image ({rate:.0f} images/s)", cost, "CPU-ms an image"))
             passed.append(check(f"round {number + 1}: peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
         report["hostile"] = {}
-        bad_hosts = len(HANGING_HOSTS) + len(DRIPPING_HOSTS)
-        for bad in (1, 20) if options.rows else ():
-            lines = rows(server, options.rows - bad * bad_hosts, bad)
+        slow = (*HANGING_HOSTS, *DRIPPING_HOSTS)
+        what = f"{options.rows} rows, {len(HANGING_HOSTS)} hanging and {len(DRIPPING_HOSTS)} dripping servers"
+        cases = {f"{what}, {bad} each": rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
+        what = f"{STALLING_ROWS} rows and {len(STALLING_HOSTS)} that stall behind 18 MB"
+        cases[what] = rows(server, STALLING_ROWS, STALLING_HOSTS, 1)
+        for what, lines in cases.items() if options.rows else ():
             # As a user has it who sets nothing.
             facts = measured(server, lines, DownloadSettings(allowed_hosts=server.hosts))
-            report["hostile"][bad] = facts
-            what = f"{options.rows} rows, {len(HANGING_HOSTS)} hanging and {len(DRIPPING_HOSTS)} dripping servers"
-            passed.append(check(f"{what}, {bad} each", facts["seconds"], "seconds"))
+            report["hostile"][what] = facts
+            passed.append(check(what, facts["seconds"], "seconds"))
             print(f"    {', '.join(f'{count} {status}' for status, count in facts['statuses'].items())}")
             passed.append(check("    peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
     report["passed"] = all(passed)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ from storage.download import (
     parse_captions,
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
-from storage.normalise import run_out
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import sample_key
 
@@ -370,17 +368,7 @@ def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
 def _commit(
     catalog: Catalog, part: Part, downloads: Sequence[Download], settings: CollectSettings, on_commit: OnCommit
 ) -> None:
-    try:
-        committed = commit_images(catalog, part.shard, downloads, settings.download, source=part.source)
-    except OSError as error:
-        if not run_out(error) or isinstance(error, ConnectionError):  # the storage's own error says what to do
-            raise
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: shard {part.shard} of {settings.name} was not committed. It is written in "
-            f"{tempfile.gettempdir()} first; where that is full, set TMPDIR to a folder with more room, and run again",
-        ) from error
-    if committed:
+    if commit_images(catalog, part.shard, downloads, settings.download, source=part.source):
         on_commit(part.shard)
 
 

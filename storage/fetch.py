@@ -19,6 +19,7 @@ from storage.normalise import ImageSettings, Refused, run_out
 
 if TYPE_CHECKING:
     import aiohttp
+    import yarl
 
 AGENT = "vlbert-downloader"
 NO_AI = ("noai", "noimageai")  # directives of X-Robots-Tag that are honoured: no training with this
@@ -148,8 +149,8 @@ class Fetcher:
         await self.session.close()
 
     def host(self, url: str) -> str:
-        """The host of a URL; Refused as AddressGuard.check_url."""
-        return self.guard.check_url(url).host
+        """The host of a URL, with its port; Refused as AddressGuard.check_url."""
+        return _host_of(self.guard.check_url(url))
 
     async def fetch(self, url: str, lease: Lease, before: Transient | None = None) -> bytes:
         """The body, within the deadline; Refused says why there is none, and Transient that a later attempt may do.
@@ -210,7 +211,7 @@ class Fetcher:
         try:
             for hop in range(self.settings.max_redirects + 1):
                 checked = self.guard.check_url(address)
-                visit.host = checked.host
+                visit.host = _host_of(checked)
                 if hop:
                     self.hosts.check(visit.host)
                 async with self.session.get(checked, allow_redirects=False) as response:
@@ -308,6 +309,11 @@ class _Visit:
         seconds = time.monotonic() - begin
         self.waited += seconds
         self.clock.reschedule(end + seconds)
+
+
+def _host_of(url: "yarl.URL") -> str:
+    # With the port: where nobody listens at 443, somebody may at 80.
+    return f"{url.host}:{url.port}"
 
 
 def _join(base: str, location: str) -> str:

@@ -273,6 +273,11 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
     except (ObjectMissing, FileNotFoundError):
         yield f"{objects.where(manifest.tar)} is gone, and {where} names it"
         return
+    except StorageUnreachable:
+        raise
+    except OSError as error:
+        yield f"{objects.where(manifest.tar)} cannot be read ({error}), and {where} names it"
+        return
     places = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
     if places != spans:
         rows = ok["row"].to_pylist()
@@ -441,13 +446,13 @@ def _date(seconds: float) -> str:
 
 
 def _hours(text: str) -> float:
-    hours = float(text)
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
     if not 0 <= hours < math.inf:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hours; give 0 or more")
     return hours
-
-
-_hours.__name__ = "number of hours"  # argparse: invalid number of hours value: '-1'
 
 
 def _print_faults(inventory: Inventory) -> int:

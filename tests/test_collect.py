@@ -2,17 +2,22 @@
 
 import dataclasses
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from web import Web, draw, encode, send, silent
+from web import Web, draw, encode, in_turn, send, silent
 
 from demo.world import World
 from storage.catalog import Catalog
 from storage.collect import (
+    SHARDS_AT_ONCE,
     CollectSettings,
     Group,
     OnCommit,
@@ -257,7 +262,8 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
     unasked = "caption\tnonsense"
 
     def attempt(name: str, *lines: str, **changes: object) -> list[str]:
-        settings = served(web, tmp_path / f"{name}.tsv", *lines, download=download, rows_per_shard=10, **changes)
+        changes = {"rows_per_shard": 10} | changes
+        settings = served(web, tmp_path / f"{name}.tsv", *lines, download=download, **changes)
         collect(str(tmp_path / name), settings, lambda line: None)
         return statuses(str(tmp_path / name))
 
@@ -267,6 +273,10 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
     assert of(str(tmp_path / "lost")).shards(IMAGES) == []
     assert attempt("lost", *dead, unasked, commit_unreachable=True) == 5 * ["connect"] + ["bad_url"]
     assert attempt("few", *dead[:4], dead[0] + "?again") == 5 * ["connect"]  # four servers may well be gone
+    many = [f"caption {i}\thttp://{hosts[0]}/{i}.jpg" for i in range(20)]
+    with pytest.raises(ConnectionError, match="none of the 1 hosts of shard 00000 .*whether the server is up"):
+        attempt("not up", *many, rows_per_shard=20)
+    assert set(attempt("but one", *many, "caption\t/gone.jpg", rows_per_shard=21)) > {"http_404"}
     assert attempt("one", *dead, "caption\t/reached.jpg") == 5 * ["connect"] + ["ok"]
     assert attempt("answer", *dead, "caption\t/gone.jpg") == 5 * ["connect"] + ["http_404"]
 
@@ -365,12 +375,37 @@ def test_shards_in_progress_share_what_is_known_of_a_host(tmp_path: Path):
             server, answer = (good, send(encode(draw()))) if number % 2 else (hanging, silent(20))
             lines.append(f"caption {number}\t{server.put(f'/{number}.jpg', answer)}")
         download = DownloadSettings(
-            deadline=6, read_timeout=1.5, retries=0, second_pass=0, allowed_hosts=(good.host, hanging.host)
+            deadline=60, read_timeout=3, retries=0, second_pass=0, allowed_hosts=(good.host, hanging.host)
         )
         settings = served(good, tmp_path / "list.tsv", *lines, rows_per_shard=4, download=download)
         collected = collect(str(tmp_path / "root"), settings, lambda line: None)
     assert collected.counts == {"ok": 12, "timeout": 2, "host_timeout": 10}
     assert len(hanging.requests) == 2
+
+
+def test_a_shard_that_somebody_else_commits_meanwhile_is_not_downloaded_again(web: Web, tmp_path: Path):
+    root, picture = str(tmp_path / "root"), encode(draw())
+    started, other_done = threading.Barrier(SHARDS_AT_ONCE + 1), threading.Event()
+
+    def held(handler: BaseHTTPRequestHandler) -> None:
+        started.wait(30)
+        other_done.wait(30)
+        send(picture)(handler)
+
+    urls = [web.put(f"/shared/{i}.jpg", in_turn(held, send(picture))) for i in range(SHARDS_AT_ONCE)]
+    urls += [web.put("/shared/last.jpg", send(picture))]
+    download = DownloadSettings(deadline=60, read_timeout=50, allowed_hosts=(web.host,), breaker=9)
+    lines = [f"caption {i}\t{url}" for i, url in enumerate(urls)]
+    settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=1, download=download)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(collect, root, settings, lambda line: None)
+        started.wait(30)  # all shards but the last are in progress
+        quick = collect(root, settings, lambda line: None)
+        other_done.set()
+    assert (quick.new_shards, late.result().new_shards) == (6, 0)
+    assert quick.counts == late.result().counts == {"ok": 6}
+    assert web.asked("/shared/0.jpg") == 2
+    assert web.asked("/shared/last.jpg") == 1
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -401,6 +436,51 @@ def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path)
     assert lines[-1].endswith(" s; all rows: 1 http_404, 2 ok") or lines[-1].endswith(" s; all rows: 2 ok, 1 http_404")
     assert {sample.width for sample in of(str(tmp_path / "root")).read(IMAGES, "00000")} == {300}
     assert "tests@example.org" in web.requests[-1][2]["User-Agent"]
+
+
+@pytest.mark.parametrize("ready", ["no pictures yet", "a whole shard of pictures"])
+def test_on_a_full_disk_the_program_says_what_is_full_and_the_way_out(ready: str, web: Web, tmp_path: Path):
+    large = encode(draw())
+    large = large[:2] + 2 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
+    web.put("/large.jpg", send(large))
+    rows = 1 if ready == "a whole shard of pictures" else 4
+    settings = served(web, tmp_path / "list.tsv", *(f"caption {i}\t/large.jpg?{i}" for i in range(rows)))
+    for i in range(rows):
+        web.put(f"/large.jpg?{i}", send(large))
+    # No file may be larger than this: enough for one picture, and too little for a tar of it, or for four of them.
+    limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
+    program = f"{sys.executable} -m storage.collect {tmp_path}/root captions --captions {settings.captions}"
+    program += f" --rows-per-shard {rows} --allow-host {web.host} --retries 0 --second-pass 0"
+    command = ["bash", "-c", f"ulimit -f {limit + 1}; export TMPDIR={tmp_path}; exec {program}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert f" in {tmp_path}" in done.stderr
+    assert "et TMPDIR to a folder with more room" in done.stderr
+    assert "please report" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert of(str(tmp_path / "root")).shards(IMAGES) == []
+
+
+def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
+    asked = threading.Event()
+
+    def wait(handler: BaseHTTPRequestHandler) -> None:
+        asked.set()
+        handler.server.stopping.wait(20)
+
+    settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
+    command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
+    command += ["--captions", settings.captions, "--allow-host", web.host]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    try:
+        assert asked.wait(60)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert said == "stopped; what is committed stays, and the same command goes on from there\n"
 
 
 def test_the_program_imports_no_prefect_and_no_torch():

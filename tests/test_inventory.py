@@ -20,7 +20,7 @@ from seeded import DETECTOR, seeded_sample, shard_of
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, history, litter, main, status, verify
 from storage.manifests import Manifest, Row, manifest_bytes
-from storage.objects import LocalObjects, Objects, open_objects
+from storage.objects import LocalObjects, ObjectInfo, Objects, open_objects
 from storage.shards import Span
 
 REGIONS = f"regions/{DETECTOR}"
@@ -273,6 +273,17 @@ def test_verify_deals_rows_to_the_shards_that_lie_across_the_row_groups_of_a_sna
     assert [".tar is gone" in fault for fault in faults] == [True] * 3, faults
 
 
+def test_verify_goes_on_after_a_tar_that_the_disk_does_not_give(local):
+    broken, gone = commit(local, 0), commit(local, 1)
+    file = local.objects.local_path(broken)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
+    local.objects.delete(gone)
+    first, second = verify(Inventory(local.objects))
+    assert f"{broken} cannot be read ([Errno 5] Input/output error), and" in first
+    assert f"{gone} is gone" in second
+
+
 class Bucket(LocalObjects):
     """A folder that has, as a bucket, no files of this machine; it notes what is asked for whole."""
 
@@ -377,9 +388,27 @@ def test_a_tar_that_a_writer_takes_over_while_gc_looks_gets_a_new_date_and_stays
     local.objects.delete("captions/images/00000.parquet")
     at(local.objects, tar, 48)
     (found,) = litter(local.objects, 24 * HOUR)
-    assert local.commit("images", "00000", *shard_of(0), {})
+    local.objects.put(tar, local.objects.get(tar))  # the first half of a commit
     assert litter(local.objects, 24 * HOUR) == []
-    found.remove()
+    assert found.remove() is False
+    assert local.objects.exists(tar)
+
+
+class Taken(LocalObjects):
+    """A folder in which a writer takes over each tar just before the last look at it."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.endswith(".tar"):
+            self.put(prefix, self.get(prefix))
+        return super().list(prefix)
+
+
+def test_what_stays_is_not_told_to_be_deleted(local):
+    tar = "captions/images/00000-0123456789ab.tar"
+    local.objects.put(tar, b"left behind")
+    at(local.objects, tar, 48)
+    assert collect(local.objects, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
+    assert collect(Taken(local.objects.root), 24 * HOUR, delete=True) == ["nothing to delete"]
     assert local.objects.exists(tar)
 
 
@@ -422,10 +451,10 @@ def test_gc_of_a_mistyped_root_makes_nothing_and_a_grace_time_is_a_number_of_hou
         with pytest.raises(SystemExit, match=f"^cannot read the folder {tmp_path}/typo: "):
             main(["gc", str(tmp_path / "typo"), *arguments])
     assert list(tmp_path.iterdir()) == []
-    for hours in ("nan", "inf", "-1", "a day"):
+    for hours in ("nan", "inf", "-1", "day"):
         with pytest.raises(SystemExit):
             main(["gc", str(tmp_path), f"--grace={hours}"])
-        assert f"invalid number of hours value: '{hours}'" in capsys.readouterr().err
+        assert f"'{hours}' is no number of hours; give 0 or more" in capsys.readouterr().err
     main(["gc", str(tmp_path), "--grace=0.5", "--delete"])
     assert capsys.readouterr().out == "nothing to delete\n"
 
