@@ -4,8 +4,9 @@
 
 A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time, then some that fall silent behind 18 MB. `storage.collect` downloads, checks, hashes and commits them to a local folder, in a process
-of its own: its CPU time and memory are measured, its children's included, the server's not.
+send a byte at a time, then some that fall silent behind 18 MB. `storage.collect` downloads, checks, hashes and commits
+them to a local folder, in a process of its own: its CPU time and memory are measured, its children's included, the
+server's not.
 """
 
 import argparse

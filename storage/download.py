@@ -282,6 +282,8 @@ def import_images(
                 return Refused("too_big", f"{file.stat().st_size} bytes, more than {settings.max_bytes}")
             data = file.read_bytes()
         except OSError as error:
+            if run_out(error):
+                raise
             return Refused("missing_file", f"{file}: {error.strerror}")
         try:
             picture = normalise(data, settings)

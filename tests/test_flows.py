@@ -133,6 +133,11 @@ def committed_events(client: SyncPrefectClient, root: str) -> list[dict]:
 # --- collect ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_flow_can_be_told_that_hosts_are_gone_for_good(world: World):
+    assert not collect_settings(captions(world)).commit_unreachable
+    assert collect_settings(captions(world, commit_unreachable=True)).commit_unreachable
+
+
 def test_only_a_network_that_failed_is_tried_again():
     def failed(error: Exception) -> bool:
         return network_failed(None, None, Failed(data=error))

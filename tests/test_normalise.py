@@ -5,8 +5,11 @@ import hashlib
 import io
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -317,3 +320,22 @@ def test_damaged_files_are_stored_readable_or_refused_and_never_raise_anything_e
 def test_image_settings_check_themselves(settings: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         ImageSettings(**settings)
+
+
+def test_too_few_files_for_this_program_are_no_fault_of_an_image(tmp_path: Path):
+    (tmp_path / "a.jpg").write_bytes(encode(draw()))
+    code = (
+        "import os, resource, sys; from pathlib import Path; from storage.download import import_images;"
+        "from storage.normalise import ImageSettings, normalise;"
+        "file, settings = Path(sys.argv[1]), ImageSettings(); data = file.read_bytes();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "used = [os.dup(0) for _ in range(64 - len(os.listdir('/proc/self/fd')) + 1)];"
+        # The first needs a library, which cannot be loaded now, the second the file itself.
+        "attempts = [lambda: normalise(data, settings), lambda: import_images([file], settings)]\n"
+        "for attempt in attempts:\n"
+        "    try: print(attempt())\n"
+        "    except OSError as error: print(error.errno)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a.jpg")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout == "24\n24\n", done.stderr
