@@ -45,7 +45,9 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Colle
     """The captioned scenes as a dataset in shards of 10 rows, two a group."""
     settings = {
         "captions": str(file or world.train_tsv),
-        "download": DownloadSettings(deadline=1.5, allowed_hosts=(f"127.0.0.1:{world.port}",)),
+        "download": DownloadSettings(
+            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{world.port}",)
+        ),
         "rows_per_shard": 10,
         "shards_per_group": 2,
     }
@@ -257,7 +259,7 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
         port = gone.server.server_port
     # All of 127.0.0.0/8 is this machine: five hosts, and nobody listens.
     hosts = [f"127.0.0.{i}:{port}" for i in range(1, 6)]
-    download = DownloadSettings(deadline=3, retries=0, allowed_hosts=(web.host, *hosts))
+    download = DownloadSettings(deadline=3, retries=0, second_pass=0, allowed_hosts=(web.host, *hosts))
     dead = [f"caption {i}\thttp://{host}/{i}.jpg" for i, host in enumerate(hosts)]
     unasked = "caption\tnonsense"
 

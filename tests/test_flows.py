@@ -51,7 +51,9 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Datas
     settings = {
         "detector": DetectorSettings("annotated", annotations=str(world.annotations)),
         "captions": str(file or world.train_tsv),
-        "download": DownloadSettings(deadline=1.5, allowed_hosts=(f"127.0.0.1:{world.port}",)),
+        "download": DownloadSettings(
+            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{world.port}",)
+        ),
         "rows_per_shard": 10,
         "shards_per_task": 2,
     }

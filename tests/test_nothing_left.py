@@ -15,19 +15,16 @@ from operated import ENDED, Operated, operated, running, tiny_road, wait_until
 
 from demo.world import World
 
+pytestmark = pytest.mark.slow
+
 LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
 # A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
 SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "post_nms": 20}
 SLOW |= {"threads": 1}
 STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
-QUICK = {("kill -9 of the worker", "training")}  # the others are `slow`
 EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
-TABLE = [
-    pytest.param(event, stage, marks=[] if (event, stage) in QUICK else pytest.mark.slow, id=f"{event}, {stage}")
-    for stage in ("detection", "training")
-    for event in EVENTS
-]
+TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detection", "training") for event in EVENTS]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +140,6 @@ def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
     return {"gone": gone, "ended": ended, "all_ended": time.monotonic() - started, "state": served.state(run)}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served: Operated, collected: str):
     run = detecting(served, collected)
@@ -155,7 +151,6 @@ def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served
     assert not served.processes(run)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, collected: str):
     """As on a machine of its own that is gone: `make serve`, which would look after its worker, is asleep meanwhile."""
@@ -175,7 +170,6 @@ def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated
     assert message.startswith("no sign of life for 70 s")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
     served: Operated, road: dict, tmp_path: Path

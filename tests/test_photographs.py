@@ -24,7 +24,10 @@ from storage.objects import open_objects
 from vlbert.recipes import RECIPES
 
 PHOTOGRAPHS = Path(__file__).parents[2] / "shared" / "images"
-pytestmark = pytest.mark.skipif(not PHOTOGRAPHS.is_dir(), reason="the photographs lie in ../shared, which is not here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PHOTOGRAPHS.is_dir(), reason="the photographs lie in ../shared, which is not here"),
+]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -43,7 +46,7 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", "bucket"])
 def root(request, tmp_path) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path / "root")

@@ -566,6 +566,7 @@ def test_a_damaged_shard_stops_the_report(root: Path, world: World):
         write_report(root, world, TIMINGS, RUNS)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_page_again(root: Path, world: World):
     file = write_report(root, world, TIMINGS, RUNS)
     before = file.read_bytes()

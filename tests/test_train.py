@@ -385,6 +385,7 @@ def test_what_is_wrong_is_said_before_any_process_waits_for_another(root, more, 
     assert not (root / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_what_is_wrong_for_so_many_processes_is_said_on_the_command_line(root):
     result = torchrun(root, "refused", 2, "data.batch=7", "data.text_batch=0")
     assert result.returncode != 0
