@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from detectors.distributed import World
 from detectors.faster_rcnn import NARROWEST_INPUT, FasterRCNNConfig, resize, resized_size, to_input
@@ -143,21 +143,3 @@ class HeldOutImages(Dataset):
             return place, read_resized(self.images[place], self.network)
         except BAD_IMAGE as error:
             return place, f"{self.images[place].file}: {error}"
-
-
-def loaded(data: Dataset, steps: Sequence[int], workers: int) -> DataLoader:
-    """data[step] for every step, in order, made ahead of time by `workers` processes."""
-    return DataLoader(
-        data,
-        sampler=steps,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        # Forked workers share the annotations; to others they would be copied.
-        multiprocessing_context="fork" if workers else None,
-    )
-
-
-def _as_it_is(item: object) -> object:
-    return item

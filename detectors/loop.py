@@ -9,12 +9,13 @@ import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from detectors import distributed
 from detectors.distributed import World
@@ -115,6 +116,47 @@ def average_losses(since_log: Counter, world: World) -> dict[str, float]:
     sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
     counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
     return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
+
+
+def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
+    """data[step] for every step, in order, made ahead of time by `workers` processes; their errors come out as ours."""
+    loader = DataLoader(
+        _Caught(data),
+        sampler=steps,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        # Forked workers share what the data has read already; to others it would be copied.
+        multiprocessing_context="fork" if workers else None,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_one_thread if workers else None,
+    )
+    for found in loader:
+        if isinstance(found, EXPECTED):
+            raise found
+        yield found
+
+
+class _Caught(Dataset):
+    """data, with errors as values: what a worker raises comes out of a DataLoader as the text of a traceback."""
+
+    def __init__(self, data: Dataset):
+        self.data = data
+
+    def __getitem__(self, step: int) -> Any:
+        try:
+            return self.data[step]
+        except EXPECTED as error:
+            return error
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def run_program(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from detectors import distributed, loop
 from detectors.checkpoints import checkpoints, load_optimizer, optimizer_tensors, read_state, remove_old
 from detectors.distributed import World
-from detectors.examples import Batch, TooManyBadImages, TrainingImages, loaded
+from detectors.examples import Batch, TooManyBadImages, TrainingImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.fields import differing_fields, flat, to_json
 from detectors.ground_truth import GroundTruth, read_ground_truth
@@ -83,7 +83,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
         Losses(run.network, recipe.sampling),
         run.optimizer,
         steps,
-        ([batch] for batch in loaded(data, steps, recipe.data.workers)),
+        ([batch] for batch in loop.batches(data, steps, recipe.data.workers, world.device)),
         record=record,
         prepare=lambda step: prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer),
         losses_of=losses_of,

@@ -8,9 +8,10 @@ from torch import Tensor
 from detectors import distributed
 from detectors.average_precision import Detections, Objects, class_results, judge, mean_average_precision
 from detectors.distributed import World
-from detectors.examples import HeldOutImages, loaded
+from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN, to_input
 from detectors.ground_truth import LabelledImage
+from detectors.loop import batches
 from detectors.recipes import DetectorRecipe, ValidationConfig
 
 
@@ -50,7 +51,7 @@ def validate(
     network.eval()
     rows, covered, bad = [], 0, 0
     data = HeldOutImages(images, recipe.network, world)
-    for place, pixels in loaded(data, range(len(data)), recipe.data.workers):
+    for place, pixels in batches(data, range(len(data)), recipe.data.workers, world.device):
         if isinstance(pixels, str):
             bad += 1
             print(f"cannot validate on {pixels}", flush=True)

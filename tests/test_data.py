@@ -10,6 +10,7 @@ from s3 import s3_server
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from detectors.distributed import World
+from detectors.loop import batches
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.order import mix, shuffled, take
@@ -20,7 +21,6 @@ from vlbert.data import (
     CAPTIONS,
     TrainingData,
     ValidationData,
-    batches,
     check_shares,
     generator,
     open_samples,

@@ -578,6 +578,11 @@ def test_a_few_bad_images_are_passed_over_and_many_end_the_run(root, pictures, t
     (tmp_path / "images" / "5.jpg").write_bytes((pictures / "images" / "4.jpg").read_bytes()[:300])
     with pytest.raises(TooManyBadImages, match=r"2 of 16 images cannot be read: .*5.jpg"):
         train(dataclasses.replace(recipe, run="torn-twice"), ALONE)
+    for file in (tmp_path / "images").iterdir():
+        file.write_bytes(b"torn")
+    in_workers = dataclasses.replace(recipe, run="all-torn", data=dataclasses.replace(data, workers=1))
+    with pytest.raises(TooManyBadImages, match=r"^none of the 16 images can be read; the last is .*jpg: "):
+        train(in_workers, ALONE)
 
 
 def test_every_rank_reads_its_share_of_the_same_order(pictures):

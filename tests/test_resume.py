@@ -16,6 +16,7 @@ from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, t
 from benchmarks.killed_training import check
 from detectors.checkpoints import checkpoints, read_state
 from detectors.distributed import World
+from detectors.loop import batches
 from detectors.record import read_metrics
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
@@ -23,7 +24,7 @@ from storage.order import shuffled
 from storage.reading import ShardSamples
 from vlbert.batch import Batch
 from vlbert.config import Recipe
-from vlbert.data import CAPTIONS, Stretch, TrainingData, batches, drawn, newer_snapshot
+from vlbert.data import CAPTIONS, Stretch, TrainingData, drawn, newer_snapshot
 from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary
 from vlbert.train import train

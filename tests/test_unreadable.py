@@ -17,6 +17,7 @@ from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from torch import Tensor, nn
 
 from detectors.distributed import World
+from detectors.loop import batches
 from detectors.record import Record, read_metrics
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import Sample
@@ -27,7 +28,6 @@ from vlbert.data import (
     TrainingData,
     ValidationData,
     any_readable,
-    batches,
     captions,
     drawn,
     open_samples,

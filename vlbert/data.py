@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from detectors.distributed import World, from_first
-from detectors.loop import EXPECTED
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.objects import Objects
@@ -389,39 +387,3 @@ class ValidationData(Dataset):
 def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:
     examples = [one for one in found if isinstance(one, Example)]
     return examples, [one for one in found if isinstance(one, Unreadable)]
-
-
-def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
-    """data[step] for every step, in order, made ahead of time by `workers` processes; their errors come out as ours."""
-    loader = DataLoader(
-        _Caught(data),
-        sampler=steps,
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        # Forked workers share the index and the mapped corpus; to others they would be copied.
-        multiprocessing_context="fork" if workers else None,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_one_thread if workers else None,
-    )
-    for found in loader:
-        if isinstance(found, EXPECTED):
-            raise found
-        yield found
-
-
-class _Caught(Dataset):
-    """data, with errors as values: what a worker raises comes out of a DataLoader as the text of a traceback."""
-
-    def __init__(self, data: Dataset):
-        self.data = data
-
-    def __getitem__(self, step: int) -> Any:
-        try:
-            return self.data[step]
-        except EXPECTED as error:
-            return error
-
-
-def _one_thread(worker: int) -> None:
-    torch.set_num_threads(1)

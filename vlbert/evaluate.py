@@ -3,9 +3,10 @@
 import torch
 
 from detectors.distributed import World, gather_rows, sum_over_ranks
+from detectors.loop import batches
 from vlbert.batch import Unreadable
 from vlbert.config import Recipe
-from vlbert.data import Samples, ValidationData, batches
+from vlbert.data import Samples, ValidationData
 from vlbert.model import TaskModel
 from vlbert.tasks import Questions
 

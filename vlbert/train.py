@@ -15,7 +15,7 @@ from detectors import distributed
 from detectors.checkpoints import checkpoints, load_optimizer, remove_old
 from detectors.distributed import World
 from detectors.fields import differing_fields, flat, to_json
-from detectors.loop import EXPECTED, Losses, run_program, train_steps
+from detectors.loop import EXPECTED, Losses, batches, run_program, train_steps
 from detectors.record import Record, last_metrics
 from storage.objects import Objects, open_objects
 from storage.order import mix
@@ -28,7 +28,6 @@ from vlbert.data import (
     Stretch,
     TrainingData,
     any_readable,
-    batches,
     captions,
     check_shares,
     newer_snapshot,
