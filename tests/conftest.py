@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from operated import ENDED, Operated, operated, tiny_road
+from s3 import s3_server
 
 from demo.__main__ import WALK, write_deployments
 from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
+from storage.catalog import Catalog
+from storage.objects import open_objects
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
 os.environ.update(quiet_prefect(Path(_home.name)))
@@ -43,6 +46,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 3 if "walked" not in needs else 2 if "walked_again" in needs else 1
 
     items.sort(key=turn)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The endpoint of an S3 with an empty bucket `bucket`."""
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["folder", "s3"])
+def catalog(request, tmp_path) -> Catalog:
+    """An empty catalog, in a folder and in the bucket."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
+    return Catalog(open_objects(root), "captions")
+
+
+@pytest.fixture
+def local(tmp_path) -> Catalog:
+    """An empty catalog in a folder."""
+    return Catalog(open_objects(str(tmp_path / "root")), "captions")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from s3 import s3_server
 from seeded import DETECTOR, as_dict, seeded_sample, shard_of
 
 from storage.catalog import Catalog, Row, ShardIndex
@@ -24,25 +23,6 @@ from storage.sample import Sample
 from storage.shards import read_span
 
 REGIONS = f"regions/{DETECTOR}"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with s3_server("bucket") as endpoint:
-        yield endpoint
-
-
-@pytest.fixture(params=["folder", "s3"])
-def catalog(request, tmp_path) -> Catalog:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
-    return Catalog(open_objects(root), "captions")
-
-
-@pytest.fixture
-def local(tmp_path) -> Catalog:
-    return Catalog(open_objects(str(tmp_path / "root")), "captions")
 
 
 def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> bool:

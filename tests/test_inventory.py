@@ -14,7 +14,6 @@ import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from s3 import s3_server
 from seeded import DETECTOR, seeded_sample, shard_of
 
 from storage.catalog import Catalog
@@ -25,17 +24,6 @@ from storage.shards import Span
 
 REGIONS = f"regions/{DETECTOR}"
 HOUR = 3600.0
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with s3_server("bucket") as endpoint:
-        yield endpoint
-
-
-@pytest.fixture
-def local(tmp_path) -> Catalog:
-    return Catalog(open_objects(str(tmp_path / "root")), "captions")
 
 
 def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> str:

@@ -185,7 +185,7 @@ ATTEMPTS = 7  # of a request, before a server counts as away
 @pytest.mark.slow
 def test_a_server_that_is_away_for_some_seconds_is_waited_for_and_that_is_said_once(folder, written, capfd):
     with s3_server("away") as server, faulty(server, faults={}) as proxy:
-        objects, local = open_objects("s3://away/root"), open_objects(str(folder))
+        objects, local = open_objects("s3://away"), open_objects(str(folder))
         for info in local.list():
             objects.put(info.path, local.get(info.path))
         samples = samples_of(objects)
@@ -194,7 +194,7 @@ def test_a_server_that_is_away_for_some_seconds_is_waited_for_and_that_is_said_o
         assert [identity(sample) for sample in samples.samples([3, 19, 35])] == [written[i] for i in (3, 19, 35)]
         said = [line for line in capfd.readouterr().err.splitlines() if "waits" in line]
         assert len(said) == 1
-        assert "reading waits for the storage, at most 300 s: get_object of s3://away/root/captions" in said[0]
+        assert "reading waits for the storage, at most 300 s: get_object of s3://away/captions" in said[0]
 
         impatient = samples_of(objects, patience=0)
         proxy.plan("GET", ".tar", *["reset before"] * ATTEMPTS)

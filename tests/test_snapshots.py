@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from s3 import s3_server
 from seeded import DETECTOR, as_dict, shard_of
 
 from storage.catalog import Catalog
@@ -25,25 +24,6 @@ from storage.shards import read_span
 from storage.snapshots import SNAPSHOT_SCHEMA, read_columns, read_index, read_snapshot, write_snapshot
 
 REGIONS = f"regions/{DETECTOR}"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with s3_server("bucket") as endpoint:
-        yield endpoint
-
-
-@pytest.fixture(params=["folder", "s3"])
-def catalog(request, tmp_path) -> Catalog:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
-    return Catalog(open_objects(root), "captions")
-
-
-@pytest.fixture
-def local(tmp_path) -> Catalog:
-    return Catalog(open_objects(str(tmp_path / "root")), "captions")
 
 
 def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> None:
