@@ -178,9 +178,7 @@ def full_speed(samples: ShardSamples, vocabulary: Vocabulary, count: int, rounds
     torch.set_num_threads(1)  # as in a loading worker
     task = Pretraining(PretrainingSettings(), vocabulary, samples.sample(0).regions.num_classes)
     config, regions = DataConfig(batch=16, workers=0), RegionConfig()
-    data = TrainingData(
-        samples, task.questions(samples, False), task, config, regions, World(0, 1, torch.device("cpu"))
-    )
+    data = TrainingData(samples, task.questions(samples, None), task, config, regions, World(0, 1, torch.device("cpu")))
     steps = itertools.count()
     places = itertools.count()
 

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from demo.measure import FILE as DETECTOR_FILE
-from demo.pictures import BOX_COLOURS, MOST_BOXES, Line, NotThereYet, chart, draw_boxes, draw_choice, draw_regions, line
+from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_choice, draw_regions, line
 from demo.scenes import COLOURS, SHAPES
 from demo.world import World, read_world
 from detectors.checkpoints import checkpoints, read_state
@@ -30,7 +30,9 @@ from storage.download import STATUSES
 from storage.objects import Objects, open_objects
 from storage.sample import Sample
 from vlbert.data import region_stage
-from vlbert.tasks.refcoco import RefCOCO, read_expressions
+from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
+from vlbert.official.refcoco import read_expressions
+from vlbert.tasks.refcoco import RefCOCO
 
 CAPTIONS, HELD_OUT, REFCOCO = DATASETS = ("captions", "held-out", "refcoco+")
 DATASETS_ARE = {CAPTIONS: "to learn from", HELD_OUT: "to measure on", REFCOCO: "to fine-tune on and to measure on"}
@@ -309,7 +311,7 @@ def held_out_scenes(objects: Objects, world: World, read: dict[str, Part]) -> di
         shown.append(
             {
                 "picture": draw_regions(sample, labels),
-                "truth": draw_boxes(sample, coloured) if truth else None,
+                "truth": data_uri(draw_boxes(sample, coloured)) if truth else None,
                 "caption": sample.caption,
                 "labels": words,
             }

@@ -168,9 +168,9 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
     watch.draw()
     with reporting():
         from vlbert.recipes import RECIPES  # here, as above
-        from vlbert.tasks import paper_of
+        from vlbert.tasks import task_of
 
-        paper = paper_of(RECIPES[trained.recipe]().task)
+        paper = task_of(RECIPES[trained.recipe]().task).paper
         publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
 
 

@@ -14,9 +14,10 @@ from detectors.resnet import ResNetConfig
 from storage.sample import Regions, Sample
 from vlbert.batch import Example, collate
 from vlbert.config import RegionConfig
+from vlbert.official.vcr import instance_mask
+from vlbert.official.vqa import without_punctuation
 from vlbert.pictures import resized, view
 from vlbert.regions import FastRCNN
-from vlbert.tasks.official import instance_mask, without_punctuation
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vqa import VQA, VQASettings

@@ -146,7 +146,7 @@ def means(held_out: Drawn) -> dict[tuple[str, str], dict[str, float]]:
     """By what is hidden (pixels or features) and what is asked: each metric's mean over three first weights."""
     task = Pretraining(LEARNS, WORDS, len(COLOURS))
     drawings, data = Drawn(range(512)), DataConfig(batch=32, workers=0)
-    training = TrainingData(drawings, task.questions(drawings, False), task, data, MODEL.regions, ALONE)
+    training = TrainingData(drawings, task.questions(drawings, None), task, data, MODEL.regions, ALONE)
     batches = [training[step][0] for step in range(STEPS)]  # made once: they are the same for every model
     print()
     means = {}
@@ -160,7 +160,7 @@ def means(held_out: Drawn) -> dict[tuple[str, str], dict[str, float]]:
             learn(model, batches, STEPS, rate=1e-2)
             for name in names:
                 model.task = Pretraining(ASKED[name], WORDS, len(COLOURS))
-                questions = model.task.questions(held_out, held_out=True)
+                questions = model.task.questions(held_out, "val")
                 runs[name].append(validate(model, recipe, held_out, questions, ALONE)[0])
         for name in names:
             mean = {metric: float(np.mean([run[metric] for run in runs[name]])) for metric in runs[name][0]}

@@ -11,8 +11,9 @@ from tiny import TINY_MODEL, tiny_sample
 
 from vlbert.batch import collate
 from vlbert.model import Encoded, TaskModel, VLBert
-from vlbert.pictures import view
-from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings, read_expressions, read_plain_pickle, swap_sides
+from vlbert.official.refcoco import read_expressions, read_plain_pickle
+from vlbert.pictures import swap_sides, view
+from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.text import SPECIALS, Vocabulary
 
 WORDS = Vocabulary([*SPECIALS, "the", "left", "right", "one"])
@@ -59,20 +60,19 @@ def ask(task: RefCOCO, sample, expression, flip: bool = False):
 
 
 def test_every_expression_of_the_split_is_asked_about_its_own_image(task, samples):
-    questions = task.questions(urls(samples), held_out=False)
+    questions = task.questions(urls(samples), None)
     assert questions.samples.tolist() == [1, 1, 3, 3]
     assert [expression.sentence_id for expression in questions.asks] == [10, 11, 30, 31]
-    held_out = task.questions(urls(samples[::-1]), held_out=True)
+    held_out = task.questions(urls(samples[::-1]), "val")
     assert held_out.samples.tolist() == [3, 3, 1, 1]
-    task.settings = dataclasses.replace(task.settings, validate_on="testA")
     with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA, only train, val"):
-        task.questions(urls(samples), held_out=True)
-    with pytest.raises(ValueError, match=r"1 of 2 images of the split train of .* in no region shard, such as 000003"):
-        task.questions(urls(samples[:3]), held_out=False)
+        task.questions(urls(samples), "testA")
+    with pytest.raises(ValueError, match=r"1 of 2 images of train of .* in no region shard, such as 000003"):
+        task.questions(urls(samples[:3]), None)
 
 
 def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(task, samples):
-    question = task.questions(urls(samples), held_out=False).asks[0]
+    question = task.questions(urls(samples), None).asks[0]
     example = ask(task, samples[1], question)
     assert example.picture.targets["right"].tolist() == [False, False, False, True], "the last box of sample 1"
     assert example.picture.targets["candidate"].tolist() == [False, True, True, True]
@@ -85,12 +85,12 @@ def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(ta
 def test_boxes_of_the_shipped_image_are_brought_to_the_stored_one(tmp_path, samples):
     write_refcoco(tmp_path / "large", samples, scale=3)
     task = RefCOCO(RefCOCOSettings(str(tmp_path / "large")), WORDS, 8)
-    question = task.questions(urls(samples), held_out=False).asks[0]
+    question = task.questions(urls(samples), None).asks[0]
     assert ask(task, samples[1], question).picture.targets["iou"].tolist()[3] == pytest.approx(1)
 
 
 def test_mirroring_swaps_the_sides_in_words_and_boxes(task, samples):
-    question = task.questions(urls(samples), held_out=False).asks[0]
+    question = task.questions(urls(samples), None).asks[0]
     example = ask(task, samples[1], question, flip=True)
     assert WORDS.decode(example.words.tokens) == "[CLS] the right one [SEP]"
     assert example.picture.targets["right"].tolist() == [False, False, False, True]
@@ -105,7 +105,7 @@ class Score(torch.nn.Module):
 
 
 def test_padding_and_the_whole_image_never_win(task, samples):
-    questions = task.questions(urls(samples), held_out=True)
+    questions = task.questions(urls(samples), "val")
     batch = collate(
         [
             ask(task, samples[0], questions.asks[0]),  # 2 regions, so one padded
@@ -128,7 +128,7 @@ def test_padding_and_the_whole_image_never_win(task, samples):
 
 
 def test_a_region_that_does_not_meet_the_object_is_not_exact(task, samples):
-    question = task.questions(urls(samples), held_out=True).asks[0]
+    question = task.questions(urls(samples), "val").asks[0]
     nowhere = dataclasses.replace(question, box=(0.0, 0.0, 0.5, 0.5))
     batch = collate([ask(task, samples[0], nowhere)])
     encoded = Encoded(torch.zeros(1, 5, 1), torch.zeros(1, 3, 1), appearance=torch.zeros(0))
@@ -154,7 +154,7 @@ def test_the_head_learns_to_point(task, samples):
     """Four expressions, trained by hand: what the loss asks for is what the metric counts."""
     torch.manual_seed(0)
     model = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=0.0), len(WORDS)), task)
-    questions = task.questions(urls(samples), held_out=False)
+    questions = task.questions(urls(samples), None)
     batch = collate([ask(task, samples[i], e) for i, e in zip(questions.samples, questions.asks, strict=True)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(40):

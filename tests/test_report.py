@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demo.pictures import BOX_COLOURS, GREEN, RED, draw_boxes
 from demo.report import annotated_boxes, main, write_report
 from demo.world import World, WorldSettings, draw_world
 from detectors.annotated import AnnotatedDetector
@@ -26,7 +25,8 @@ from storage.download import read_captions
 from storage.objects import open_objects
 from storage.sample import Sample, sample_key
 from vlbert.boxes import iou
-from vlbert.tasks.refcoco import read_expressions
+from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
+from vlbert.official.refcoco import read_expressions
 
 TINY = WorldSettings(
     train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, refcoco_train=1, refcoco_held_out=6, refcoco_refs=1
@@ -546,7 +546,7 @@ def test_two_expressions_of_one_picture_are_two_examples(tmp_path: Path):
 def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, World], box: tuple):
     catalog = Catalog(open_objects(str(made[0])), "held-out")
     sample = next(catalog.read("images", "00000"))
-    drawn = pixels(draw_boxes(sample, [(np.array(box, np.float32), RED, "x")]))
+    drawn = np.asarray(draw_boxes(sample, [(np.array(box, np.float32), RED, "x")])).astype(int)
     assert drawn.shape == (360, 480, 3)
     assert (np.abs(drawn - RED).max(axis=-1) < 60).sum() > 50
 

@@ -119,7 +119,7 @@ def data_over(
     task, corpus = make_task(recipe.task, vocabulary, 8), TextCorpus(root / "text", vocabulary)
     world = World(rank, size, CPU)
     return TrainingData(
-        samples, task.questions(samples, False), task, config, TINY_MODEL.regions, world, corpus, stretches
+        samples, task.questions(samples, None), task, config, TINY_MODEL.regions, world, corpus, stretches
     )
 
 
@@ -127,7 +127,7 @@ def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
     root, snapshots = grown
     objects = open_objects(str(root))
     samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, snapshots[1]))
-    data.enter(samples, data.asked.task.questions(samples, False), snapshots[1], BORDER)
+    data.enter(samples, data.asked.task.questions(samples, None), snapshots[1], BORDER)
 
 
 Rows = list[tuple[str, tuple]]  # key and all that a sample became

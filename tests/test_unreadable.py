@@ -98,7 +98,7 @@ def training_data(root: Path, rank: int = 0, size: int = 1, **data: object) -> T
     samples, _ = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
     task = Pretraining(ASKS, WORDS, 8)
     world = World(rank, size, torch.device("cpu"))
-    return TrainingData(samples, task.questions(samples, False), task, recipe.data, STILL.regions, world)
+    return TrainingData(samples, task.questions(samples, None), task, recipe.data, STILL.regions, world)
 
 
 def overwrite(root: Path, number: int, what: bytes, at: int = 0) -> str:
@@ -134,14 +134,14 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
         settings = VQASettings(str(folder), answer_list="answers.txt", answers=6, train_on=("train2014",))
         task = VQA(settings, test_vqa.WORDS, 8)
         test_vqa.write_vqa(folder, "train2014", {10 * i: ["left"] * (4 + i) + ["no"] * (6 - i) for i in range(3)})
-        asks = task.questions(test_vqa.urls(test_vqa.coco(samples, "train2014")), held_out=False).asks
+        asks = task.questions(test_vqa.urls(test_vqa.coco(samples, "train2014")), None).asks
     else:
         test_vcr.write_vcr(folder, [*samples, tiny_sample(3)])
         hidden = 0.5 if which == "vcr, hidden regions" else 0.0
         loss = "appearance" if which == "vcr, appearance" else "contextual"
         settings = VCRSettings(str(folder), names="class", mask_size=2, hidden_regions=hidden, region_loss=loss)
         task = VCR(settings, test_vcr.WORDS, 8)
-        asks = task.questions(test_vcr.urls([*samples, tiny_sample(3)]), held_out=False).asks
+        asks = task.questions(test_vcr.urls([*samples, tiny_sample(3)]), None).asks
     return task, [task.example(*each) for each in zip(samples, views, asks, rngs, strict=True)]
 
 
@@ -331,7 +331,7 @@ def test_a_validation_without_a_readable_sample_is_an_error(tmp_path):
     task = Pretraining(ASKS, WORDS, 8)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)
     with pytest.raises(ValueError, match="none of the 2 held-out questions can be asked; the last because .*sample"):
-        validate(model, a_recipe(root), held_out, task.questions(held_out, True), ALONE)
+        validate(model, a_recipe(root), held_out, task.questions(held_out, "val"), ALONE)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from detectors.distributed import World
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert
+from vlbert.official.vcr import CLASSES, OBJECTS, instance_mask, read_items, read_scene
 from vlbert.pictures import view
-from vlbert.tasks.official import CLASSES, OBJECTS, instance_mask, read_items, read_scene
 from vlbert.tasks.vcr import PEOPLE, VCR, VCRSettings
 from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import train
@@ -79,7 +79,7 @@ def changed(task: VCR, **settings: object) -> VCR:
 def asked(
     task: VCR, samples: list, number: int = 0, flip: bool = False, seed: int = 0, held_out: bool = False
 ) -> Example:
-    questions = task.questions(urls(samples), held_out)
+    questions = task.questions(urls(samples), "val" if held_out else None)
     sample = samples[questions.samples[number]]
     seen = view(sample, TINY_MODEL.regions, flip)
     return task.example(sample, seen, questions.asks[number], np.random.default_rng(seed))
@@ -115,12 +115,12 @@ def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task,
 
 
 def test_every_item_is_asked_about_its_own_picture(task, samples):
-    questions = task.questions(urls(samples[::-1]), held_out=False)
+    questions = task.questions(urls(samples[::-1]), None)
     assert questions.samples.tolist() == [2, 1]
     assert [json.loads(ask.line)["annot_id"] for ask in questions.asks] == ["a-0", "a-1"]
-    assert task.questions(urls(samples), held_out=True).samples.tolist() == [2]
+    assert task.questions(urls(samples), "val").samples.tolist() == [2]
     with pytest.raises(ValueError, match="1 of 2 images of .* are in no region shard, such as 000001.jpg"):
-        task.questions(urls(samples[:1]), held_out=False)
+        task.questions(urls(samples[:1]), None)
 
 
 def tagged(number_of_pieces: int, region: int) -> tuple[np.ndarray, np.ndarray]:
@@ -340,7 +340,7 @@ def test_a_bad_line_is_named(task, tmp_path, samples, change, message):
     assert change(second) != second
     file.write_text(first + change(second))
     with pytest.raises(ValueError, match=message):
-        task.questions(urls(samples), held_out=False)
+        task.questions(urls(samples), None)
 
 
 def test_missing_and_foreign_metadata_are_named(task, tmp_path, samples):
@@ -360,9 +360,9 @@ def test_missing_and_foreign_metadata_are_named(task, tmp_path, samples):
         asked(task, samples)
     file.unlink()
     with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        task.questions(urls(samples), held_out=False)
+        task.questions(urls(samples), None)
     with pytest.raises(ValueError, match=r"there is no .*train.jsonl; set task.folder"):
-        changed(task, folder=str(tmp_path)).questions(urls(samples), held_out=False)
+        changed(task, folder=str(tmp_path)).questions(urls(samples), None)
 
 
 def test_a_model_that_the_masks_or_regions_do_not_fit_is_refused_at_once(task):

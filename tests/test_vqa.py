@@ -13,8 +13,9 @@ from storage.sample import sample_key
 from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert
+from vlbert.official import read_json
+from vlbert.official.vqa import read_answers, read_questions, without_punctuation
 from vlbert.pictures import view
-from vlbert.tasks.official import read_answers, read_json, read_questions, without_punctuation
 from vlbert.tasks.vqa import VQA, VQASettings, soft_score
 from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import train
@@ -84,7 +85,7 @@ def changed(task: VQA, **settings: object) -> VQA:
 
 
 def asked(task: VQA, samples: list, number: int = 0, flip: bool = False) -> Example:
-    questions = task.questions(urls(samples), held_out=False)
+    questions = task.questions(urls(samples), None)
     sample = samples[questions.samples[number]]
     seen = view(sample, TINY_MODEL.regions, flip)
     return task.example(sample, seen, questions.asks[number], np.random.default_rng(0))
@@ -95,15 +96,15 @@ def everything(task: VQA, samples: list) -> list[Example]:
 
 
 def test_every_question_of_the_splits_is_asked_about_its_own_image(task, samples):
-    questions = task.questions(urls(samples), held_out=False)
+    questions = task.questions(urls(samples), None)
     assert [ask.question_id for ask in questions.asks] == [10, 11, 20, 30]
     assert questions.samples.tolist() == [1, 1, 2, 3]
-    held_out = task.questions(urls(samples), held_out=True)
+    held_out = task.questions(urls(samples), "val2014")
     assert held_out.samples.tolist() == [5], "image 1 of val2014"
-    both = changed(task, train_on=("train2014", "val2014")).questions(urls(samples), held_out=False)
+    both = changed(task, train_on=("train2014", "val2014")).questions(urls(samples), None)
     assert both.samples.tolist() == [1, 1, 2, 3, 5]
     with pytest.raises(ValueError, match="1 of 3 images of .* are in no region shard, such as COCO_train2014_0+3.jpg"):
-        task.questions(urls(samples[:3]), held_out=False)
+        task.questions(urls(samples[:3]), None)
 
 
 def test_the_answer_is_asked_for_at_a_mask_behind_the_question(task, samples):
@@ -137,7 +138,7 @@ def test_the_answer_list_is_normalised_and_its_first_of_two_that_meet_counts(tas
     assert fixed.class_of["left right"] == 2
     assert "<unk>" not in fixed.class_of
     with pytest.raises(ValueError, match="holds 6 answers, task.answers is 3129"):
-        changed(task, answers=3129).questions(urls(samples), held_out=False)
+        changed(task, answers=3129).questions(urls(samples), None)
 
 
 def test_losses_are_finite_and_those_of_the_rule_that_is_set(task, samples):
@@ -238,7 +239,7 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
         read_questions(folder, "one")
     (folder / "answers_vqa.txt").write_text("a\nb\nc\nd\ne\nf\n")
     with pytest.raises(ValueError, match="no question of train2014 has an answer of answers_vqa.txt"):
-        changed(task).questions(urls(samples), held_out=False)
+        changed(task).questions(urls(samples), None)
 
 
 @official

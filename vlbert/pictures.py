@@ -1,6 +1,7 @@
 """From a stored JPEG to what the model sees of it: decoded, resized, perhaps mirrored, its boxes moved along."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +118,12 @@ def _decode(sample: Sample) -> Tensor:
         return decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError as error:
         raise ValueError(f"sample {sample.key} ({sample.url}): its JPEG does not decode: {error}") from error
+
+
+def swap_sides(text: str) -> str:
+    """The text for the mirrored picture: left for right and right for left."""
+    sides = {"left": "right", "right": "left"}
+    return re.sub(r"\b(left|right)\b", lambda word: sides[word[0].lower()], text, flags=re.IGNORECASE)
 
 
 def resized(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:

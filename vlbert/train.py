@@ -38,7 +38,7 @@ from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
-from vlbert.tasks import Questions, Task, make_task
+from vlbert.tasks import Questions, Task, make_task, validation_split
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
 
@@ -150,7 +150,7 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     if found is None:
         return False
     samples = samples or open_samples(run.objects, dataset, None, _pins(run, found), world, cache)[0]
-    run.data.enter(samples, run.data.asked.task.questions(samples, held_out=False), found, border)
+    run.data.enter(samples, run.data.asked.task.questions(samples, None), found, border)
     now = run.data.stretches[-1]
     if record:
         record.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
@@ -210,7 +210,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or start "
             "another run: run=NAME"
         )
-    questions = task.questions(samples, held_out=False)
+    questions = task.questions(samples, None)
     stretches = stretches or [Stretch(0, 0, len(questions), pinned["snapshot"])]
     if len(questions) != stretches[-1].questions:
         raise ValueError(
@@ -232,13 +232,15 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         say("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not held_out:
         say("there will be no validation: data.held_out names no dataset")
+    for line in questions.left_out:
+        say(f"left out: {line}")
     return Run(
         objects=objects,
         step=state["step"],
         model=model,
         optimizer=optimizer,
         data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus, stretches),
-        held_out=(held_out, task.questions(held_out, held_out=True)) if held_out else None,
+        held_out=(held_out, task.questions(held_out, validation_split(recipe.task))) if held_out else None,
         vocabulary=vocabulary,
         num_classes=num_classes,
         pinned={
@@ -371,6 +373,11 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         raise ValueError(
             "the fine-tuning has no model to start from; give start_from=CHECKPOINT or bert=FOLDER, or say that it "
             "shall start from random weights: from_scratch=true"
+        )
+    if recipe.data.held_out and validation_split(recipe.task) in getattr(recipe.task, "train_on", ()):
+        raise ValueError(
+            f"task.validate_on={recipe.task.validate_on} is one of task.train_on: validation would measure "
+            "memory; name another split, or train without validation: data.held_out=none"
         )
     if not resumed:
         return

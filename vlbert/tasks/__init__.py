@@ -1,6 +1,7 @@
 """A task says what one sample becomes, which parameters are new, what the losses are, and what is reported.
 
-Adding one: a file here with a settings dataclass and a class of the methods below, and a line in make_task.
+Adding one: a file with a settings dataclass and a class of the methods below, and a line in TASKS
+(docs/your-own-task.md).
 """
 
 from collections.abc import Sequence
@@ -23,25 +24,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """What one epoch asks: question i is about sample `samples[i]`, and `asks[i]` is what is asked (None: no more)."""
+    """What one epoch asks: question i is about sample `samples[i]`, and `asks[i]` is what is asked (None: no more).
+
+    left_out  one line for each that the files hold and that cannot be asked: which, and why
+    """
 
     samples: np.ndarray
     asks: Sequence[Any] | None = None
+    left_out: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.samples)
 
 
 class Task(Protocol):
-    """The methods of a task. `shuffles` says that validation repeats itself with the pictures of other captions."""
+    """The methods of a task. `shuffles` says that validation repeats itself with the pictures of other captions.
+
+    `settings`, where it is about splits of a data set, has `train_on`, the names of those to learn from, and
+    `validate_on`. What a task may have besides:
+
+    begin(vlbert, head, started_from)   the last preparation of a new run, its weights loaded
+    submission(rows) -> name -> bytes   the files that a leaderboard takes; ValueError where the rows are not all of it
+    reported(split) -> metric -> text   what the paper reports for a metric on that split, such as "79.88 base"
+    evaluation                          settings that `vlbert.evaluate` changes, name -> value
+    ask(text, choices, answer, hide)    what `example` takes for a person's own question (vlbert.predict)
+    """
 
     shuffles: bool
-    paper: str  # what the paper reports for it, printed beside the metric
+    paper: str  # what the paper reports for it, in one line
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int): ...
 
-    def questions(self, samples: "Samples", held_out: bool) -> Questions:
-        """The questions on these samples (vlbert.data), of the split to learn from or of the one held out."""
+    def questions(self, samples: "Samples", split: str | None) -> Questions:
+        """The questions of a split on these samples (vlbert.data); None: all that there are to learn from."""
 
     def example(self, sample: Sample, view: View, ask: Any, rng: np.random.Generator) -> Example:
         """What one question becomes: its words and picture, what is hidden in them and what is asked for."""
@@ -53,27 +68,41 @@ class Task(Protocol):
         """Per loss its sum over what was asked and how many that were; the loop divides by the count over all ranks."""
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """One plain dict a row of the batch: what is written for submission, and what `metrics` needs."""
+        """One plain dict an example: what is written for submission, and what `metrics` needs. Every task's has
+
+        key          of the sample
+        asked        str    the question
+        said         str    the answer that the model gives, and
+        probability  float  how sure it is of it
+        ranking      list   of {"said", "probability"}, the likeliest first, five at most
+        truth        str    the right answer; None where nobody says
+        score        float  what the answer is worth, 0 to 1; None likewise
+        boxes        list   of {"name", "box"}, to be drawn: x1 y1 x2 y2 in pixels of the stored picture. May be empty
+        """
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Numbers over the predictions of the whole split."""
+        """Numbers over the predictions of the whole split; of rows without a truth none."""
 
 
 def make_task(settings: Any, vocabulary: Vocabulary, num_classes: int) -> Task:
     """The task that the type of `settings` belongs to."""
-    return _task_of(settings)(settings, vocabulary, num_classes)
+    return task_of(settings)(settings, vocabulary, num_classes)
 
 
-def paper_of(settings: Any) -> str:
-    """What the paper reports for the task that the type of `settings` belongs to."""
-    return _task_of(settings).paper
-
-
-def _task_of(settings: Any) -> type[Task]:
+def task_of(settings: Any) -> type[Task]:
+    """The class of the task that the type of `settings` belongs to."""
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
     from vlbert.tasks.vcr import VCR, VCRSettings
     from vlbert.tasks.vqa import VQA, VQASettings
 
-    tasks = {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA}
+    tasks = {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA} | TASKS
     return tasks[type(settings)]
+
+
+TASKS: dict[type, type[Task]] = {}  # those of your own: the type of the settings -> the task
+
+
+def validation_split(settings: Any) -> str | None:
+    """The split that training validates on, where the task has splits."""
+    return getattr(settings, "validate_on", None)

@@ -72,7 +72,7 @@ class Pretraining:
             raise ValueError(f"watched_words: {', '.join(missing)} are no whole pieces of the vocabulary")
         self.watched = torch.tensor(watched, dtype=torch.int64)
 
-    def questions(self, samples: "Samples", held_out: bool) -> Questions:
+    def questions(self, samples: "Samples", split: str | None) -> Questions:
         if self.settings.relationship:
             raise ValueError("task.relationship is on, and no data asks for it: train with task.relationship=false")
         return Questions(np.arange(len(samples)))

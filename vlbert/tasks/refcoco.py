@@ -6,15 +6,10 @@ The paper (table 3), VL-BERT base on ground-truth regions: val 79.88, testA 82.4
 """
 
 import functools
-import io
-import json
-import pickle
-import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +21,10 @@ from vlbert.batch import Batch, Example, Words
 from vlbert.boxes import iou
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, Encoded, VLBert
-from vlbert.pictures import View
+from vlbert.official import find_samples
+from vlbert.official.refcoco import FILES, Expression, read_expressions
+from vlbert.pictures import View, swap_sides
 from vlbert.tasks import Questions
-from vlbert.tasks.official import find_samples
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -38,7 +34,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RefCOCOSettings:
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
-    validate_on: Literal["val", "testA", "testB"] = "val"
+    train_on: tuple[str, ...] = ("train",)  # splits
+    validate_on: str = "val"
     whole_image_competes: bool = False  # may the whole image be the answer?
     inclusive_boxes: bool = False  # overlaps count pixels: a box from column 3 to column 5 is three wide, not two
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the regions that were found
@@ -46,20 +43,7 @@ class RefCOCOSettings:
     @property
     def files(self) -> tuple[str, ...]:
         """What `folder` must hold."""
-        return "refs(unc).p", "instances.json"
-
-
-@dataclass(frozen=True)
-class Expression:
-    """One sentence that refers to one object."""
-
-    sentence_id: int
-    ref_id: int
-    text: str
-    box: tuple[float, float, float, float]  # of the object: x1 y1 x2 y2 in pixels of the image that the data set ships
-    image_size: tuple[int, int]  # width, height of that image
-    objects: tuple[tuple[float, float, float, float], ...]  # boxes of all annotated objects of the image
-    held_out: bool
+        return FILES
 
 
 class RefCOCO:
@@ -71,20 +55,22 @@ class RefCOCO:
         self.vocabulary = vocabulary
 
     @functools.cached_property
-    def expressions(self) -> dict[str, dict[str, list["Expression"]]]:
+    def expressions(self) -> dict[str, dict[str, list[Expression]]]:
         """split -> image file -> its expressions."""
         return read_expressions(Path(self.settings.folder))
 
-    def questions(self, samples: "Samples", held_out: bool) -> Questions:
-        split = self.settings.validate_on if held_out else "train"
-        if split not in self.expressions:
+    def questions(self, samples: "Samples", split: str | None) -> Questions:
+        splits = self.settings.train_on if split is None else (split,)
+        unknown = sorted(set(splits) - self.expressions.keys())
+        if unknown:
             raise ValueError(
-                f"{self.settings.folder}/refs(unc).p has no split {split}, only {', '.join(sorted(self.expressions))}"
+                f"{self.settings.folder}/refs(unc).p has no split {unknown[0]}, only "
+                f"{', '.join(sorted(self.expressions))}"
             )
-        by_file = self.expressions[split]
-        asks = [replace(one, held_out=held_out) for ones in by_file.values() for one in ones]
-        images = [file for file, ones in by_file.items() for _ in ones]
-        return Questions(find_samples(samples, images, f"the split {split} of {self.settings.folder}"), asks)
+        found = [(file, one) for name in splits for file, ones in self.expressions[name].items() for one in ones]
+        asks = [replace(one, held_out=split is not None) for _, one in found]
+        images = [file for file, _ in found]
+        return Questions(find_samples(samples, images, f"{', '.join(splits)} of {self.settings.folder}"), asks)
 
     def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
         text = swap_sides(ask.text) if view.flipped else ask.text
@@ -147,57 +133,3 @@ class RefCOCO:
             "exact": float(np.mean([row["exact"] for row in rows])),
             "chance": float(np.mean([1 / row["candidates"] if row["candidates"] else 0 for row in rows])),
         }
-
-
-def read_expressions(folder: Path) -> dict[str, dict[str, list[Expression]]]:
-    """split -> image file -> its expressions, from refs(unc).p and instances.json."""
-    for name in RefCOCOSettings().files:
-        if not (folder / name).is_file():
-            raise ValueError(f"there is no {folder / name}; set task.folder to the RefCOCO+ folder that holds it")
-    with open(folder / "instances.json") as file:
-        instances = json.load(file)
-    images = {image["id"]: image for image in instances["images"]}
-    boxes, objects = {}, defaultdict(list)
-    for annotation in instances["annotations"]:
-        x, y, w, h = annotation["bbox"]
-        boxes[annotation["id"]] = (x, y, x + w, y + h)
-        objects[annotation["image_id"]].append(boxes[annotation["id"]])
-    expressions: dict[str, dict[str, list[Expression]]] = defaultdict(lambda: defaultdict(list))
-    for ref in read_plain_pickle(folder / "refs(unc).p"):
-        if ref["image_id"] not in images or ref["ann_id"] not in boxes:
-            raise ValueError(
-                f"{folder}/refs(unc).p: ref {ref['ref_id']} names image {ref['image_id']}, annotation {ref['ann_id']}, "
-                f"which instances.json does not hold; both files must be of the same data set"
-            )
-        image = images[ref["image_id"]]
-        for sentence in ref["sentences"]:
-            expressions[ref["split"]][image["file_name"]].append(
-                Expression(
-                    sentence["sent_id"],
-                    ref["ref_id"],
-                    sentence["sent"],
-                    boxes[ref["ann_id"]],
-                    (image["width"], image["height"]),
-                    tuple(objects[ref["image_id"]]),
-                    held_out=False,
-                )
-            )
-    return {split: dict(by_file) for split, by_file in expressions.items()}
-
-
-def read_plain_pickle(file: Path) -> Any:
-    """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            raise ValueError(
-                f"{file} wants to load {module}.{name}; a refs file holds plain values only, do not trust it"
-            )
-
-    return Plain(io.BytesIO(file.read_bytes()), encoding="utf-8").load()
-
-
-def swap_sides(text: str) -> str:
-    """The text for the mirrored picture: left for right and right for left."""
-    sides = {"left": "right", "right": "left"}
-    return re.sub(r"\b(left|right)\b", lambda word: sides[word[0].lower()], text, flags=re.IGNORECASE)

@@ -21,9 +21,10 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Picture, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Pooler, VLBert, initialise_head
+from vlbert.official import find_samples
+from vlbert.official.vcr import CLASSES, Item, Scene, instance_mask, read_items, read_scene
 from vlbert.pictures import View
 from vlbert.tasks import Questions
-from vlbert.tasks.official import CLASSES, Item, Scene, find_samples, instance_mask, read_items, read_scene
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ Tokens = Sequence[str | Sequence[int]]  # a text as VCR writes it: words, and li
 @dataclass(frozen=True)
 class VCRSettings:
     folder: str = ""  # holds train.jsonl, val.jsonl and vcr1images/ with the metadata, as the data set ships them
+    train_on: tuple[str, ...] = ("train",)  # splits, as the files are named
+    validate_on: str = "val"
     question: Literal["answer", "rationale"] = "answer"  # Q->A, or QA->R
     max_pieces: int | None = 64  # of question and choice; beyond it the longer of the two loses its end
     mentions_look_at: Literal["object", "image"] = "object"  # look of a word that names an object: its, or all words'
@@ -57,7 +60,7 @@ class VCRSettings:
     @property
     def files(self) -> tuple[str, ...]:
         """What `folder` must hold, beside the metadata."""
-        return "train.jsonl", "val.jsonl"
+        return tuple(f"{split}.jsonl" for split in (*self.train_on, self.validate_on))
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -82,9 +85,10 @@ class VCR:
         self.settings = settings
         self.vocabulary = vocabulary
 
-    def questions(self, samples: "Samples", held_out: bool) -> Questions:
+    def questions(self, samples: "Samples", split: str | None) -> Questions:
         folder = Path(self.settings.folder)
-        items = read_items(folder, "val" if held_out else "train", held_out)
+        splits = self.settings.train_on if split is None else (split,)
+        items = [item for name in splits for item in read_items(folder, name, held_out=split is not None)]
         without = {item.metadata for item in items if not item.metadata.is_file()}
         if without:
             raise ValueError(f"{len(without)} metadata files are missing, such as {min(without)}; fetch vcr1images")

@@ -21,10 +21,10 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
-from vlbert.pictures import View
+from vlbert.official import find_samples
+from vlbert.official.vqa import UNKNOWN, Question, question_files, read_answers, read_questions
+from vlbert.pictures import View, swap_sides
 from vlbert.tasks import Questions
-from vlbert.tasks.official import UNKNOWN, Question, find_samples, question_files, read_answers, read_questions
-from vlbert.tasks.refcoco import swap_sides
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class VQA:
         """Answer -> its class; of answers that are the same without their punctuation, the first."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != UNKNOWN}
 
-    def questions(self, samples: "Samples", held_out: bool) -> Questions:
-        splits = (self.settings.validate_on,) if held_out else self.settings.train_on
+    def questions(self, samples: "Samples", split: str | None) -> Questions:
+        splits = self.settings.train_on if split is None else (split,)
         asks = [ask for split in splits for ask in read_questions(Path(self.settings.folder), split)]
         if not self.class_of.keys() & {answer for ask in asks for answer in ask.answers}:
             raise ValueError(

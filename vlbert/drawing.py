@@ -1,0 +1,63 @@
+"""Boxes and their names, drawn into a picture."""
+
+import base64
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from storage.sample import Sample
+
+PICTURE_SIDE = 480  # pixels of the longer side of a picture on a page, which shows it at about half that
+NAME_SIZE = 20  # pixels of the names drawn into it
+
+GREEN = (27, 175, 122)  # the object that is meant
+RED = (227, 73, 72)  # a wrong choice
+OTHERS = (255, 255, 255)  # the rest
+BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
+
+
+def draw_boxes(sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]]) -> Image.Image:
+    """The picture with (box in its pixels, colour, name or "") drawn on, the last on top."""
+    factor = PICTURE_SIDE / max(sample.width, sample.height)
+    width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
+    picture = Image.open(io.BytesIO(sample.image)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(NAME_SIZE)
+    scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
+    for (x1, y1, x2, y2), (_, colour, _) in zip(scaled, boxes, strict=True):
+        line = 2 if colour == OTHERS else 4
+        # A dark rim on both sides parts the line from any colour below it.
+        for grow, outline, thickness in ((1, (0, 0, 0), line + 2), (0, colour, line)):
+            left, right = (min(max(0, x), width - 1) for x in (x1 - grow, x2 + grow))
+            top, bottom = (min(max(0, y), height - 1) for y in (y1 - grow, y2 + grow))
+            draw.rectangle([left, top, right, bottom], outline=outline, width=thickness)
+    taken = []
+    for box, (_, colour, name) in zip(scaled, boxes, strict=True):  # after all boxes: no line crosses a name
+        if name:
+            taken.append(_name_place(box, draw.textlength(name, font) + 12, width, height, taken))
+            left, top, right, bottom = taken[-1]
+            draw.rectangle(taken[-1], fill=colour)
+            ink = (255, 255, 255) if sum(colour) < 420 else (0, 0, 0)
+            draw.text((left + 6, (top + bottom) / 2), name, fill=ink, font=font, anchor="lm")
+    return picture
+
+
+def data_uri(picture: Image.Image) -> str:
+    """A JPEG for the src of an img."""
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=90, subsampling=0)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _name_place(box: Sequence[int], length: float, width: int, height: int, taken: Sequence[tuple]) -> tuple:
+    """Where the name of a box goes: above, below or inside it, the first that is in the picture and meets no other."""
+    x1, y1, _, y2 = box
+    left, tall = min(max(0, x1 - 1), max(0, width - length)), NAME_SIZE + 6
+    places = [(left, top, left + length, top + tall) for top in (y1 - tall - 2, y2 + 2, y1)]
+
+    def free(place: tuple) -> bool:
+        clear = all(place[0] >= t[2] or place[2] <= t[0] or place[1] >= t[3] or place[3] <= t[1] for t in taken)
+        return clear and place[1] >= 0 and place[3] <= height
+
+    return next((place for place in places if free(place)), places[-1])
