@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlbert.batch import Batch, Example, Picture, Words, collate
+from vlbert.official.refcoco import Expression
 from vlbert.published import Published, skeleton, understand
 from vlbert.tasks import Task
 from vlbert.tasks.pretraining import Pretraining
@@ -310,9 +311,10 @@ def refcoco_batch(case: Case, task: RefCOCO) -> Batch:
     examples = []
     for row, picture in enumerate(pictures(case, valid)):
         right = (labels[row][valid[row]] == 1).numpy()
-        targets = {"candidate": np.ones(len(right), bool), "right": right, "iou": right.astype(np.float32)}
+        targets = {"candidate": np.ones(len(right), bool), "right": right}
         text = task.words(expressions[row][expressions[row] > 0].numpy())
-        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, targets=targets)))
+        about = {"expression": Expression(row, row, ""), "boxes": picture.boxes, "to_stored": np.ones(4)}
+        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, targets=targets), about))
     return collate(examples)
 
 

@@ -21,6 +21,7 @@ SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the picture's r
 SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # radius in pixels, drawn uniformly; the gap lets "small" and "big" be seen
 CLOSEST = 0.78  # distance of two centres, in sums of their radii: below 1 they may overlap, at 0.78 never by half
 SHAPE_SCALE = {"circle": 0.94, "square": 1.2, "triangle": 1.16, "star": 1.1, "cross": 1.06, "ring": 1.0}
+RING_HOLE = 0.52  # of a ring's radius
 LARGEST_TURN = {"circle": 0, "square": 14, "triangle": 16, "star": 18, "cross": 14, "ring": 0}  # degrees
 
 
@@ -92,7 +93,7 @@ def caption_scene(rng: np.random.Generator, number: int, size: tuple[int, int]) 
     return place(rng, [draw_look(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
 
 
-def refcoco_looks(rng: np.random.Generator, number: int) -> list[Look]:
+def task_looks(rng: np.random.Generator, number: int) -> list[Look]:
     """`number` different looks, each sharing its colour or its shape with another.
 
     All are drawn by one rule, and the one asked for is chosen afterwards: without the expression none is likelier.
@@ -139,7 +140,7 @@ def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     inside = Image.new("L", (patch * SUPERSAMPLING,) * 2)
     rim = Image.new("L", inside.size)
     pen_inside, pen_rim = ImageDraw.Draw(inside), ImageDraw.Draw(rim)
-    edges = [size] + ([0.52 * size] if thing.look.shape == "ring" else [])
+    edges = [size] + ([RING_HOLE * size] if thing.look.shape == "ring" else [])
     for edge, fill in zip(edges, (255, 0), strict=False):
         points = corners(edge)
         pen_inside.polygon(points, fill=fill)

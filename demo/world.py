@@ -1,16 +1,15 @@
-"""Draw the demo world: captioned scenes, a text corpus and a RefCOCO+-like set, in the official file formats.
+"""Draw the demo world: captioned scenes, a text corpus, and pictures that RefCOCO+, VQA 2.0 and VCR ask about.
 
     python -m demo.world OUT --seed 0
 
-Colour and shape of every object are uniform and independent, and each is named once in a caption: nothing but the
-picture tells them. The same settings and port give the same bytes.
+All files are in the official formats. Colour and shape of every object are uniform and independent, and each is named
+once in a caption: nothing but the picture tells them. The same settings and port give the same bytes.
 """
 
 import argparse
 import dataclasses
 import io
 import json
-import pickle
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,21 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, refcoco_looks
+from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, task_looks
+from demo.task_files import (
+    REFCOCO_NAMES,
+    SPLITS,
+    TaskPicture,
+    refcoco_files,
+    task_image_name,
+    vcr_files,
+    vcr_names,
+    vqa_files,
+    vqa_names,
+)
 from demo.words import caption, document, expression
 
-WORLD_VERSION = 2  # raise it whenever the same settings would give other bytes
+WORLD_VERSION = 3  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
 ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
 
@@ -33,7 +43,7 @@ WORDS_OF_THE_PICTURE = tuple(sorted([*COLOURS, *SHAPES]))
 # What may be wrong with a row of train.tsv: all but "duplicate" are folders below /broken, acted out by demo/serve.py.
 BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
 
-FIRST_REFCOCO_IMAGE = 500_000  # image ids and file names never meet those of the caption scenes
+FIRST_TASK_IMAGE = 500_000  # image ids never meet those of the caption scenes
 # As in RefCOCO+, where testA asks for people and testB for everything else, the two ask for different categories.
 SPLIT_SHAPES = {
     "train": SHAPES,
@@ -43,7 +53,7 @@ SPLIT_SHAPES = {
 }
 
 # One stream of random numbers per part of the world, so that a change to one leaves the others as they were.
-_CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _REFCOCO_STREAM = range(4)
+_CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM = range(6)
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,11 @@ class WorldSettings:
     max_objects: int = 3  # objects in a captioned picture: 1 to this many
     broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
     text_lines: int = 2000  # lines of text.txt
-    refcoco_train: int = 400  # RefCOCO+ pictures to learn from
-    refcoco_held_out: int = 100  # RefCOCO+ pictures in each of val, testA and testB
-    refcoco_refs: int = 2  # objects of a RefCOCO+ picture that an expression refers to, at most; one expression each
-    refcoco_min_objects: int = 3  # objects in a RefCOCO+ picture, at least
-    refcoco_max_objects: int = 5  # objects in a RefCOCO+ picture, at most
+    task_train: int = 400  # pictures that the tasks ask about, to learn from
+    task_held_out: int = 100  # such pictures in each of val, testA and testB
+    task_refs: int = 2  # objects of such a picture that an expression of RefCOCO+ means, at most; one expression each
+    task_min_objects: int = 3  # objects in such a picture, at least
+    task_max_objects: int = 5  # objects in such a picture, at most
     jpeg_quality: int = 90  # 1 to 95
 
     def __post_init__(self):
@@ -79,9 +89,9 @@ class WorldSettings:
         room = min(self.width * self.height // 5000, 8)
         if not 1 <= self.max_objects <= room:
             raise ValueError(f"max_objects is {self.max_objects}; pictures of this size hold 1 to {room}")
-        if not 2 <= self.refcoco_min_objects <= self.refcoco_max_objects <= room:
+        if not 2 <= self.task_min_objects <= self.task_max_objects <= room:
             raise ValueError(
-                f"a RefCOCO+ picture would hold {self.refcoco_min_objects} to {self.refcoco_max_objects} objects; "
+                f"a picture of the tasks would hold {self.task_min_objects} to {self.task_max_objects} objects; "
                 f"give two numbers in order from 2 to {room}"
             )
 
@@ -91,9 +101,10 @@ class WorldSettings:
         return self.width, self.height
 
     @property
-    def refcoco_splits(self) -> dict[str, int]:
-        """Pictures per RefCOCO+ split."""
-        return {"train": self.refcoco_train} | dict.fromkeys(("val", "testA", "testB"), self.refcoco_held_out)
+    def task_pictures(self) -> list[tuple[int, str]]:
+        """Number and split of each picture that the tasks ask about."""
+        sizes = dict.fromkeys(SPLITS, self.task_held_out) | {"train": self.task_train}
+        return list(enumerate((split for split in SPLITS for _ in range(sizes[split])), FIRST_TASK_IMAGE))
 
 
 @dataclass(frozen=True)
@@ -133,20 +144,29 @@ class World:
         return self.root / "annotations.json"
 
     @property
+    def task_images(self) -> Path:
+        """The pictures that all three tasks ask about; like COCO's, they may lie anywhere."""
+        return self.root / "coco"
+
+    @property
     def refcoco(self) -> Path:
         return self.root / "refcoco+"
 
     @property
-    def refcoco_images(self) -> Path:
-        return self.refcoco / "images"
+    def refcoco_refs(self) -> Path:
+        return self.refcoco / REFCOCO_NAMES[0]
 
     @property
     def refcoco_instances(self) -> Path:
-        return self.refcoco / "instances.json"
+        return self.refcoco / REFCOCO_NAMES[1]
 
     @property
-    def refcoco_refs(self) -> Path:
-        return self.refcoco / "refs(unc).p"
+    def vqa(self) -> Path:
+        return self.root / "vqa"
+
+    @property
+    def vcr(self) -> Path:
+        return self.root / "vcr"
 
     @property
     def words_of_the_picture(self) -> list[str]:
@@ -156,16 +176,17 @@ class World:
     def files(self) -> list[Path]:
         """Every file of this world, world.json last."""
         scenes = range(self.settings.train_scenes + self.settings.held_out_scenes)
-        references = range(FIRST_REFCOCO_IMAGE, FIRST_REFCOCO_IMAGE + sum(self.settings.refcoco_splits.values()))
+        pictures = self.settings.task_pictures
         return [
             self.train_tsv,
             self.held_out_tsv,
             self.text,
             self.annotations,
-            self.refcoco_instances,
-            self.refcoco_refs,
             *(self.images / image_name(number) for number in scenes),
-            *(self.refcoco_images / image_name(number) for number in references),
+            *(self.task_images / task_image_name(*picture) for picture in pictures),
+            *(self.refcoco / name for name in REFCOCO_NAMES),
+            *(self.vqa / name for name in vqa_names()),
+            *(self.vcr / name for name in vcr_names(pictures)),
             self.about,
         ]
 
@@ -190,12 +211,13 @@ def coco_file() -> dict:
 
 
 def draw_into(
-    coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, quality: int
+    coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, quality: int, name: str = ""
 ) -> list[dict]:
     """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
     picture, visible = draw_scene(rng, scene)
-    (folder / image_name(number)).write_bytes(jpeg(picture, quality))
-    coco["images"].append({"id": number, "file_name": image_name(number), "width": scene.width, "height": scene.height})
+    name = name or image_name(number)
+    (folder / name).write_bytes(jpeg(picture, quality))
+    coco["images"].append({"id": number, "file_name": name, "width": scene.width, "height": scene.height})
     annotations = []
     for thing, mask in zip(scene.objects, visible, strict=True):
         columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
@@ -262,40 +284,31 @@ def write_caption_lists(world: World) -> None:
     world.held_out_tsv.write_text("".join(held_out))
 
 
-def draw_refcoco(world: World) -> None:
-    """refcoco+/: images/, instances.json and refs(unc).p (Python 2's pickle protocol 0, as published)."""
+def draw_tasks(world: World) -> None:
+    """coco/ with the pictures, and what refcoco+/, vqa/ and vcr/ say and ask about them."""
     settings = world.settings
-    world.refcoco_images.mkdir(parents=True, exist_ok=True)
-    coco, references = coco_file(), []
-    splits = [split for split, size in settings.refcoco_splits.items() for _ in range(size)]
-    for picture, split in enumerate(splits):
-        rng = np.random.default_rng([settings.seed, _REFCOCO_STREAM, picture])
+    world.task_images.mkdir(parents=True, exist_ok=True)
+    coco, pictures = coco_file(), []
+    for picture, (number, split) in enumerate(settings.task_pictures):
+        rng = np.random.default_rng([settings.seed, _TASK_STREAM, picture])
         eligible = []
         while not eligible:
-            number = int(rng.integers(settings.refcoco_min_objects, settings.refcoco_max_objects + 1))
-            looks = refcoco_looks(rng, number)
+            objects = int(rng.integers(settings.task_min_objects, settings.task_max_objects + 1))
+            looks = task_looks(rng, objects)
             eligible = [i for i, look in enumerate(looks) if look.shape in SPLIT_SHAPES[split]]
-        targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.refcoco_refs]]
-        expressions = [expression(rng, looks, target) for target in targets]
-        number = FIRST_REFCOCO_IMAGE + picture
-        scene = place(rng, looks, settings.size)
-        annotations = draw_into(coco, world.refcoco_images, number, scene, rng, settings.jpeg_quality)
-        for target, words in zip(targets, expressions, strict=True):
-            ref_id = len(references)
-            references.append(
-                {
-                    "sent_ids": [ref_id],
-                    "file_name": f"{number:06d}_{ref_id}.jpg",
-                    "ann_id": annotations[target]["id"],
-                    "ref_id": ref_id,
-                    "image_id": number,
-                    "split": split,
-                    "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
-                    "category_id": annotations[target]["category_id"],
-                }
-            )
-    world.refcoco_instances.write_text(json.dumps(coco))
-    world.refcoco_refs.write_bytes(pickle.dumps(references, protocol=0))
+        targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.task_refs]]
+        expressions = {target: expression(rng, looks, target) for target in targets}
+        scene, name = place(rng, looks, settings.size), task_image_name(number, split)
+        annotations = draw_into(coco, world.task_images, number, scene, rng, settings.jpeg_quality, name)
+        pictures.append(TaskPicture(number, split, scene, annotations, expressions))
+    for folder, files in (
+        (world.refcoco, refcoco_files(coco, pictures)),
+        (world.vqa, vqa_files(pictures, (settings.seed, _VQA_STREAM))),
+        (world.vcr, vcr_files(pictures, (settings.seed, _VCR_STREAM))),
+    ):
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
 def write_text(world: World) -> None:
@@ -366,7 +379,7 @@ def draw_world(out: Path, settings: WorldSettings, port: int = DEFAULT_PORT) -> 
             file.unlink(missing_ok=True)
         draw_captioned(world)
         write_text(world)
-        draw_refcoco(world)
+        draw_tasks(world)
     write_about(world)
     return world
 

@@ -75,6 +75,15 @@ def gather_rows(rows: list[Any], world: World) -> list[Any]:
     return [row for part in parts for row in part]
 
 
+def gather_on_first(rows: list[Any], world: World) -> list[Any]:
+    """The rows of all ranks on rank 0, in rank order; elsewhere none."""
+    if world.size == 1:
+        return rows
+    parts: list[Any] | None = [None] * world.size if world.first else None
+    dist.gather_object(rows, parts, dst=0)
+    return [row for part in parts or () for row in part]
+
+
 def from_first(value: Any, world: World) -> Any:
     """The value that rank 0 passed, on every rank."""
     if world.size == 1:

@@ -5,6 +5,7 @@ What a step computes, validates and saves is the caller's: vlbert/train.py and d
 
 import argparse
 import contextlib
+import importlib
 import math
 import signal
 import sys
@@ -171,21 +172,47 @@ def run_program(
     parser = argparse.ArgumentParser(
         prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", choices=sorted(recipes), metavar="RECIPE", help=", ".join(sorted(recipes)))
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
+    name = f"{program} {options.recipe}"
     try:
-        recipe = override(recipes[options.recipe](), options.overrides)
+        recipe = override(find_recipe(options.recipe, recipes)(), options.overrides)
         check_complete(recipe)
     except ValueError as error:
-        sys.exit(f"{parser.prog} {options.recipe}: {error}")
+        sys.exit(f"{name}: {error}")
+    run_in_world(name, lambda world: train(recipe, world))
+
+
+def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]]) -> Callable[[], Any]:
+    """The recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory."""
+    if name in recipes:
+        return recipes[name]
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ValueError(
+            f"there is no such recipe, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} cannot be imported ({error}); run this in the folder that holds {module.partition('.')[0]}.py"
+        ) from error
+    if not callable(getattr(found, function, None)):
+        raise ValueError(f"{module} has no function {function!r}")
+    return getattr(found, function)
+
+
+def run_in_world(name: str, work: Callable[[World], Any]) -> None:
+    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line."""
     try:
         world = distributed.start()
         try:
-            train(recipe, world)
+            work(world)
         except EXPECTED as error:
-            sys.exit(f"{parser.prog} {options.recipe}: {'' if world.first else f'rank {world.rank}: '}{error}")
+            sys.exit(f"{name}: {'' if world.first else f'rank {world.rank}: '}{error}")
     except KeyboardInterrupt:
-        print(f"{parser.prog} {options.recipe}: interrupted", file=sys.stderr, flush=True)
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work

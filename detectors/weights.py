@@ -122,12 +122,17 @@ def read_config(file: Path) -> FasterRCNNConfig:
     fields = read_about(file).get("network")
     if fields is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
+    return config_from(fields, str(file))
+
+
+def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
+    """The network of a description in JSON (dataclasses.asdict of its configuration); ValueError names `where`."""
     try:
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
         resnet = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["resnet"].items()}
         return FasterRCNNConfig(**fields | {"resnet": ResNetConfig(**resnet)})
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file}: its `network` is none of this version ({error}); convert it again") from error
+        raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error
 
 
 def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:

@@ -128,13 +128,36 @@ def table_of_progress(facts: Mapping[str, object]) -> str:
     return "\n".join([head, "|---|---:|", *rows])
 
 
-def table_of_metrics(metrics: Mapping[str, float], checkpoint: str, paper: str = "") -> str:
-    """The numbers of a last validation, beside what the paper reports."""
+def table_of_metrics(
+    metrics: Mapping[str, float], checkpoint: str, paper: str = "", reported: Mapping[str, str] | None = None
+) -> str:
+    """The numbers of a last validation, beside what the paper reports: of the task, and in % for a metric."""
     lines = [f"Checkpoint {link(checkpoint)}"]
     if paper:  # above: in a cell its words would push the values out of sight
         lines += ["", f"**The paper, on the real data:** {escaped(paper)}"]
-    lines += ["", "| metric | value |", "|---|---:|"]
-    return "\n".join([*lines, *(f"| {escaped(name)} | {value:.3f} |" for name, value in metrics.items())])
+    return "\n".join([*lines, "", *_beside_the_paper(metrics, reported or {})])
+
+
+def table_of_evaluation(
+    metrics: Mapping[str, float | None], reported: Mapping[str, str], place: str, submission: Sequence[str]
+) -> str:
+    """The numbers of a split that was evaluated, with links to its page and to what a leaderboard takes."""
+    lines = [f"Page {link(f'{place}/index.html')}", *(f"Submission {link(f'{place}/{name}')}" for name in submission)]
+    whole = {name: value for name, value in metrics.items() if "/" not in name}  # of parts: many, and on the page
+    return "\n\n".join([*lines, "\n".join(_beside_the_paper(whole, reported))])
+
+
+def _beside_the_paper(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> list[str]:
+    """The lines of a table; one column more where the paper reports any of them."""
+    known = {name: reported.get(name, "") for name in metrics}
+    with_paper = any(known.values())
+    lines = (
+        ["| metric | value | the paper, % |", "|---|---:|---|"] if with_paper else ["| metric | value |", "|---|---:|"]
+    )
+    for name, value in metrics.items():
+        number = "–" if value is None else f"{value:.3f}"
+        lines.append(f"| {escaped(name)} | {number} |" + (f" {escaped(known[name])} |" if with_paper else ""))
+    return lines
 
 
 def table_of_stages(stages: Sequence[tuple[str, str, float]]) -> str:

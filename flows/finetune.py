@@ -1,4 +1,5 @@
-"""Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one."""
+"""Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one, and evaluates
+it on the splits that are named."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 from prefect import flow, get_run_logger
 
 from flows.settings import FinetuneSettings
-from flows.training import Trained, Watch, check_overrides, show_result, train
+from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
 from storage.objects import open_objects
 
 # Fields of the recipe that this stage sets, each from what.
@@ -31,23 +32,27 @@ def finetune(
     say: Callable[[str], None] = print,
     watch: Callable[[str], None] = lambda line: None,
 ) -> Trained:
-    """Fine-tune as `settings` say. Only from the main thread.
+    """Fine-tune as `settings` say, then evaluate. Only from the main thread.
 
     `work` is a folder of this machine: a run that starts from no checkpoint gets the vocabulary of the pre-training
     that it is compared with, where one is named. ValueError where there is no such checkpoint.
     """
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
-    fields = {
+    data = {
         "data.dataset": settings.dataset_name,
         "data.held_out": settings.dataset_name,
         "data.detector": settings.detector,
         "task.folder": settings.folder or None,
+    }
+    fields = data | {
         "start_from": None if fresh else checkpoint,
         "from_scratch": True if fresh and not starts_from_bert(settings) else None,
         "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
-    return train(root, settings.recipe_name, settings.run, fields, settings.overrides, settings.processes, say, watch)
+    recipe, overrides, processes = settings.recipe_name, settings.overrides, settings.processes
+    trained = train(root, recipe, settings.run, fields, overrides, processes, say, watch)
+    return evaluate(root, recipe, trained, settings.evaluate, data, overrides, processes, say)
 
 
 def starts_from_bert(settings: FinetuneSettings) -> bool:

@@ -10,6 +10,8 @@ its last checkpoint.
 
 import dataclasses
 import resource
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect import flow
@@ -51,7 +53,8 @@ def pretrain_vlbert(
         work: A folder of this machine, for tokenised text and copies of vocabularies.
         datasets: What is collected, and how regions are found in it.
         pretraining: On which of the datasets, and how.
-        finetunings: One after the other, from the checkpoint of the pre-training.
+        finetunings: One after the other, from the checkpoint of the pre-training; one that fails keeps no other from
+            running, and the whole fails at the end.
     """
     check(datasets, pretraining, finetunings)
     collected = [collect_flow(root, dataset) for dataset in datasets]
@@ -64,22 +67,32 @@ def pretrain_vlbert(
     pretrained = pretrain_flow(root, work, pretraining, detector)
     name_run(pretrained.name, *pretrained.tags)
 
-    finetuned = []
+    finetuned, failed = [], {}
     for settings in finetunings:
         settings = dataclasses.replace(
             settings,
             pretraining=settings.pretraining or pretrained.run,
             detector=settings.detector or detected[settings.dataset_name].detector,
         )
-        finetuned.append(finetune_flow(root, work, settings))
+        started = time.monotonic()
+        try:
+            finetuned.append(finetune_flow(root, work, settings))
+        except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed[settings.run or settings.recipe_name] = reason, time.monotonic() - started
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     road = Road(collected, detected, pretrained, finetuned, peak_bytes)
-    publish("road", pretrained.run, lambda: table_of_stages(came_to(road)))
+    publish("road", pretrained.run, lambda: table_of_stages(came_to(road, failed)))
+    if failed:
+        reasons = "; ".join(f"{run}: {reason}" for run, (reason, _) in failed.items())
+        raise RuntimeError(
+            f"{len(failed)} of {len(finetunings)} fine-tunings failed, each in a flow of its own: {reasons}"
+        )
     return road
 
 
-def came_to(road: Road) -> list[tuple[str, str, float]]:
-    """(stage, what it came to, seconds), in order; the stages' own artifacts say more."""
+def came_to(road: Road, failed: Mapping[str, tuple[str, float]]) -> list[tuple[str, str, float]]:
+    """(stage, what it came to, seconds), in order; the stages' own artifacts say more. `failed`: why, and seconds."""
     lines = [
         (f"collect {one.dataset}", f"{one.counts.get(OK, 0):,} images in {one.shards:,} shards", one.seconds)
         for one in road.collected
@@ -91,4 +104,4 @@ def came_to(road: Road) -> list[tuple[str, str, float]]:
     for trained in (road.pretrained, *road.finetuned):
         numbers = ", ".join(f"{name} {value:.3f}" for name, value in trained.metrics.items() if "accuracy" in name)
         lines.append((trained.run, numbers or trained.checkpoint, trained.seconds))
-    return lines
+    return lines + [(run, f"failed: {reason}", seconds) for run, (reason, seconds) in failed.items()]

@@ -293,6 +293,9 @@ class FinetuneSettings:
     """Run of pre-training under ROOT/runs; empty: that of the road."""
     checkpoint: str = "latest"
     """`latest` of that run, one of its steps (step-0000400), ROOT/runs/RUN/step-... of any root, or `none`."""
+    evaluate: tuple[str, ...] = ()
+    """Splits, as the task's files name them, that its last checkpoint is evaluated on: predictions, a page, and what a
+    leaderboard takes."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()

@@ -50,7 +50,7 @@ def train_detector(
     fields = {"root": root, "run": run, "start_from": settings.start_from}
     fields |= {f"data.{name}": value for name, value in given.items()}
     program, processes = "detectors.train", settings.processes
-    finished = torchrun(program, settings.recipe, run, fields, settings.overrides, processes, say, watch)
+    finished = torchrun(program, [settings.recipe], run, fields, settings.overrides, processes, say, watch)
     objects, weights = open_objects(root, write=False), f"runs/{run}/weights.safetensors"
     if not objects.exists(weights):
         raise RuntimeError(f"{run} ended well and left no {objects.where(weights)}")

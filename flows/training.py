@@ -1,14 +1,15 @@
 """One run of torchrun, for the stages that train, and what the flow UI shows of it meanwhile."""
 
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from detectors.record import last_metrics
-from flows.artifacts import Live, name_run, publish, reporting, table_of_metrics, table_of_progress
+from flows.artifacts import Live, name_run, publish, reporting, table_of_evaluation, table_of_metrics, table_of_progress
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import Finished, run_child
@@ -22,8 +23,19 @@ _READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """What a split that was evaluated came to; `place` holds the files, `submission` names those for a leaderboard."""
+
+    split: str
+    place: str
+    metrics: dict[str, float | None]
+    paper: dict[str, str]  # by metric, what the paper reports on that split, in %
+    submission: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Trained:
-    """A run and what it came to: its last checkpoint and the numbers of its last validation.
+    """A run and what it came to: its last checkpoint, the numbers of its last validation and of each evaluation.
 
     detector and snapshot say which regions it read; peak_bytes is the memory of its largest process.
     """
@@ -36,6 +48,7 @@ class Trained:
     metrics: dict[str, float]
     seconds: float
     peak_bytes: int
+    evaluated: tuple[Evaluated, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,7 +78,7 @@ def train(
     started = time.monotonic()
     run = run or recipe
     given = {"data.root": root, "run": run} | fields
-    finished = torchrun("vlbert.train", recipe, run, given, overrides, processes, say, watch)
+    finished = torchrun("vlbert.train", [recipe], run, given, overrides, processes, say, watch)
     from detectors.checkpoints import checkpoints, read_state  # here, because it brings torch: other stages need none
 
     objects = open_objects(root, write=False)
@@ -85,9 +98,39 @@ def train(
     )
 
 
+def evaluate(
+    root: str,
+    recipe: str,
+    trained: Trained,
+    splits: Sequence[str],
+    fields: dict[str, object],
+    overrides: Sequence[str],
+    processes: Processes,
+    say: Callable[[str], None],
+) -> Trained:
+    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`; what was asked before
+    is left as it is."""
+    objects = open_objects(root, write=False)
+    run, step = trained.checkpoint.rsplit("/", 2)[1:]
+    found, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
+    for split in splits:
+        place = f"runs/{run}/evaluations/{split}-{step}"
+        if objects.exists(f"{place}/metrics.json"):
+            say(f"{run}: {split} is evaluated already: {objects.where(place)}; delete that to have it done again")
+        else:
+            given, named = {"data.root": root} | fields, [recipe, trained.checkpoint, split]
+            finished = torchrun("vlbert.evaluate", named, run, given, overrides, processes, say, lambda line: None)
+            peak_bytes = max(peak_bytes, finished.peak_bytes)
+        about = json.loads(objects.get(f"{place}/metrics.json"))
+        submission = tuple(about["submission"])
+        found.append(Evaluated(split, objects.where(place), about["metrics"], about["paper"], submission))
+    seconds = trained.seconds + time.monotonic() - started
+    return replace(trained, evaluated=tuple(found), seconds=seconds, peak_bytes=peak_bytes)
+
+
 def torchrun(
     program: str,
-    recipe: str,
+    named: Sequence[str],
     run: str,
     fields: Mapping[str, object],
     overrides: Sequence[str],
@@ -95,14 +138,14 @@ def torchrun(
     say: Callable[[str], None],
     watch: Callable[[str], None],
 ) -> Finished:
-    """`torchrun -m PROGRAM RECIPE field=value ...` to its end; ChildFailed carries its last words.
+    """`torchrun -m PROGRAM RECIPE ... field=value ...` to its end; ChildFailed carries its last words.
 
     Fields that are None are left to the recipe, `overrides` win over all. `say` gets what a log keeps, each line with
     the run's name before it; `watch` gets every line as it is.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    command += ["-m", program, recipe, *given, *overrides]
+    command += ["-m", program, *named, *given, *overrides]
     # Some lines begin with the run's name as it is.
     log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 
@@ -171,7 +214,26 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
         from vlbert.tasks import task_of
 
         paper = task_of(RECIPES[trained.recipe]().task).paper
-        publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
+        numbers = trained.metrics, trained.checkpoint, paper, reported(trained.checkpoint)
+        publish(stage, trained.run, partial(table_of_metrics, *numbers))
+    for one in trained.evaluated:
+        table = partial(table_of_evaluation, one.metrics, one.paper, one.place, one.submission)
+        publish(f"{stage}-evaluation", f"{trained.run}-{one.split}", table)
+
+
+def reported(checkpoint: str) -> dict[str, str]:
+    """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
+    from detectors.fields import from_json  # here, as above
+    from vlbert.tasks import make_task, settings_named, validation_split
+    from vlbert.text import Vocabulary
+
+    root, _, path = checkpoint.rpartition("/runs/")
+    objects = open_objects(root, write=False)
+    config = json.loads(objects.get(f"runs/{path}/config.json"))
+    settings = from_json(settings_named(config["task"]), config["recipe"]["task"], checkpoint)
+    vocabulary = Vocabulary(objects.get(f"runs/{path}/vocab.txt").decode().splitlines())
+    task = make_task(settings, vocabulary, config["num_classes"])
+    return task.reported(validation_split(settings)) if hasattr(task, "reported") else {}
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

@@ -185,8 +185,8 @@ def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> lis
     asked = training_data(root).asked
     world = World(rank, size, CPU)
     data = ValidationData(asked.samples, asked.questions, asked.task, asked.config, TINY_MODEL.regions, world, limit)
-    assert all(not unreadable for _, unreadable in data)
-    return [batches for batches, _ in data]
+    assert all(not unreadable for _, _, unreadable in data)
+    return [batches for batches, _, _ in data]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

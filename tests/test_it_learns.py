@@ -23,7 +23,7 @@ from storage.sample import Regions, Sample, sample_key
 from vlbert.batch import Batch, Example, Picture, Words, collate
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.data import TrainingData
-from vlbert.evaluate import validate
+from vlbert.validate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer, prepare_step

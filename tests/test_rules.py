@@ -35,7 +35,7 @@ PAPER = {  # batch, text rows, learning rate, optimizer, warm-up, epochs
     "finetune_vqa": (256, 0, 1e-4, "adam", 2000, 20),
     "finetune_refcoco": (256, 0, 1e-4, "adam", 500, 20),
 }
-QUESTIONS = {"pretrain": 3.2e6, "finetune_vcr": 212_923, "finetune_vqa": 658_111, "finetune_refcoco": 120_191}
+QUESTIONS = {"pretrain": 3.2e6, "finetune_vcr": 212_923, "finetune_vqa": 443_757, "finetune_refcoco": 120_191}
 
 
 def of(name: str, values: dict) -> object:

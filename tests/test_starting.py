@@ -114,9 +114,9 @@ def test_a_caption_is_cut_where_positions_end():
 
 def test_an_expression_without_any_candidate_is_wrong_and_breaks_nothing():
     words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
-    rows = [{"iou": 0.0, "exact": False, "candidates": 0}, {"iou": 0.9, "exact": True, "candidates": 2}]
-    found = RefCOCO(RefCOCOSettings(), words, 0).metrics(rows)
-    assert found == {"accuracy": 0.5, "exact": 0.5, "chance": 0.25}
+    rows = [{"hit": False, "exact": False, "candidates": 0}, {"hit": True, "exact": True, "candidates": 2}]
+    found = RefCOCO(RefCOCOSettings(), words, 0).metrics([row | {"iou_convention": "plain"} for row in rows])
+    assert found == {"accuracy_plain": 0.5, "exact": 0.5, "chance": 0.25}
 
 
 def test_a_resnet_is_described_by_what_it_is():

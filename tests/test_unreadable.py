@@ -32,7 +32,7 @@ from vlbert.data import (
     drawn,
     open_samples,
 )
-from vlbert.evaluate import validate
+from vlbert.validate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
 from vlbert.pictures import view
@@ -125,7 +125,8 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
     elif which == "refcoco":
         test_refcoco.write_refcoco(folder, samples)
         task = RefCOCO(RefCOCOSettings(str(folder)), test_refcoco.WORDS, 8)
-        asks = [one for split in ("train", "val") for ones in task.expressions[split].values() for one in ones[:1]]
+        found = [task.questions(test_refcoco.urls(samples), split) for split in ("train", "val")]
+        asks = [ask for questions in found for ask in questions.asks[::2]]  # one of each picture
         samples = [samples[i] for i in (1, 0, 2)]
         views = [views[i] for i in (1, 0, 2)]
     elif which == "vqa":
@@ -305,8 +306,8 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
     for rank in range(size):
         data, world = training_data(root).asked, World(rank, size, torch.device("cpu"))
         more = (data.config, STILL.regions, world, 14)
-        for parts, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
-            missing += [one.key for one in unreadable]
+        for parts, _, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
+            missing += [one.key for one in unreadable.values()]
             if parts:
                 right, other = parts
                 assert other.keys == right.keys

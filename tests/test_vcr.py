@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tiny import SIZE, TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
@@ -12,9 +13,10 @@ from detectors.distributed import World
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert
-from vlbert.official.vcr import CLASSES, OBJECTS, instance_mask, read_items, read_scene
+from vlbert.official.vcr import CLASSES, hits, instance_mask, read_submission
 from vlbert.pictures import view
-from vlbert.tasks.vcr import PEOPLE, VCR, VCRSettings
+from vlbert.tasks.vcr import VCR, VCRSettings
+from vlbert.tasks.vcr_questions import PEOPLE, cut
 from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import train
 
@@ -30,10 +32,6 @@ ITEM = {
     "rationale_choices": [["because", [1], "is", "nearby"], ["no"], ["no", "no"], ["because"]],
     "rationale_label": 0,
 }
-CONFORMANCE = Path(__file__).parents[2] / "shared" / "conformance" / "vcr"
-official = pytest.mark.skipif(
-    not CONFORMANCE.is_dir(), reason="the official formats' samples lie in ../shared, which is not here"
-)
 
 
 def write_vcr(folder: Path, samples: list, scale: float = 1, **changes: object) -> None:
@@ -69,7 +67,7 @@ def task(tmp_path, samples) -> VCR:
     """Persons are called persons, so that texts are the same whatever was drawn."""
     write_vcr(tmp_path / "vcr", samples)
     # The tiny model's res5 gives 2 x 2 cells.
-    return VCR(VCRSettings(str(tmp_path / "vcr"), names="class", mask_size=2), WORDS, 8)
+    return VCR(VCRSettings(str(tmp_path / "vcr"), names="class", mask_size=2, max_pieces=40), WORDS, 8)
 
 
 def changed(task: VCR, **settings: object) -> VCR:
@@ -102,7 +100,8 @@ def test_the_choices_of_a_question_are_four_texts_about_one_picture(task, sample
     assert example.texts[1].segments.tolist() == [0] * 11 + [1] * 5
     # A name carries the look of its object, whose region is its number + 1; `and` and all else that of the whole image.
     assert example.texts[1].looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 3, 0, 0, 0, 0]
-    assert example.about == {"annot_id": "a-0"}
+    about = {name: example.about[name] for name in ("annot_id", "question", "conditioned_on", "label")}
+    assert about == {"annot_id": "a-0", "question": "answer", "conditioned_on": -1, "label": 2}
 
 
 def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task, samples):
@@ -117,7 +116,7 @@ def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task,
 def test_every_item_is_asked_about_its_own_picture(task, samples):
     questions = task.questions(urls(samples[::-1]), None)
     assert questions.samples.tolist() == [2, 1]
-    assert [json.loads(ask.line)["annot_id"] for ask in questions.asks] == ["a-0", "a-1"]
+    assert [ask.item.annot_id for ask in questions.asks] == ["a-0", "a-1"]
     assert task.questions(urls(samples), "val").samples.tolist() == [2]
     with pytest.raises(ValueError, match="1 of 2 images of .* are in no region shard, such as 000001.jpg"):
         task.questions(urls(samples[:1]), None)
@@ -138,18 +137,17 @@ def tagged(number_of_pieces: int, region: int) -> tuple[np.ndarray, np.ndarray]:
         (1, 2, 20, (1, 2, 7)),
     ],
 )
-def test_what_is_too_long_loses_its_end(task, question, answer, choice, left):
+def test_what_is_too_long_loses_its_end(question, answer, choice, left):
     parts = [tagged(question, 1)] + ([tagged(answer, 2)] if answer else [])
-    short = changed(task, max_pieces=10)
-    kept, last = short._cut(parts, tagged(choice, 3))
-    assert tuple(len(pieces) for pieces, _ in [*kept, last]) == left
-    for (pieces, regions), before in zip([*kept, last], [*parts, tagged(choice, 3)], strict=True):
-        np.testing.assert_array_equal(pieces, before[0][: len(pieces)])
-        np.testing.assert_array_equal(regions, before[1][: len(pieces)])
-    (kept,), last = changed(task, max_pieces=9)._cut([tagged(6, 1)], tagged(6, 3))
-    assert (len(kept[0]), len(last[0])) == (4, 5), "of two as long the question is cut"
-    untouched, _ = changed(task, max_pieces=None)._cut(parts, tagged(choice, 3))
-    assert [len(pieces) for pieces, _ in untouched] == [question] + ([answer] if answer else [])
+    before, last = cut(parts, tagged(choice, 3), 10)
+    assert (len(before[0]), len(last[0])) == (sum(left[:-1]), left[-1])
+    of_parts = [(pieces[:size], regions[:size]) for (pieces, regions), size in zip(parts, left, strict=False)]
+    for found, wanted in zip(before, zip(*of_parts, strict=True), strict=True):
+        np.testing.assert_array_equal(found, np.concatenate(wanted))
+    for found, whole in zip(last, tagged(choice, 3), strict=True):
+        np.testing.assert_array_equal(found, whole[: left[-1]])
+    before, last = cut([tagged(6, 1)], tagged(6, 3), 9)
+    assert (len(before[0]), len(last[0])) == (4, 5), "of two as long the question is cut"
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
@@ -281,10 +279,9 @@ def test_the_answer_losses_are_those_of_their_names(task, samples):
     loss, count = changed(alone, loss="softmax").losses(None, First(), encoded, batch)["answers"]
     assert float(loss / count) == pytest.approx(float(torch.nn.CrossEntropyLoss()(scores, torch.tensor([2, 2]))))
     rows = task.predictions(None, First(), encoded, batch)
-    assert [(row["annot_id"], row["choice"], row["right"]) for row in rows] == [("a-0", 0, 2), ("a-1", 2, 2)]
+    assert [(row["annot_id"], row["score"], row["label"]) for row in rows] == [("a-0", 0, 2), ("a-1", 1, 2)]
     assert rows[0]["probabilities"] == pytest.approx(scores[0].softmax(0).tolist())
-    assert task.metrics(rows) == {"accuracy": 0.5, "chance": 0.25}
-    json.dumps(rows)
+    assert task.metrics(rows) == {"answer_accuracy": 0.5, "chance": 0.25}
 
 
 def test_segment_b_starts_as_segment_a_from_a_pre_trained_model_alone(task):
@@ -318,7 +315,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     metrics = train(recipe, World(0, 1, torch.device("cpu")))
     assert metrics["chance"] == 0.25
     (row,) = map(json.loads, (root / "runs" / "tiny" / "predictions.jsonl").read_text().splitlines())
-    assert (row["annot_id"], row["right"]) == ("a-2", 2)
+    assert (row["annot_id"], row["label"]) == ("a-2", 2)
     assert sum(row["probabilities"]) == pytest.approx(1)
 
 
@@ -326,12 +323,12 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     ("change", "message"),
     [
         (lambda line: line[:90] + "\n", r"train.jsonl line 2 is no item of VCR: .*; fetch the file again"),
-        (lambda line: line.replace('"answer_label"', '"label"'), "line 2 is no item of VCR: KeyError.'answer_label'"),
-        (lambda line: line.replace('"answer_label": 2', '"answer_label": 4'), "of which 4 and 0 are right"),
+        (lambda line: line.replace('"answer_label"', '"label"'), "line 2 .*answer_label is None and rationale"),
+        (lambda line: line.replace('"answer_label": 2', '"answer_label": 4'), "answer_label is 4 and rationale"),
         (lambda line: line.replace("[[0]]], ", "]], "), "line 2 is no item"),
         (lambda line: line.replace('["no"], [[2]', "[[2]"), r"\(3, 4\) choices"),
-        (lambda line: line.replace("[0, 1]", "[0, 4]"), "it mentions object 4 of 4"),
-        (lambda line: line.replace("[0, 1]", "[-1, 1]"), "it mentions object"),
+        (lambda line: line.replace("[0, 1]", "[0, 4]"), "question mentions object 4 of 4"),
+        (lambda line: line.replace("[0, 1]", "[-1, 1]"), "question mentions object -1 of 4"),
     ],
 )
 def test_a_bad_line_is_named(task, tmp_path, samples, change, message):
@@ -349,7 +346,7 @@ def test_missing_and_foreign_metadata_are_named(task, tmp_path, samples):
     for change, message in (
         ({"names": ["person", "dog", "person", "dog"]}, "line 1 and .*000000.json list different objects"),
         ({"names": ["person", "dog", "person", "unicorn"]}, "000000.json is not in .* an object of class unicorn"),
-        ({"segms": good["segms"][:3]}, "4 names and 3 segms"),
+        ({"segms": good["segms"][:3]}, "4 names, 4 boxes and 3 segms"),
         ({"boxes": good["boxes"][:3] + [[1, 2]]}, "000000.json is not in the format of VCR's metadata"),
     ):
         file.write_text(json.dumps(good | change))
@@ -374,18 +371,291 @@ def test_a_model_that_the_masks_or_regions_do_not_fit_is_refused_at_once(task):
         task.head(kept)
     with pytest.raises(ValueError, match="hidden_regions is 1.5"):
         VCRSettings(hidden_regions=1.5)
-    with pytest.raises(ValueError, match="max_pieces is 0"):
-        VCRSettings(max_pieces=0)
+    with pytest.raises(ValueError, match="max_pieces is 1"):
+        VCRSettings(max_pieces=1)
+    vlbert = VLBert(TINY_MODEL, len(WORDS))
+    with pytest.raises(ValueError, match="task.max_pieces is 60, the model has room for 59"):
+        changed(task, max_pieces=60).begin(vlbert, task.head(TINY_MODEL), None)
+    changed(task, max_pieces=59).begin(vlbert, task.head(TINY_MODEL), None)
 
 
-@official
-def test_the_official_files_are_read_whole():
-    ontology = json.loads((CONFORMANCE / "cocoontology.json").read_text())
-    assert [row["name"] for _, row in sorted(ontology.items(), key=lambda pair: int(pair[0]))] == OBJECTS
-    items = read_items(CONFORMANCE, "val", held_out=True)
-    assert len(items) == 30
-    for item in items:
-        scene = read_scene(item.metadata)
-        assert json.loads(item.line)["objects"] == scene.names
-        for polygons, box in zip(scene.polygons, scene.boxes, strict=True):
-            assert instance_mask(polygons, box, 14).any()
+# --- behind every answer, without labels, joined, and for the leaderboard ---------------------------------------------
+
+
+def without_labels(folder: Path, split: str, of: str) -> None:
+    lines = (folder / f"{of}.jsonl").read_text().splitlines()
+    items = [{name: value for name, value in json.loads(line).items() if "label" not in name} for line in lines]
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+
+
+def examples_of(task: VCR, samples: list, split: str | None, seed: int = 0) -> list[Example]:
+    questions = task.questions(urls(samples), split)
+    return [
+        task.example(samples[i], view(samples[i], TINY_MODEL.regions, False), ask, np.random.default_rng(seed))
+        for i, ask in zip(questions.samples, questions.asks, strict=True)
+    ]
+
+
+def rows_for(task: VCR, examples: list[Example], scores: list[list[float]]) -> list[dict]:
+    """The predictions of a model that scores the choices of each example so."""
+    encoded = Encoded(torch.tensor(scores).view(-1, 1, 1).expand(-1, 5, 1), torch.zeros(0), torch.zeros(0))
+    return task.predictions(None, First(), encoded, collate(examples))
+
+
+ANSWERS = ["no", "person is nearby", "the dog", "person"]
+
+
+def test_rationales_are_asked_for_behind_every_answer_where_the_leaderboard_wants_it(task, samples, tmp_path):
+    rationales = changed(task, question="rationale")
+    assert [ask.answer for ask in rationales.questions(urls(samples), "val").asks] == [2], "the right one alone"
+    every = changed(rationales, **VCR.evaluation)
+    assert [ask.answer for ask in every.questions(urls(samples), None).asks] == [2, 2], "training learns from these"
+    found = examples_of(every, samples, "val")
+    assert [example.about["conditioned_on"] for example in found] == [0, 1, 2, 3]
+    question = "[CLS] why is person and dog holding cup ?"
+    for example, answer in zip(found, ANSWERS, strict=True):
+        assert texts(example)[1] == f"{question} {answer} [SEP] no [SEP]"
+    assert [example.about["label"] for example in found] == [None, None, 0, None]
+    right = [[bool(words.asked["right"][0]) for words in example.texts] for example in found]
+    assert right == [[False] * 4, [False] * 4, [True, False, False, False], [False] * 4]
+    without_labels(tmp_path / "vcr", "test", of="val")
+    assert [ask.answer for ask in rationales.questions(urls(samples), "test").asks] == [0, 1, 2, 3]
+    (example,) = examples_of(task, samples, "test")
+    assert (example.about["label"], texts(example)) == (None, texts(asked(task, samples, held_out=True)))
+
+
+def test_a_row_says_in_words_what_was_asked_and_what_was_said(task, samples):
+    examples = examples_of(changed(task, question="rationale", names="neutral"), samples, "val")
+    (row,) = rows_for(task, examples, [[1.0, 3, 3, 2]])
+    assert row["asked"] == "Why is person 0 and dog 1 holding cup 3? the dog 1"
+    assert (row["said"], row["truth"], row["score"], row["label"]) == ("no", "because dog 1 is nearby", 0.0, 0)
+    assert [one["said"] for one in row["ranking"]] == ["no", "no no", "because", "because dog 1 is nearby"]
+    assert [one["probability"] for one in row["ranking"]] == sorted(row["probabilities"], reverse=True)
+    assert row["probability"] == max(row["probabilities"])
+    assert (row["annot_id"], row["line"], row["question"], row["conditioned_on"]) == ("a-2", 1, "rationale", 2)
+    assert row["boxes"] == [
+        {"name": "person 0", "box": BOXES[0]},
+        {"name": "dog 1", "box": BOXES[1]},
+        {"name": "cup 3", "box": BOXES[3]},
+    ], "person 2 is not mentioned"
+    (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
+    assert (row["said"], row["truth"], [box["name"] for box in row["boxes"]][2]) == (
+        "person 0",
+        "the dog 1",
+        "person 2",
+    )
+
+
+@pytest.mark.parametrize("scale", [0.5, 4])
+def test_the_boxes_of_a_row_are_those_of_the_stored_picture(task, samples, tmp_path, scale):
+    write_vcr(tmp_path / "vcr", samples, scale)
+    (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
+    assert [box["box"] for box in row["boxes"]] == BOXES
+
+
+def evaluated(task: VCR, samples: list, split: str, answers: list[int], rationales: list[list[int]]) -> list[dict]:
+    """Rows of both runs: of each item which answer they find likeliest, and which rationale behind each."""
+    both = (answers, [one for of_item in rationales for one in of_item])
+    rows = []
+    for kind, chosen in zip(("answer", "rationale"), both, strict=True):
+        of_kind = changed(task, question=kind, every_answer=True)
+        examples = examples_of(of_kind, samples, split)
+        rows += rows_for(of_kind, examples, [[2.0 * (i == one) for i in range(4)] for one in chosen])
+    return rows
+
+
+def test_two_runs_joined_give_all_three_accuracies(task, samples, tmp_path):
+    train = tmp_path / "vcr" / "train.jsonl"
+    (tmp_path / "vcr" / "both.jsonl").write_text(train.read_text())  # answer 2 is right, and rationale 0
+    rows = evaluated(task, samples, "both", [2, 2], [[1, 1, 0, 1], [0, 0, 3, 0]])
+    assert task.metrics(rows) == {
+        "answer_accuracy": 1.0,
+        "rationale_accuracy": 0.5,
+        "joint_accuracy": 0.5,
+        "joint_chance": 0.0625,
+        "chance": 0.25,
+    }, "behind wrong answers nobody says what is right"
+    found = task.metrics(evaluated(task, samples, "both", [2, 1], [[1, 1, 1, 1], [1, 1, 0, 1]]))
+    assert (found["answer_accuracy"], found["rationale_accuracy"], found["joint_accuracy"]) == (0.5, 0.5, 0)
+    rationales = [row for row in rows if row["question"] == "rationale"]
+    assert task.metrics(rationales) == {"rationale_accuracy": 0.5, "chance": 0.25}
+    one_missing = [row for row in rows if (row["annot_id"], row["question"]) != ("a-1", "answer")]
+    assert task.metrics(one_missing)["joint_accuracy"] == 1, "of the items with both"
+    assert pa.Table.from_pylist(rows).num_rows == 10
+    assert set(task.reported("val")) == {"answer_accuracy", "rationale_accuracy", "joint_accuracy"}
+    assert task.reported("val")["joint_accuracy"] == "55.2 base, 58.9 large"
+    assert task.reported("test")["answer_accuracy"] == "75.8 large"
+
+
+def test_what_is_submitted_is_scored_as_the_metrics_say(task, samples, tmp_path):
+    folder = tmp_path / "vcr"
+    (folder / "both.jsonl").write_text((folder / "train.jsonl").read_text())
+    rows = evaluated(task, samples, "both", [2, 3], [[1, 1, 0, 2], [0, 0, 3, 0]])
+    ((name, file),) = task.submission(rows[::-1]).items()
+    (folder / name).write_bytes(file)
+    scored = hits(folder / "both.jsonl", folder / name)
+    assert [row["annot_id"] for row in scored] == ["a-0", "a-1"]
+    metrics = task.metrics(rows)
+    for hit, metric in (("answer_hit", "answer"), ("rationale_hit", "rationale"), ("joint_hit", "joint")):
+        assert np.mean([row[hit] for row in scored]) == metrics[f"{metric}_accuracy"]
+    behind = read_submission(folder / name)["a-0"].argmax(axis=1).tolist()
+    assert behind == [2, 1, 1, 0, 2]
+    without_labels(folder, "test", of="both")
+    unlabelled = evaluated(task, samples, "test", [2, 3], [[1, 1, 0, 2], [0, 0, 3, 0]])
+    assert task.submission(unlabelled) == {name: file}
+    assert task.metrics(unlabelled) == {}
+    assert {(row["truth"], row["score"], row["label"]) for row in unlabelled} == {(None, None, None)}
+    with pytest.raises(ValueError, match="2 of 2 items, such as a-0, lack probabilities of rationales"):
+        task.submission(rows[:2])
+
+
+def test_nothing_is_learnt_where_nobody_says_what_is_right(task, samples, tmp_path):
+    without_labels(tmp_path / "vcr", "test", of="val")
+    torch.manual_seed(0)
+    for settings in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"hidden_regions": 0.5}):
+        one = changed(task, **settings)
+        model = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=0.0), len(WORDS)), one)
+        learnt, unlabelled = asked(one, samples, 0), examples_of(one, samples, "test")[0]
+        expected, found = model(collate([learnt])), model(collate([unlabelled, learnt]))
+        assert expected.keys() == found.keys()
+        for name, (loss, count) in expected.items():
+            assert found[name][1] == count
+            assert found[name][0].detach() == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert all(count == 0 for _, count in model(collate([unlabelled])).values())
+
+
+def test_what_cannot_be_learnt_from_is_left_out_by_name_and_asked_when_held_out(task, samples, tmp_path):
+    folder = tmp_path / "vcr"
+    first, second = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    wordless = first.replace('["no"], [[2]', '[" ", []], [[2]')
+    assert wordless != first
+    (folder / "train.jsonl").write_text(wordless + second)
+    questions = task.questions(urls(samples), None)
+    assert questions.samples.tolist() == [1]
+    (line,) = questions.left_out
+    assert line.endswith("train.jsonl line 1 has no word in its answer_choices[0]")
+    (folder / "odd.jsonl").write_text(wordless)
+    questions = task.questions(urls(samples), "odd")
+    assert (len(questions), questions.left_out) == (1, ())
+    assert texts(examples_of(task, samples, "odd")[0])[0].endswith("holding cup ? [SEP] [SEP]")
+    without_labels(folder, "test", of="val")
+    both = changed(task, train_on=("train", "test")).questions(urls(samples), None)
+    assert (both.samples.tolist(), len(both.left_out)) == ([1], 2)
+    with pytest.raises(ValueError, match="nothing can be learnt from test of .*test.jsonl line 1 has no labels"):
+        changed(task, train_on=("test",)).questions(urls(samples), None)
+
+
+def test_an_empty_question_is_asked_and_gives_a_finite_answer(task, samples, tmp_path):
+    (tmp_path / "vcr" / "val.jsonl").write_text(
+        (tmp_path / "vcr" / "val.jsonl").read_text().replace('["Why", "is", [0, 1], "holding", [3], "?"]', "[]")
+    )
+    (example,) = examples_of(task, samples, "val")
+    assert texts(example)[2] == "[CLS] [SEP] the dog [SEP]"
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
+    assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()
+
+
+def test_a_question_of_six_hundred_words_is_cut_to_what_fits(task, samples, tmp_path):
+    file = tmp_path / "vcr" / "val.jsonl"
+    file.write_text(file.read_text().replace('"Why"', ", ".join(['"why"'] * 600)))
+    for settings in ({}, {"question": "rationale"}):
+        (example,) = examples_of(changed(task, **settings), samples, "val")
+        assert {len(words.tokens) for words in example.texts} == {43}, "40 pieces, [CLS] and two [SEP]"
+        assert [text.split("[SEP]")[1].strip() for text in texts(example)] == (
+            ["because dog is nearby", "no", "no no", "because"] if settings else ANSWERS
+        )
+        model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
+        assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()
+
+
+def test_an_object_without_area_is_not_learnt_from_and_held_out_it_is_one_pixel(task, samples, tmp_path):
+    for number in (0, 2):
+        file = tmp_path / "vcr" / "vcr1images" / "movie" / f"{number:06d}.json"
+        metadata = json.loads(file.read_text())
+        metadata["boxes"][1] = [30, 10, 30, 30, 0.9]
+        file.write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match="000000.json: the box of object 1 has no area"):
+        asked(task, samples, 0)
+    example = asked(task, samples, held_out=True)
+    assert example.picture.boxes[2].tolist() == [30, 10, 31, 11]
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
+    assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()
+
+
+def names_in(example: Example) -> list[str]:
+    return [word for word in texts(example)[1].split() if word in PEOPLE]
+
+
+def test_held_out_all_questions_about_a_picture_use_the_same_names_wherever_they_are_asked(task, samples):
+    neutral = changed(task, names="neutral")
+    (answers,) = examples_of(neutral, samples, "val", seed=1)
+    first, third = names_in(answers)
+    assert PEOPLE[(PEOPLE.index(first) + 1) % 13] == third
+    every = changed(neutral, question="rationale", every_answer=True)
+    for seed in range(3):
+        for example in examples_of(every, samples, "val", seed):
+            assert set(names_in(example)) <= {first, third}
+            assert names_in(example)[0] == first
+    elsewhere = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
+    assert texts(examples_of(neutral, elsewhere, "val", seed=5)[0]) == texts(answers)
+    assert len({names_in(examples_of(neutral, samples, None, seed)[0])[0] for seed in range(30)}) > 5, "in training"
+    several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(20)]
+    write_vcr(Path(task.settings.folder), several)
+    (Path(task.settings.folder) / "val.jsonl").write_text((Path(task.settings.folder) / "train.jsonl").read_text())
+    assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 4, "another picture"
+
+
+# --- a question of one's own ------------------------------------------------------------------------------------------
+
+
+def own(task: VCR, sample: object, *question: object) -> Example:
+    return task.example(sample, view(sample, TINY_MODEL.regions, False), task.ask(*question), np.random.default_rng(0))
+
+
+def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
+    sample = tiny_sample(7, regions=3)
+    neutral = changed(task, names="neutral")
+    words = Vocabulary([*WORDS.pieces, "object"])
+    example = own(VCR(neutral.settings, words, 8), sample, "Why is [0] near [1, 2]?", ["no", "[2] is", "the [1]", "no"])
+    decoded = [words.decode(text.tokens) for text in example.texts]
+    assert decoded[1] == "[CLS] why is object near object and object ? [SEP] object is [SEP]"
+    assert example.texts[1].looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
+    assert example.picture.boxes.shape == (4, 4)
+    np.testing.assert_array_equal(example.picture.boxes[1:], view(sample, TINY_MODEL.regions, False).boxes[1:])
+    assert example.picture.cells.all()
+    assert not any(text.asked["right"].any() for text in example.texts)
+    (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
+    assert (row["asked"], row["said"], row["truth"]) == (
+        "Why is object 0 near object 1 and object 2?",
+        "the object 1",
+        None,
+    )
+    assert [box["name"] for box in row["boxes"]] == ["object 0", "object 1", "object 2"]
+    model = TaskModel(VLBert(TINY_MODEL, len(words)), VCR(neutral.settings, words, 8)).eval()
+    assert sum(model.predict(collate([example]))[0]["probabilities"]) == pytest.approx(1)
+
+
+def test_a_model_of_rationales_is_asked_behind_an_answer(task):
+    rationales = changed(task, question="rationale")
+    example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [1]"], "no [0]")
+    assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
+    assert (example.about["question"], example.about["asked"]) == ("rationale", "Why? no object 0")
+    assert example.words.looks_at.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "question", "message"),
+    [
+        ("answer", ("why?", ["no"] * 3), "3 choices are given; VCR chooses between 4"),
+        ("answer", ("why?", ()), "0 choices are given"),
+        ("answer", (" ", ["no"] * 4), "the question or a choice has no word"),
+        ("answer", ("why?", ["no", "no", " ", "no"]), "the question or a choice has no word"),
+        ("answer", ("why?", ["no"] * 4, "no"), "this model judges answers; give no answer beside the choices"),
+        ("rationale", ("why?", ["no"] * 4), "this model judges rationales; give the answer that they are for"),
+        ("answer", ("why?", ["no"] * 4, "", (1,)), "VCR's regions are all in sight; name none to be hidden"),
+        ("answer", ("why is [2]?", ["no"] * 4), "region 2 is mentioned, of 2, which are numbered from 0"),
+    ],
+)
+def test_a_question_of_ones_own_that_cannot_be_asked_is_named(task, kind, question, message):
+    with pytest.raises(ValueError, match=message):
+        own(changed(task, question=kind), tiny_sample(7, regions=2), *question)

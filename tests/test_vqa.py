@@ -14,9 +14,22 @@ from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert
 from vlbert.official import read_json
-from vlbert.official.vqa import read_answers, read_questions, without_punctuation
+from vlbert.official.vqa import (
+    accuracy,
+    frequent_answers,
+    main,
+    normalise,
+    read_annotations,
+    read_answers,
+    read_questions,
+    read_results,
+    score,
+    soft_score,
+    without_articles,
+    without_punctuation,
+)
 from vlbert.pictures import view
-from vlbert.tasks.vqa import VQA, VQASettings, soft_score
+from vlbert.tasks.vqa import VQA, VQASettings
 from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import train
 
@@ -34,13 +47,17 @@ official = pytest.mark.skipif(
 )
 
 
-def write_vqa(folder: Path, split: str, said: dict[int, list[str]]) -> None:
+def write_vqa(folder: Path, split: str, said: dict[int, list[str]], texts: dict[int, str] | None = None) -> None:
     """Questions and annotations of a split in the official format; question 10 * i + k is about image i."""
-    questions = [{"image_id": i // 10, "question_id": i, "question": f"Is it on the left, {i}?"} for i in said]
+    texts = {i: f"Is it on the left, {i}?" for i in said} | (texts or {})
+    questions = [{"image_id": i // 10, "question_id": i, "question": texts[i]} for i in said]
     annotations = [
         {
             "image_id": i // 10,
             "question_id": i,
+            "question_type": "is it",
+            "answer_type": "yes/no" if set(answers) & {"yes", "no"} else "other",
+            "multiple_choice_answer": max(answers, key=answers.count),
             "answers": [{"answer": a, "answer_confidence": "yes", "answer_id": 1 + k} for k, a in enumerate(answers)],
         }
         for i, answers in reversed(said.items())  # the files need not be in one order

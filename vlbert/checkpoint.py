@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from detectors.checkpoints import optimizer_tensors, read_state
+from detectors.checkpoints import checkpoints, optimizer_tensors, read_state
 from detectors.fields import from_json, to_json
-from storage.objects import LocalObjects, Objects
+from storage.objects import LocalObjects, Objects, open_objects
 from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
 
@@ -40,6 +40,11 @@ class Checkpoint:
     @property
     def num_classes(self) -> int:
         return self.config["num_classes"]
+
+    @property
+    def task_settings(self) -> dict:
+        """The fields of the task's settings that the head belongs to: a run's, or those of a converted model."""
+        return self.config["settings"] if "settings" in self.config else self.config["recipe"]["task"]
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, without it."""
@@ -72,16 +77,37 @@ def save_checkpoint(
     vocabulary: Vocabulary,
     num_classes: int,
     state: dict[str, Any],
+    detector: dict | None = None,
 ) -> str:
-    """Write runs/<run>/step-<step>/ and return its path; state.json goes last, and makes it whole."""
+    """Write runs/<run>/step-<step>/ and return its path; state.json goes last, and makes it whole.
+
+    detector: id and description of that whose regions the run learns from (vlbert.train.detector_of).
+    """
     folder = f"runs/{run}/step-{step:07d}"
     about = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
+    about |= {"detector": detector} if detector else {}
     files = model_files(model.state_dict(), recipe.model, len(vocabulary), vocabulary, about)
     files["optimizer.safetensors"] = save(optimizer_tensors(model, optimizer))
     files["state.json"] = _json({"version": CHECKPOINT_VERSION, "step": step} | state)
     for name, data in files.items():
         objects.put(f"{folder}/{name}", data)
     return folder
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """The model at a path: ROOT/runs/RUN/step-*, the newest of ROOT/runs/RUN, or any local folder that holds one."""
+    root, separator, rest = path.rstrip("/").rpartition("/runs/")
+    if not separator:
+        if "://" in path:
+            raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
+        return read_model(path)
+    objects = open_objects(root, write=False)
+    if "/" in rest:
+        return read_checkpoint(objects, f"runs/{rest}")
+    saved = checkpoints(objects, rest)
+    if not saved:
+        raise ValueError(f"{objects.where(f'runs/{rest}')} has no whole checkpoint; name another run")
+    return read_checkpoint(objects, saved[-1])
 
 
 def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
@@ -150,6 +176,21 @@ def read_config(data: bytes, where: str) -> dict:
     if not isinstance(config.get("model"), dict) or not isinstance(config.get("vocab_size"), int):
         raise ValueError(f"{where} lacks model or vocab_size: it is not whole; copy it again")
     return config
+
+
+def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
+    """The checkpoint's own vocabulary, else that of `file`; ValueError where that is not its own, or there is none."""
+    if checkpoint.vocabulary:
+        return checkpoint.vocabulary
+    if not file:
+        raise ValueError(f"{checkpoint.where} came without a vocabulary; give its own with vocabulary=vocab.txt")
+    vocabulary = Vocabulary.read(file)
+    if len(vocabulary) != checkpoint.vocab_size:
+        raise ValueError(
+            f"vocabulary={file} has {len(vocabulary)} pieces, {checkpoint.where} was trained with "
+            f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
+        )
+    return vocabulary
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

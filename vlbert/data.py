@@ -340,9 +340,10 @@ class TrainingData(Dataset):
 class ValidationData(Dataset):
     """data[i] is this rank's i-th batch of held-out questions; they are asked the same in every validation.
 
-    Each item is ([batch], unreadable questions, which are left out) or, where the task shuffles, ([batch, the same
-    texts with the pictures of other questions], unreadable): the text of question i with the picture of question i + 1,
-    in an order that is random and the same in every world. Without a readable question there is no batch.
+    Each item is ([batch], numbers, unreadable) or, where the task shuffles, ([batch, the same texts with the pictures
+    of other questions], ...): the text of question i with the picture of question i + 1, in an order that is random and
+    the same in every world. `numbers` are those of the questions that the batch asks; those that cannot be read are in
+    `unreadable`, by number. Without a readable question there is no batch.
     """
 
     def __init__(
@@ -354,34 +355,41 @@ class ValidationData(Dataset):
         regions: RegionConfig,
         world: World,
         limit: int | None,
+        together: int | None = None,
     ):
+        """together: questions of a batch, whatever the world; None: as many as a rank trains on at a time."""
         count = len(questions) if limit is None else min(limit, len(questions))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
+        self.size = together or max(1, config.batch // world.size // config.accumulate)
         share = -(-count // world.size)
+        if together:  # whole batches
+            share = -(-share // together) * together
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
         self.asked = Asked(samples, questions, task, config, regions, VALIDATION)
-        self.size = max(1, config.batch // world.size // config.accumulate)
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self.size)
 
-    def __getitem__(self, index: int) -> tuple[list[Batch], list[Unreadable]]:
+    def __getitem__(self, index: int) -> tuple[list[Batch], list[int], dict[int, Unreadable]]:
         if index >= len(self):
             raise IndexError(index)
         start = self.start + index * self.size
         stop = min(start + self.size, self.stop)
-        slots = [(0, int(number)) for number in self.numbers[start:stop]]
-        examples, unreadable = _parted(self.asked.examples(slots, step=0))
+        numbers = self.numbers[start:stop].tolist()
+        found = self.asked.examples([(0, number) for number in numbers], step=0)
+        examples, _ = _parted(found)
+        unreadable = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, Unreadable)}
+        numbers = [number for number in numbers if number not in unreadable]
         if not examples:
-            return [], unreadable
+            return [], numbers, unreadable
         if not self.asked.task.shuffles:
-            return [collate(examples)], unreadable
+            return [collate(examples)], numbers, unreadable
         count = len(self.numbers)
         following = ((0, int(self.numbers[place % count])) for place in range(stop, stop + count))
         after = self.asked.first_readable(following)
         pictures = [example.picture for example in [*examples[1:], after]]
         others = [dataclasses.replace(e, picture=picture) for e, picture in zip(examples, pictures, strict=True)]
-        return [collate(examples), collate(others)], unreadable
+        return [collate(examples), collate(others)], numbers, unreadable
 
 
 def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:

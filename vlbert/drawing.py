@@ -1,8 +1,8 @@
-"""Boxes and their names, drawn into a picture."""
+"""Boxes and their names, drawn into a picture, and what is said about it, written below."""
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -11,6 +11,8 @@ from storage.sample import Sample
 
 PICTURE_SIDE = 480  # pixels of the longer side of a picture on a page, which shows it at about half that
 NAME_SIZE = 20  # pixels of the names drawn into it
+TEXT_SIZE = 18  # pixels of what is written below
+BAR = 120  # pixels of a probability of 1
 
 GREEN = (27, 175, 122)  # the object that is meant
 RED = (227, 73, 72)  # a wrong choice
@@ -18,9 +20,12 @@ OTHERS = (255, 255, 255)  # the rest
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
 
-def draw_boxes(sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]]) -> Image.Image:
-    """The picture with (box in its pixels, colour, name or "") drawn on, the last on top."""
-    factor = PICTURE_SIDE / max(sample.width, sample.height)
+def draw_boxes(
+    sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = PICTURE_SIDE
+) -> Image.Image:
+    """The picture, its longer side `side` pixels, with (box in its pixels, colour, name or "") drawn on, the last on
+    top."""
+    factor = side / max(sample.width, sample.height)
     width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
     picture = Image.open(io.BytesIO(sample.image)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(NAME_SIZE)
@@ -41,6 +46,44 @@ def draw_boxes(sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int,
             ink = (255, 255, 255) if sum(colour) < 420 else (0, 0, 0)
             draw.text((left + 6, (top + bottom) / 2), name, fill=ink, font=font, anchor="lm")
     return picture
+
+
+def write_below(picture: Image.Image, lines: Sequence[tuple[str, float | None]]) -> Image.Image:
+    """The picture with lines of text under it, each with its probability as a number and a bar, where it has one."""
+    font, margin, tall = ImageFont.load_default(TEXT_SIZE), 12, TEXT_SIZE + 8
+    width = max(picture.width, 4 * BAR)
+    measure = ImageDraw.Draw(picture).textlength
+    written = []  # (text, no wider than there is room, pixels from the left, probability)
+    for text, probability in lines:
+        inset, right = (0, 0) if probability is None else (margin, BAR + 60)
+        room = width - 2 * margin - inset - right
+        parts = _wrapped(text, lambda part, room=room: measure(part, font) <= room)
+        written += [(part, inset, None if place else probability) for place, part in enumerate(parts)]
+    whole = Image.new("RGB", (width, picture.height + 2 * margin + tall * len(written)), (255, 255, 255))
+    whole.paste(picture, ((width - picture.width) // 2, 0))
+    draw = ImageDraw.Draw(whole)
+    for place, (text, inset, probability) in enumerate(written):
+        middle = picture.height + margin + tall * place + tall / 2
+        draw.text((margin + inset, middle), text, fill=(0, 0, 0), font=font, anchor="lm")
+        if probability is not None:
+            left, half = width - margin - BAR, tall / 2 - 4
+            draw.text((left - 8, middle), f"{probability:.3f}", fill=(90, 90, 90), font=font, anchor="rm")
+            draw.rectangle([left, middle - half, left + BAR, middle + half], fill=(235, 235, 235))
+            draw.rectangle([left, middle - half, left + BAR * probability, middle + half], fill=BOX_COLOURS[0])
+    return whole
+
+
+def _wrapped(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """The text in lines that fit, cut between words, and within a word that is too long by itself."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and not fits(f"{lines[-1]} {word}"):
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+        while not fits(lines[-1]) and len(lines[-1]) > 1:
+            size = next(n for n in range(len(lines[-1]) - 1, 0, -1) if n == 1 or fits(lines[-1][:n]))
+            lines[-1:] = [lines[-1][:size], lines[-1][size:]]
+    return lines
 
 
 def data_uri(picture: Image.Image) -> str:

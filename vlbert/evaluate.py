@@ -1,63 +1,208 @@
-"""Validation: a task's metrics on held-out questions and, if the task asks for it, on shuffled pictures beside them."""
+"""Evaluate: all questions of one split -> predictions, metrics, the files that leaderboards take, and a page.
 
-import torch
+    torchrun --nproc-per-node N -m vlbert.evaluate RECIPE CHECKPOINT SPLIT [field=value ...] [--out FOLDER]
 
-from detectors.distributed import World, gather_rows, sum_over_ranks
-from detectors.loop import batches
-from vlbert.batch import Unreadable
-from vlbert.config import Recipe
-from vlbert.data import Samples, ValidationData
-from vlbert.model import TaskModel
-from vlbert.tasks import Questions
+RECIPE is the one that CHECKPOINT was trained by; its data is read. CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN
+(the newest of the run) or a local folder with a model and its task's head; two, joined by a comma, are VCR's runs of
+answers and of rationales. SPLIT is named as in the task's files (val2014, testA, ...); a task without splits takes the
+name of a dataset. Fields are the recipe's; data.root is the checkpoint's where it is not given, the task's settings are
+those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to FOLDER (s3:// too).
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from detectors.distributed import World, from_first, gather_on_first
+from detectors.fields import differing_fields, from_json, override
+from detectors.loop import find_recipe, run_in_world
+from storage.objects import Objects, open_objects
+from vlbert.checkpoint import Checkpoint, load_model, open_checkpoint, vocabulary_of
+from vlbert.config import Recipe, architecture
+from vlbert.data import ValidationData, open_cache, open_samples
+from vlbert.model import TaskModel, VLBert
+from vlbert.recipes import RECIPES
+from vlbert.results import PAGE, Answered, find_place, name_of, results, say, write
+from vlbert.tasks import make_task, settings_named, task_of, validation_split
+from vlbert.validate import ask, because_of
+
+_TOGETHER = 64  # questions of a batch at most: the same in every world, so that every world gives the same numbers
+_TELL = 30.0  # seconds between lines of progress
 
 
-@torch.no_grad()
-def validate(
-    model: TaskModel,
-    recipe: Recipe,
-    samples: Samples,
-    questions: Questions,
-    world: World,
-    unreadable: list[Unreadable] | None = None,
-) -> tuple[dict[str, float], list[dict]]:
-    """(metrics, predictions) over the held-out questions, the same on every rank.
+def load_task_model(
+    checkpoint: Checkpoint, overrides: Sequence[str] = (), recipe: Recipe | None = None
+) -> tuple[TaskModel, Recipe]:
+    """The model of vlbert.checkpoint.open_checkpoint with its head, in eval mode, and the recipe that it belongs to.
 
-    A task that shuffles gets every metric a second time, `<name>_shuffled`, each text with the picture of another, and
-    `<name>_grounding`, the difference: what the model got from this picture, and not from habits of text or pictures.
-    Questions whose sample cannot be read are left out: `unreadable` gets those of this rank, the metric "unreadable"
-    tells how many there were on all, if any. ValueError where no question can be asked.
+    That recipe is `recipe` or, where it is None, the one that the checkpoint was trained by; its task and model are
+    always those that the checkpoint was trained with, but for what `overrides` ("task.folder=vqa") say. ValueError
+    where the checkpoint has no head, or is one of another task or architecture than `recipe`.
     """
-    was_training = model.training
-    model.eval()
-    data = ValidationData(
-        samples, questions, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
-    )
-    right, other, left_out = [], [], []
-    for parts, missing in batches(data, range(len(data)), recipe.data.workers, world.device):
-        left_out += missing
-        for rows, batch in zip((right, other), parts, strict=False):  # without shuffling there is one part
-            with autocast(recipe, world):
-                rows += model.predict(batch.to(world.device))
-    predictions = gather_rows(right, world)
-    if not predictions:
-        why = f"; the last because {left_out[-1].reason}" if left_out else ""
-        raise ValueError(f"none of the {len(questions)} held-out questions can be asked{why}")
-    metrics = model.task.metrics(predictions)
-    if model.task.shuffles:
-        shuffled = model.task.metrics(gather_rows(other, world))
-        metrics |= {f"{name}_shuffled": value for name, value in shuffled.items()}
-        metrics |= {f"{name}_grounding": metrics[name] - value for name, value in shuffled.items()}
-    (missing,) = sum_over_ranks([len(left_out)], world)
-    if missing:
-        metrics["unreadable"] = missing
-    if unreadable is not None:
-        unreadable += left_out
-    model.train(was_training)
-    return metrics, predictions
+    config, where = checkpoint.config, checkpoint.where
+    if not any(name.startswith("head.") for name in checkpoint.model):
+        raise ValueError(f"{where} holds a VL-BERT without the head of a task: name a checkpoint of a training run")
+    named = config.get("task", "no task")
+    if recipe and named != type(recipe.task).__name__:
+        raise ValueError(
+            f"{where} was trained for another task than recipe {recipe.name}: its settings are {named}, the recipe's "
+            f"{type(recipe.task).__name__}; name the recipe that it was trained by"
+        )
+    kind = settings_named(named)
+    if kind is None:
+        raise ValueError(f"{where} was trained for a task with {named}, which none of those known here has")
+    settings = from_json(kind, checkpoint.task_settings, f"{where}/config.json")
+    if recipe is None:
+        values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
+        recipe = from_json(Recipe, values, f"{where}/config.json")
+    else:
+        wanted = override(recipe, list(overrides)).model
+        differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
+        if differing:
+            name, here, there = differing[0]
+            raise ValueError(
+                f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
+                "here; name the recipe that it was trained by, with its model.* overrides"
+            )
+    recipe = override(replace(recipe, task=settings, model=checkpoint.model_config), list(overrides))
+    task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
+    model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
+    load_model(model, checkpoint.model, where)
+    return model.eval(), recipe
 
 
-def autocast(recipe: Recipe, world: World) -> torch.autocast:
-    """bf16 on GPUs where the recipe says so; the CPU computes in fp32."""
-    return torch.autocast(
-        world.device.type, torch.bfloat16, enabled=world.device.type == "cuda" and recipe.precision == "bf16"
+def evaluate(
+    recipe: Recipe, paths: Sequence[str], split: str, overrides: Sequence[str], out: str | None, world: World
+) -> dict[str, Any]:
+    """Ask each checkpoint of `paths` every question of the split; what metrics.json holds, on rank 0, elsewhere {}.
+
+    ValueError names what does not fit: a checkpoint of another task, a split that is not there, a place that holds an
+    evaluation by other settings.
+    """
+    checkpoints = [_open(path, world) for path in paths]
+    root = override(recipe, list(overrides)).data.root or checkpoints[0].where.rpartition("/runs/")[0]
+    if not root:
+        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
+    inputs = {
+        "recipe": recipe.name,
+        "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
+        "split": split,
+        "overrides": [one for one in overrides if not one.startswith("data.root=")],
+    }
+    objects, folder = find_place(out, checkpoints, split, inputs) if world.first else (None, "")
+    changed = [f"task.{name}={_text(value)}" for name, value in getattr(task_of(recipe.task), "evaluation", {}).items()]
+    overrides = [*changed, *overrides, f"data.root={root}"]
+    answered = [_ask_all(recipe, checkpoint, split, overrides, world) for checkpoint in checkpoints]
+    if not world.first:
+        return {}
+    rows = [row for one in answered for row in one.rows]
+    if not rows:
+        why = because_of([reason for one in answered for _, reason in one.missing])
+        raise ValueError(f"none of the {sum(len(one.questions) for one in answered)} questions can be asked{why}")
+    about, files = results(answered, rows, split)
+    about |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
+    from vlbert.results_page import page  # here, because it brings jinja2, which training does without
+
+    write(objects, folder, files | {PAGE: page(about, answered)}, about)
+    say(about, objects.where(folder.rstrip("/")) if folder else str(out))
+    return about
+
+
+def _open(path: str, world: World) -> Checkpoint:
+    """The checkpoint, the same on every rank: a run that trains on may write a newer one meanwhile."""
+    found = open_checkpoint(path) if world.first else None
+    where = from_first(found and found.where, world)
+    return found or open_checkpoint(where)
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _ask_all(recipe: Recipe, checkpoint: Checkpoint, split: str, overrides: Sequence[str], world: World) -> Answered:
+    """One checkpoint's answers to the whole split, gathered on rank 0."""
+    model, recipe = load_task_model(checkpoint, overrides, recipe)
+    model, config = model.to(world.device), recipe.data
+    has_splits = validation_split(recipe.task) is not None
+    dataset = (config.held_out or config.dataset) if has_splits else split
+    objects = open_objects(config.root)
+    detector = config.detector or _its_detector(objects, dataset, checkpoint)
+    samples, pinned = open_samples(objects, dataset, detector, None, world, open_cache(objects, config))
+    questions = model.task.questions(samples, split if has_splits else None)
+    together = max(1, min(_TOGETHER, config.batch // config.accumulate))
+    data = ValidationData(samples, questions, model.task, config, recipe.model.regions, world, None, together)
+    if world.first:
+        print(
+            f"{name_of(checkpoint)}: {len(questions)} questions of {split} on {len(samples)} samples of "
+            f"{dataset}/{pinned['stage']} (snapshot {pinned['snapshot']}), on {world.size} x {world.device.type}",
+            flush=True,
+        )
+    answers = ask(model, data, recipe, world, _progress(len(questions), world))
+    rows = sorted(gather_on_first(list(zip(answers.numbers, answers.rows, strict=True)), world), key=itemgetter(0))
+    return Answered(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        task=model.task,
+        samples=samples,
+        pinned=pinned,
+        questions=questions,
+        numbers=[number for number, _ in rows],
+        rows=[row for _, row in rows],
+        shuffled=gather_on_first(answers.shuffled, world),
+        missing=sorted(gather_on_first(list(answers.unreadable.items()), world), key=itemgetter(0)),
     )
+
+
+def _progress(questions: int, world: World) -> Callable[[int], None]:
+    """What prints now and then how far all ranks are, given how far the first is."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if world.first and time.monotonic() - told > _TELL:
+            told = time.monotonic()
+            print(f"asked {min(done * world.size, questions)} of {questions}", flush=True)
+
+    return tell
+
+
+def _its_detector(objects: Objects, dataset: str, checkpoint: Checkpoint) -> str | None:
+    """The detector whose regions it was trained on, where the dataset has them."""
+    stage = checkpoint.state.get("data", {}).get("stage")
+    there = stage and next(iter(objects.list(f"{dataset}/{stage}/")), None)
+    return stage.removeprefix("regions/") if there else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vlbert.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
+    parser.add_argument("split", metavar="SPLIT", nargs="?", help="as the task's files name it")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    parser.add_argument("--out", metavar="FOLDER", help="where to write; needed where CHECKPOINT belongs to no run")
+    options = parser.parse_intermixed_args(arguments)
+    name = f"{parser.prog} {options.recipe}"
+    try:
+        for given in ("checkpoint", "split"):
+            value = getattr(options, given)
+            if not value or re.match(r"[a-z_.]+=", value):
+                raise ValueError(f"{given.upper()} is missing; say RECIPE CHECKPOINT SPLIT, then any field=value")
+        recipe = find_recipe(options.recipe, RECIPES)()
+        override(recipe, options.overrides)
+    except ValueError as error:
+        sys.exit(f"{name}: {error}")
+    paths = options.checkpoint.split(",")
+    run_in_world(name, lambda world: evaluate(recipe, paths, options.split, options.overrides, options.out, world))
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ RULES = (
     Rule(14, "task.loss", "cross_entropy", "bce", "4.2", "the best answer, or each to its soft score", _VQA),
     Rule(14, "task.answers_from_words", False, True, "4.2", "first weights of the answers", _VQA),
     Rule(15, "task.whole_image_competes", False, True, "4.2", "the whole image may be the answer", _REFCOCO),
-    Rule(15, "task.inclusive_boxes", False, True, "4.2", "overlaps count pixels, x2 - x1 + 1 of them", _REFCOCO),
+    Rule(15, "task.iou", "plain", "published", "4.2", "overlaps of planes, or of pixels, x2 - x1 + 1 wide", _REFCOCO),
     Rule(16, "data.flip", 0.0, 0.5, "A.2", "probability of mirroring a picture"),
 )
 # Where the description of the authors' code has the details of each difference.

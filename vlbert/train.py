@@ -17,12 +17,13 @@ from detectors.distributed import World
 from detectors.fields import differing_fields, flat, to_json
 from detectors.loop import EXPECTED, Losses, batches, run_program, train_steps
 from detectors.record import Record, last_metrics
+from storage.catalog import Catalog
 from storage.objects import Objects, open_objects
 from storage.order import mix
 from storage.reading import ShardSamples
 from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
-from vlbert.checkpoint import Checkpoint, load_model, read_checkpoint, read_model, save_checkpoint
+from vlbert.checkpoint import Checkpoint, load_model, open_checkpoint, read_checkpoint, save_checkpoint, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data import (
     Stretch,
@@ -34,13 +35,13 @@ from vlbert.data import (
     open_cache,
     open_samples,
 )
-from vlbert.evaluate import autocast, validate
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
 from vlbert.tasks import Questions, Task, make_task, validation_split
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
+from vlbert.validate import autocast, validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
 
@@ -58,6 +59,7 @@ class Run:
     vocabulary: Vocabulary
     num_classes: int
     pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
+    detector: dict | None  # see detector_of
     told: set[str] = field(default_factory=set)  # why new shards could not enter
 
 
@@ -200,7 +202,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     held_out, held_out_pinned = None, None
     if config.held_out:
         held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
-    start_from = read_start(recipe.start_from) if recipe.start_from and not resumed else None
+    start_from = open_checkpoint(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
@@ -248,7 +250,17 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             "held_out": held_out_pinned,
             "text": corpus.hash if corpus else None,
         },
+        detector=detector_of(objects, pinned["dataset"], samples) if world.first else None,
     )
+
+
+def detector_of(objects: Objects, dataset: str, samples: ShardSamples) -> dict:
+    """The `id` of the detector whose regions these are, and `about`, its description; None where no manifest has it."""
+    stage = samples.index.snapshot.stage
+    catalog = Catalog(objects, dataset)
+    committed = catalog.shards(stage)[:1]
+    about = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None
+    return {"id": stage.partition("/")[2], "about": about}
 
 
 def stretches_of(resumed: Checkpoint) -> list[Stretch]:
@@ -267,7 +279,16 @@ def save(run: Run, recipe: Recipe, done: int) -> None:
     data = run.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in run.data.stretches]}
     state = run.pinned | {"data": data, "seed": recipe.data.seed} | consumed
     folder = save_checkpoint(
-        run.objects, recipe.run_name, done, recipe, run.model, run.optimizer, run.vocabulary, run.num_classes, state
+        run.objects,
+        recipe.run_name,
+        done,
+        recipe,
+        run.model,
+        run.optimizer,
+        run.vocabulary,
+        run.num_classes,
+        state,
+        run.detector,
     )
     remove_old(run.objects, recipe.run_name, recipe.keep_checkpoints)
     print(f"step {done}/{recipe.steps}  saved {run.objects.where(folder)}", flush=True)
@@ -332,18 +353,10 @@ def start_head(head: torch.nn.Module, start_from: Checkpoint, same_task: bool) -
 
 def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
     """That of the checkpoint, else of the file that is named, else BERT's, else one built from the captions."""
-    if checkpoint and checkpoint.vocabulary:
-        return checkpoint.vocabulary
-    if recipe.vocabulary:
-        vocabulary = Vocabulary.read(recipe.vocabulary)
-        if checkpoint and len(vocabulary) != checkpoint.vocab_size:
-            raise ValueError(
-                f"vocabulary={recipe.vocabulary} has {len(vocabulary)} pieces, {checkpoint.where} was trained with "
-                f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
-            )
-        return vocabulary
     if checkpoint:
-        raise ValueError(f"{checkpoint.where} came without a vocabulary; give its own with vocabulary=vocab.txt")
+        return vocabulary_of(checkpoint, recipe.vocabulary)
+    if recipe.vocabulary:
+        return Vocabulary.read(recipe.vocabulary)
     if recipe.bert:
         return bert_vocabulary(recipe.bert)
     pieces = None
@@ -393,16 +406,6 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
                 f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
                 "another run: run=NAME"
             )
-
-
-def read_start(path: str) -> Checkpoint:
-    """The model that a new run starts from: a checkpoint, ROOT/runs/<run>/step-*, or any local folder with a model."""
-    root, separator, rest = path.rstrip("/").rpartition("/runs/")
-    if separator:
-        return read_checkpoint(open_objects(root, write=False), f"runs/{rest}")
-    if "://" in path:
-        raise ValueError(f"start_from={path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
-    return read_model(path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -46,7 +46,7 @@ class Task(Protocol):
     begin(vlbert, head, started_from)   the last preparation of a new run, its weights loaded
     submission(rows) -> name -> bytes   the files that a leaderboard takes; ValueError where the rows are not all of it
     reported(split) -> metric -> text   what the paper reports for a metric on that split, such as "79.88 base"
-    evaluation                          settings that `vlbert.evaluate` changes, name -> value
+    evaluation                          fields of `settings` that vlbert.evaluate changes, name -> value
     ask(text, choices, answer, hide)    what `example` takes for a person's own question (vlbert.predict)
     """
 
@@ -91,13 +91,21 @@ def make_task(settings: Any, vocabulary: Vocabulary, num_classes: int) -> Task:
 
 def task_of(settings: Any) -> type[Task]:
     """The class of the task that the type of `settings` belongs to."""
+    return _tasks()[type(settings)]
+
+
+def settings_named(name: str) -> type | None:
+    """The type of settings of this name; None where no task has such."""
+    return next((kind for kind in _tasks() if kind.__name__ == name), None)
+
+
+def _tasks() -> dict[type, type[Task]]:
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
     from vlbert.tasks.vcr import VCR, VCRSettings
     from vlbert.tasks.vqa import VQA, VQASettings
 
-    tasks = {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA} | TASKS
-    return tasks[type(settings)]
+    return {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA} | TASKS
 
 
 TASKS: dict[type, type[Task]] = {}  # those of your own: the type of the settings -> the task

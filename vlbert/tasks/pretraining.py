@@ -6,8 +6,9 @@ The paper (section 4.1) reports no number for it; users of the authors' code rep
 of the text-only corpus and 70 % of masked regions for the base model.
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 ROW_EPSILON = 1e-4  # what the authors' code adds to counts where it takes means of rows
+GUESSES = 5  # that a prediction tells of each word and region, at most
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class PretrainingSettings:
             raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
 
 
+@dataclass(frozen=True)
+class Masks:
+    """A person's own question: a text with [MASK]s to be filled in, and regions, from 1, whose pixels are hidden."""
+
+    text: str
+    hide: tuple[int, ...] = ()
+
+
 class Pretraining:
     shuffles = True
     paper = "no number in the paper; users of the authors' code: masked words 0.60, masked regions 0.70 (base)"
@@ -77,17 +87,30 @@ class Pretraining:
             raise ValueError("task.relationship is on, and no data asks for it: train with task.relationship=false")
         return Questions(np.arange(len(samples)))
 
-    def example(self, sample: Sample, view: View, ask: None, rng: np.random.Generator) -> Example:
+    def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Masks:
+        if choices or answer:
+            raise ValueError("a pre-trained model takes no choices and no answer: it fills in the [MASK]s of a text")
+        if self.vocabulary.mask not in self.vocabulary.encode(text) and not hide:
+            raise ValueError(f"{text!r} asks nothing: write [MASK] for a word to be guessed, or name regions to hide")
+        return Masks(text, tuple(sorted(set(hide))))
+
+    def example(self, sample: Sample, view: View, ask: Masks | None, rng: np.random.Generator) -> Example:
         if sample.regions.num_classes != self.num_classes:
             raise ValueError(
                 f"the regions of sample {sample.key} are of {sample.regions.num_classes} classes, those of others of "
                 f"{self.num_classes}"
             )
-        tokens, count = self._cut(self.vocabulary.encode(sample.caption), len(sample.regions))
+        text = self.vocabulary.encode(sample.caption if ask is None else ask.text)
+        tokens, count = self._cut(text, len(sample.regions))
         regions = sample.regions.take(np.arange(count))
-        hidden_words, asked_words = mask_words(tokens, self.vocabulary, self.settings.words, rng)
-        # Of all regions, as published: those that do not fit in hide their pixels, too.
-        hidden_regions, asked_regions = mask_regions(len(sample.regions), self.settings.regions, rng)
+        if ask is not None:
+            check_fits(ask, int((text[len(tokens) :] == self.vocabulary.mask).sum()), count, len(sample.regions))
+            hidden_words, asked_words = tokens, tokens == self.vocabulary.mask
+            hidden_regions = asked_regions = np.isin(np.arange(1 + len(sample.regions)), ask.hide)
+        else:
+            hidden_words, asked_words = mask_words(tokens, self.vocabulary, self.settings.words, rng)
+            # Of all regions, as published: those that do not fit in hide their pixels, too.
+            hidden_regions, asked_regions = mask_regions(len(sample.regions), self.settings.regions, rng)
         asked_regions = asked_regions[: 1 + count]
         words = self._words(
             [self.vocabulary.cls, *hidden_words, self.vocabulary.sep],
@@ -100,7 +123,7 @@ class Pretraining:
         picture = view.picture(
             hidden_regions, count, targets={"region_asked": asked_regions}, asked={"region_classes": answers}
         )
-        return Example(sample.key, words, picture)
+        return Example(sample.key, words, picture, {"own": ask is not None, "scale": view.scale})
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
         """A row of the text-only corpus."""
@@ -167,6 +190,14 @@ class Pretraining:
         return means.sum() * asked / (asked + ROW_EPSILON), asked
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+        """Besides what every task's rows have:
+
+        masks           list of {"place", "guesses"}: the word pieces asked for, [CLS] being piece 0, each with its
+                        likeliest {"said", "probability"}
+        hidden_regions  list of {"region", "detected", "guesses"}: those whose pixels were hidden, from 1, the class
+                        that the detector saw, and the likeliest {"class", "probability"}; class 0 is the background
+        words, words_right, watched, watched_right, regions, regions_right   counts of what was asked and known
+        """
         words, regions = head(vlbert, encoded, batch)
         right = words.argmax(1) == batch.asked["words"]
         watched = torch.isin(batch.asked["words"], self.watched.to(right.device))
@@ -176,13 +207,83 @@ class Pretraining:
         word_rows, region_rows = (
             asked.nonzero()[:, 0].tolist() for asked in (batch.targets["word_asked"], region_asked)
         )
-        rows = [Counter() for _ in range(len(batch))]
+        kinds = ("words", "words_right", "watched", "watched_right", "regions", "regions_right")
+        rows = [Counter(dict.fromkeys(kinds, 0)) for _ in range(len(batch))]
+        own = [about.get("own", False) for about in batch.about]
         for row, is_right, is_watched in zip(word_rows, right.tolist(), watched.tolist(), strict=True):
-            rows[row].update(words=1, words_right=int(is_right))
-            rows[row].update(watched=int(is_watched), watched_right=int(is_watched and is_right))
+            if not own[row]:
+                rows[row].update(words=1, words_right=int(is_right))
+                rows[row].update(watched=int(is_watched), watched_right=int(is_watched and is_right))
         for row, is_right, is_hidden in zip(region_rows, region_right.tolist(), hidden.tolist(), strict=True):
-            rows[row].update(regions=int(is_hidden), regions_right=int(is_hidden and is_right))
-        return [{"key": key} | dict(row) for key, row in zip(batch.keys, rows, strict=True)]
+            if not own[row]:
+                rows[row].update(regions=int(is_hidden), regions_right=int(is_hidden and is_right))
+        told = self._told(words, regions, region_classes, region_asked, batch)
+        return [{"key": k} | one | dict(row) for k, one, row in zip(batch.keys, told, rows, strict=True)]
+
+    def _told(
+        self, words: Tensor, regions: Tensor, region_classes: Tensor, region_asked: Tensor, batch: Batch
+    ) -> Iterator[dict]:
+        """What each row of the batch asks and what is guessed there, in words."""
+        word_guesses = _likeliest(words[:, : len(self.vocabulary)])
+        word_row, word_place = (found.tolist() for found in batch.targets["word_asked"].nonzero(as_tuple=True))
+        hidden = batch.region_hidden[region_asked]
+        region_guesses = _likeliest(regions[hidden])
+        region_row, region_number = (found[hidden].tolist() for found in region_asked.nonzero(as_tuple=True))
+        detected = region_classes[hidden].argmax(1).tolist()
+        truths, tokens, lengths = batch.asked["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
+        boxes = batch.boxes.tolist()
+        masks, hides = ([[] for _ in tokens] for _ in range(2))
+        for row, place, truth, guesses in zip(word_row, word_place, truths, word_guesses, strict=True):
+            masks[row].append((place, truth, guesses))
+        for row, number, seen, guesses in zip(region_row, region_number, detected, region_guesses, strict=True):
+            hides[row].append((number, seen, guesses))
+        for row, about in enumerate(batch.about):
+            text, asked, across_down = tokens[row][: lengths[row]], masks[row], (*about.get("scale", (1, 1)),) * 2
+            places = [place for place, _, _ in asked]
+            filled = [
+                {"said": self._text(text, places, pieces), "probability": probability}
+                for pieces, probability in _combined([guesses for _, _, guesses in asked])
+            ]
+            truth, known = [truth for _, truth, _ in asked], not about.get("own", False)
+            sure = [guesses[0][1] for _, _, guesses in (*asked, *hides[row])]
+            yield {
+                "asked": self._text(text),
+                "said": filled[0]["said"],
+                "probability": float(np.prod(sure)),  # of all guesses together, each by itself
+                "ranking": filled if asked else [],
+                "truth": self._text(text, places, truth) if known else None,
+                "score": float(np.mean([t == g[0][0] for _, t, g in asked])) if known and asked else None,
+                "boxes": [
+                    {
+                        "name": f"{number}: class {guesses[0][0]}",
+                        "box": [side / factor for side, factor in zip(boxes[row][number], across_down, strict=True)],
+                    }
+                    for number, _, guesses in hides[row]
+                ],
+                "masks": [
+                    {
+                        "place": place,
+                        "guesses": [{"said": self.vocabulary.pieces[i], "probability": p} for i, p in guesses],
+                    }
+                    for place, _, guesses in asked
+                ],
+                "hidden_regions": [
+                    {
+                        "region": number,
+                        "detected": seen,
+                        "guesses": [{"class": i, "probability": p} for i, p in guesses],
+                    }
+                    for number, seen, guesses in hides[row]
+                ],
+            }
+
+    def _text(self, tokens: Sequence[int], places: Sequence[int] = (), pieces: Sequence[int] = ()) -> str:
+        """The text of a row with these pieces at these places, without the [CLS] and [SEP] around it."""
+        text = list(tokens)
+        for place, piece in zip(places, pieces, strict=True):
+            text[place] = piece
+        around = (self.vocabulary.cls, self.vocabulary.sep)
+        return self.vocabulary.decode(text[text[0] == around[0] : len(text) - (text[-1] == around[1])])
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Accuracy at masked words, at the watched ones among them, and at the regions whose pixels were hidden."""
@@ -190,6 +291,34 @@ class Pretraining:
         asked = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
         return {f"{name}_accuracy": right[name] / asked[name] for name in names if asked[name]}
+
+
+def check_fits(ask: Masks, cut: int, count: int, regions: int) -> None:
+    """ValueError where `cut` of the [MASK]s do not fit into the model, or regions are hidden that do not or are none.
+
+    Of so many `regions` the first `count` fit.
+    """
+    if cut:
+        raise ValueError(f"the text is too long: {cut} of its [MASK]s would be cut off with its end; shorten it")
+    absent = [number for number in ask.hide if not 1 <= number <= count]
+    if absent:
+        beside = f", of which the first {count} fit beside the text" if count < regions else ""
+        raise ValueError(f"there is no region {absent[0]} to hide: the picture has {regions}, from 1{beside}")
+
+
+def _likeliest(logits: Tensor) -> list[list[tuple[int, float]]]:
+    """Of each row of logits [M, V] the GUESSES likeliest, as (which, probability), the likeliest first."""
+    probabilities, which = logits.float().softmax(1).topk(min(GUESSES, logits.shape[1]))
+    return [list(zip(*row, strict=True)) for row in zip(which.tolist(), probabilities.tolist(), strict=True)]
+
+
+def _combined(guesses: Sequence[list[tuple[int, float]]]) -> list[tuple[tuple[int, ...], float]]:
+    """The GUESSES likeliest ways to take one guess at each place, with their probabilities."""
+    best = [((), 1.0)]
+    for there in guesses:
+        more = [((*taken, one), p * q) for taken, p in best for one, q in there]
+        best = heapq.nlargest(GUESSES, more, key=lambda way: way[1])
+    return best
 
 
 class PretrainingHead(nn.Module):

@@ -1,15 +1,16 @@
-"""RefCOCO+: which region does an expression mean? (paper 4.2; UNC split, ground-truth regions)
+"""RefCOCO+: which region does an expression mean? (paper 4.2; UNC split)
 
     torchrun -m vlbert.train finetune_refcoco_base data.root=ROOT task.folder=refcoco+ start_from=ROOT/runs/...
 
-The paper (table 3), VL-BERT base on ground-truth regions: val 79.88, testA 82.40, testB 75.01 (% of expressions).
+The paper (table 3), VL-BERT base, % of expressions: on ground-truth regions val 79.88, testA 82.40, testB 75.01; on
+MAttNet's detected ones 71.60, 77.72, 60.99.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 
 from storage.sample import Sample
 from vlbert.batch import Batch, Example, Words
-from vlbert.boxes import iou
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, Encoded, VLBert
-from vlbert.official import find_samples
-from vlbert.official.refcoco import FILES, Expression, read_expressions
+from vlbert.official import find_samples, refcoco
+from vlbert.official.refcoco import Convention, Detections, Expression, Expressions, overlap
 from vlbert.pictures import View, swap_sides
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
@@ -30,20 +30,42 @@ from vlbert.text import Vocabulary
 if TYPE_CHECKING:
     from vlbert.data import Samples
 
+RANKED = 5  # regions that a prediction names
+
 
 @dataclass(frozen=True)
 class RefCOCOSettings:
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits
     validate_on: str = "val"
+    regions: Literal["ground_truth", "detected"] = "ground_truth"  # the track: regions are all annotated objects, ...
+    detections: str | None = None  # ... or the boxes of MAttNet's file below folder; none: those of the region shards
+    adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the detected ones
+    iou: Convention = "published"  # how overlaps count, in training and in the metric that is named after it
     whole_image_competes: bool = False  # may the whole image be the answer?
-    inclusive_boxes: bool = False  # overlaps count pixels: a box from column 3 to column 5 is three wide, not two
-    adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the regions that were found
+    expression_length: int = 60  # word pieces; a longer one is not asked
 
     @property
     def files(self) -> tuple[str, ...]:
         """What `folder` must hold."""
-        return FILES
+        return (*refcoco.FILES, self.detections) if self.detections else refcoco.FILES
+
+    def __post_init__(self):
+        if self.regions == "ground_truth" and (self.detections or self.adds_ground_truth):
+            raise ValueError("detections and adds_ground_truth are for regions=detected; regions is ground_truth")
+        if self.expression_length < 1:
+            raise ValueError(f"expression_length is {self.expression_length}; it must be at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """An expression and the regions to choose among, float64 [r, 4] in pixels of the shipped image; None: the sample's
+    own. With a `flaw`, why it cannot be asked, there is nothing to choose."""
+
+    expression: Expression
+    regions: np.ndarray | None
+    held_out: bool
+    flaw: str = ""
 
 
 class RefCOCO:
@@ -51,40 +73,74 @@ class RefCOCO:
     paper = "79.88 val, 82.40 testA, 75.01 testB (base, ground-truth regions, table 3)"
 
     def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
-        self.settings = settings
-        self.vocabulary = vocabulary
+        self.settings, self.vocabulary, self.folder = settings, vocabulary, Path(settings.folder)
 
     @functools.cached_property
-    def expressions(self) -> dict[str, dict[str, list[Expression]]]:
-        """split -> image file -> its expressions."""
-        return read_expressions(Path(self.settings.folder))
+    def expressions(self) -> Expressions:
+        return refcoco.read_expressions(self.folder)
+
+    @functools.cached_property
+    def detections(self) -> Detections | None:
+        file = self.settings.detections
+        return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
-        splits = self.settings.train_on if split is None else (split,)
-        unknown = sorted(set(splits) - self.expressions.keys())
-        if unknown:
-            raise ValueError(
-                f"{self.settings.folder}/refs(unc).p has no split {unknown[0]}, only "
-                f"{', '.join(sorted(self.expressions))}"
-            )
-        found = [(file, one) for name in splits for file, ones in self.expressions[name].items() for one in ones]
-        asks = [replace(one, held_out=split is not None) for _, one in found]
-        images = [file for file, _ in found]
-        return Questions(find_samples(samples, images, f"{', '.join(splits)} of {self.settings.folder}"), asks)
+        """An expression that cannot be asked is left out of what is learned; held out, it keeps its place and is wrong.
+        Either way it is named."""
+        splits, held_out = self.settings.train_on if split is None else (split,), split is not None
+        whose = f"{', '.join(splits)} of {self.folder}"
+        found = [pair for name in splits for pair in refcoco.of_split(self.expressions, name, self.folder)]
+        asks = [(image, self._question(image, expression, held_out)) for image, expression in found]
+        left_out = [f"sentence {a.expression.sentence_id} of {whose}: {a.flaw}" for _, a in asks if a.flaw]
+        kept = [(image, ask) for image, ask in asks if held_out or not ask.flaw]
+        if not kept or len(left_out) == len(asks):
+            raise ValueError(f"none of {len(asks)} expressions of {whose} can be asked; {'; '.join(left_out[:1])}")
+        return Questions(find_samples(samples, [i for i, _ in kept], whose), [a for _, a in kept], tuple(left_out))
 
-    def example(self, sample: Sample, view: View, ask: Expression, rng: np.random.Generator) -> Example:
-        text = swap_sides(ask.text) if view.flipped else ask.text
-        to_stored = np.array([sample.width / ask.image_size[0], sample.height / ask.image_size[1]] * 2)
+    def _question(self, image: str, expression: Expression, held_out: bool) -> Question:
+        flaw, regions = expression.flaw or self._too_long(expression.text), None
+        if self.settings.regions == "ground_truth":
+            regions = np.array(expression.objects, np.float64).reshape(-1, 4)
+        elif self.detections:
+            regions = self.detections.boxes.get(image, np.zeros((0, 4)))
+            flaw = flaw or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
+        return Question(expression, regions, held_out, flaw)
+
+    def _too_long(self, text: str) -> str:
+        most = self.settings.expression_length
+        if len(text) <= most or (pieces := len(self.vocabulary.encode(text))) <= most:  # a piece is a letter or more
+            return ""
+        return f"it has {pieces} word pieces, more than task.expression_length = {most}"
+
+    def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
+        """A person's own expression, about the regions of the sample."""
+        if choices or answer or hide:
+            raise ValueError("RefCOCO+ takes an expression and finds its region: give no choices, answer or regions")
+        flaw = self._too_long(text) if text.strip() else "it is empty; say which object is meant"
+        if flaw:
+            raise ValueError(f"the expression {text[:60]!r} cannot be asked: {flaw}")
+        return Question(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
+
+    def example(self, sample: Sample, view: View, ask: Question, rng: np.random.Generator) -> Example:
+        one, regions, shipped = ask.expression, ask.regions, ask.expression.image_size or (sample.width, sample.height)
+        to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
+        if regions is None:
+            regions = sample.regions.boxes / to_stored
+        else:
+            view = replace(view, boxes=view.boxes[:1]).with_boxes(regions * to_stored)
         if self.settings.adds_ground_truth and not ask.held_out:
-            view = view.with_boxes(np.array(ask.objects) * to_stored)
-        box = view.place(np.array([ask.box]) * to_stored)
-        overlap = iou(view.boxes, box, self.settings.inclusive_boxes)[:, 0]  # (1 + r,)
-        candidate = np.ones(len(view.boxes), bool)
-        candidate[0] = self.settings.whole_image_competes
-        picture = view.picture(
-            targets={"candidate": candidate, "right": candidate & (overlap > 0.5), "iou": overlap.astype(np.float32)}
-        )
-        about = {"sentence_id": ask.sentence_id, "ref_id": ask.ref_id, "expression": ask.text}
+            objects = np.array(one.objects, np.float64).reshape(-1, 4)
+            view, regions = view.with_boxes(objects * to_stored), np.concatenate([regions, objects])
+        candidate = np.full(len(view.boxes), not ask.flaw)
+        candidate[0] &= self.settings.whole_image_competes
+        right = np.zeros(len(view.boxes), bool)
+        if one.box:
+            seen = view.place(np.array([one.box]) * to_stored)[0]
+            right = candidate & (overlap(self.settings.iou, view.boxes, seen) > 0.5)
+        boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
+        about = {"expression": one, "boxes": boxes, "to_stored": to_stored}
+        text = "" if ask.flaw else swap_sides(one.text) if view.flipped else one.text
+        picture = view.picture(targets={"candidate": candidate, "right": right})
         return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
 
     def words(self, expression: np.ndarray) -> Words:
@@ -94,10 +150,12 @@ class RefCOCO:
         return Words(tokens, zeros, zeros)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        if self.settings.adds_ground_truth and config.regions.features != "end_to_end":
+        settings = self.settings
+        own = settings.regions == "detected" and not settings.detections and not settings.adds_ground_truth
+        if config.regions.features != "end_to_end" and not own:
             raise ValueError(
-                "task.adds_ground_truth: boxes cannot join precomputed features; set model.regions.features=end_to_end "
-                "or task.adds_ground_truth=false"
+                "precomputed features belong to the shards' own regions: set model.regions.features=end_to_end, or "
+                "task.regions=detected task.detections=none task.adds_ground_truth=false"
             )
         return Classifier(config, outputs=1, kind="regions", dropout=0.0)
 
@@ -109,27 +167,56 @@ class RefCOCO:
         }
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
+        """Beside the columns of all tasks: region, as in the regions, -1 the whole image or none; and what it is worth
+        (vlbert.official.refcoco.judge). Regions are named from 1 on; probabilities are each region's own."""
         candidate = batch.targets["candidate"]
-        # Only candidates can win: neither padding nor, unless it competes, the whole image.
+        # Only candidates can win: neither padding nor, unless it competes, the whole image. The first wins a tie.
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         scores[candidate] = head(encoded.regions[candidate])[:, 0].float()
-        chosen = scores.argmax(1)
-        iou = batch.targets["iou"].gather(1, chosen[:, None])[:, 0]
-        best = batch.targets["iou"].masked_fill(~candidate, -1).argmax(1)
-        columns = {
-            "key": batch.keys,
-            "region": (chosen - 1).tolist(),  # as in the sample's Regions; -1 is the whole image, or that there is none
-            "iou": iou.masked_fill(~candidate.any(1), 0).tolist(),
-            "exact": ((chosen == best) & (iou > 0) & candidate.any(1)).tolist(),
-            "candidates": candidate.sum(1).tolist(),
-        }
-        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [about | row for about, row in zip(batch.about, found, strict=True)]
+        orders = scores.argsort(dim=1, descending=True, stable=True)[:, :RANKED].tolist()
+        columns = zip(
+            batch.keys, batch.about, orders, scores.sigmoid().tolist(), candidate.sum(1).tolist(), strict=True
+        )
+        return [self._row(*row) for row in columns]
+
+    def _row(self, key: str, about: dict, order: list[int], sure: list[float], candidates: int) -> dict:
+        one, chosen = about["expression"], order[0] if candidates else None
+        box, exact, truth = None if chosen is None else about["boxes"][chosen], None, None
+        drawn = [] if chosen is None else [(_named(chosen), box)]
+        if one.box:
+            truth = "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
+            drawn.append(("truth", np.array(one.box)))
+            if self.settings.regions == "ground_truth":
+                right = None if one.object is None else 1 + one.object
+                exact, truth = chosen is not None and chosen == right, _named(right) if right else truth
+        judged = refcoco.judge(self.settings.iou, one, box)
+        return {
+            "key": key,
+            "asked": one.text,
+            "said": _named(chosen),
+            "probability": 0.0 if chosen is None else sure[chosen],
+            "ranking": [{"said": _named(row), "probability": sure[row]} for row in order[:candidates]],
+            "truth": truth,
+            "score": None if judged["hit"] is None else float(judged["hit"]),
+            "boxes": [{"name": name, "box": (box * about["to_stored"]).tolist()} for name, box in drawn],
+            "sentence_id": one.sentence_id,
+            "ref_id": one.ref_id,
+            "region": -1 if chosen is None else chosen - 1,
+            "exact": exact,
+            "candidates": candidates,
+        } | judged
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """accuracy: IoU >= 0.5 with the object; exact: the region that fits it best; chance: mean of 1 / candidates."""
-        return {
-            "accuracy": float(np.mean([row["iou"] >= 0.5 for row in rows])),
-            "exact": float(np.mean([row["exact"] for row in rows])),
-            "chance": float(np.mean([1 / row["candidates"] if row["candidates"] else 0 for row in rows])),
-        }
+        return refcoco.metrics(rows)
+
+    def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
+        return refcoco.submission(rows)
+
+    def reported(self, split: str) -> dict[str, str]:
+        """Table 3, of the track. The paper does not say how overlaps count there."""
+        found = refcoco.REPORTED[self.settings.regions].get(split)
+        return {f"accuracy_{self.settings.iou}": "{:.2f} base, {:.2f} large".format(*found)} if found else {}
+
+
+def _named(row: int | None) -> str:
+    return "no region" if row is None else f"region {row}" if row else "the whole image"

@@ -5,12 +5,11 @@
 The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 77.9, 58.9 (test 75.8, 78.4, 59.7).
 """
 
-import itertools
-import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,19 +21,23 @@ from vlbert.batch import Batch, Example, Picture, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Pooler, VLBert, initialise_head
 from vlbert.official import find_samples
-from vlbert.official.vcr import CLASSES, Item, Scene, instance_mask, read_items, read_scene
+from vlbert.official.vcr import CHOICES, CLASSES, Item, Scene, Text, instance_mask, read_items, submission
 from vlbert.pictures import View
 from vlbert.tasks import Questions
+from vlbert.tasks.vcr_questions import PEOPLE, Ask, Tagged, cut, neutral_names, own_question, tag
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
     from vlbert.data import Samples
 
-_PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
-PEOPLE = _PEOPLE.split()  # names of any gender
-
-Tagged = tuple[np.ndarray, np.ndarray]  # word pieces int64 [t], the region that each names int64 [t] (0: none)
-Tokens = Sequence[str | Sequence[int]]  # a text as VCR writes it: words, and lists of objects that are mentioned
+_REPORTED = {  # table 1
+    "val": {
+        "answer_accuracy": "73.8 base, 75.5 large",
+        "rationale_accuracy": "74.4 base, 77.9 large",
+        "joint_accuracy": "55.2 base, 58.9 large",
+    },
+    "test": {"answer_accuracy": "75.8 large", "rationale_accuracy": "78.4 large", "joint_accuracy": "59.7 large"},
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class VCRSettings:
     train_on: tuple[str, ...] = ("train",)  # splits, as the files are named
     validate_on: str = "val"
     question: Literal["answer", "rationale"] = "answer"  # Q->A, or QA->R
-    max_pieces: int | None = 64  # of question and choice; beyond it the longer of the two loses its end
+    every_answer: bool = False  # held out, rationales are asked for behind each answer, as the leaderboard does, and
+    #                             not behind the right one alone; where nobody says which is right, they always are
+    max_pieces: int = 64  # of question and choice; beyond it the longer of the two loses its end
     mentions_look_at: Literal["object", "image"] = "object"  # look of a word that names an object: its, or all words'
     names: Literal["neutral", "class"] = "neutral"  # how a person is called who is mentioned: by a name, or `person`
     instance_masks: bool = True  # only the cells of a region that its object covers count in its feature ...
@@ -68,8 +73,8 @@ class VCRSettings:
         return ("vcr1images",)
 
     def __post_init__(self):
-        if self.max_pieces is not None and self.max_pieces < 1:
-            raise ValueError(f"max_pieces is {self.max_pieces}; it must be at least 1")
+        if self.max_pieces < 2:
+            raise ValueError(f"max_pieces is {self.max_pieces}; it must be at least 2")
         if not 0 <= self.hidden_regions <= 1:
             raise ValueError(f"hidden_regions is {self.hidden_regions}; it must be a share, in [0, 1]")
 
@@ -80,74 +85,72 @@ class VCR:
 
     shuffles = False
     paper = "73.8 Q->A, 74.4 QA->R, 55.2 Q->AR (base, val); 75.5, 77.9, 58.9 (large, val), table 1"
+    evaluation: ClassVar = {"every_answer": True}
 
     def __init__(self, settings: VCRSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
         self.vocabulary = vocabulary
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
-        folder = Path(self.settings.folder)
-        splits = self.settings.train_on if split is None else (split,)
-        items = [item for name in splits for item in read_items(folder, name, held_out=split is not None)]
+        folder, learning = Path(self.settings.folder), split is None
+        splits = self.settings.train_on if learning else (split,)
+        items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
+        left_out = [item.not_learnt for item in items if learning and item.not_learnt]
+        if len(left_out) == len(items):
+            raise ValueError(f"nothing can be learnt from {', '.join(splits)} of {folder}: {left_out[0]}")
+        items = [item for item in items if not (learning and item.not_learnt)]
         without = {item.metadata for item in items if not item.metadata.is_file()}
         if without:
             raise ValueError(f"{len(without)} metadata files are missing, such as {min(without)}; fetch vcr1images")
-        return Questions(find_samples(samples, [item.image for item in items], str(folder)), items)
+        asks = [Ask(item, answer, not learning) for item in items for answer in self._answers(item, not learning)]
+        found = find_samples(samples, [ask.item.image for ask in asks], str(folder))
+        return Questions(found, asks, tuple(left_out))
 
-    def example(self, sample: Sample, view: View, ask: Item, rng: np.random.Generator) -> Example:
-        item, scene = json.loads(ask.line), read_scene(ask.metadata)
-        if item["objects"] != scene.names:
-            raise ValueError(f"{ask.where} and {ask.metadata} list different objects; they must be of one release")
-        names = self._names(scene, rng)
-        kind = self.settings.question
-        question = [self.tagged(item["question"], names)]
-        if kind == "rationale":
-            question.append(self.tagged(item["answer_choices"][item["answer_label"]], names))
-        texts = []
-        for number, choice in enumerate(item[f"{kind}_choices"]):
-            parts, cut = self._cut(question, self.tagged(choice, names))
-            texts.append(self.words(_joined(parts), cut, right=number == item[f"{kind}_label"]))
-        picture = self._picture(scene, sample, view, None if ask.held_out else rng)
-        return Example(sample.key, texts[0], picture, {"annot_id": item["annot_id"]}, more=tuple(texts[1:]))
+    def _answers(self, item: Item, held_out: bool) -> Sequence[int]:
+        """The answers behind which rationales are asked for; -1: answers are asked for themselves."""
+        if self.settings.question == "answer":
+            return (-1,)
+        every = item.labels is None or (held_out and self.settings.every_answer)
+        return range(CHOICES) if every else item.labels[:1]
 
-    def _names(self, scene: Scene, rng: np.random.Generator) -> list[str]:
-        """How each object is called: by its class, a person by the next of PEOPLE, from any of them on."""
-        if self.settings.names == "class":
-            return scene.names
-        people = itertools.islice(itertools.cycle(PEOPLE), int(rng.integers(len(PEOPLE))), None)
-        return [next(people) if name == "person" else name for name in scene.names]
+    def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Ask:
+        """What `example` takes for a question of one's own about the sample's regions: its four choices or, of a model
+        for rationales, the answer and four rationales.
 
-    def tagged(self, tokens: Tokens, names: Sequence[str]) -> Tagged:
-        """The pieces of a text, its mentions of objects as their names; every piece of a name tagged with its region,
-        which is the object's number + 1. Several objects are joined by `and`."""
-        words = []
-        for token in tokens:
-            if isinstance(token, str):
-                words.append((token, 0))
-                continue
-            for place, number in enumerate(token):
-                words += [("and", 0)] * (place > 0) + [(names[number], number + 1)]
-        parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-        for region, run in itertools.groupby(words, key=lambda word: word[1]):
-            pieces = self.vocabulary.encode(" ".join(word for word, _ in run))
-            looks_at = region if self.settings.mentions_look_at == "object" else 0
-            parts.append((pieces, np.full(len(pieces), looks_at, np.int64)))
-        return _joined(parts)
+        Regions are mentioned by their numbers, from 0 on: "Why is [0] near [1,2]?" A sample does not say what they are
+        called, so the words read "object", with the region's look, and each region fills its box.
+        """
+        if bool(answer.strip()) != (self.settings.question == "rationale"):
+            needs = {"rationale": "give the answer that they are for", "answer": "give no answer beside the choices"}
+            raise ValueError(f"this model judges {self.settings.question}s; {needs[self.settings.question]}")
+        if hide:
+            raise ValueError("VCR's regions are all in sight; name none to be hidden")
+        return own_question(text, choices, answer)
 
-    def _cut(self, question: list[Tagged], choice: Tagged) -> tuple[list[Tagged], Tagged]:
-        """The question (for a rationale, and its answer) and the choice, as far as they fit: the choice is cut while it
-        is longer than all before it, else the question, which keeps one piece, and then the answer."""
-        texts = [*question, choice]
-        sizes = [len(pieces) for pieces, _ in texts]
-        while self.settings.max_pieces is not None and sum(sizes) > self.settings.max_pieces:
-            longest = -1 if sizes[-1] > sum(sizes[:-1]) else 0 if sizes[0] > 1 or len(question) == 1 else 1
-            sizes[longest] -= 1
-        *parts, choice = ((pieces[:size], regions[:size]) for (pieces, regions), size in zip(texts, sizes, strict=True))
-        return parts, choice
+    def example(self, sample: Sample, view: View, ask: Ask, rng: np.random.Generator) -> Example:
+        scene, asked, choices = ask.read(sample)
+        names = scene.names
+        if self.settings.names == "neutral":
+            # Held out, all questions about a picture use the same names, in every process and on every machine.
+            first = zlib.crc32(ask.item.image.encode()) if ask.held_out else int(rng.integers(len(PEOPLE)))
+            names = neutral_names(names, first)
+        before, most = [self.tagged(text, names) for text in asked], self.settings.max_pieces
+        texts = [
+            self.words(*cut(before, self.tagged(choice, names), most), right=number == ask.label)
+            for number, choice in enumerate(choices)
+        ]
+        boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
+        picture = self._picture(scene, boxes, view, None if ask.held_out else rng)
+        about = ask.about(scene, asked, choices, boxes)
+        return Example(sample.key, texts[0], picture, about, more=tuple(texts[1:]))
 
-    def _picture(self, scene: Scene, sample: Sample, view: View, rng: np.random.Generator | None) -> Picture:
-        to_stored = np.array([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)
-        view = replace(view, boxes=view.boxes[:1]).with_boxes(scene.boxes * to_stored)
+    def tagged(self, text: Text, names: Sequence[str]) -> Tagged:
+        """Its pieces and what they look at."""
+        pieces, regions = tag(text, names, self.vocabulary)
+        return pieces, regions * (self.settings.mentions_look_at == "object")
+
+    def _picture(self, scene: Scene, boxes: np.ndarray, view: View, rng: np.random.Generator | None) -> Picture:
+        view = replace(view, boxes=view.boxes[:1]).with_boxes(boxes)
         more = {"classes": np.array([0, *scene.classes], np.int64)}
         if self.settings.instance_masks:
             side = self.settings.mask_size
@@ -158,7 +161,7 @@ class VCR:
             return view.picture(**more)
         hidden = np.zeros(len(view.boxes), bool)
         if rng is not None:
-            hidden[1:] = rng.random(len(scene.boxes)) < self.settings.hidden_regions
+            hidden[1:] = rng.random(len(boxes)) < self.settings.hidden_regions
         return view.picture(hidden, targets={"region_asked": hidden}, **more)
 
     def words(self, question: Tagged, choice: Tagged, right: bool) -> Words:
@@ -185,6 +188,9 @@ class VCR:
     def begin(self, vlbert: VLBert, head: nn.Module, started_from: str | None) -> None:
         """Last preparation of a new run, its weights loaded from a run of the task with the settings `started_from`:
         segment B, which pre-training never met, starts as segment A (VCRSettings.copies_segment)."""
+        room = vlbert.config.max_positions - 5  # less [CLS], two [SEP], the regions and [END]
+        if self.settings.max_pieces > room:
+            raise ValueError(f"task.max_pieces is {self.settings.max_pieces}, the model has room for {room}: set that")
         if self.settings.copies_segment and started_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
@@ -194,9 +200,13 @@ class VCR:
         return head.scores(encoded.text).float().view(len(batch.keys), -1)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+        """Of questions whose right choice is known."""
         logits = self.logits(head, encoded, batch)
-        logits = logits[batch.counted.view(logits.shape)[:, 0]]
-        right = batch.asked["right"].view(logits.shape)
+        counted = batch.counted.clone()
+        right = batch.asked["right"].view(-1, CHOICES)
+        known = right.any(1)
+        counted[batch.counted] = known.repeat_interleave(CHOICES)
+        logits, right = logits[counted.view(logits.shape)[:, 0]], right[known]
         if self.settings.loss == "sigmoid":
             answers = F.binary_cross_entropy_with_logits(logits, right.float(), reduction="sum"), logits.numel()
         else:
@@ -204,7 +214,7 @@ class VCR:
         if self.settings.region_loss == "none":
             return {"answers": answers}
         classes = batch.region_classes
-        asked = batch.targets.get("region_asked", batch.region_mask) & batch.counted[:, None]
+        asked = batch.targets.get("region_asked", batch.region_mask) & counted[:, None]
         mask = batch.region_mask
         if self.settings.region_loss == "appearance":  # once a picture, not once a choice
             asked, mask, classes = (x[batch.picture_rows] for x in (asked, mask, classes))
@@ -215,22 +225,40 @@ class VCR:
         return {"answers": answers, "regions": (regions, int(asked.sum()))}
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        logits = self.logits(head, encoded, batch)
-        columns = {
-            "key": batch.keys,
-            "choice": logits.argmax(1).tolist(),
-            "right": batch.asked["right"].view(logits.shape).int().argmax(1).tolist(),
-            "probabilities": logits.softmax(1).tolist(),
-        }
-        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [about | row for about, row in zip(batch.about, found, strict=True)]
+        found = []
+        probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
+        for key, about, row in zip(batch.keys, batch.about, probabilities, strict=True):
+            said, label = about["choices"], about["label"]
+            order = sorted(range(CHOICES), key=lambda i: -row[i])  # of equals the first leads, as officially
+            ranking = [{"said": said[i], "probability": row[i]} for i in order]
+            known = {"truth": None, "score": None}
+            if label is not None:
+                known = {"truth": said[label], "score": float(order[0] == label)}
+            more = {"key": key, "ranking": ranking, "probabilities": row} | ranking[0] | known
+            found.append({name: value for name, value in about.items() if name != "choices"} | more)
+        return found
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """accuracy: the right one of the choices; chance: of guessing."""
-        return {
-            "accuracy": float(np.mean([row["choice"] == row["right"] for row in rows])),
-            "chance": float(np.mean([1 / len(row["probabilities"]) for row in rows])),
-        }
+        """Q->A, QA->R (behind the right answer) and, of the items with both, Q->AR; beside them what guessing gets."""
+        scored = [row for row in rows if row["score"] is not None]
+        scores = [
+            {row["annot_id"]: row["score"] for row in scored if row["question"] == kind}
+            for kind in ("answer", "rationale")
+        ]
+        names = ("answer_accuracy", "rationale_accuracy")
+        metrics = {name: float(np.mean([*of.values()])) for name, of in zip(names, scores, strict=True) if of}
+        both = scores[0].keys() & scores[1].keys()
+        if both:
+            metrics["joint_accuracy"] = float(np.mean([scores[0][one] * scores[1][one] for one in both]))
+            metrics["joint_chance"] = CHOICES**-2
+        return metrics | ({"chance": 1 / CHOICES} if scored else {})
+
+    def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
+        return {"vcr_submission.csv": submission(rows)}
+
+    def reported(self, split: str) -> dict[str, str]:
+        """Table 1."""
+        return _REPORTED.get(split, {})
 
 
 class VCRHead(nn.Module):
@@ -254,8 +282,3 @@ class VCRHead(nn.Module):
     def classes(self, regions: Tensor) -> Tensor:
         """[K, C] -> logits [K, CLASSES]."""
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
-
-
-def _joined(parts: Sequence[Tagged]) -> Tagged:
-    pieces, regions = zip(*parts, strict=True)
-    return np.concatenate(pieces), np.concatenate(regions)

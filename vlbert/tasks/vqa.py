@@ -21,8 +21,8 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
-from vlbert.official import find_samples
-from vlbert.official.vqa import UNKNOWN, Question, question_files, read_answers, read_questions
+from vlbert.official import find_samples, vqa
+from vlbert.official.vqa import Question
 from vlbert.pictures import View, swap_sides
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
@@ -30,14 +30,24 @@ from vlbert.text import Vocabulary
 if TYPE_CHECKING:
     from vlbert.data import Samples
 
+RANKED = 5  # answers that a prediction names
+REPORTED = {
+    "test-dev2015": "71.16 base, 71.79 large",
+    "test2015": "test-dev 71.16 base, 71.79 large; test-std 72.22 large",
+}
+
 
 @dataclass(frozen=True)
 class VQASettings:
     folder: str = ""  # holds questions and annotations as the data set ships them, and the answer list
     train_on: tuple[str, ...] = ("train2014",)  # splits, as in the files' names; reported models add val2014
     validate_on: str = "val2014"
-    answer_list: str = "answers_vqa.txt"  # text file in folder: the answers to choose from, one a line
-    answers: int = 3129  # lines of that file
+    answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line, or a JSON list
+    answers: int = 3129  # how many those are
+    question_length: int = (
+        506  # word pieces: of BERT's 512 positions, six are others'. Training leaves longer questions
+    )
+    #                             out, and names them; where every question must be answered, they lose their end
     loss: Literal["bce", "cross_entropy"] = "bce"  # each answer by itself, to its soft score; or the best one of all
     classifier: ClassifierKind = "words"  # behind [MASK]: with the transform of pre-training's word classifier, ...
     answers_from_words: bool = True  # an answer's weights start as the mean embedding of its word pieces
@@ -45,58 +55,75 @@ class VQASettings:
     @property
     def files(self) -> tuple[str, ...]:
         """What `folder` must hold."""
-        return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in question_files(s))
+        return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in vqa.question_files(s))
 
 
 class VQA:
     shuffles = False
-    paper = "71.16 test-dev (base); 71.79 test-dev, 72.22 test-std (large), table 2"
+    paper = "71.16 test-dev (base); 71.79 test-dev, 72.22 test-std (large), table 2; none on val2014"
 
     def __init__(self, settings: VQASettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
         self.vocabulary = vocabulary
+        self.folder = Path(settings.folder)
 
     @functools.cached_property
     def answers(self) -> list[str]:
         """The answer of each class."""
-        file = Path(self.settings.folder) / self.settings.answer_list
-        answers = read_answers(file)
-        if len(answers) != self.settings.answers:
-            raise ValueError(
-                f"{file} holds {len(answers)} answers, task.answers is {self.settings.answers}; set it to the former, "
-                "or name the other list: task.answer_list"
-            )
-        return answers
+        return vqa.read_answers(self.folder / self.settings.answer_list, self.settings.answers)
 
     @functools.cached_property
     def class_of(self) -> dict[str, int]:
         """Answer -> its class; of answers that are the same without their punctuation, the first."""
-        return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != UNKNOWN}
+        return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
         splits = self.settings.train_on if split is None else (split,)
-        asks = [ask for split in splits for ask in read_questions(Path(self.settings.folder), split)]
-        if not self.class_of.keys() & {answer for ask in asks for answer in ask.answers}:
+        asks = [ask for split in splits for ask in vqa.read_questions(self.folder, split)]
+        if split is None and not all(ask.answers for ask in asks):
+            raise ValueError(f"task.train_on={','.join(splits)}: a test split has no answers to learn from")
+        said = {answer for ask in asks for answer in ask.answers}
+        if said and not self.class_of.keys() & said:
             raise ValueError(
                 f"no question of {', '.join(splits)} has an answer of {self.settings.answer_list}; name the list that "
                 f"belongs to {self.settings.folder}: task.answer_list"
             )
-        return Questions(find_samples(samples, [ask.image for ask in asks], f"{self.settings.folder}, {splits}"), asks)
+        unfit = {i: why for i, ask in enumerate(asks) if (why := self._unfit(ask))}
+        if split is None:
+            asks = [ask for i, ask in enumerate(asks) if i not in unfit]
+        where = find_samples(samples, [ask.image for ask in asks], f"{self.settings.folder}, {', '.join(splits)}")
+        return Questions(where, asks, tuple(unfit.values()))
+
+    def _unfit(self, ask: Question) -> str | None:
+        """Why nothing can be learned from a question, which is asked nevertheless where all must be answered."""
+        where, most = f"question {ask.question_id} of {ask.split}", self.settings.question_length
+        if not ask.text.strip():
+            return f"{where} has no words"
+        if (
+            len(ask.text) > most and (pieces := len(self.vocabulary.encode(ask.text))) > most
+        ):  # a piece is a letter or more
+            return f"{where} has {pieces} word pieces, more than task.question_length = {most}"
+        return None
+
+    def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
+        """A person's own question; `answer`, where it is given, is the right one. Its answers are those of the list."""
+        if choices or hide:
+            raise ValueError("VQA answers from its own list and hides nothing: give no choices and no regions to hide")
+        return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
 
     def example(self, sample: Sample, view: View, ask: Question, rng: np.random.Generator) -> Example:
         question, answers = ask.text, ask.answers
         if view.flipped:
             question, answers = swap_sides(question), [swap_sides(answer) for answer in answers]
-        words = self.words(self.vocabulary.encode(question), self.scores(answers))
-        about = {"question_id": ask.question_id, "question": ask.text}
-        return Example(sample.key, words, view.picture(), about)
+        tokens = self.vocabulary.encode(question)[: self.settings.question_length]
+        return Example(sample.key, self.words(tokens, self.scores(answers)), view.picture(), ask.columns())
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
         """float32 [answers]: each class's soft score, given what the annotators said."""
         scores = np.zeros(self.settings.answers, np.float32)
         for answer, count in Counter(answers).items():
             if answer in self.class_of:
-                scores[self.class_of[answer]] = soft_score(count, len(answers))
+                scores[self.class_of[answer]] = vqa.soft_score(count, len(answers))
         return scores
 
     def words(self, question: np.ndarray, scores: np.ndarray) -> Words:
@@ -143,26 +170,39 @@ class VQA:
         return {"answers": (F.cross_entropy(logits[known], scores[known].argmax(1), reduction="sum"), int(known.sum()))}
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        chosen, scores = self.logits(head, encoded, batch).argmax(1), batch.asked["scores"]
-        columns = {
-            "key": batch.keys,
-            "answer": [self.answers[i] for i in chosen.tolist()],
-            "score": scores.gather(1, chosen[:, None])[:, 0].tolist(),
-            "reachable": scores.amax(1).tolist(),  # what the best of our answers would have scored
-        }
-        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [about | row for about, row in zip(batch.about, found, strict=True)]
+        """Beside the columns of all tasks: score is the official accuracy, soft_score what training gives the answer,
+        reachable what the best answer of the list would have got of that."""
+        logits, scores = self.logits(head, encoded, batch), batch.asked["scores"]
+        sure = logits.sigmoid() if self.settings.loss == "bce" else logits.softmax(1)
+        likeliest = logits.topk(min(RANKED, logits.shape[1]))
+        columns = zip(
+            batch.keys,
+            batch.about,
+            likeliest.indices.tolist(),
+            sure.gather(1, likeliest.indices).tolist(),
+            scores.gather(1, likeliest.indices)[:, 0].tolist(),
+            scores.amax(1).tolist(),
+            strict=True,
+        )
+        rows = []
+        for key, about, classes, shares, soft, best in columns:
+            ranking = [{"said": self.answers[i], "probability": p} for i, p in zip(classes, shares, strict=True)]
+            rows.append({"key": key, **about, **ranking[0], "ranking": ranking, "score": None, "boxes": []})
+            rows[-1] |= {"soft_score": None, "reachable": None}
+            if about["answers"]:
+                score = vqa.accuracy(ranking[0]["said"], about["answers"])
+                rows[-1] |= {"score": score, "soft_score": soft, "reachable": best}
+        return rows
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """accuracy: mean soft score of the answers given; reachable: of the best answers that the list holds."""
-        return {
-            "accuracy": float(np.mean([row["score"] for row in rows])),
-            "reachable": float(np.mean([row["reachable"] for row in rows])),
-        }
+        """accuracy: the official one, also of each answer type and question type; soft_accuracy: mean soft score;
+        reachable: that of the best answers that the list holds; chance: official, where all say the commonest truth."""
+        return vqa.means(rows)
 
+    def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
+        """What the server takes; ValueError where a question of the split has no row."""
+        return vqa.submission(self.folder, rows)
 
-def soft_score(count: int, annotators: int) -> float:
-    """What an answer that `count` of the annotators gave is worth: min(1, n / 3), n of the others giving it, averaged
-    over leaving each annotator out. Of ten: 0, 0.3, 0.6, 0.9, then 1."""
-    given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
-    return (count * given + (annotators - count) * not_given) / annotators
+    def reported(self, split: str) -> dict[str, str]:
+        """What table 2 reports: nothing on val2014."""
+        return {"accuracy": REPORTED[split]} if split in REPORTED else {}

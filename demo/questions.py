@@ -1,0 +1,154 @@
+"""What tasks ask about a scene: VQA's questions with their answers, and VCR's items of four choices each.
+
+Who does not see the picture can only guess: colours, shapes, sizes and stripes say nothing about one another, and of
+the four choices of an item every word stands in as many wrong ones as in the right one.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from demo.scenes import COLOURS, SHAPES, Look, choose
+from vlbert.official.vcr import CHOICES
+
+ANNOTATORS = 10  # of every question of VQA
+_DISAGREEING = (0.7, 0.15, 0.1, 0.05)  # how often none, one, two or three of them say something else
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+# A text as VCR writes it: words, and lists of the objects that are meant, by their numbers.
+Tokens = list[str | list[int]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of VQA, its right answer, and what else a careless annotator may say."""
+
+    text: str
+    answer: str
+    others: tuple[str, ...]
+    question_type: str  # as the data set names it: the words that the question begins with
+    answer_type: str  # yes/no, number or other
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of VCR: a question about one object, four answers and four rationales, and which of them are right."""
+
+    question: Tokens
+    answers: list[Tokens]
+    answer: int
+    rationales: list[Tokens]
+    rationale: int
+
+
+def describe(looks: Sequence[Look], target: int, without: str) -> str | None:
+    """Words that fit looks[target] and no other look and do not tell the field `without`; None where there are none."""
+    fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
+    for size in range(1, len(fields) + 1):
+        for chosen in itertools.combinations(fields, size):
+            same = [all(getattr(look, f) == getattr(looks[target], f) for f in chosen) for look in looks]
+            if sum(same) == 1:
+                return _in_words(looks[target], chosen)
+    return None
+
+
+def _in_words(look: Look, chosen: Sequence[str]) -> str:
+    words = ["big" if look.big else "small"] if "big" in chosen else []
+    words += ["striped" if look.striped else "plain"] if "striped" in chosen else []
+    words += [look.colour] if "colour" in chosen else []
+    return " ".join([*words, look.shape if "shape" in chosen else "one"])
+
+
+def about_colour(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question | None:
+    said = describe(looks, target, without="colour")
+    others = tuple(colour for colour in COLOURS if colour != looks[target].colour)
+    return said and Question(
+        f"What color is the {said}?", looks[target].colour, others, "what color is the", answer_type="other"
+    )
+
+
+def about_shape(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question | None:
+    said = describe(looks, target, without="shape")
+    others = tuple(shape for shape in SHAPES if shape != looks[target].shape)
+    return said and Question(f"What shape is the {said}?", looks[target].shape, others, "what", answer_type="other")
+
+
+def about_number(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question:
+    """How many are like looks[target] in one field: never none."""
+    look = looks[target]
+    field = choose(rng, ("colour", "shape", "striped"))
+    count = sum(getattr(other, field) == getattr(look, field) for other in looks)
+    plural = "crosses" if look.shape == "cross" else f"{look.shape}s"
+    texture = "striped" if look.striped else "plain"
+    said = {"colour": f"{look.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
+    others = (_NUMBERS[count], str(count + 1), str(count - 1))  # the first is as good
+    return Question(f"How many {said} are there?", str(count), others, "how many", answer_type="number")
+
+
+def about_presence(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question:
+    """Is there one like looks[target], or one with its colour and a shape, or its shape and a colour, that it has not;
+    half the time the answer is yes."""
+    look, there = looks[target], {(look.colour, look.shape) for look in looks}
+    colour, shape = look.colour, look.shape
+    absent = [(colour, other) for other in SHAPES] + [(other, shape) for other in COLOURS]
+    absent = [pair for pair in absent if pair not in there]
+    says_yes = rng.random() < 0.5
+    colour, shape = (colour, shape) if says_yes else choose(rng, absent)
+    answer, other = ("yes", "no") if says_yes else ("no", "yes")
+    return Question(f"Is there a {colour} {shape}?", answer, (other,), "is there a", answer_type="yes/no")
+
+
+_KINDS: tuple[Callable[[np.random.Generator, Sequence[Look], int], Question | None], ...] = (
+    *(about_colour, about_colour, about_shape, about_number, about_presence),
+)
+
+
+def questions(rng: np.random.Generator, looks: Sequence[Look]) -> list[Question]:
+    """One of each kind, two about colours, each about an object of its own as far as there are so many."""
+    order, found = rng.permutation(len(looks)).tolist(), {}
+    for number, ask in enumerate(_KINDS):
+        for target in (*order[number % len(order) :], *order[: number % len(order)]):
+            question = ask(rng, looks, target)
+            if question and question.text not in found:
+                found[question.text] = question
+                break
+    return list(found.values())
+
+
+def annotated(rng: np.random.Generator, question: Question) -> list[str]:
+    """What ten annotators say: the right answer, but for three of them at most."""
+    others = int(rng.choice(len(_DISAGREEING), p=_DISAGREEING))
+    said = [question.answer] * (ANNOTATORS - others) + [choose(rng, question.others) for _ in range(others)]
+    return [said[i] for i in rng.permutation(ANNOTATORS)]
+
+
+def items(rng: np.random.Generator, looks: Sequence[Look], most: int) -> list[Item]:
+    """How one object differs from another, of pairs that differ in colour: each about another first object."""
+    pairs = {}
+    for one, other in rng.permutation(list(itertools.permutations(range(len(looks)), 2))).tolist():
+        if looks[one].colour != looks[other].colour:
+            pairs.setdefault(one, other)
+    return [item(rng, looks, *pair) for pair in list(pairs.items())[:most]]
+
+
+def item(rng: np.random.Generator, looks: Sequence[Look], one: int, other: int) -> Item:
+    """Answers tell a colour of the one, rationales a colour of the other that is not the right answer's.
+
+    So words alone leave four choices of an answer, and with the right answer four of a rationale.
+    """
+    mine, its = looks[one].colour, looks[other].colour
+    answers = [[[one], "is", colour, "."] for colour in _four_colours(rng, mine, without=())]
+    rationales = [["because", [other], "is", colour, "."] for colour in _four_colours(rng, its, without=(mine,))]
+    places = [rng.permutation(CHOICES).tolist() for _ in range(2)]
+    answers, rationales = (
+        [choices[i] for i in order] for choices, order in zip((answers, rationales), places, strict=True)
+    )
+    question = ["how", "does", [one], "differ", "from", [other], "?"]
+    return Item(question, answers, places[0].index(0), rationales, places[1].index(0))
+
+
+def _four_colours(rng: np.random.Generator, first: str, without: Sequence[str]) -> list[str]:
+    others = [colour for colour in COLOURS if colour not in (first, *without)]
+    return [first, *(others[i] for i in rng.permutation(len(others))[: CHOICES - 1])]

@@ -1,0 +1,188 @@
+"""The files of RefCOCO+, VQA 2.0 and VCR about drawn pictures, as each data set ships its own: name -> bytes."""
+
+import json
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from demo import questions
+from demo.scenes import RING_HOLE, SHAPE_SCALE, Scene, SceneObject, outline
+from vlbert.official.refcoco import FILES as REFCOCO_NAMES
+from vlbert.official.vqa import frequent_answers, question_files
+
+SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the pictures; the two others call the last two `test`
+# The part of COCO that a picture of each split would be of; VQA's splits have these names.
+PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
+ANSWERS = "answers_vqa.txt"
+VCR_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
+VCR_MOVIE = "drawn_world"  # the folder in vcr1images
+VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all these looks
+ITEMS = 2  # of VCR about a picture, each about another object
+
+
+@dataclass(frozen=True)
+class TaskPicture:
+    """A picture that tasks ask about.
+
+    annotations  of the COCO file, in the order of the scene's objects
+    expressions  of RefCOCO+: number of an object -> the words that mean it
+    """
+
+    number: int
+    split: str
+    scene: Scene
+    annotations: list[dict]
+    expressions: dict[int, str]
+
+    @property
+    def file_name(self) -> str:
+        return task_image_name(self.number, self.split)
+
+
+def task_image_name(number: int, split: str) -> str:
+    return f"COCO_{PARTS[split]}_{number:012d}.jpg"
+
+
+# --- RefCOCO+ ---------------------------------------------------------------------------------------------------------
+
+
+def refcoco_files(coco: dict, pictures: Sequence[TaskPicture]) -> dict[str, bytes]:
+    """refs(unc).p is Python 2's pickle protocol 0, as published."""
+    refs = []
+    meant = [(picture, *reference) for picture in pictures for reference in picture.expressions.items()]
+    for ref_id, (picture, target, words) in enumerate(meant):
+        annotation = picture.annotations[target]
+        refs.append(
+            {
+                "sent_ids": [ref_id],
+                "file_name": f"{picture.file_name.removesuffix('.jpg')}_{ref_id}.jpg",
+                "ann_id": annotation["id"],
+                "ref_id": ref_id,
+                "image_id": picture.number,
+                "split": picture.split,
+                "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
+                "category_id": annotation["category_id"],
+            }
+        )
+    return dict(zip(REFCOCO_NAMES, (pickle.dumps(refs, protocol=0), _json(coco)), strict=True))
+
+
+# --- VQA 2.0 ----------------------------------------------------------------------------------------------------------
+
+
+def vqa_names() -> list[str]:
+    """Of all that `vqa_files` gives; a test split has no annotations."""
+    return [*(name for part in dict.fromkeys(PARTS.values()) for name in question_files(part)), ANSWERS]
+
+
+def vqa_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str, bytes]:
+    """Questions of all splits, ten answers to each where it is not of a test, and the list of answers to choose from.
+
+    seed: of the random choices.
+    """
+    asked = {part: [] for part in PARTS.values()}
+    answered = {part: [] for part in PARTS.values()}
+    for picture in pictures:
+        rng = np.random.default_rng([*seed, picture.number])
+        looks, part = [thing.look for thing in picture.scene.objects], PARTS[picture.split]
+        for number, question in enumerate(questions.questions(rng, looks)):
+            ids = {"image_id": picture.number, "question_id": picture.number * 1000 + number}
+            said = questions.annotated(rng, question)
+            asked[part].append(ids | {"question": question.text})
+            answered[part].append(
+                ids
+                | {
+                    "question_type": question.question_type,
+                    "answer_type": question.answer_type,
+                    "multiple_choice_answer": question.answer,
+                    "answers": [
+                        {"answer": answer, "answer_confidence": "yes", "answer_id": i}
+                        for i, answer in enumerate(said, 1)
+                    ],
+                }
+            )
+    files = {}
+    for part in asked:
+        about = {
+            "info": {"description": "Questions about drawn scenes", "version": "2.0"},
+            "license": {},
+            "data_type": "mscoco",
+            "data_subtype": part,
+        }
+        held = ({"task_type": "Open-Ended", "questions": asked[part]}, {"annotations": answered[part]})
+        files |= {name: _json(about | what) for name, what in zip(question_files(part), held, strict=False)}
+    answers = frequent_answers([*answered["train2014"], *answered["val2014"]])
+    return files | {ANSWERS: "".join(f"{answer}\n" for answer in answers).encode()}
+
+
+# --- VCR --------------------------------------------------------------------------------------------------------------
+
+
+def vcr_names(pictures: Sequence[tuple[int, str]]) -> list[str]:
+    """Of all that `vcr_files` gives for pictures (number, split)."""
+    metadata = [f"vcr1images/{_metadata_name(task_image_name(*picture))}" for picture in pictures]
+    return [*(f"{split}.jsonl" for split in dict.fromkeys(VCR_SPLITS.values())), *metadata]
+
+
+def _metadata_name(file_name: str) -> str:
+    return f"{VCR_MOVIE}/{file_name.removesuffix('.jpg')}.json"
+
+
+def vcr_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str, bytes]:
+    """Items of all splits, those of the test without labels, and the metadata of all pictures."""
+    lines, files = {split: [] for split in VCR_SPLITS.values()}, {}
+    for picture in pictures:
+        things, split = picture.scene.objects, VCR_SPLITS[picture.split]
+        files[f"vcr1images/{_metadata_name(picture.file_name)}"] = _json(_metadata(picture))
+        rng = np.random.default_rng([*seed, picture.number])
+        for number, item in enumerate(questions.items(rng, [thing.look for thing in things], ITEMS)):
+            line = {
+                "movie": VCR_MOVIE,
+                "objects": [VCR_OBJECT] * len(things),
+                "img_fn": f"{VCR_MOVIE}/{picture.file_name}",
+                "metadata_fn": _metadata_name(picture.file_name),
+                "question": item.question,
+                "answer_choices": item.answers,
+                "rationale_choices": item.rationales,
+                "img_id": f"{split}-{picture.number}",
+                "question_number": number,
+                "annot_id": f"{split}-{len(lines[split])}",
+            }
+            if split != "test":
+                line |= {"answer_label": item.answer, "rationale_label": item.rationale}
+            lines[split].append(json.dumps(line) + "\n")
+    return {f"{split}.jsonl": "".join(lines[split]).encode() for split in lines} | files
+
+
+def _metadata(picture: TaskPicture) -> dict:
+    """Boxes x1 y1 x2 y2 and how sure one is of them, and the outlines of the objects, whole where one hides another."""
+    boxes = []
+    for annotation in picture.annotations:
+        x, y, width, height = annotation["bbox"]
+        boxes.append([x, y, x + width, y + height, 1.0])
+    return {
+        "boxes": boxes,
+        "segms": [[_polygon(thing, picture.scene)] for thing in picture.scene.objects],
+        "names": [VCR_OBJECT] * len(boxes),
+        "width": picture.scene.width,
+        "height": picture.scene.height,
+    }
+
+
+def _polygon(thing: SceneObject, scene: Scene) -> list[list[float]]:
+    """Corners in pixels; a ring's go round outside, then round inside."""
+    size, (cos, sin) = thing.radius * SHAPE_SCALE[thing.look.shape], (math.cos(thing.turn), math.sin(thing.turn))
+
+    def around(scale: float) -> list[list[float]]:
+        corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.look.shape)]
+        corners = [(thing.x + scale * x, thing.y + scale * y) for x, y in [*corners, corners[0]]]
+        return [[round(min(max(x, 0), scene.width), 1), round(min(max(y, 0), scene.height), 1)] for x, y in corners]
+
+    return around(size) + (around(RING_HOLE * size) if thing.look.shape == "ring" else [])
+
+
+def _json(value: dict) -> bytes:
+    return json.dumps(value).encode()

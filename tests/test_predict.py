@@ -1,0 +1,405 @@
+"""Asking about a picture of one's own: for every task, from a file to the answer and its drawing."""
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import TINY_MODEL, tiny_recipe, tiny_sample
+
+from detectors.described import described_detector
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.distributed import World
+from detectors.faster_rcnn import DEMO, FasterRCNN
+from detectors.run import detect_shard
+from detectors.select import SelectionSettings
+from detectors.weights import load_weights, read_config
+from storage.catalog import Catalog, Row
+from storage.objects import open_objects
+from vlbert.batch import collate
+from vlbert.checkpoint import save_checkpoint
+from vlbert.config import RegionConfig
+from vlbert.model import TaskModel, VLBert
+from vlbert.optim import make_optimizer
+from vlbert.pictures import view
+from vlbert.predict import Predictor, main, read_image
+from vlbert.tasks import make_task
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
+from vlbert.text import SPECIALS, Vocabulary, make_corpus
+from vlbert.train import train
+
+WEIGHTS = Path(__file__).parents[1] / "demo" / "detector.safetensors"
+WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle", "why", "is", "object"])
+TASKS = {
+    "pretraining": PretrainingSettings(max_elements=24),
+    "refcoco": RefCOCOSettings(regions="detected"),
+    "vcr-answers": VCRSettings(mask_size=2, max_pieces=40),
+    "vcr-rationales": VCRSettings(mask_size=2, max_pieces=40, question="rationale"),
+}
+FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
+
+
+def demo_detector(**settings: object) -> FasterRCNNDetector:
+    """The demo's, as its stages run it."""
+    network = FasterRCNN.untrained(dataclasses.replace(read_config(WEIGHTS), post_nms=30), seed=0)
+    selection = SelectionSettings(minimum=3)
+    return FasterRCNNDetector(network, load_weights(network, WEIGHTS).about, DetectorSettings(selection, **settings))
+
+
+def recorded(detector: FasterRCNNDetector) -> dict:
+    """What a checkpoint carries of a detector."""
+    return {"id": detector.id, "about": json.loads(json.dumps(detector.about))}
+
+
+def save_model(root: Path, run: str, task: object, detector: dict | None, **changes: object) -> Path:
+    """A checkpoint with random weights and this task."""
+    recipe = tiny_recipe(root, task=task, **changes)
+    torch.manual_seed(0)
+    made = make_task(task, WORDS, 36)
+    model = TaskModel(VLBert(recipe.model, len(WORDS)), made)
+    optimizer = make_optimizer(model, recipe.optimizer)
+    objects = open_objects(str(root))
+    folder = save_checkpoint(objects, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
+    return root / folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run a task, and with photo.jpg."""
+    root = tmp_path_factory.mktemp("predict")
+    detector = recorded(demo_detector())
+    model = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, weights=str(WEIGHTS)))
+    for run, task in TASKS.items():
+        save_model(root, run, task, detector, model=model)
+    (root / "answers.txt").write_text("yes\nno\nred\n")
+    vqa = VQASettings(folder=str(root), answer_list="answers.txt", answers=3, answers_from_words=False)
+    features = RegionConfig(features="precomputed", resnet=DEMO.resnet)
+    keeping = dataclasses.replace(TINY_MODEL, regions=features)
+    save_model(root, "vqa", vqa, recorded(demo_detector(keep_features=True)), model=keeping)
+    (root / "photo.jpg").write_bytes(tiny_sample(3).image)
+    return root
+
+
+def predictor(root: Path, run: str, **options: object) -> Predictor:
+    return Predictor(str(root / "runs" / run), **options)
+
+
+@pytest.fixture(scope="module")
+def pretrained(root: Path) -> Predictor:
+    return predictor(root, "pretraining")
+
+
+def test_the_regions_of_a_picture_are_those_that_the_run_learned_from(tmp_path):
+    samples = [dataclasses.replace(tiny_sample(i), regions=None) for i in range(8)]
+    objects = open_objects(str(tmp_path))
+    catalog, detector = Catalog(objects, "captions"), demo_detector()
+    catalog.commit("images", "00000", samples, [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(samples)], {})
+    assert detect_shard(catalog, "00000", detector)
+    (tmp_path / "lines.txt").write_text("a red square\n" * 20)
+    make_corpus(tmp_path / "text", [tmp_path / "lines.txt"], vocabulary=None, size=60, captions=[])
+    recipe = tiny_recipe(tmp_path, steps=1)
+    model = dataclasses.replace(recipe.model, regions=dataclasses.replace(recipe.model.regions, weights=str(WEIGHTS)))
+    model = dataclasses.replace(model, regions=dataclasses.replace(model.regions, resnet=DEMO.resnet, untrained=False))
+    data = dataclasses.replace(recipe.data, held_out=None)
+    train(dataclasses.replace(recipe, model=model, data=data), World(0, 1, torch.device("cpu")))
+    asked = Predictor(str(tmp_path / "runs" / "tiny"))
+    stored = {sample.key: sample for sample in catalog.read(f"regions/{detector.id}", "00000")}
+    (tmp_path / "photo.jpg").write_bytes(samples[5].image)
+    seen, learned = asked.see(tmp_path / "photo.jpg").regions, stored[samples[5].key].regions
+    np.testing.assert_array_equal(seen.boxes, learned.boxes)
+    np.testing.assert_array_equal(seen.class_probs, learned.class_probs)
+    assert seen.detector == detector.id
+
+
+def test_masked_words_are_filled_in(root, pretrained):
+    said = pretrained(root / "photo.jpg", "a [MASK] square and a [MASK] zebra")
+    row = said.row
+    assert row["asked"] == "a [MASK] square and a [MASK] [UNK]", "a word that the vocabulary lacks is shown as such"
+    assert re.fullmatch(r"a (\S+) square and a (\S+) \[UNK\]", said.said)
+    assert [mask["place"] for mask in row["masks"]] == [2, 6]
+    probabilities = [one["probability"] for one in row["ranking"]]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert len(probabilities) == 5
+    first, second = (mask["guesses"][0] for mask in row["masks"])
+    assert said.said == f"a {first['said']} square and a {second['said']} [UNK]"
+    assert row["probability"] == pytest.approx(first["probability"] * second["probability"])
+    assert row["ranking"][0] == {"said": said.said, "probability": row["probability"]}
+    assert (row["truth"], row["score"]) == (None, None)
+    assert pretrained.task.metrics([row]) == {}, "nobody knows the truth"
+
+
+def test_the_guess_is_the_models_own(root, pretrained):
+    sample = pretrained.see(root / "photo.jpg")
+    seen = view(sample, pretrained.recipe.model.regions, flip=False)
+    ask = pretrained.task.ask("a [MASK] square")
+    batch = collate([pretrained.task.example(sample, seen, ask, np.random.default_rng(0))])
+    assert batch.tokens[0].tolist() == [WORDS.ids[w] for w in ("[CLS]", "a", "[MASK]", "square", "[SEP]")]
+    with torch.no_grad():
+        model = pretrained.model
+        encoded = model.vlbert(batch)
+        logits = model.head.words(model.vlbert, encoded.text[:, 2])[0]
+    (mask,) = pretrained(sample, "a [MASK] square").row["masks"]
+    assert mask["guesses"][0]["said"] == WORDS.pieces[int(logits.argmax())]
+    assert mask["guesses"][0]["probability"] == pytest.approx(float(logits.softmax(0).max()))
+
+
+def test_hidden_regions_are_guessed_by_the_names_of_the_detectors_classes(root, pretrained):
+    sample = pretrained.see(root / "photo.jpg")
+    said = pretrained(sample, hide=(2,))
+    assert said.batch.region_hidden.nonzero().tolist() == [[0, 2]], "region 0 is the whole image"
+    (hidden,) = said.row["hidden_regions"]
+    classes = pretrained.detector.about["classes"]
+    assert hidden["detected_name"] == classes[sample.regions.labels_background_first()[1] - 1]
+    assert all(g["said"] == ["nothing", *classes][g["class"]] for g in hidden["guesses"])
+    (box,) = said.row["boxes"]
+    np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=1.1)  # clipped a pixel inside, and resized
+    assert box["name"] == f"2: {hidden['guesses'][0]['said']}?"
+    assert "masks" in said.row
+    assert said.row["masks"] == []
+
+
+def test_what_is_hidden_is_not_seen(root, pretrained):
+    """The pixels of a hidden region may be anything: what is guessed there stays the same."""
+    sample = pretrained.see(root / "photo.jpg")
+    region = dataclasses.replace(sample.regions.take(np.array([0])), boxes=np.array([[16, 16, 48, 48]], np.float32))
+    pixels = np.asarray(Image.open(io.BytesIO(sample.image))).copy()
+    said = []
+    for colour in ((10, 20, 30), (240, 20, 30)):
+        pixels[18:46, 18:46] = colour
+        data = io.BytesIO()
+        Image.fromarray(pixels).save(data, "PNG")
+        file = root / "altered.png"
+        file.write_bytes(data.getvalue())
+        altered = dataclasses.replace(read_image(file), regions=region)
+        said.append(pretrained(altered, "a [MASK]", hide=(1,)).row["hidden_regions"][0]["guesses"][0]["probability"])
+        said.append(pretrained(altered, "a [MASK]").row["masks"][0]["guesses"][0]["probability"])
+    # JPEG lets a little of it through into the pixels around.
+    assert abs(said[0] - said[2]) < abs(said[1] - said[3]) / 3
+
+
+def test_an_expression_finds_a_region(root):
+    finder = predictor(root, "refcoco")
+    sample = finder.see(root / "photo.jpg")
+    said = finder(sample, "the red square")
+    assert said.said in [f"region {n}" for n in range(1, len(sample.regions) + 1)]
+    chosen = int(said.said.split()[1]) - 1
+    np.testing.assert_allclose(said.row["boxes"][0]["box"], sample.regions.boxes[chosen], atol=0.01)
+    assert len(said.row["ranking"]) == min(5, len(sample.regions))
+
+
+def test_a_question_is_answered_from_the_list_on_the_detectors_features(root):
+    answerer = predictor(root, "vqa", detector=WEIGHTS)
+    said = answerer(root / "photo.jpg", "is a square red")
+    assert said.sample.regions.features.shape[1] == RegionConfig(resnet=DEMO.resnet).channels
+    assert said.said in ("yes", "no", "red")
+    assert {one["said"] for one in said.row["ranking"]} == {"yes", "no", "red"}
+
+
+def test_a_choice_and_then_its_rationale_are_made(root, tmp_path, capsys):
+    runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales"
+    rationales = ("[0] is red", "[0] and [1] is red", "a square is green", "a circle")
+    out = tmp_path / "chosen.png"
+    main([runs, str(root / "photo.jpg"), "why is [0] red", "--choices", *FOUR, "--rationales", *rationales])
+    printed = capsys.readouterr().out
+    answers = predictor(root, "vcr-answers")(root / "photo.jpg", "why is [0] red", choices=FOUR)
+    assert answers.said in FOUR
+    behind = predictor(root, "vcr-rationales")(answers.sample, "why is [0] red", rationales, answer=answers.said)
+    assert f"why is object 0 red {answers.said}\n" in printed
+    assert f"{behind.row['probability']:.3f}  {behind.said}" in printed
+    assert FOUR[answers.chosen] == answers.said
+    assert (root / "photo-answer.png").is_file()
+    assert (root / "photo-answer-rationale.png").is_file()
+    assert not out.exists()
+
+
+def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
+    main([str(root / "runs/pretraining"), str(root / "photo.jpg")])
+    printed = capsys.readouterr().out
+    assert re.search(r"\d regions: 1 \w+ \w+, 2 ", printed)
+    assert re.search(r"imports [\d.]+ s; work [\d.]+ s: loading [\d.]+, detector", printed)
+    assert f"drawn: {root / 'photo-regions.png'}\n" in printed
+    with Image.open(root / "photo-regions.png") as drawn:
+        assert max(drawn.size) >= 800
+
+
+def test_vcr_numbers_its_regions_as_its_texts_do(root):
+    assert predictor(root, "vcr-answers")(root / "photo.jpg").names[0].startswith("0 ")
+
+
+WRONG = {
+    "nothing to guess": (("a red square",), "asks nothing: write [MASK]"),
+    "no text": (("  ",), "the text is empty"),
+    "choices": (("a [MASK]", "--choices", "x", "y"), "takes no choices"),
+    "no such region": (("a [MASK]", "--hide", "99"), "there is no region 99 to hide: the picture has"),
+    "region 0": (("a [MASK]", "--hide", "0"), "there is no region 0 to hide"),
+    "600 words": (("a red " * 300 + "[MASK]",), "1 of its [MASK]s would be cut off"),
+    "out": (("a [MASK]", "--out", "nowhere/x.png"), "there is no folder nowhere"),
+    "kind of out": (("a [MASK]", "--out", "x.html"), "name a .png or .jpg file"),
+    "field": (("a [MASK]", "--set", "task.nonsense=1"), "nonsense"),
+    "no detector": (("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
+    "heads": (("a [MASK]", "--heads", "2.0"), "there is no 2.0; the model has layers 0 to 1 of heads 0 to 3"),
+    "no heads": (("a [MASK]", "--heads", "x"), "'x' is no layer.head"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_asked_is_one_clear_error(root, case):
+    arguments, expected = WRONG[case]
+    with pytest.raises(SystemExit) as stopped:
+        main([str(root / "runs/pretraining"), str(root / "photo.jpg"), *arguments])
+    assert expected in str(stopped.value)
+    assert "\n" not in str(stopped.value)
+
+
+def test_a_long_text_that_leaves_room_for_few_regions_says_so(root, pretrained):
+    with pytest.raises(ValueError, match=r"there is no region 9 to hide: the picture has \d+, from 1$"):
+        pretrained(root / "photo.jpg", "a [MASK]", hide=(9,))
+    sample = pretrained.see(root / "photo.jpg")
+    many = dataclasses.replace(sample, regions=sample.regions.take(np.zeros(30, int)))
+    with pytest.raises(ValueError, match="has 30, from 1, of which the first 11 fit beside the text"):
+        pretrained(many, "a " * 9 + "[MASK]", hide=(20,))
+
+
+def test_a_vcr_question_needs_four_choices(root):
+    with pytest.raises(ValueError, match="2 choices are given; VCR chooses between 4"):
+        predictor(root, "vcr-answers")(root / "photo.jpg", "why", choices=FOUR[:2])
+    with pytest.raises(SystemExit, match="name both checkpoints, joined by a comma"):
+        main([f"{root}/runs/vcr-answers", f"{root}/photo.jpg", "why", "--choices", *FOUR, "--rationales", *FOUR])
+    with pytest.raises(SystemExit, match="2 checkpoints: two are for VCR alone"):
+        main([f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales", f"{root}/photo.jpg", "why", "--choices", *FOUR])
+
+
+def test_a_checkpoint_that_cannot_be_asked_is_named(root, tmp_path):
+    VLBert(TINY_MODEL, len(WORDS), WORDS).save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match="headless holds a VL-BERT without the head of a task"):
+        Predictor(str(tmp_path / "headless"))
+    with pytest.raises(ValueError, match="holds no model: it has no config.json"):
+        Predictor(str(tmp_path))
+    (tmp_path / "runs/detector/step-0000001").mkdir(parents=True)
+    (tmp_path / "runs/detector/step-0000001/state.json").write_text("{}")  # of a training of a detector
+    with pytest.raises(ValueError, match="step-0000001 holds no model: it has no config.json"):
+        Predictor(str(tmp_path / "runs/detector"))
+    copied = tmp_path / "without-words"
+    copied.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (copied / name).write_bytes((root / "runs/pretraining/step-0000001" / name).read_bytes())
+    config = json.loads((copied / "config.json").read_text())
+    config["recipe"]["vocabulary"] = None
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="came without a vocabulary; give its own with vocabulary=vocab.txt"):
+        Predictor(str(copied))
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def encoded(picture: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_pictures_of_any_format_are_taken_as_ingest_takes_them():
+    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    assert (read_image(encoded(colours, "JPEG", exif=turned)).width, colours.width) == (60, 90)
+    assert read_image(encoded(colours, "TIFF", exif=turned)).width == 60
+    assert "alpha" in read_image(encoded(Image.new("RGBA", (90, 60), (255, 0, 0, 90)), "PNG")).flags
+    sixteen = Image.fromarray(np.linspace(0, 65535, 5400).reshape(60, 90).astype(np.uint16))
+    for kind in ("PNG", "TIFF"):
+        grey = np.asarray(Image.open(io.BytesIO(read_image(encoded(sixteen, kind)).image)))
+        assert (grey.shape, int(grey[0, 0]), int(grey[-1, -1])) == ((60, 90), 0, 255)
+    assert max(vars(read_image(encoded(colours.resize((1500, 1000)), "WEBP")))[n] for n in ("width", "height")) == 1024
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"no picture at all", "cannot be taken: none of JPEG"),
+        (encoded(Image.new("RGB", (90, 60)), "JPEG")[:400], "(truncated)"),
+        (encoded(Image.new("RGB", (20, 20)), "PNG"), "the shorter side is under 32"),
+        (encoded(Image.new("RGB", (900, 40)), "PNG"), "one side is over 8 times the other"),
+        (encoded(Image.new("1", (9000, 9000)), "TIFF", compression="group4"), "none of JPEG"),
+        (encoded(Image.new("1", (9000, 9000)), "PNG"), "9000x9000, more than 50000000"),
+    ],
+    ids=["text", "torn", "tiny", "banner", "huge TIFF", "huge"],
+)
+def test_a_picture_that_cannot_be_taken_is_one_clear_error(tmp_path, data, expected):
+    file = tmp_path / "photo.any"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(expected)) as stopped:
+        read_image(file)
+    assert str(file) in str(stopped.value)
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read_image(tmp_path / "gone.jpg")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        read_image(tmp_path)
+
+
+# --- the detector -----------------------------------------------------------------------------------------------------
+
+
+def test_another_weight_file_is_refused_by_its_hash(root, tmp_path):
+    other = tmp_path / "other.safetensors"
+    data = bytearray(WEIGHTS.read_bytes())
+    data[-1] ^= 1
+    other.write_bytes(data)
+    with pytest.raises(ValueError, match=r"other.safetensors \(sha256 \w+...\) is not what .* learned from: detector"):
+        predictor(root, "pretraining", detector=other).see(root / "photo.jpg")
+
+
+def test_another_setting_is_told_by_name():
+    there = recorded(demo_detector())
+    there["about"] |= {"rules_version": 1}
+    there["id"] = "0" * 12
+    with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 2 here and 1 there$"):
+        described_detector(there, WEIGHTS, "the run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        described_detector(recorded(demo_detector(batch=4)), WEIGHTS, "the run")
+
+
+def test_a_run_on_annotated_boxes_asks_for_a_detector(root):
+    folder = save_model(
+        root, "annotated", TASKS["refcoco"], {"id": "beef", "about": {"backend": "annotated", "untrained": False}}
+    )
+    with pytest.raises(ValueError, match="its regions came from annotated boxes; name a detector: --detector FILE"):
+        Predictor(str(folder)).see(root / "photo.jpg")
+    with pytest.warns(UserWarning, match="may be of another kind"):
+        assert len(Predictor(str(folder), detector=WEIGHTS)(root / "photo.jpg", "red").row["ranking"]) == 5
+
+
+def test_a_checkpoint_that_names_no_detector_asks_for_one(root):
+    folder = save_model(root, "nameless", TASKS["refcoco"], None)
+    with pytest.raises(ValueError, match="it carries no detector's description; name a detector: --detector FILE"):
+        Predictor(str(folder)).see(root / "photo.jpg")
+
+
+def test_a_detector_with_random_weights_is_made_again(root):
+    network = FasterRCNN.untrained(DEMO, 7)
+    selection = SelectionSettings(minimum=3)
+    untrained = FasterRCNNDetector(network, {"untrained": True, "seed": 7}, DetectorSettings(selection))
+    folder = save_model(root, "untrained", TASKS["refcoco"], recorded(untrained))
+    assert Predictor(str(folder)).detector.id == untrained.id
+
+
+def test_the_command_runs_as_the_readme_has_it(root):
+    command = [sys.executable, "-m", "vlbert.predict", str(root / "runs/pretraining"), str(root / "photo.jpg")]
+    run = subprocess.run([*command, "a [MASK] square"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "drawn: " in run.stdout
+    run = subprocess.run([*command[:-1], str(root / "gone.jpg")], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1), run.stderr
+    assert "gone.jpg cannot be read: No such file" in run.stderr

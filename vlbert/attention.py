@@ -1,0 +1,240 @@
+"""Which regions each word looks at: a figure in the manner of the paper's figure 3, and BertViz's interactive page.
+
+Layers and heads are counted from 0, as in the paper (appendix A.3). Shape letters: L layers, A heads, T words, R
+regions (the whole image first).
+"""
+
+import html
+import importlib.resources
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from vlbert.predict import Prediction
+
+MOST_WORDS, MOST_REGIONS = 40, 12  # that a panel of the figure shows
+_COLUMNS = 4  # of panels
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """How much each word, region and [END] of one text attends to each: maps float32 [L, A, T + R + 1, T + R + 1]."""
+
+    words: list[str]
+    regions: list[str]
+    maps: Tensor
+
+    def to_regions(self) -> np.ndarray:
+        """[L, A, T, R]: of the words to the regions."""
+        t, r = len(self.words), len(self.regions)
+        return self.maps[:, :, :t, t : t + r].numpy()
+
+
+def attention_of(prediction: "Prediction") -> Attention:
+    """The maps of a prediction without its padding; of several choices those of the one that was chosen."""
+    if prediction.encoded is None or prediction.encoded.attentions is None:
+        raise ValueError("the prediction has no attention maps: ask with attentions=True, and ask something")
+    batch, row = prediction.batch, prediction.chosen
+    real = torch.cat([batch.text_mask[row], batch.region_mask[row], torch.ones(1, dtype=torch.bool)])
+    maps = torch.stack([layer[row][:, real][:, :, real] for layer in prediction.encoded.attentions]).float()
+    regions = ["whole image", *prediction.names][: int(batch.region_mask[row].sum())]
+    return Attention(prediction.pieces[row], regions, maps)
+
+
+def chosen_heads(attention: Attention, heads: str | None) -> list[tuple[int, int]]:
+    """Those of "1.3,2.0", or by default of each layer the head whose words look most at regions, the whole image not
+    counted. ValueError where there is no such layer or head."""
+    layers, count = attention.maps.shape[:2]
+    if heads is None:
+        looks = attention.to_regions()[:, :, :, 1:].sum(3).mean(2)  # (L, A)
+        return list(enumerate(looks.argmax(1).tolist()))
+    chosen = []
+    for name in heads.split(","):
+        numbers = name.split(".")
+        if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
+            raise ValueError(f"--heads {heads}: {name!r} is no layer.head, such as 1.3")
+        layer, head = map(int, numbers)
+        if layer >= layers or head >= count:
+            raise ValueError(
+                f"--heads {heads}: there is no {name}; the model has layers 0 to {layers - 1} of heads 0 to {count - 1}"
+            )
+        chosen.append((layer, head))
+    return chosen
+
+
+def write_attention(prediction: "Prediction", beside: Path, heads: str | None = None) -> list[str]:
+    """The figure and, where BertViz is installed, the page, beside a file; says line by line what was written."""
+    attention = attention_of(prediction)
+    chosen = chosen_heads(attention, heads)
+    figure, page = (beside.with_name(f"{beside.stem}-attention.{kind}") for kind in ("png", "html"))
+    draw_figure(prediction, attention, chosen, figure)
+    said = [f"attention: {figure}"]
+    try:
+        page.write_text(bertviz_page(prediction, attention, sorted({layer for layer, _ in chosen})), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        return [*said, f"no interactive page: {error.name} is not installed; pip install 'vlbert[attention]'"]
+    return [*said, f"attention, interactive: {page} ({page.stat().st_size / 1e6:.1f} MB)"]
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+
+def draw_figure(prediction: "Prediction", attention: Attention, heads: Sequence[tuple[int, int]], file: Path) -> None:
+    """A panel a head: words, regions, and between them lines of these strengths.
+
+    Of many regions those are shown that get most attention in these panels, of a long text its beginning.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = strengths(attention, heads)[:, :MOST_WORDS]
+    shown = np.sort(np.argsort(-panels.max((0, 1)), kind="stable")[:MOST_REGIONS])
+    columns = min(_COLUMNS, len(heads))
+    rows = -(-len(heads) // columns)
+    tall = 0.26 * max(len(panels[0]), 2 * len(shown), 6) + 0.6  # inches of a panel
+    figure = Figure(figsize=(4.6 + 3.4 * columns, max(5.0, tall * rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
+    picture = figure.add_subplot(grid[:, 0])
+    boxes = numbered_boxes(prediction)
+    picture.imshow(draw_boxes(prediction.sample, [boxes[n - 1] for n in shown[::-1] if n > 0], 700))
+    picture.set_axis_off()
+    picture.set_title(_title(attention, len(shown)), fontsize=9, wrap=True)
+    thumbnails = _thumbnails(prediction, shown)
+    for place, ((layer, head), panel) in enumerate(zip(heads, panels, strict=True)):
+        axes = figure.add_subplot(grid[place // columns, 1 + place % columns])
+        axes.set_title(f"layer {layer}, head {head}", fontsize=10)
+        _draw_panel(axes, attention, panel[:, shown], shown, thumbnails)
+    figure.savefig(file, dpi=100)
+
+
+def strengths(attention: Attention, heads: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[heads, T, R]: attention of words to regions, over all heads of a layer rescaled affinely to 0..1 (figure 3)."""
+    looks = attention.to_regions()
+    lowest, highest = looks.min((1, 2, 3), keepdims=True), looks.max((1, 2, 3), keepdims=True)
+    looks = (looks - lowest) / np.maximum(highest - lowest, 1e-12)
+    return np.stack([looks[layer, head] for layer, head in heads])
+
+
+def numbered_boxes(prediction: "Prediction") -> list[tuple[np.ndarray, tuple[int, int, int], str]]:
+    """The regions as `draw_boxes` takes them, by their numbers."""
+    regions = zip(prediction.sample.regions.boxes, prediction.names, strict=True)
+    return [(box, colour_of(row), name.split()[0]) for row, (box, name) in enumerate(regions, 1)]
+
+
+def colour_of(region: int) -> tuple[int, int, int]:
+    """The colour of a region's box and lines."""
+    return BOX_COLOURS[region % len(BOX_COLOURS)]
+
+
+def _title(attention: Attention, shown: int) -> str:
+    more = len(attention.words) - MOST_WORDS
+    cut = f"; the first {MOST_WORDS} of {len(attention.words)} word pieces" if more > 0 else ""
+    of = f"{shown} of {len(attention.regions)} regions" if shown < len(attention.regions) else f"{shown} regions"
+    return f"{of}{cut}"
+
+
+def _thumbnails(prediction: "Prediction", shown: np.ndarray) -> list[np.ndarray]:
+    """What each region looks like, region 0 being the whole image."""
+    picture = draw_boxes(prediction.sample, [], 400)
+    factor = 400 / max(prediction.sample.width, prediction.sample.height)
+    found = []
+    for number in shown:
+        left, top, right, bottom = (0, 0, *picture.size)
+        if number:
+            left, top, right, bottom = (prediction.sample.regions.boxes[number - 1] * factor).round().astype(int)
+        crop = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+        crop.thumbnail((64, 64))
+        found.append(np.asarray(crop))
+    return found
+
+
+def _draw_panel(
+    axes: "Axes", attention: Attention, panel: np.ndarray, shown: np.ndarray, thumbnails: Sequence[np.ndarray]
+) -> None:
+    """Words left, regions right, a line for each pair: panel [T, shown]."""
+    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+    words = attention.words[: len(panel)]
+    word_heights, region_heights = (1 - (np.arange(n) + 0.5) / n for n in (len(words), len(shown)))
+    for word, height in zip(words, word_heights, strict=True):
+        axes.text(0.28, height, word, ha="right", va="center", fontsize=8, parse_math=False)
+    for number, height, thumbnail in zip(shown, region_heights, thumbnails, strict=True):
+        edge = {"edgecolor": np.array(colour_of(number)) / 255}
+        image = OffsetImage(thumbnail, zoom=22 / max(thumbnail.shape[:2]))
+        axes.add_artist(AnnotationBbox(image, (0.74, height), pad=0.15, bboxprops=edge))
+        axes.text(0.82, height, attention.regions[number], va="center", fontsize=7, parse_math=False)
+    for line, from_height in zip(panel, word_heights, strict=True):
+        for strength, number, to_height in zip(line, shown, region_heights, strict=True):
+            colour = np.array(colour_of(number)) / 255
+            axes.plot([0.3, 0.68], [from_height, to_height], color=colour, alpha=float(strength), linewidth=1.6)
+    axes.set_xlim(0, 1.15)
+    axes.set_ylim(0, 1)
+    axes.set_axis_off()
+
+
+# --- BertViz ----------------------------------------------------------------------------------------------------------
+
+# In place of RequireJS, which would load both libraries from the net: they stand in the page already.
+_REQUIRE = (
+    "window.require = window.requirejs = (names, run) => run(window.jQuery, window.d3);\nrequire.config = () => {};"
+)
+
+
+def bertviz_page(prediction: "Prediction", attention: Attention, layers: Sequence[int]) -> str:
+    """BertViz's head view of some layers beside the picture, as an HTML page that loads nothing. ModuleNotFoundError
+    where it, or a package that has its libraries, is not installed."""
+    from bertviz import head_view
+
+    maps = attention.maps.double().round(decimals=4)  # in float32 the text of a number would have 17 digits
+    view = head_view(
+        attention=[layer[None] for layer in maps],
+        tokens=[*attention.words, *attention.regions, "[END]"],
+        sentence_b_start=len(attention.words),
+        prettify_tokens=False,
+        layer=layers[0],
+        include_layers=list(layers),
+        html_action="return",
+    ).data
+    # What it returns: a script from the net, the view, and its program with the data in it.
+    _, _, view = view.partition("</script>")
+    view, opening, program = view.partition('<script type="text/javascript">')
+    program = program.rpartition("</script>")[0]
+    for ours, theirs in (("words", "Sentence A"), ("regions", "Sentence B")):
+        view, program = view.replace(theirs, ours), program.replace(theirs, ours)
+    # Words to regions first: the question that the page is asked for. And no text may end the script.
+    view = view.replace('<option value="3">', '<option value="3" selected>')
+    program = program.replace('"default_filter": "0"', '"default_filter": "3"').replace("</", "<\\/")
+    libraries = "\n".join(f"<script>{text}</script>" for text in (*_libraries(), _REQUIRE))
+    title = html.escape(" ".join(attention.words))
+    picture = data_uri(draw_boxes(prediction.sample, numbered_boxes(prediction), 640))
+    return _PAGE.format(title=title, libraries=libraries, view=view, program=program, opening=opening, picture=picture)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body {{font: 14px sans-serif}} main {{display: flex; gap: 24px; align-items: flex-start}}</style>
+{libraries}
+</head><body><h1 style="font-size: 17px">{title}</h1>
+<p>Attention of the left column to the right one. Point at a word. A click on a square switches its head off and on, a
+double click all others.</p>
+<main><div style="min-width: 480px">{view}</div><img src="{picture}" alt="the picture with its regions"></main>
+{opening}{program}</script></body></html>
+"""
+
+
+def _libraries() -> list[str]:
+    """The text of jQuery 3 and of d3 5, the versions that BertViz's program runs with."""
+    jquery = importlib.resources.files("xstatic.pkg.jquery") / "data" / "jquery.min.js"
+    d3 = importlib.resources.files("mpld3") / "js" / "d3.v5.min.js"
+    return [file.read_text(encoding="utf-8").replace("</script", "<\\/script") for file in (jquery, d3)]

@@ -1,0 +1,211 @@
+"""What an evaluation came to, as files: predictions, metrics, what could not be asked, submission files."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from detectors.fields import to_json
+from storage.objects import Objects, open_objects
+from storage.reading import ShardSamples
+from vlbert.batch import Unreadable
+from vlbert.checkpoint import Checkpoint
+from vlbert.config import Recipe
+from vlbert.tasks import Questions, Task, validation_split
+from vlbert.validate import metrics_of
+
+METRICS, PREDICTIONS, NOT_ASKED, PAGE = "metrics.json", "predictions.parquet", "not_asked.jsonl", "index.html"
+
+# The columns that the predictions of every task have (vlbert.tasks.Task.predictions).
+_COLUMNS = {
+    "key": pa.string(),
+    "asked": pa.string(),
+    "said": pa.string(),
+    "probability": pa.float64(),
+    "ranking": pa.list_(pa.struct([("said", pa.string()), ("probability", pa.float64())])),
+    "truth": pa.string(),
+    "score": pa.float64(),
+    "boxes": pa.list_(pa.struct([("name", pa.string()), ("box", pa.list_(pa.float64()))])),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """A split that one checkpoint was asked: on rank 0 all of it, in the order of the questions, elsewhere nothing.
+
+    numbers  of the questions that `rows` answer    shuffled  rows of each text with the picture of another, if any
+    missing  (number, why) of the others
+    """
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    task: Task
+    samples: ShardSamples
+    pinned: dict  # which regions were read
+    questions: Questions
+    numbers: list[int]
+    rows: list[dict]
+    shuffled: list[dict]
+    missing: list[tuple[int, Unreadable]]
+
+    @property
+    def name(self) -> str:
+        """RUN/step-*, or the folder."""
+        return name_of(self.checkpoint)
+
+    @property
+    def learned_from(self) -> str | None:
+        """What it was trained on: the splits or, where the task has none, the dataset."""
+        if validation_split(self.recipe.task) is not None:
+            return ", ".join(self.checkpoint.task_settings.get("train_on", ()))
+        return self.checkpoint.config.get("recipe", {}).get("data", {}).get("dataset")
+
+
+def name_of(checkpoint: Checkpoint) -> str:
+    """RUN/step-*, or the folder."""
+    return checkpoint.where.rpartition("/runs/")[2]
+
+
+def find_place(out: str | None, checkpoints: Sequence[Checkpoint], split: str, inputs: dict) -> tuple[Objects, str]:
+    """Where the files go, found writable: the objects, and the names' beginning. ValueError where an evaluation with
+    other inputs is there."""
+    if out is None:
+        root, separator, name = checkpoints[0].where.rpartition("/runs/")
+        if not separator:
+            raise ValueError(
+                f"{checkpoints[0].where} belongs to no run, whose folder would be the place: give --out FOLDER"
+            )
+        run, _, step = name.partition("/")
+        others = "".join(f"-with-{name_of(checkpoint).replace('/', '-')}" for checkpoint in checkpoints[1:])
+        objects, folder = open_objects(root), f"runs/{run}/evaluations/{split}-{step}{others}/"
+    else:
+        objects, folder = open_objects(out), ""
+    before = written(objects, folder)
+    for name, now in inputs.items() if before else ():
+        if before["inputs"].get(name) != now:
+            raise ValueError(
+                f"{objects.where(folder + METRICS)} is of an evaluation with {name} = {before['inputs'].get(name)}, "
+                f"now it is {now}; name another place with --out FOLDER, or delete that one"
+            )
+    return objects, folder
+
+
+def written(objects: Objects, folder: str) -> dict[str, Any] | None:
+    """What metrics.json of an evaluation holds that is there already."""
+    if not objects.exists(folder + METRICS):
+        return None
+    try:
+        about = json.loads(objects.get(folder + METRICS))
+        return about if about["inputs"].keys() and about["files"] else None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        where = objects.where(folder + METRICS)
+        raise ValueError(f"{where} is not of an evaluation; name another place with --out FOLDER") from error
+
+
+def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What metrics.json says of them, and the other files but the page."""
+    first, task = answered[0], answered[0].task
+    files = {PREDICTIONS: _parquet(rows, type(task).__name__)}
+    shuffled = [row for one in answered for row in one.shuffled]
+    metrics = metrics_of(task, rows, shuffled)
+    unreadable = sum(len(one.missing) for one in answered)
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    counts = {"all": sum(len(one.questions) for one in answered), "asked": len(rows), "unreadable": unreadable}
+    counts["left_out"] = sum(len(one.questions.left_out) for one in answered)
+    not_asked = [
+        {"checkpoint": one.name, "key": reason.key, "reason": reason.reason}
+        for one in answered
+        for _, reason in one.missing
+    ]
+    not_asked += [
+        {"checkpoint": one.name, "key": None, "reason": line} for one in answered for line in one.questions.left_out
+    ]
+    if not_asked:
+        files[NOT_ASKED] = "".join(json.dumps(line) + "\n" for line in not_asked).encode()
+    refused = None
+    try:
+        submission = task.submission(rows) if hasattr(task, "submission") else {}
+    except ValueError as error:  # the numbers stand without it
+        submission, refused = {}, str(error)
+    about = {
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        "paper": task.reported(split) if hasattr(task, "reported") else {},
+        "questions": counts,
+        "mean_score": sum(scores) / len(scores) if scores else None,
+        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + unreadable) if scores else None,
+        "trained_on": [one.learned_from for one in answered],
+        "trained_on_this_split": any(split in (one.learned_from or "").split(", ") for one in answered),
+        "untrained_detector": any(one.pinned["untrained"] for one in answered),
+        "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
+        "settings": [to_json(one.recipe.task) for one in answered],
+        "submission": list(submission),
+        "submission_refused": refused,
+    }
+    return about, files | submission
+
+
+def _parquet(rows: Sequence[dict], task: str) -> bytes:
+    """The predictions as a Parquet file; ValueError where a column is missing, or of no one type."""
+    names = list(dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]))
+    lacking = sorted(_COLUMNS.keys() - set.intersection(*({*row} for row in rows)))
+    if lacking:
+        raise ValueError(f"the predictions of {task} have no {', '.join(lacking)}; vlbert/tasks/__init__.py says what")
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows], _COLUMNS.get(name))
+        except pa.ArrowException as error:
+            raise ValueError(f"column {name} of the predictions of {task} is of no one type: {error}") from error
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file, compression="zstd")
+    return file.getvalue()
+
+
+def write(objects: Objects, folder: str, files: dict[str, bytes], about: dict[str, Any]) -> None:
+    """metrics.json goes first of what was there, and comes last of what is new: with it, all is whole."""
+    before = written(objects, folder)
+    if before:
+        objects.delete(folder + METRICS)
+        for name in before["files"]:
+            objects.delete(folder + name)
+    for name, data in files.items():
+        objects.put(folder + name, data)
+    objects.put(folder + METRICS, (json.dumps(about, indent=1) + "\n").encode())
+
+
+def say(about: dict[str, Any], where: str) -> None:
+    """The numbers, beside the paper's, and what to know about them."""
+    for warning in warnings(about):
+        print(warning, flush=True)
+    for name, value in about["metrics"].items():
+        if "/" not in name:  # of types of questions: many, and in metrics.json
+            paper = f"  (the paper, %: {about['paper'][name]})" if name in about["paper"] else ""
+            print(f"{name} {'-' if value is None else format(value, '.4f')}{paper}", flush=True)
+    print(f"evaluated {about['inputs']['split']}: {where}", flush=True)
+
+
+def warnings(about: dict[str, Any]) -> list[str]:
+    """What a reader of the numbers must know, a sentence each."""
+    counts, found = about["questions"], []
+    if about["trained_on_this_split"]:
+        found.append(f"WARNING: it was trained on this split ({', '.join(map(str, about['trained_on']))})")
+    if about["untrained_detector"]:
+        found.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
+    if counts["unreadable"]:
+        found.append(
+            f"{counts['unreadable']} of {counts['all']} questions could not be read: the metrics are over the others, "
+            f"see {NOT_ASKED}"
+        )
+        if about["mean_score"] is not None:
+            wrong = about["mean_score_unreadable_wrong"]
+            found[-1] += f"; counted as wrong, they take the mean score from {about['mean_score']:.4f} to {wrong:.4f}"
+    if counts["left_out"]:
+        found.append(f"{counts['left_out']} questions of the files cannot be asked, see {NOT_ASKED}")
+    if about["submission_refused"]:
+        found.append(f"no submission file: {about['submission_refused']}")
+    return found

@@ -1,0 +1,143 @@
+"""What VCR asks, as texts: for people, and as word pieces that know the region they name."""
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from storage.sample import Sample
+from vlbert.official.vcr import CHOICES, Item, Scene, Text, read_scene
+from vlbert.text import Vocabulary
+
+_PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
+PEOPLE = _PEOPLE.split()  # names of any gender
+
+Tagged = tuple[np.ndarray, np.ndarray]  # word pieces int64 [t], the region that each names int64 [t] (0: none)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Which answer to an item is right, or which rationale for one of its answers."""
+
+    item: Item
+    answer: int  # the rationales' one; -1 where answers are asked for
+    held_out: bool
+
+    @property
+    def label(self) -> int | None:
+        """The choice that is right; None where nobody says: without labels, and of rationales for a wrong answer."""
+        if self.item.labels is None or self.answer not in (-1, self.item.labels[0]):
+            return None
+        return self.item.labels[self.answer >= 0]
+
+    def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
+        """The objects, the question (for a rationale, and its answer), and the choices. ValueError where the files do
+        not fit together, and where an object without area would be learnt from."""
+        item = json.loads(self.item.line)
+        asked = [item["question"]] if self.answer < 0 else [item["question"], item["answer_choices"][self.answer]]
+        choices = item["answer_choices" if self.answer < 0 else "rationale_choices"]
+        if self.item.metadata is None:  # of one's own, about the sample's regions; each fills its box
+            boxes, size = sample.regions.boxes, (sample.width, sample.height)
+            beyond = [i for i in mentioned([*asked, *choices]) if i >= len(boxes)]
+            if beyond:
+                raise ValueError(f"region {beyond[0]} is mentioned, of {len(boxes)}, which are numbered from 0")
+            return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), asked, choices
+        scene = read_scene(self.item.metadata)
+        if item["objects"] != scene.names:
+            raise ValueError(
+                f"{self.item.where} and {self.item.metadata} list different objects; they must be of one release"
+            )
+        if scene.without_area and not self.held_out:
+            raise ValueError(f"{self.item.metadata}: the box of object {scene.without_area[0]} has no area")
+        return scene, asked, choices
+
+    def about(self, scene: Scene, asked: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
+        """What a prediction says beside the model's numbers; boxes [r, 4] of the objects, in the stored picture."""
+        return {
+            "annot_id": self.item.annot_id,
+            "line": self.item.number,
+            "question": "answer" if self.answer < 0 else "rationale",
+            "conditioned_on": self.answer,
+            "asked": " ".join(readable(text, scene.names) for text in asked),
+            "choices": [readable(choice, scene.names) for choice in choices],
+            "label": self.label,
+            "boxes": [
+                {"name": f"{scene.names[i]} {i}", "box": boxes[i].tolist()} for i in mentioned([*asked, *choices])
+            ],
+        }
+
+
+def own_question(text: str, choices: Sequence[str], answer: str) -> Ask:
+    """A question of one's own; with an answer, the choices are rationales for it. Texts mention regions by their
+    numbers, as in "[0]" or "[1,2]". ValueError where there are not four choices, or one has no word."""
+    if len(choices) != CHOICES:
+        raise ValueError(f"{len(choices)} choices are given; VCR chooses between {CHOICES}")
+    item = {"question": _from_person(text), "answer_choices": [_from_person(choice) for choice in choices]}
+    if not all([item["question"], *item["answer_choices"]]):
+        raise ValueError("the question or a choice has no word")
+    if answer:
+        item |= {"answer_choices": [_from_person(answer)], "rationale_choices": item["answer_choices"]}
+    own = Item(json.dumps(item), Path("the question"), 1, "", "", None, None, None)
+    return Ask(own, 0 if answer else -1, held_out=True)
+
+
+def _from_person(text: str) -> Text:
+    parts = re.split(r"\[(\d+(?:\s*,\s*\d+)*)\]", text)  # words, numbers, words, ...
+    tokens = [[[int(n) for n in part.split(",")]] if i % 2 else part.split() for i, part in enumerate(parts)]
+    return [token for part in tokens for token in part]
+
+
+def mentioned(texts: Sequence[Text]) -> list[int]:
+    """The objects that are, each once."""
+    return sorted({i for text in texts for token in text if not isinstance(token, str) for i in token})
+
+
+def readable(text: Text, names: Sequence[str]) -> str:
+    """The text with its objects as "person 0": the class, and the number that the files give it."""
+    words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i}" for i in token) for token in text]
+    return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
+
+
+def neutral_names(names: Sequence[str], first: int) -> list[str]:
+    """How each object is called: by its class, a person by the next of PEOPLE, from the one of number `first` on."""
+    people = itertools.islice(itertools.cycle(PEOPLE), first % len(PEOPLE), None)
+    return [next(people) if name == "person" else name for name in names]
+
+
+def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> Tagged:
+    """The pieces of a text, its mentions of objects as their names; every piece of a name tagged with its region, which
+    is the object's number + 1. Several objects are joined by `and`."""
+    words = []
+    for token in text:
+        if isinstance(token, str):
+            words.append((token, 0))
+            continue
+        for place, number in enumerate(token):
+            words += [("and", 0)] * (place > 0) + [(names[number], number + 1)]
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for region, run in itertools.groupby(words, key=lambda word: word[1]):
+        pieces = vocabulary.encode(" ".join(word for word, _ in run))
+        parts.append((pieces, np.full(len(pieces), region, np.int64)))
+    return joined(parts)
+
+
+def joined(parts: Sequence[Tagged]) -> Tagged:
+    """One text behind the other."""
+    pieces, regions = zip(*parts, strict=True)
+    return np.concatenate(pieces), np.concatenate(regions)
+
+
+def cut(asked: Sequence[Tagged], choice: Tagged, most: int) -> tuple[Tagged, Tagged]:
+    """The question (for a rationale, with its answer) and the choice, as far as they fit into `most` pieces: the choice
+    is cut while it is longer than all before it, else the question, which keeps one piece, and then the answer."""
+    texts = [*asked, choice]
+    sizes = [len(pieces) for pieces, _ in texts]
+    while sum(sizes) > most:
+        longest = -1 if sizes[-1] > sum(sizes[:-1]) else 0 if sizes[0] > 1 or len(asked) == 1 else 1
+        sizes[longest] -= 1
+    *parts, choice = ((pieces[:size], regions[:size]) for (pieces, regions), size in zip(texts, sizes, strict=True))
+    return joined(parts), choice
