@@ -145,10 +145,10 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         max_objects=2,
         broken_rows=0,
         text_lines=60,
-        refcoco_train=4,
-        refcoco_held_out=2,
-        refcoco_min_objects=2,
-        refcoco_max_objects=2,
+        task_train=4,
+        task_held_out=2,
+        task_min_objects=2,
+        task_max_objects=2,
     )
     world = draw_world(folder / "world", settings, free_port(0))
     told = parameters(folder / "root", world, shards_per_task)

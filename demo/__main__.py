@@ -2,6 +2,7 @@
 
     make demo [ROOT=demo-root] [SEED=0]             everything; what is done already is not done again
     make demo-full [ROOT=demo-full-root] [SEED=0]   the detector is trained there, too, and the models with three seeds
+                                                    and on VCR besides
     make ui [ROOT=demo-root]                        the flow UI on what was recorded
 
 Regions come from a detector that was trained on such scenes: `make demo` takes the one beside this file. Exits with 1
@@ -28,6 +29,8 @@ import yaml
 from pydantic import TypeAdapter
 
 from demo.serve import WorldServer, free_port
+from demo.task_files import ANSWERS
+from demo.trials import OF_DEMO, ROLES, STARTS, TRIALS, joint_folder, run_of
 from demo.world import DEFAULT_PORT, ROWS_PER_SHARD, World, WorldSettings, draw_world, read_world
 from flows.serve import PORT, serve, serving
 from flows.settings import (
@@ -47,18 +50,16 @@ if TYPE_CHECKING:
 
 ROAD, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
 WALK = ["deployment", "run", ROAD, "--watch"]
-RUNS = {"pretrain": "pretrain", "with": "finetune-with", "without": "finetune-without"}  # role -> name below ROOT/runs
-DETECTOR_RUN = "detector"
-DATASETS = ("captions", "held-out", "refcoco+")
+PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
+DATASETS = ("captions", "held-out", "coco")  # the last is what tasks ask about
 SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus that with another scene's picture
-LEAST_GAIN = 0.1  # accuracy at RefCOCO+ with pre-training, minus that without, and minus chance
 # What our stages log begins with the name of a dataset or of a run; the rest of a worker's log is Prefect's.
 _STAGE_LINE = re.compile(
     r"(?P<time>\d\d:\d\d:\d\d)\.\d+ \| \w+ +\| (?:Flow|Task) run '[^']*' - "
-    rf"(?P<said>(?:{'|'.join(map(re.escape, [*DATASETS, *RUNS.values(), DETECTOR_RUN]))})(?:-seed\d+)?"
+    rf"(?P<said>(?:{'|'.join([*DATASETS, PRETRAIN_RUN, DETECTOR_RUN, *ROLES])})(?:-seed\d+)?"
     r"(?:: | is complete| goes on).*)"
 )
 # Seconds that a stage may take on two cores: a goal, not a gate.
@@ -67,19 +68,20 @@ BUDGET = {
     "server": 45,
     "download": 15,
     "detect": 30,
-    "pre-train": 190,
-    "fine-tune": 50,
+    "pre-train": 150,
+    "fine-tune": 90,
     "report": 15,
     "total": 360,
 }
 FULL_BUDGET = {
     "draw and serve": 15,
-    "server": 105,
+    "server": 150,
     "train detector": 300,
     "download": 15,
     "detect": 60,
-    "pre-train": 570,
-    "fine-tune": 150,
+    "pre-train": 480,
+    "fine-tune": 690,
+    "evaluate": 75,
     "report": 15,
     "total": 1800,
 }
@@ -105,7 +107,9 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     home, deployments = root / "prefect", root / "prefect.yaml"
     weights = root / "runs" / DETECTOR_RUN / "weights.safetensors" if full else SHIPPED_DETECTOR
     told = [
-        flow_parameters(root, world, seed + number, processes, weights, f"-seed{seed + number}" if full else "")
+        flow_parameters(root, world, seed, processes)
+        if not full
+        else flow_parameters(root, world, seed + number, processes, weights, f"-seed{seed + number}", tuple(TRIALS))
         for number in range(SEEDS if full else 1)
     ]
     write_deployments(deployments, told[0])
@@ -128,12 +132,16 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         Stage("server", walked - sum(stage.seconds for stage in working), max(road.peak_bytes for road in roads)),
         *working,
     ]
+    runs = [runs_of(road) for road in roads]
+    if full:
+        before = time.monotonic()
+        evaluated = [evaluate_vcr(root, each, start) for each in runs for start in STARTS]
+        stages.append(Stage("evaluate", time.monotonic() - before, max(evaluated)))
     from demo.measure import measure  # after the stages, for they take a second and some memory
     from demo.report import write_report
 
     before = time.monotonic()
     found = measure(root, world, weights)
-    runs = [runs_of(road) for road in roads]
     report = write_report(root, world, [(stage.name, stage.seconds) for stage in stages], runs[0], runs[1:])
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
@@ -158,9 +166,26 @@ def stages_of(roads: "Sequence[Road]", trained: "TrainedDetector | None") -> lis
 
 
 def runs_of(road: "Road") -> dict[str, str]:
-    """Role -> name of the run."""
-    with_it, without = (one.run for one in road.finetuned)
-    return {"pretrain": road.pretrained.run, "with": with_it, "without": without}
+    """Role -> name of the run: that with the seed behind it, where there are several."""
+    return {"pretrain": road.pretrained.run} | {role_of(one.run): one.run for one in road.finetuned}
+
+
+def role_of(run: str) -> str:
+    return re.sub(r"-seed\d+$", "", run)
+
+
+def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
+    """Ask the runs of answers and of rationales all of val, for the number that needs both; the memory it took, bytes.
+
+    What is there already is left alone.
+    """
+    names = [runs[run_of(trial, start)] for trial in ("vcr-answers", "vcr-rationales")]
+    folder = joint_folder(root, names[0])
+    if (folder / "metrics.json").is_file():
+        return 0
+    checkpoints = ",".join(str(root / "runs" / name) for name in names)
+    command = [sys.executable, "-m", "vlbert.evaluate", TRIALS["vcr-answers"].recipe, checkpoints, "val"]
+    return run_child([*command, f"--out={folder}"], say).peak_bytes
 
 
 def draw(folder: Path, settings: WorldSettings) -> World:
@@ -261,7 +286,13 @@ def training_of(world: World) -> TrainDetectorSettings:
 
 
 def flow_parameters(
-    root: Path, world: World, seed: int, processes: int, weights: Path = SHIPPED_DETECTOR, suffix: str = ""
+    root: Path,
+    world: World,
+    seed: int,
+    processes: int,
+    weights: Path = SHIPPED_DETECTOR,
+    suffix: str = "",
+    trials: Sequence[str] = OF_DEMO,
 ) -> dict:
     """What the flow `pretrain-vlbert` is told for this world; weights: the detector's; suffix: of the runs' names."""
     download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{world.port}",))
@@ -272,13 +303,13 @@ def flow_parameters(
     datasets = [
         Dataset(DATASETS[0], captions=str(world.train_tsv), **cut),
         Dataset(DATASETS[1], captions=str(world.held_out_tsv), **cut),
-        Dataset(DATASETS[2], images=str(world.refcoco_images), **cut),
+        Dataset(DATASETS[2], images=str(world.task_images), **cut),
     ]
     machine = Processes(processes)
     overrides = (f"data.seed={seed}", f"model.regions.weights={weights}")
     pretraining = PretrainSettings(
         recipe="pretrain_vlbert_demo",
-        run=RUNS["pretrain"] + suffix,
+        run=PRETRAIN_RUN + suffix,
         held_out="held-out",
         text=(str(world.text),),
         vocabulary_size=500,
@@ -287,16 +318,20 @@ def flow_parameters(
         overrides=overrides,
         processes=machine,
     )
+    answers = (world.vqa / ANSWERS).read_text(encoding="utf-8").splitlines()
     finetunings = [
         FinetuneSettings(
-            recipe="finetune_refcoco_demo",
-            run=RUNS[role] + suffix,
-            folder=str(world.refcoco),
-            checkpoint="latest" if role == "with" else "none",
-            overrides=overrides,
+            task=TRIALS[trial].task,
+            recipe=TRIALS[trial].recipe,
+            run=run_of(trial, start) + suffix,
+            folder=str({"refcoco": world.refcoco, "vqa": world.vqa, "vcr": world.vcr}[TRIALS[trial].task]),
+            dataset=DATASETS[2],
+            checkpoint=checkpoint,
+            overrides=(*overrides, *TRIALS[trial].overrides, *([f"task.answers={len(answers)}"] * (trial == "vqa"))),
             processes=machine,
         )
-        for role in ("with", "without")
+        for trial in trials
+        for start, checkpoint in STARTS.items()
     ]
     return {
         "root": str(root),
@@ -375,39 +410,42 @@ def gates(roads: "Sequence[Road]", map50: float, least_map: float) -> list[str]:
     """What detector and models (means over the roads) should have learned and did not, one line each."""
     measured = [numbers_of(road) for road in roads]
     mean = {name: sum(numbers[name] for numbers in measured) / len(measured) for name in measured[0]}
+    trials = [trial for trial in TRIALS if run_of(trial, "with") in mean]
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
-    lines = [*measured, mean] if len(measured) > 1 else measured
-    for number, numbers in enumerate(lines):
-        of = "" if len(lines) == 1 else "mean: " if numbers is mean else f"seed {number + 1} of {len(measured)}: "
-        print(
-            f"{of}grounding {numbers['grounding']:.3f}; RefCOCO+ {numbers['with']:.3f} pre-trained, "
-            f"{numbers['without']:.3f} not, {numbers['chance']:.3f} by chance"
-        )
-    grounding, with_it, without, chance = (mean[name] for name in ("grounding", "with", "without", "chance"))
+    for number, numbers in enumerate([*measured, mean] if len(measured) > 1 else measured):
+        of = "" if len(measured) == 1 else "mean: " if numbers is mean else f"seed {number + 1} of {len(measured)}: "
+        told = [
+            f"{TRIALS[trial].title} {numbers[run_of(trial, 'with')]:.3f} pre-trained, "
+            f"{numbers[run_of(trial, 'without')]:.3f} not, {numbers[trial]:.3f} by chance"
+            for trial in trials
+        ]
+        print("; ".join([f"{of}grounding {numbers['grounding']:.3f}", *told]))
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
-        (grounding >= LEAST_GROUNDING, f"grounding is {grounding:.3f}, under {LEAST_GROUNDING}: it does not look"),
         (
-            with_it - chance >= LEAST_GAIN,
-            f"RefCOCO+ with pre-training is {with_it:.3f}, not {LEAST_GAIN} over chance ({chance:.3f})",
-        ),
-        (
-            with_it - without >= LEAST_GAIN,
-            f"RefCOCO+ with pre-training is {with_it:.3f}, not {LEAST_GAIN} over {without:.3f} without it",
+            mean["grounding"] >= LEAST_GROUNDING,
+            f"grounding is {mean['grounding']:.3f}, under {LEAST_GROUNDING}: it does not look",
         ),
     ]
+    for trial in trials:
+        title, least = TRIALS[trial].title, TRIALS[trial].least_gain
+        with_it, without, chance = mean[run_of(trial, "with")], mean[run_of(trial, "without")], mean[trial]
+        said = f"{title} with pre-training is {with_it:.3f}, not {least} over"
+        checks += [
+            (with_it - chance >= least, f"{said} chance ({chance:.3f})"),
+            (with_it - without >= least, f"{said} {without:.3f} without it"),
+        ]
     return [f"GATE FAILED: {message}" for passed, message in checks if not passed]
 
 
 def numbers_of(road: "Road") -> dict[str, float]:
-    """What the gates look at."""
-    with_it, without = (trained.metrics for trained in road.finetuned)
-    return {
-        "grounding": road.pretrained.metrics["watched_accuracy_grounding"],
-        "with": with_it["accuracy"],
-        "without": without["accuracy"],
-        "chance": with_it["chance"],
-    }
+    """What the gates look at: grounding, by role what its trial is measured by, and by trial what chance gets."""
+    numbers = {"grounding": road.pretrained.metrics["watched_accuracy_grounding"]}
+    for one in road.finetuned:
+        role = role_of(one.run)
+        trial, _ = ROLES[role]
+        numbers |= {role: one.metrics[TRIALS[trial].metric], trial: one.metrics["chance"]}
+    return numbers
 
 
 def show_ui(root: Path, port: int) -> None:

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from storage.sample import Sample
-from vlbert.boxes import iou
 from vlbert.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
 
 MOST_BOXES, MOST_NAMES = 12, 6  # drawn in one scene: a network finds up to 100 regions
@@ -41,24 +40,21 @@ def draw_regions(sample: Sample, names: Sequence[str]) -> str:
     return data_uri(draw_boxes(sample, boxes))
 
 
-def draw_choice(sample: Sample, meant: Sequence[float], size: Sequence[int], prediction: dict, run: str) -> str:
-    """All candidates, the object that is meant and, where it is another, the chosen one; a data URI."""
-    scale = np.array([sample.width / size[0], sample.height / size[1]] * 2)
-    meant = np.array(meant) * scale
-    boxes, number = sample.regions.boxes, prediction["region"]
-    if number >= len(boxes):
-        raise NotThereYet(f"run {run} chose region {number} of {sample.key}, which has {len(boxes)}: other regions")
-    chosen = boxes[number] if number >= 0 else np.array([0, 0, sample.width, sample.height], np.float32)
-    overlap = float(iou(chosen[None], meant[None])[0, 0])
-    if abs(overlap - prediction["iou"]) > 0.05:  # resizing rounds; other regions differ by more
-        raise NotThereYet(
-            f"region {number} of {sample.key} overlaps the object by {overlap:.2f}, run {run} says "
-            f"{prediction['iou']:.2f}: the run read other regions"
-        )
-    drawn = [(box, OTHERS, "") for i, box in enumerate(boxes[:MOST_BOXES]) if i != number]
-    if prediction["iou"] >= 0.5:
-        return data_uri(draw_boxes(sample, [*drawn, (chosen, GREEN, "chosen, right")]))
-    return data_uri(draw_boxes(sample, [*drawn, (meant, GREEN, "meant"), (chosen, RED, "chosen")]))
+def draw_answer(sample: Sample, prediction: dict) -> str:
+    """The boxes that a prediction is about: the chosen one and, where it is wrong, the one that is meant, among all
+    candidates; or the objects that are mentioned. A data URI."""
+    right, drawn = prediction["score"] >= 0.5, []
+    if "candidates" in prediction:
+        drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:MOST_BOXES]]
+    for number, one in enumerate(prediction["boxes"]):
+        box, name = np.array(one["box"], np.float32), one["name"]
+        if "candidates" not in prediction:
+            drawn.append((box, BOX_COLOURS[number % len(BOX_COLOURS)], name))
+        elif name == prediction["said"]:
+            drawn.append((box, GREEN if right else RED, "chosen, right" if right else "chosen"))
+        elif not right:
+            drawn.append((box, GREEN, "meant"))
+    return data_uri(draw_boxes(sample, drawn))
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------

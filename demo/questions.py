@@ -1,11 +1,11 @@
 """What tasks ask about a scene: VQA's questions with their answers, and VCR's items of four choices each.
 
-Who does not see the picture can only guess: colours, shapes, sizes and stripes say nothing about one another, and of
-the four choices of an item every word stands in as many wrong ones as in the right one.
+Who does not see the picture can only guess a colour or a shape: no word of a question tells it, and the four choices of
+an item differ in a colour alone.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,9 +100,7 @@ def about_presence(rng: np.random.Generator, looks: Sequence[Look], target: int)
     return Question(f"Is there a {colour} {shape}?", answer, (other,), "is there a", answer_type="yes/no")
 
 
-_KINDS: tuple[Callable[[np.random.Generator, Sequence[Look], int], Question | None], ...] = (
-    *(about_colour, about_colour, about_shape, about_number, about_presence),
-)
+_KINDS = (about_colour, about_colour, about_shape, about_number, about_presence)
 
 
 def questions(rng: np.random.Generator, looks: Sequence[Look]) -> list[Question]:

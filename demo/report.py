@@ -20,8 +20,10 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from demo.measure import FILE as DETECTOR_FILE
-from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_choice, draw_regions, line
+from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_answer, draw_regions, line
 from demo.scenes import COLOURS, SHAPES
+from demo.trials import OF_DEMO, STARTS, TRIALS, joint_folder, run_of
+from demo.trials import ROLES as FINE_TUNINGS
 from demo.world import World, read_world
 from detectors.checkpoints import checkpoints, read_state
 from detectors.record import read_metrics
@@ -31,15 +33,18 @@ from storage.objects import Objects, open_objects
 from storage.sample import Sample
 from vlbert.data import region_stage
 from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
-from vlbert.official.refcoco import read_expressions
-from vlbert.tasks.refcoco import RefCOCO
+from vlbert.recipes import RECIPES
+from vlbert.tasks import task_of
 
-CAPTIONS, HELD_OUT, REFCOCO = DATASETS = ("captions", "held-out", "refcoco+")
-DATASETS_ARE = {CAPTIONS: "to learn from", HELD_OUT: "to measure on", REFCOCO: "to fine-tune on and to measure on"}
-ROLES = {"pretrain": "pre-training", "with": "fine-tuning with pre-training", "without": "fine-tuning without"}
+CAPTIONS, HELD_OUT, TASKS = DATASETS = ("captions", "held-out", "coco")
+DATASETS_ARE = {CAPTIONS: "to learn from", HELD_OUT: "to measure on", TASKS: "what the tasks ask about"}
+STARTS_ARE = {"with": "with pre-training", "without": "without"}
+ROLES = {"pretrain": "pre-training"} | {
+    role: f"{TRIALS[trial].title} {STARTS_ARE[start]}" for role, (trial, start) in FINE_TUNINGS.items()
+}
 
 SCENES = 8  # held-out scenes that are shown
-RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # RefCOCO+ examples; where there are fewer of one kind, more of the other
+RIGHT_SHOWN, WRONG_SHOWN = 5, 3  # examples of a task; where there are fewer of one kind, more of the other
 LONGEST_TEXT = 300  # characters of a caption, URL or detail
 RANDOM_GUESS = (1 / len(COLOURS) + 1 / len(SHAPES)) / 2  # of one colour or one shape, which captions name equally often
 
@@ -91,8 +96,8 @@ def write_report(
 ) -> Path:
     """Write ROOT/report.html and, for later calls, ROOT/timings.json; returns the page.
 
-    timings: (stage, seconds) in order. runs: `pretrain`, `with` and `without` (pre-training) -> name below ROOT/runs.
-    others: the same runs with other seeds, of which the page has the numbers alone.
+    timings: (stage, seconds) in order. runs: `pretrain`, `refcoco-with` and so on -> name below ROOT/runs. others: the
+    same runs with other seeds, of which the page has the numbers alone.
     """
     unknown = sorted({role for each in (runs, *others) for role in each} - ROLES.keys())
     if unknown:
@@ -120,7 +125,9 @@ def write_page(
     )
     environment.filters |= {"percent": percent, "cut": cut, "size": size_words, "whole": "{:,}".format}
     objects = open_objects(str(root), write=False)
-    read = {role: part(read_run, objects, runs, role) for role in ROLES}
+    shown = [trial for trial in TRIALS if any(run_of(trial, start) in runs for start in STARTS)] or OF_DEMO
+    named = ["pretrain", *(run_of(trial, start) for trial in shown for start in STARTS)]
+    read = {role: part(read_run, objects, runs, role) for role in named}
     tables = {dataset: part(statuses, objects, dataset) for dataset in DATASETS}
     page = environment.get_template("report.html.j2").render(
         world=world.settings,
@@ -129,16 +136,14 @@ def write_page(
         datasets_are=DATASETS_ARE,
         detector=part(measured_detector, root),
         grounding=part(grounding, read["pretrain"]),
-        scores={role: part(score, read[role]) for role in ("with", "without")},
-        chance=part(chance, read),
-        seeds=part(seeds, objects, [runs, *others]) if others else None,
-        paper=RefCOCO.paper,
+        trials=[about_trial(objects, trial, read) for trial in shown],
+        starts=STARTS_ARE,
+        seeds=part(seeds, objects, shown, [runs, *others]) if others else None,
+        seeds_columns=[(trial, *(run_of(trial, start) for start in STARTS)) for trial in shown],
+        joint=part(joint, root, [runs, *others]) if "vcr-answers" in shown else None,
         scenes=part(held_out_scenes, objects, world, read),
         losses=part(loss_chart, read["pretrain"]),
         watched=part(grounding_chart, read["pretrain"]),
-        fine_tuning_losses=part(fine_tuning_chart, read, "training", "loss_regions"),
-        fine_tuning_accuracy=part(fine_tuning_chart, read, "validation", "accuracy"),
-        examples=part(examples, objects, world, read),
         seconds=part(seconds, timings),
         places=places(root, world, runs),
         root=shlex.quote(str(root)),
@@ -210,41 +215,75 @@ def grounding(run: Run) -> dict:
     return {"rows": rows, "random": RANDOM_GUESS, "progress": run.progress}
 
 
-def score(run: Run) -> dict:
-    """Accuracies of a fine-tuned run; n: expressions asked."""
+def about_trial(objects: Objects, trial: str, read: dict[str, Part]) -> dict:
+    """All that the page shows of one task, trained with and without pre-training."""
+    about, runs = TRIALS[trial], {start: read[run_of(trial, start)] for start in STARTS}
     return {
-        "accuracy": run.last["accuracy"],
-        "exact": run.last["exact"],
-        "progress": run.progress,
-        "n": len(run.predictions),
+        "about": about,
+        "scores": {start: part(score, run, about.metric) for start, run in runs.items()},
+        "chance": part(chance, runs),
+        "kinds": kinds(runs, about.metric),
+        "paper": task_of(RECIPES[about.recipe]().task).paper,
+        "losses": part(fine_tuning_chart, trial, runs, "training", about.loss),
+        "accuracies": part(fine_tuning_chart, trial, runs, "validation", about.metric),
+        "examples": part(examples, objects, about.row_id, runs),
     }
 
 
-def chance(read: dict[str, Part]) -> float:
-    """Accuracy of a random candidate: the same for both runs."""
-    for role in ("with", "without"):
-        if not read[role].missing and read[role].content.validations:
-            return read[role].content.last["chance"]
+def score(run: Run, metric: str) -> dict:
+    """The number of a fine-tuned run; n: questions asked."""
+    return {"accuracy": run.last[metric], "progress": run.progress, "n": len(run.predictions)}
+
+
+def chance(runs: dict[str, Part]) -> float:
+    """What guessing gets: the same for both runs."""
+    for run in runs.values():
+        if not run.missing and run.content.validations:
+            return run.content.last["chance"]
     raise NotThereYet("no fine-tuning run has validated yet")
 
 
-def seeds(objects: Objects, runs: Sequence[dict[str, str]]) -> list[dict]:
+def kinds(runs: dict[str, Part], metric: str) -> list[dict]:
+    """By kind of question, the number of each run; nothing where the task knows no kinds."""
+    last = {
+        start: {} if run.missing or not run.content.validations else run.content.last for start, run in runs.items()
+    }
+    names = {name for values in last.values() for name in values if name.startswith(f"{metric}/")}
+    return [
+        {"kind": name.partition("/")[2]} | {start: values.get(name) for start, values in last.items()}
+        for name in sorted(names)
+    ]
+
+
+def seeds(objects: Objects, trials: Sequence[str], runs: Sequence[dict[str, str]]) -> list[dict]:
     """The numbers of the same runs with several seeds, and at the end their means."""
     rows = []
     for each in runs:
-        read = {role: read_run(objects, each, role) for role in ROLES}
-        words = grounding(read["pretrain"])["rows"][0]
-        rows.append(
-            {
-                "run": each["pretrain"],
-                "grounding": words["right"] - words["other"],
-                "with": read["with"].last["accuracy"],
-                "without": read["without"].last["accuracy"],
-                "chance": read["with"].last["chance"],
-            }
-        )
+        words = grounding(read_run(objects, each, "pretrain"))["rows"][0]
+        rows.append({"run": each["pretrain"], "grounding": words["right"] - words["other"]})
+        for trial in trials:
+            of = {start: read_run(objects, each, run_of(trial, start)).last for start in STARTS}
+            rows[-1] |= {run_of(trial, start): last[TRIALS[trial].metric] for start, last in of.items()}
+            rows[-1][trial] = of["with"]["chance"]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if name != "run"}
     return [*rows, {"run": "mean"} | mean]
+
+
+def joint(root: Path, runs: Sequence[dict[str, str]]) -> list[dict]:
+    """VCR's Q→AR, answer and rationale right, of each seed with and without pre-training, and at the end the means."""
+    rows = []
+    for each in runs:
+        rows.append({"run": each.get("pretrain", "")})
+        for start in STARTS:
+            role = run_of("vcr-answers", start)
+            file = joint_folder(root, each[role]) / "metrics.json" if role in each else None
+            if file is None or not file.is_file():
+                raise NotThereYet(f"answers and rationales were not evaluated together ({file or role})")
+            metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
+            rows[-1] |= {start: metrics["joint_accuracy"], "chance": metrics["joint_chance"]}
+    names = (*STARTS, "chance")
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in names}
+    return [*rows, {"run": "mean"} | means] if len(rows) > 1 else rows
 
 
 def measured_detector(root: Path) -> dict:
@@ -335,21 +374,13 @@ def annotated_boxes(world: World) -> dict[str, list[tuple[np.ndarray, str]]]:
     return boxes
 
 
-def examples(objects: Objects, world: World, read: dict[str, Part]) -> dict:
-    """RefCOCO+ expressions of the run with pre-training: the first right and the first wrong ones, drawn."""
-    run = _content(read["with"])
+def examples(objects: Objects, row_id: str, runs: dict[str, Part]) -> dict:
+    """Questions to the run with pre-training: the first right and the first wrong answers, drawn."""
+    run = _content(runs["with"])
     if not run.predictions:
         raise NotThereYet(f"run {run.name} has written no predictions")
-    if not world.refcoco_refs.is_file():
-        raise NotThereYet(f"there is no {os.path.relpath(world.refcoco_refs, objects.root)}, which says what is meant")
-    sentences = {
-        expression.sentence_id: expression
-        for by_file in read_expressions(world.refcoco).values()
-        for expressions in by_file.values()
-        for expression in expressions
-    }
-    without = {} if read["without"].missing else {p["sentence_id"]: p for p in read["without"].content.predictions}
-    catalog, stage = Catalog(objects, REFCOCO), stage_of(objects, REFCOCO, read["with"])
+    without = {} if runs["without"].missing else {p[row_id]: p for p in runs["without"].content.predictions}
+    catalog, stage = Catalog(objects, TASKS), stage_of(objects, TASKS, runs["with"])
     chosen = some_right_some_wrong(run.predictions)
     samples, wanted = {}, {prediction["key"] for prediction in chosen}
     for sample in samples_of(catalog, stage):
@@ -359,30 +390,31 @@ def examples(objects: Objects, world: World, read: dict[str, Part]) -> dict:
             break
     shown = []
     for prediction in chosen:
-        sample, expression = samples.get(prediction["key"]), sentences.get(prediction["sentence_id"])
-        if sample is None or expression is None or expression.text != prediction["expression"]:
+        sample, other = samples.get(prediction["key"]), without.get(prediction[row_id])
+        if sample is None:
             raise NotThereYet(
-                f"sentence {prediction['sentence_id']} of run {run.name} is not among the expressions or its picture "
-                f"not in {REFCOCO}/{stage}: the run belongs to another world"
+                f"the picture of {row_id} {prediction[row_id]} of run {run.name} is not in {TASKS}/{stage}: the run "
+                "belongs to another world"
             )
-        other = without.get(prediction["sentence_id"])
         shown.append(
-            {
-                "picture": draw_choice(sample, expression.box, expression.image_size, prediction, run.name),
-                "expression": prediction["expression"],
-                "right": prediction["iou"] >= 0.5,
-                "iou": prediction["iou"],
-                "candidates": prediction["candidates"],
-                "without_right": None if other is None else other["iou"] >= 0.5,
+            prediction
+            | {
+                "picture": draw_answer(sample, prediction),
+                "right": is_right(prediction),
+                "without_right": None if other is None else is_right(other),
             }
         )
-    return {"shown": shown, "n": len(run.predictions), "origin": origin(catalog, stage), "progress": run.progress}
+    return {"shown": shown, "n": len(run.predictions), "origin": origin(catalog, stage)}
+
+
+def is_right(prediction: dict) -> bool:
+    return prediction["score"] >= 0.5
 
 
 def some_right_some_wrong(predictions: Sequence[dict]) -> list[dict]:
     """The first right ones, then the first wrong ones, of each as many as there is room for."""
-    right = [prediction for prediction in predictions if prediction["iou"] >= 0.5]
-    wrong = [prediction for prediction in predictions if prediction["iou"] < 0.5]
+    right = [prediction for prediction in predictions if is_right(prediction)]
+    wrong = [prediction for prediction in predictions if not is_right(prediction)]
     room = RIGHT_SHOWN + WRONG_SHOWN
     wrong = wrong[: max(WRONG_SHOWN, room - len(right))]
     return right[: room - len(wrong)] + wrong
@@ -445,23 +477,24 @@ def grounding_chart(run: Run) -> dict:
     return chart("Pre-training: colour and shape words filled in", [right, other, guess], "% right, held out")
 
 
-def fine_tuning_chart(read: dict[str, Part], kind: str, metric: str) -> dict:
-    """Both fine-tuning runs, or the one there is."""
-    runs = {role: read[role].content for role in ("with", "without") if not read[role].missing}
-    lines = []
-    for role, run in runs.items():
-        values = run.training if kind == "training" else run.validations
-        name, colour = {"with": ("with pre-training", "blue"), "without": ("without", "orange")}[role]
-        lines.append(line(name, colour, values, metric, "{:.2f}" if kind == "training" else "{:.0%}"))
+def fine_tuning_chart(trial: str, read: dict[str, Part], kind: str, metric: str) -> dict:
+    """Both runs of a trial, or the one there is."""
+    title, lines = TRIALS[trial].title, []
+    for start, colour in zip(STARTS, ("blue", "orange"), strict=True):
+        if not read[start].missing:
+            run = read[start].content
+            values = run.training if kind == "training" else run.validations
+            form = "{:.2f}" if kind == "training" else "{:.0%}"
+            lines.append(line(STARTS_ARE[start], colour, values, metric, form))
     lines = [one for one in lines if one.points]
     if not lines:
-        raise NotThereYet(f"no fine-tuning run has written its {metric}")
+        raise NotThereYet(f"no fine-tuning run for {title} has written its {metric}")
     if kind == "training":
-        return chart("Fine-tuning: loss", lines, "nats per candidate region")
+        return chart(f"{title}: loss", lines, "nats")
     steps = [step for one in lines for step, _ in one.points]
     value = chance(read)
     lines.append(Line("chance", "muted", [(min(steps), value), (max(steps), value)], f"{value:.0%}", dashed=True))
-    return chart("Fine-tuning: right object found", lines, "% of expressions, held out")
+    return chart(f"{title}: accuracy", lines, "% right, held out")
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

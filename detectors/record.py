@@ -67,7 +67,8 @@ class Record:
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
         """The numbers of a validation, and its predictions as predictions.jsonl, one object a line."""
         print(
-            f"step {step}/{self.steps}  validation  " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()),
+            f"step {step}/{self.steps}  validation  "
+            + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if "/" not in k),  # of parts of a split: many
             flush=True,
         )
         self._write("validation", step, metrics)

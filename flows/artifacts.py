@@ -131,7 +131,8 @@ def table_of_progress(facts: Mapping[str, object]) -> str:
 def table_of_metrics(
     metrics: Mapping[str, float], checkpoint: str, paper: str = "", reported: Mapping[str, str] | None = None
 ) -> str:
-    """The numbers of a last validation, beside what the paper reports: of the task, and in % for a metric."""
+    """The numbers of a last validation, beside what the paper reports: of the task, and in % for a metric. Numbers of
+    parts of a split (accuracy/yes/no) are many, and stand elsewhere."""
     lines = [f"Checkpoint {link(checkpoint)}"]
     if paper:  # above: in a cell its words would push the values out of sight
         lines += ["", f"**The paper, on the real data:** {escaped(paper)}"]
@@ -143,12 +144,12 @@ def table_of_evaluation(
 ) -> str:
     """The numbers of a split that was evaluated, with links to its page and to what a leaderboard takes."""
     lines = [f"Page {link(f'{place}/index.html')}", *(f"Submission {link(f'{place}/{name}')}" for name in submission)]
-    whole = {name: value for name, value in metrics.items() if "/" not in name}  # of parts: many, and on the page
-    return "\n\n".join([*lines, "\n".join(_beside_the_paper(whole, reported))])
+    return "\n\n".join([*lines, "\n".join(_beside_the_paper(metrics, reported))])
 
 
 def _beside_the_paper(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> list[str]:
     """The lines of a table; one column more where the paper reports any of them."""
+    metrics = {name: value for name, value in metrics.items() if "/" not in name}
     known = {name: reported.get(name, "") for name in metrics}
     with_paper = any(known.values())
     lines = (

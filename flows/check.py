@@ -1,6 +1,7 @@
 """What second 0 can know to go wrong after hours: `check` raises one ValueError that names it and the way out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from detectors.fields import differing_fields, override
@@ -150,6 +151,9 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
         raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(files)}")
     for name in files:
         _check_file(f"{where}.folder", str(Path(settings.folder) / name))
+    for split in settings.evaluate:
+        for name in getattr(replace(recipe.task, validate_on=split), "files", ()):
+            _check_file(f"{where}.evaluate: {split}", str(Path(settings.folder) / name))
     for name in getattr(recipe.task, "folders", ()):
         _check_folder(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe

@@ -66,6 +66,6 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _series(lines: Sequence[dict[str, float]], *words: str) -> list[str]:
-    """The names of numbers with one of these words in them, in order of appearance."""
+    """The names of numbers with one of these words in them, in order of appearance; not of parts of a split."""
     names = {name: None for line in lines for name in line}
-    return [name for name in names if any(word in name for word in words)]
+    return [name for name in names if "/" not in name and any(word in name for word in words)]

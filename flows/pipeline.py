@@ -11,7 +11,7 @@ its last checkpoint.
 import dataclasses
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect import flow
@@ -67,19 +67,15 @@ def pretrain_vlbert(
     pretrained = pretrain_flow(root, work, pretraining, detector)
     name_run(pretrained.name, *pretrained.tags)
 
-    finetuned, failed = [], {}
-    for settings in finetunings:
+    def started(settings: FinetuneSettings) -> Trained:
         settings = dataclasses.replace(
             settings,
             pretraining=settings.pretraining or pretrained.run,
             detector=settings.detector or detected[settings.dataset_name].detector,
         )
-        started = time.monotonic()
-        try:
-            finetuned.append(finetune_flow(root, work, settings))
-        except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            failed[settings.run or settings.recipe_name] = reason, time.monotonic() - started
+        return finetune_flow(root, work, settings)
+
+    finetuned, failed = each_in_turn(finetunings, started)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     road = Road(collected, detected, pretrained, finetuned, peak_bytes)
     publish("road", pretrained.run, lambda: table_of_stages(came_to(road, failed)))
@@ -89,6 +85,22 @@ def pretrain_vlbert(
             f"{len(failed)} of {len(finetunings)} fine-tunings failed, each in a flow of its own: {reasons}"
         )
     return road
+
+
+def each_in_turn(
+    finetunings: Sequence[FinetuneSettings], start: Callable[[FinetuneSettings], Trained]
+) -> tuple[list[Trained], dict[str, tuple[str, float]]]:
+    """Start one after the other, whatever becomes of it; what they came to and, by run, why one failed and after how
+    many seconds. Signals end it all."""
+    finetuned, failed = [], {}
+    for settings in finetunings:
+        began = time.monotonic()
+        try:
+            finetuned.append(start(settings))
+        except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed[settings.run or settings.recipe_name] = reason, time.monotonic() - began
+    return finetuned, failed
 
 
 def came_to(road: Road, failed: Mapping[str, tuple[str, float]]) -> list[tuple[str, str, float]]:
@@ -102,6 +114,7 @@ def came_to(road: Road, failed: Mapping[str, tuple[str, float]]) -> list[tuple[s
         for one in road.detected.values()
     ]
     for trained in (road.pretrained, *road.finetuned):
-        numbers = ", ".join(f"{name} {value:.3f}" for name, value in trained.metrics.items() if "accuracy" in name)
+        whole = {name: value for name, value in trained.metrics.items() if "accuracy" in name and "/" not in name}
+        numbers = ", ".join(f"{name} {value:.3f}" for name, value in whole.items())
         lines.append((trained.run, numbers or trained.checkpoint, trained.seconds))
     return lines + [(run, f"failed: {reason}", seconds) for run, (reason, seconds) in failed.items()]

@@ -132,7 +132,7 @@ def walked_again(walked: subprocess.CompletedProcess, served: Operated) -> dict[
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ pictures; served while the tests run."""
     settings = WorldSettings(
-        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, refcoco_train=7, refcoco_held_out=3
+        train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, task_train=7, task_held_out=3
     )
     drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
     with WorldServer(drawn.root):

@@ -19,6 +19,7 @@ from flows.artifacts import (
     publish,
     reporting,
     table_of_counts,
+    table_of_evaluation,
     table_of_metrics,
     table_of_progress,
 )
@@ -104,7 +105,26 @@ def test_a_table_of_metrics_has_the_papers_number_and_progress_is_a_row_a_fact()
     assert "\n| accuracy | 0.500 |\n| chance\\_of\\_it | 0.333 |" in table
     assert "on the real data:** 79\\.88 val\n" in table
     assert link(where) in table
+    numbers = {"accuracy": 0.5, "accuracy/yes/no": 1.0, "chance": 0.25}
+    beside = table_of_metrics(numbers, where, "", {"accuracy": "79.88 base|", "exact": "1"})
+    assert "| metric | value | the paper, % |\n|---|---:|---|\n| accuracy | 0.500 | 79\\.88 base\\| |\n" in beside
+    assert beside.endswith("\n| chance | 0.250 |  |")
     assert table_of_progress({"step": "4 of 8", "left": "a|b"}) == "| step | 4 of 8 |\n|---|---:|\n| left | a\\|b |"
+
+
+def test_a_table_of_an_evaluation_links_its_files_and_leaves_parts_of_the_split_to_its_page():
+    metrics = {"accuracy": 0.5, "accuracy/yes/no": 0.25, "odd": None}
+    table = table_of_evaluation(metrics, {"accuracy": "71.16"}, "/r/evaluations/val-step-1", ("results.json",))
+    assert table.splitlines() == [
+        f"Page {link('/r/evaluations/val-step-1/index.html')}",
+        "",
+        f"Submission {link('/r/evaluations/val-step-1/results.json')}",
+        "",
+        "| metric | value | the paper, % |",
+        "|---|---:|---|",
+        "| accuracy | 0.500 | 71\\.16 |",
+        "| odd | – |  |",
+    ]
 
 
 def test_no_two_datasets_share_an_artifact():
@@ -143,14 +163,14 @@ def test_curves_name_the_run_and_the_last_value_of_each_line():
     ]
     validation = [
         {"step": 10, "words_accuracy": 0.25, "seconds": 3.0},
-        {"step": 20, "words_accuracy": 0.5, "watched_accuracy_grounding": 0.125},
+        {"step": 20, "words_accuracy": 0.5, "watched_accuracy_grounding": 0.125, "accuracy/yes/no": 1.0},
     ]
     shown = texts(draw("a <b> run", training, validation))
     assert "a <b> run: training loss" in shown
     assert "a <b> run: validation" in shown
     assert {"loss_words 0.050", "loss_regions 2.000"} <= set(shown)
     assert {"words_accuracy 0.500", "watched_accuracy_grounding 0.125"} <= set(shown)
-    assert not [text for text in shown if "learning_rate" in text or "seconds" in text]
+    assert not [text for text in shown if "learning_rate" in text or "seconds" in text or "yes/no" in text]
     assert draw("x", training, validation) == draw("x", training, validation)  # no date, no random ids
     assert not [text for text in texts(draw("x", training, [])) if "validation" in text]
 

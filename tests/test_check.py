@@ -22,7 +22,7 @@ PROJECT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     settings = WorldSettings(
-        train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, refcoco_train=1, refcoco_held_out=0
+        train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0
     )
     return draw_world(tmp_path_factory.mktemp("world"), settings)
 
@@ -254,7 +254,7 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": "caption"}, "pretraining.dataset is 'caption', and datasets has only captions, held-out, refcoco"),
+        ({"dataset": "caption"}, "pretraining.dataset is 'caption', and datasets has only captions, held-out, coco"),
         ({"held_out": "held"}, "pretraining.held_out is 'held'"),
         ({"text": ("no.txt",)}, "pretraining.text: there is no file no.txt"),
         ({"vocabulary_captions": ("no.tsv",)}, "pretraining.vocabulary_captions: there is no file no.tsv"),
@@ -273,7 +273,7 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         (NO_TEXT | {"overrides": ("data.text_batch=4",)}, "data.text_batch=4, and there is no corpus; set text"),
         ({"recipe": "pretrain_vlbert_base"}, BERT),
         ({"overrides": ("bert=bert-base-uncased",)}, BERT),
-        ({"run": "finetune-with"}, "two runs are named finetune-with"),
+        ({"run": "refcoco-with"}, "two runs are named refcoco-with"),
         (
             {"overrides": ("model.layers=JJ", "model.regions.untrained=true")},
             "has another architecture than the pre-training",
@@ -355,6 +355,14 @@ def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: tuple, missi
     path.rename(path.with_name("elsewhere"))
     with pytest.raises(ValueError, match=rf"finetunings\[0\].folder: there is no (file|folder) {path}"):
         check(datasets, pretraining, [finetuning])
+
+
+def test_a_split_to_be_evaluated_whose_files_are_not_there_is_refused(vcr: tuple):
+    datasets, pretraining, finetuning = vcr
+    check(datasets, pretraining, [dataclasses.replace(finetuning, evaluate=("val",))])
+    missing = Path(finetuning.folder) / "test.jsonl"
+    with pytest.raises(ValueError, match=rf"finetunings\[0\].evaluate: test: there is no file {missing}"):
+        check(datasets, pretraining, [dataclasses.replace(finetuning, evaluate=("val", "test"))])
 
 
 def test_a_task_reads_the_dataset_of_its_own_name(vcr: tuple):

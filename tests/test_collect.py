@@ -55,7 +55,7 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Colle
 
 
 def refcoco(world: World) -> CollectSettings:
-    return CollectSettings("refcoco+", images=str(world.refcoco_images), rows_per_shard=6)
+    return CollectSettings("refcoco+", images=str(world.task_images), rows_per_shard=6)
 
 
 def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSettings:
@@ -205,7 +205,7 @@ def test_a_folder_of_images_becomes_shards_whose_rows_count_through(world: World
     catalog = of(root, "refcoco+")
     tables = [catalog.manifest(IMAGES, shard).table for shard in catalog.shards(IMAGES)]
     assert [table["row"].to_pylist() for table in tables] == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
-    names = sorted(file.name for file in world.refcoco_images.iterdir())
+    names = sorted(file.name for file in world.task_images.iterdir())
     assert [url for table in tables for url in table["url"].to_pylist()] == names
     assert collect(root, refcoco(world), said.append).new_shards == 0
     done = {shard: catalog.manifest(IMAGES, shard).meta for shard in catalog.shards(IMAGES)}
@@ -312,7 +312,7 @@ def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_p
 
 
 def test_a_folder_that_is_changed_while_it_is_imported_is_an_error(world: World, tmp_path: Path):
-    folder, root = shutil.copytree(world.refcoco_images, tmp_path / "images"), str(tmp_path / "root")
+    folder, root = shutil.copytree(world.task_images, tmp_path / "images"), str(tmp_path / "root")
 
     def change(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         (folder / "000.jpg").write_bytes(b"")

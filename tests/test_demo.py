@@ -13,6 +13,7 @@ import pytest
 
 import demo.__main__ as demo
 from demo.measure import measure
+from demo.trials import OF_DEMO, STARTS, TRIALS
 from demo.world import DEFAULT_PORT, WorldSettings, draw_world
 from detectors.fields import override
 from detectors.weights import load_resnet, read_config
@@ -24,39 +25,60 @@ from vlbert.regions import FastRCNN
 from vlbert.train import check_complete
 
 PROJECT = Path(__file__).parents[1]
-TINY = WorldSettings(
-    train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, refcoco_train=1, refcoco_held_out=0
-)
+TINY = WorldSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
 
 
-def road(grounding: float, with_it: float, without: float) -> Road:
-    """What a road came to, as far as the gates look."""
+def road(grounding: float, **trials: tuple[float, float, float]) -> Road:
+    """What a road came to, as far as the gates look; trials: the number with pre-training, without it and by chance."""
 
     def trained(run: str, metrics: dict[str, float]) -> Trained:
         return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
 
     finetuned = [
-        trained(demo.RUNS["with"], {"accuracy": with_it, "chance": 0.25}),
-        trained(demo.RUNS["without"], {"accuracy": without, "chance": 0.25}),
+        trained(f"{trial}-{start}-seed7", {TRIALS[trial].metric: value, "chance": chance})
+        for trial, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in trials.items())
+        for start, value in zip(STARTS, values, strict=True)
     ]
     return Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
 
 
+GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
+
+
 @pytest.mark.parametrize(
-    ("map50", "grounding", "with_it", "without", "failed"),
+    ("map50", "grounding", "trials", "failed"),
     [
-        (0.7, 0.12, 0.5, 0.39, []),
-        (0.69, 0.12, 0.5, 0.3, ["mAP@0.5 is 0.690, under 0.7"]),
-        (0.7, 0.11, 0.5, 0.3, ["grounding is 0.110"]),
-        (0.7, 0.3, 0.34, 0.2, ["not 0.1 over chance (0.250)"]),
-        (0.7, 0.3, 0.5, 0.41, ["not 0.1 over 0.410 without it"]),
-        (0.1, 0.0, 0.1, 0.4, ["mAP@0.5 is", "grounding is 0.000", "over chance", "over 0.400 without it"]),
+        (0.7, 0.12, {"refcoco": (0.5, 0.39, 0.25)}, []),
+        (0.69, 0.12, {}, ["mAP@0.5 is 0.690, under 0.7"]),
+        (0.7, 0.11, {}, ["grounding is 0.110"]),
+        (
+            0.7,
+            0.3,
+            {"refcoco": (0.34, 0.2, 0.25)},
+            ["RefCOCO+ with pre-training is 0.340, not 0.1 over chance (0.250)"],
+        ),
+        (0.7, 0.3, {"refcoco": (0.5, 0.41, 0.25)}, ["not 0.1 over 0.410 without it"]),
+        (0.7, 0.3, {"vqa": (0.5, 0.41, 0.2)}, ["VQA with pre-training is 0.500, not 0.1 over 0.410 without it"]),
+        (0.7, 0.3, {"vqa": (0.25, 0.1, 0.2)}, ["VQA with pre-training is 0.250, not 0.1 over chance (0.200)"]),
+        (0.7, 0.3, {"vcr_answers": (0.5, 0.46, 0.25)}, ["VCR, Q→A with pre-training is 0.500, not 0.05 over 0.460"]),
+        (
+            0.7,
+            0.3,
+            {"vcr_rationales": (0.28, 0.2, 0.25)},
+            ["VCR, QA→R with pre-training is 0.280, not 0.05 over chance"],
+        ),
+        (
+            0.1,
+            0.0,
+            {"refcoco": (0.1, 0.4, 0.25)},
+            ["mAP@0.5 is", "grounding is 0.000", "over chance", "over 0.400 without it"],
+        ),
     ],
 )
 def test_the_gates_name_what_was_not_learned(
-    map50: float, grounding: float, with_it: float, without: float, failed: list[str]
+    map50: float, grounding: float, trials: dict[str, tuple[float, float, float]], failed: list[str]
 ):
-    messages = demo.gates([road(grounding, with_it, without)], map50, 0.7)
+    messages = demo.gates([road(grounding, **(GOOD | trials))], map50, 0.7)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
@@ -64,7 +86,7 @@ def test_the_gates_name_what_was_not_learned(
 
 
 def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
-    roads = [road(grounding, 0.5, 0.3) for grounding in (0.02, 0.12, 0.22)]
+    roads = [road(grounding, **GOOD) for grounding in (0.02, 0.12, 0.22)]
     assert demo.gates(roads, 0.8, 0.5) == []
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == [
@@ -72,11 +94,15 @@ def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFix
         *(f"seed {number} of 3: grounding {value}" for number, value in ((1, "0.020"), (2, "0.120"), (3, "0.220"))),
         "mean: grounding 0.120",
     ]
-    (failed,) = demo.gates([*roads, road(0.08, 0.5, 0.3)], 0.8, 0.5)
+    assert all("RefCOCO+ 0.500 pre-trained, 0.300 not, 0.250 by chance; VQA 0.550 " in line for line in lines[1:])
+    (failed,) = demo.gates([*roads, road(0.08, **GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
+    worse = [road(0.12, **(GOOD | {"vqa": (with_it, 0.35, 0.2)})) for with_it in (0.4, 0.44, 0.48)]
+    (failed,) = demo.gates(worse, 0.8, 0.5)
+    assert "VQA with pre-training is 0.440, not 0.1 over 0.350 without it" in failed
 
 
-def logged(said: str, kind: str = "Flow", name: str = "finetune_refcoco_demo finetune-with on a1 snapshot b2") -> bytes:
+def logged(said: str, kind: str = "Flow", name: str = "finetune_refcoco_demo refcoco-with on a1 snapshot b2") -> bytes:
     """A line of a worker's log."""
     return f"10:11:12.345 | INFO    | {kind} run '{name}' - {said}\n".encode()
 
@@ -97,7 +123,7 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
     with log.open("ab", buffering=0) as file, demo.stages_shown(log):
         file.write(logged("captions: 4 of 9 shards collected: ok 380, timeout 5"))
         file.write(logged("Finished in state Completed()", "Task", "captions from 00000"))
-        file.write(logged("refcoco+: nothing to detect", "Task", "refcoco+"))
+        file.write(logged("coco: nothing to detect", "Task", "coco"))
         until(2)
         half = logged("pretrain is complete: é")
         file.write(half[:-2])  # the first byte of the last letter
@@ -105,19 +131,19 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
         file.write(half[-2:])
         until(3)
         file.write(logged("the flow UI was not told: captions: x"))
-        file.write(logged("finetune-with: step 4/4"))
-        file.write(logged("finetune-without: the last words"))
-        file.write(logged("finetune-with-seed2: step 8/8"))
+        file.write(logged("refcoco-with: step 4/4"))
+        file.write(logged("vqa-without: the last words"))
+        file.write(logged("vcr-answers-with-seed2: step 8/8"))
         file.write(logged("detector: step 1/9"))
         file.write(logged("captions: half a li")[:-1])  # of a worker that was killed
     shown += capsys.readouterr().out.splitlines()
     assert shown == [
         "10:11:12  captions: 4 of 9 shards collected: ok 380, timeout 5",
-        "10:11:12  refcoco+: nothing to detect",
+        "10:11:12  coco: nothing to detect",
         "10:11:12  pretrain is complete: é",
-        "10:11:12  finetune-with: step 4/4",
-        "10:11:12  finetune-without: the last words",
-        "10:11:12  finetune-with-seed2: step 8/8",
+        "10:11:12  refcoco-with: step 4/4",
+        "10:11:12  vqa-without: the last words",
+        "10:11:12  vcr-answers-with-seed2: step 8/8",
         "10:11:12  detector: step 1/9",
     ]
 
@@ -222,7 +248,7 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
     )
     features = FastRCNN(theirs)
     load_resnet(features.backbone, features.res5, demo.SHIPPED_DETECTOR)
-    for name in ("pretrain_vlbert_demo", "finetune_refcoco_demo"):
+    for name in ("pretrain_vlbert_demo", *(trial.recipe for trial in TRIALS.values())):
         recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "from_scratch=true"])
         assert recipe.model == DEMO
         with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
@@ -247,9 +273,25 @@ def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(
     own, other = (demo.flow_parameters(tmp_path, world, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
     names = [training["run"] for told in (own, other) for training in (told["pretraining"], *told["finetunings"])]
-    assert len(set(names)) == 6
+    assert len(set(names)) == 2 * (1 + 2 * len(OF_DEMO))
     changed = json.dumps(own).replace("-seed0", "-seed1").replace("data.seed=0", "data.seed=1")
     assert json.loads(changed) == other
+
+
+def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
+    world = draw_world(tmp_path / "world", TINY, 9001)
+    told = demo.flow_parameters(tmp_path, world, 0, 2, trials=tuple(TRIALS))["finetunings"]
+    assert [one["run"] for one in told] == [f"{trial}-{start}" for trial in TRIALS for start in ("with", "without")]
+    for with_it, without in zip(told[::2], told[1::2], strict=True):
+        assert (with_it["checkpoint"], without["checkpoint"]) == ("latest", "none")
+        same = {"run": "", "checkpoint": ""}
+        assert with_it | same == without | same
+        assert with_it["dataset"] == "coco"
+        assert Path(with_it["folder"]).is_dir()
+    asked = [one["overrides"] for one in told if one["task"] == "vcr"]
+    assert ["task.question=rationale" in overrides for overrides in asked] == [False, False, True, True]
+    answers = len((world.vqa / "answers_vqa.txt").read_text().splitlines())
+    assert [one["task"] for one in told if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
 
 
 def test_the_table_says_whose_memory_it_shows():

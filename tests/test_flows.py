@@ -27,14 +27,16 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Failed
+from pydantic import TypeAdapter
 
 from demo.world import World
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow
-from flows.pipeline import Road
-from flows.settings import Dataset, DetectorSettings
+from flows.finetune import finetune, finetune_flow
+from flows.pipeline import Road, each_in_turn
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings
 from flows.supervisor import ChildFailed
 from flows.training import Watch, paced
 from storage.catalog import Catalog
@@ -62,7 +64,7 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Datas
 
 def refcoco(world: World) -> Dataset:
     detector = DetectorSettings("annotated", annotations=str(world.refcoco_instances))
-    return Dataset("refcoco+", detector=detector, images=str(world.refcoco_images), rows_per_shard=6)
+    return Dataset("refcoco+", detector=detector, images=str(world.task_images), rows_per_shard=6)
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +315,25 @@ def test_progress_lines_are_passed_on_now_and_then_and_all_others_always():
     assert heard == [progress[0], *rest]
 
 
+def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_them_all():
+    class Signal(BaseException):
+        pass
+
+    def start(settings: FinetuneSettings) -> str:
+        if settings.run == "b":
+            raise ValueError("no such file\nand more")
+        if settings.run == "stop":
+            raise Signal
+        return settings.run
+
+    runs = [FinetuneSettings(run=run) for run in "abc"]
+    finetuned, failed = each_in_turn(runs, start)
+    assert finetuned == ["a", "c"]
+    assert {run: reason for run, (reason, _) in failed.items()} == {"b": "ValueError: no such file"}
+    with pytest.raises(Signal):
+        each_in_turn([FinetuneSettings(run="stop"), *runs], start)
+
+
 # --- the whole road, as a flow ----------------------------------------------------------------------------------------
 
 
@@ -328,22 +349,22 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     assert [(done.dataset, done.shards, done.new_shards) for done in road.collected] == [
         ("captions", 4, 4),
         ("held-out", 1, 1),
-        ("refcoco+", 2, 2),
+        ("coco", 2, 2),
     ]
     assert {name: found.new_shards for name, found in road.detected.items()} == {
         "captions": 4,
         "held-out": 1,
-        "refcoco+": 2,
+        "coco": 2,
     }
     assert road.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
     assert 0 <= road.pretrained.metrics["watched_accuracy"] <= 1
-    assert [trained.run for trained in road.finetuned] == ["finetune-with"]
+    assert [trained.run for trained in road.finetuned] == ["refcoco-with"]
     assert 0 < road.finetuned[0].metrics["chance"] < 1
     said = served.logs(str(first.id))
     assert any(f": VL-BERT from {road.pretrained.checkpoint}, of its head region_transform" in line for line in said)
     for trained, dataset, recipe in (
         (road.pretrained, "captions", "pretrain_vlbert_demo"),
-        (road.finetuned[0], "refcoco+", "finetune_refcoco_demo"),
+        (road.finetuned[0], "coco", "finetune_refcoco_demo"),
     ):
         assert (trained.recipe, trained.detector) == (recipe, road.detected[dataset].detector)
         state = json.loads((Path(trained.checkpoint) / "state.json").read_text())
@@ -351,7 +372,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
 
     said_again = walked_again["pretrain-vlbert/default"]
     assert "captions: nothing to download: 4 of 4 shards are committed" in said_again
-    assert "refcoco+: nothing to download: 2 of 2 shards are committed" in said_again
+    assert "coco: nothing to download: 2 of 2 shards are committed" in said_again
     assert sum("nothing to detect" in line for line in said_again) == 3
     assert any(line.startswith("pretrain is complete: ") for line in said_again)
     assert again.pretrained.checkpoint == road.pretrained.checkpoint
@@ -365,7 +386,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         assert (second.name, second.tags) == (first.name, first.tags)
         assert [run.name for run in below(client, second)] == [run.name for run in stages[:-1]]
         # Of the whole road, nothing was left to collect: what collecting has as tasks is of the first run alone.
-        assert tasks_of(client, *below(client, second)) == ["captions", "held-out", "refcoco+"]
+        assert tasks_of(client, *below(client, second)) == ["captions", "held-out", "coco"]
         shown_again = set(artifacts_of(client, second, *below(client, second)))
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
         assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
@@ -374,7 +395,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
 
 def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[FlowRun]) -> None:
     """The flow runs by their names and tags: recipe, detector, snapshot."""
-    scenes, things = road.detected["captions"].detector, road.detected["refcoco+"].detector
+    scenes, things = road.detected["captions"].detector, road.detected["coco"].detector
     trained, tuned = road.pretrained, road.finetuned[0]
     assert scenes != things
     assert trained.snapshot != tuned.snapshot
@@ -384,26 +405,26 @@ def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[
     assert [(stage.name, stage.tags) for stage in stages] == [
         ("collect captions from train.tsv", ["dataset:captions"]),
         ("collect held-out from held_out.tsv", ["dataset:held-out"]),
-        ("collect refcoco+ from images", ["dataset:refcoco+"]),
+        ("collect coco from images", ["dataset:coco"]),
         (f"detect captions by {scenes}", ["dataset:captions", f"detector:{scenes}"]),
         (f"detect held-out by {scenes}", ["dataset:held-out", f"detector:{scenes}"]),
-        (f"detect refcoco+ by {things}", ["dataset:refcoco+", f"detector:{things}"]),
+        (f"detect coco by {things}", ["dataset:coco", f"detector:{things}"]),
         (name, tags),
         (
-            f"finetune_refcoco_demo finetune-with on {things} snapshot {tuned.snapshot}",
+            f"finetune_refcoco_demo refcoco-with on {things} snapshot {tuned.snapshot}",
             [f"detector:{things}", "recipe:finetune_refcoco_demo", f"snapshot:{tuned.snapshot}"],
         ),
     ]
     # Four shards of captions in groups of two, one group held out, one imported.
     assert tasks_of(client, *stages) == [
         *("captions", "captions from 00000", "captions from 00002"),
-        *("held-out", "held-out from 00000", "refcoco+", "refcoco+ from 00000"),
+        *("held-out", "held-out from 00000", "coco", "coco from 00000"),
     ]
 
 
 def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
     """What the road leaves in the flow UI."""
-    datasets, runs = ("captions", "held-out", "refcoco+"), {"pretrain": "pretrain", "finetune": "finetune-with"}
+    datasets, runs = ("captions", "held-out", "coco"), {"pretrain": "pretrain", "finetune": "refcoco-with"}
     assert set(artifacts) == {
         *(key_of(stage, name) for stage in ("collecting", "images", "detecting", "regions") for name in datasets),
         *(f"{stage}{what}-{run}" for stage, run in runs.items() for what in ("", "-progress", "-curves")),
@@ -415,10 +436,11 @@ def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
     assert [re.sub(r"\\(.)", r"\1", name) for name, _ in stages] == [
         *(f"collect {name}" for name in datasets),
         *(f"detect {name}" for name in datasets),
-        *("pretrain", "finetune-with"),
+        *("pretrain", "refcoco-with"),
     ]
     assert stages[0][1] == f"{road.collected[0].counts['ok']} images in 4 shards"
-    assert f"accuracy {road.finetuned[0].metrics['accuracy']:.3f}".replace(".", r"\.") in stages[-1][1]
+    accuracy = f"{road.finetuned[0].metrics['accuracy_published']:.3f}"
+    assert rf"accuracy\_published {accuracy}".replace(".", r"\.") in stages[-1][1]
     assert "| shards | 4 of 4 |" in artifacts["collecting-captions"]
     assert "| rows | 32 of 32 |" in artifacts["collecting-captions"]
     assert "| shards | 4 of 4 |" in artifacts["detecting-captions"]
@@ -449,8 +471,8 @@ def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
         assert f"{run}: validation" in words
     assert r"| watched\_accuracy |" in artifacts["pretrain-pretrain"]
     assert "on the real data:** no number in the paper" in artifacts["pretrain-pretrain"]
-    assert f"| accuracy | {road.finetuned[0].metrics['accuracy']:.3f} |" in artifacts["finetune-finetune-with"]
-    assert r"on the real data:** 79\.88 val" in artifacts["finetune-finetune-with"]
+    assert rf"| accuracy\_published | {accuracy} | " in artifacts["finetune-refcoco-with"]
+    assert r"on the real data:** 79\.88 val" in artifacts["finetune-refcoco-with"]
 
 
 def named_while_it_runs(line: str, road: Road) -> None:
@@ -464,6 +486,30 @@ def named_while_it_runs(line: str, road: Road) -> None:
     with get_client(sync_client=True) as client:
         run = newest(client, "watching")
     assert (run.name, run.tags) == (road.pretrained.name, sorted(road.pretrained.tags))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server", "walked")
+def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(served: Operated, world: World):
+    root = served.deployments.parent / "root"
+    parameters = tiny_road(world, root)["finetunings"][0] | {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
+    settings = TypeAdapter(FinetuneSettings).validate_python(parameters)
+    trained = finetune_flow(str(root), str(root / "work"), settings)
+    assert [one.split for one in trained.evaluated] == ["val", "testA"]
+    places = [Path(one.place) for one in trained.evaluated]
+    assert places[0] == root / "runs/refcoco-with/evaluations/val-step-0000004"
+    assert trained.evaluated[0].metrics == json.loads((places[0] / "metrics.json").read_text())["metrics"]
+    assert (places[1] / trained.evaluated[1].submission[0]).is_file()
+    with get_client(sync_client=True) as client:
+        artifacts = artifacts_of(client, newest(client, "finetune"))
+    table = artifacts["finetune-evaluation-refcoco-with-val"]
+    assert places[0].as_uri() + "/index.html" in table
+    assert re.search(r"\| accuracy\\_published \| \d\.\d+ \| .*base", table)
+
+    before = {file: file.stat().st_mtime_ns for place in places for file in place.iterdir()}
+    again = finetune(str(root), str(root / "work"), settings)
+    assert again.evaluated == trained.evaluated
+    assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
 @pytest.mark.usefixtures("prefect_server", "walked")

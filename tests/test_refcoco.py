@@ -596,6 +596,9 @@ def test_what_is_said_is_scored_in_pixels_of_the_image_that_was_shipped(tmp_path
     box = samples[2].regions.boxes[1].astype(float) * shrunk
     rights = example(task, samples[2], question, flip).picture.targets["right"].tolist()
     assert rights == [False, False, True]
+    own = dataclasses.replace(question, regions=None)  # the sample's, which lie in the stored picture
+    (row,) = predict(tuned(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
+    assert (row["iou"], row["hit"], row["exact"]) == (1, True, None)
     (row,) = predict(task, [example(task, samples[2], question, flip)], [[0.0, -1, 2]])
     assert (row["iou"], row["hit"], row["exact"], row["score"]) == (1, True, True, 1)
     assert row["box_xywh"] == [*box[:2], *(box[2:] - box[:2])]

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from demo.report import annotated_boxes, main, write_report
+from demo.trials import STARTS, joint_folder
 from demo.world import World, WorldSettings, draw_world
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard, stage_of
@@ -27,12 +28,19 @@ from storage.sample import Sample, sample_key
 from vlbert.boxes import iou
 from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
 from vlbert.official.refcoco import read_expressions
+from vlbert.official.vqa import read_questions
 
 TINY = WorldSettings(
-    train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, refcoco_train=1, refcoco_held_out=6, refcoco_refs=1
+    train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, task_train=1, task_held_out=6, task_refs=1
 )
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
-RUNS = {"pretrain": "first-run", "with": "second-run", "without": "third-run"}
+RUNS = {
+    "pretrain": "first-run",
+    "refcoco-with": "second-run",
+    "refcoco-without": "third-run",
+    "vqa-with": "fourth-run",
+    "vqa-without": "fifth-run",
+}
 LINE = r'<path d="([^"]+)"[^>]*?stroke: var\(--(blue|orange|aqua|violet|muted)\)'
 TIMINGS = [("download", 4.25), ("pre-training", 131.5)]
 CLASSES = [("red star", 0.995), ("blue ring", 0.5), ("red ring", 0.25), ("blue star", 0.125)]
@@ -118,26 +126,47 @@ def training(step: int, **losses: float) -> dict:
 
 def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[dict]:
     """Predictions for the val expressions of the world, each `right` or `wrong`, as vlbert writes them."""
-    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "refcoco+").read(stage, "00000")}
+    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "coco").read(stage, "00000")}
     rows = []
     for (file, (expression,)), how in zip(read_expressions(world.refcoco)["val"].items(), choose, strict=False):
         sample = samples[file]
         overlaps = iou(sample.regions.boxes, np.array([expression.box]))[:, 0]
         region = int(overlaps.argmax() if how == "right" else overlaps.argmin())
+        boxes = {f"region {1 + region}": sample.regions.boxes[region].tolist(), "truth": list(expression.box)}
         rows.append(
             {
-                "sentence_id": expression.sentence_id,
-                "ref_id": expression.ref_id,
-                "expression": expression.text,
                 "key": sample.key,
+                "asked": expression.text,
+                "said": f"region {1 + region}",
+                "probability": 0.5,
+                "truth": "the box",
+                "score": float(how == "right"),
+                "boxes": [{"name": name, "box": box} for name, box in boxes.items()],
+                "sentence_id": expression.sentence_id,
                 "region": region,
                 "iou": float(overlaps[region]),
-                "exact": how == "right",
                 "candidates": len(sample.regions),
-                "right_candidates": 1,
             }
         )
     return rows
+
+
+def answered(root: Path, world: World, stage: str, choose: Sequence[float]) -> list[dict]:
+    """Predictions for the first val questions of the world with these scores, as vlbert writes them."""
+    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "coco").read(stage, "00000")}
+    return [
+        {
+            "key": samples[question.image].key,
+            "asked": question.text,
+            "said": question.truth if score >= 0.5 else "purple",
+            "probability": 0.625,
+            "truth": question.truth,
+            "score": score,
+            "boxes": [],
+            "question_id": question.question_id,
+        }
+        for question, score in zip(read_questions(world.vqa, "val2014"), choose, strict=False)
+    ]
 
 
 def watched(right: float, other: float) -> dict:
@@ -171,11 +200,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
     commit_images(root, "captions", rows(world.train_tsv), failed)
     held_out = rows(world.held_out_tsv)
     commit_images(root, "held-out", [(HOSTILE, *held_out[0][1:]), *held_out[1:]], [])
-    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.refcoco_images.iterdir())]
-    commit_images(root, "refcoco+", pictures, [])
+    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.task_images.iterdir())]
+    commit_images(root, "coco", pictures, [])
     objects = open_objects(str(root))
     scenes, referred = AnnotatedDetector(world.annotations), AnnotatedDetector(world.refcoco_instances)
-    for dataset, detector in (("captions", scenes), ("held-out", scenes), ("refcoco+", referred)):
+    for dataset, detector in (("captions", scenes), ("held-out", scenes), ("coco", referred)):
         assert detect_shard(Catalog(objects, dataset), "00000", detector)
 
     losses = [training(s, loss_words=5 / s, loss_text_words=6 / s, loss_regions=4 / s) for s in (10, 20, 30, 40)]
@@ -186,15 +215,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
     ]
     counts = [{"key": str(i), "words": 7, "watched": 3, "regions": 1} for i in range(10)]
     write_run(root, "first-run", lines, counts, 40, stage_of(scenes))
-    fine_tuning = [training(s, loss_regions=0.7 / s) for s in (10, 20, 40)]
-    for run, accuracy, exact, how in (
-        ("second-run", 0.8125, 0.7969, ["right", "wrong", "right", "right", "right", "wrong"]),
-        ("third-run", 0.4219, 0.3906, ["wrong", "wrong", "right", "wrong", "wrong", "wrong"]),
+    stage = stage_of(referred)
+    for run, accuracy, how in (
+        ("second-run", 0.8125, ["right", "wrong", "right", "right", "right", "wrong"]),
+        ("third-run", 0.4219, ["wrong", "wrong", "right", "wrong", "wrong", "wrong"]),
     ):
-        measured = {"kind": "validation", "step": 40, "accuracy": accuracy, "exact": exact, "chance": 0.2656}
-        write_run(
-            root, run, [*fine_tuning, measured], asked(root, world, stage_of(referred), how), 40, stage_of(referred)
-        )
+        measured = {"kind": "validation", "step": 40, "accuracy_published": accuracy, "chance": 0.2656}
+        lines = [*(training(s, loss_regions=0.7 / s) for s in (10, 20, 40)), measured]
+        write_run(root, run, lines, asked(root, world, stage, how), 40, stage)
+    for run, accuracy, colours, scores in (
+        ("fourth-run", 0.5469, 0.75, [1.0, 0.3]),
+        ("fifth-run", 0.3281, 0.25, [0, 0]),
+    ):
+        kinds = {"accuracy/what color is the": colours, "accuracy/how many": 0.4375}
+        measured = {"kind": "validation", "step": 40, "accuracy": accuracy, "chance": 0.1406} | kinds
+        lines = [*(training(s, loss_answers=5 / s) for s in (10, 20, 30, 40)), measured]
+        write_run(root, run, lines, answered(root, world, stage, scores), 40, stage)
     measured = {
         "weights": "detector.safetensors",
         "scenes": 10,
@@ -228,7 +264,9 @@ def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
         ("random guess", "17"),
     ]
     assert "30 hidden words, after 40 steps" in look
-    assert re.findall(r"(\d+)\s%", page.between("Does that help?", "Pictures downloaded")) == ["81", "42", "27"]
+    helped = page.between("Does that help?", "Pictures downloaded")
+    assert re.findall(r"(\d+)\s%", helped.partition("VQA")[0]) == ["81", "42", "27"]
+    assert re.findall(r"(\d+)\s%", helped.partition("VQA")[2]) == ["55", "33", "14"]
     assert "3 of 6 rows of the caption list" in page.text
     assert page.between("Time of the last run", "Draw").startswith(" 136 seconds")
     assert "4.2" in page.between("Seconds, places", "where, below")
@@ -239,9 +277,16 @@ def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
         *("81.2", "68.8", "+12.5"),
         *("56.2", "6.2", "+50.0"),
     ]
-    got = page.between("exactly the best region", "For context")
-    assert re.findall(r"\d+\.\d", got) == ["81.2", "79.7", "42.2", "39.1", "26.6"]
-    assert "79.88 val" in page.text
+    got = page.between("the paper, on photographs", "Drawn scenes are another task")
+    assert re.findall(r"(\d+\.\d)\s%", got) == [
+        *("81.2", "42.2", "26.6"),
+        *("54.7", "32.8", "14.1"),
+        *("43.8", "43.8"),
+        *("75.0", "25.0"),
+    ]
+    assert "79.88 val" in got.partition("VQA")[0]
+    assert "71.16 test-dev" in got.partition("VQA")[2]
+    assert "6 held-out questions" in helped
     assert "0.84 mAP@0.5 Of the detector on 10 held-out scenes, 4 classes." in page.text
     table = page.between("best and worst classes", "How it learned")
     assert "detector.safetensors 0.844 0.828 96.9" in table
@@ -299,7 +344,7 @@ def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, mad
     first = [names[a["category_id"]] for a in coco["annotations"] if a["image_id"] == TINY.train_scenes]
     assert f"{len(first)} region" in section.partition(HOSTILE)[2][:20]
     assert section.partition(HOSTILE)[2].partition(": ")[2].startswith(", ".join(first))
-    assert len(page.pictures) == 8 + 6
+    assert len(page.pictures) == 8 + 6 + 2
     alone = 0
     for sample, picture in zip(samples, page.pictures[:8], strict=False):
         drawn = pixels(picture)
@@ -314,26 +359,37 @@ def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, mad
 
 def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple[Path, World]):
     root, world = made
-    section = page.between("not picked by hand", "Seconds, places")
+    section = page.between("not picked by hand", "The first right and")
     assert re.findall(r"[✓✗] (\w+)", section) == ["right"] * 4 + ["wrong"] * 2
     assert re.findall(r"Without pre-training: (\w+)", section) == ["wrong", "right", "wrong", "wrong", "wrong", "wrong"]
-    (stage,) = (root / "refcoco+" / "regions").iterdir()
+    (stage,) = (root / "coco" / "regions").iterdir()
     how = ["right", "wrong", "right", "right", "right", "wrong"]
     rows = asked(root, world, f"regions/{stage.name}", how)
-    rows = [row for row in rows if row["iou"] >= 0.5] + [row for row in rows if row["iou"] < 0.5]
-    samples = {s.key: s for s in Catalog(open_objects(str(root)), "refcoco+").read(f"regions/{stage.name}", "00000")}
+    rows = [row for row in rows if row["score"]] + [row for row in rows if not row["score"]]
+    samples = {s.key: s for s in Catalog(open_objects(str(root)), "coco").read(f"regions/{stage.name}", "00000")}
     meant = {e.sentence_id: e.box for es in read_expressions(world.refcoco)["val"].values() for e in es}
-    for row, picture in zip(rows, page.pictures[8:], strict=True):
-        assert f"“{row['expression']}”" in section
+    for row, picture in zip(rows, page.pictures[8:14], strict=True):
+        assert f"“{row['asked']}”" in section
         drawn = pixels(picture)
         chosen = samples[row["key"]].regions.boxes[row["region"]]
-        boxes = [(meant[row["sentence_id"]], GREEN)] + ([] if row["iou"] >= 0.5 else [(chosen, RED)])
+        boxes = [(meant[row["sentence_id"]], GREEN)] + ([] if row["score"] else [(chosen, RED)])
         for box, colour in boxes:
             assert sum(sides_near(drawn, colour, box)) / 4 > 0.5, (row, colour)
 
 
+def test_examples_of_questions_say_the_answer_and_where_it_is_wrong_the_right_one(page: Page, made: tuple[Path, World]):
+    root, world = made
+    section = page.between("not picked by hand", "Seconds, places").partition("not picked by hand")[2]
+    (stage,) = (root / "coco" / "regions").iterdir()
+    right, wrong = answered(root, world, f"regions/{stage.name}", [1.0, 0.3])
+    assert f"✓ right “{right['asked']}” said: {right['said']} (62" in section
+    assert f"✗ wrong “{wrong['asked']}” said: purple (62" in section
+    assert f"right: {wrong['truth']}. Without pre-training: wrong" in section
+    assert f"right: {right['truth']}" not in section.partition("✗")[0]
+
+
 def test_charts_hold_every_point_and_their_colours_follow_the_theme(page: Page):
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 6
     charts = re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL)
     points = [
         [(path.count("L") + 1, colour) for path, colour in re.findall(LINE, chart) if path.count("L")]
@@ -344,12 +400,14 @@ def test_charts_hold_every_point_and_their_colours_follow_the_theme(page: Page):
         [(2, "blue"), (2, "orange"), (2, "muted")],
         [(3, "blue"), (3, "orange")],
         [(2, "muted")],
+        [(4, "blue"), (4, "orange")],
+        [(2, "muted")],
     ]
     assert not re.search(r"#0[1-6]0[1-6]0[1-6]", page.source)
-    for unit in ("optimizer steps", "nats per masked word or region", "% right, held out", "nats per candidate region"):
+    for unit in ("optimizer steps", "nats per masked word or region", "% right, held out", "nats"):
         assert unit in page.text
     assert re.findall(
-        r"(right picture|another picture|random guess) (\d+%)", page.between("words filled in", "Fine-tun")
+        r"(right picture|another picture|random guess) (\d+%)", page.between("words filled in", "RefCOCO+: loss")
     ) == [
         ("right picture", "94%"),
         ("another picture", "14%"),
@@ -370,8 +428,8 @@ def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
     assert page.tags.count("img") == page.tags.count("svg") == 0
     for words in (
         "no run is named for pre-training",
-        "no run is named for fine-tuning with pre-training",
-        "no run is named for fine-tuning without",
+        "no run is named for RefCOCO+ with pre-training",
+        "no run is named for VQA without",
         "no image shard of captions is committed",
         "no image shard of held-out is committed",
         "no fine-tuning run has validated yet",
@@ -387,15 +445,15 @@ def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
 def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, world: World):
     shutil.rmtree(root / "runs" / "third-run")
     page = Page(write_report(root, world, TIMINGS, RUNS))
-    assert "not there yet: run third-run (fine-tuning without) has written no metrics" in page.text
-    assert re.findall(r"(\d+)\s%", page.between("Does that help?", "Pictures downloaded")) == ["81", "27"]
-    assert len(page.pictures) == 14
-    assert "Without pre-training:" not in page.text
+    assert "not there yet: run third-run (RefCOCO+ without) has written no metrics" in page.text
+    assert re.findall(r"(\d+)\s%", page.between("Does that help?", "VQA")) == ["81", "27"]
+    assert len(page.pictures) == 16
+    assert "Without pre-training:" not in page.between("not picked by hand", "The first right and")
     shutil.rmtree(root / "runs" / "second-run")
     page = Page(write_report(root, world, TIMINGS, RUNS))
-    assert len(page.pictures) == 8
-    assert page.tags.count("svg") == 2
-    assert "not there yet: run second-run (fine-tuning with pre-training) has written no metrics" in page.text
+    assert len(page.pictures) == 8 + 2
+    assert page.tags.count("svg") == 4
+    assert "not there yet: run second-run (RefCOCO+ with pre-training) has written no metrics" in page.text
 
 
 def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, world: World):
@@ -408,22 +466,16 @@ def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, world: World
     assert "not finished: step 40 of 1,300" in page.between("Does it look?", "Does that help?")
     assert "not there yet: run second-run has not validated yet" in page.text
     assert "not there yet: run second-run has written no predictions" in page.text
-    assert "with pre-training 0.02" in page.between("Fine-tuning: loss", "Fine-tuning: right object")
+    assert "with pre-training 0.02" in page.between("RefCOCO+: loss", "RefCOCO+: accuracy")
 
 
-def test_predictions_on_other_regions_are_not_drawn(root: Path, world: World):
+def test_predictions_about_pictures_that_are_not_there_are_not_drawn(root: Path, world: World):
     file = root / "runs" / "second-run" / "predictions.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for change, message in (
-        ({"region": 40}, "chose region 40 of"),
-        ({"iou": 0.75, "region": min(range(3), key=lambda r: r == rows[0]["region"])}, "the run read other regions"),
-        ({"expression": "the other one"}, "the run belongs to another world"),
-        ({"key": "0" * 20}, "the run belongs to another world"),
-    ):
-        file.write_text("".join(json.dumps(row | (change if i == 0 else {})) + "\n" for i, row in enumerate(rows)))
-        page = Page(write_report(root, world, TIMINGS, RUNS))
-        assert message in page.between("For context", "Seconds, places")
-        assert len(page.pictures) == 8
+    file.write_text("".join(json.dumps(row | ({} if i else {"key": "0" * 20})) + "\n" for i, row in enumerate(rows)))
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    assert "the run belongs to another world" in page.between("Drawn scenes are another task", "Seconds, places")
+    assert len(page.pictures) == 8 + 2
 
 
 def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: World):
@@ -449,7 +501,7 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
     both = ", ".join(sorted([Untrained.id, known.id]))
     where = root / "held-out" / "regions"
     assert f"not there yet: {where} holds several detectors, set data.detector to one of {both}" in section
-    assert len(page.pictures) == 6
+    assert len(page.pictures) == 6 + 2
 
 
 @pytest.mark.parametrize("classes", [None, ["a cat", "a dog"]])
@@ -472,7 +524,7 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
     section = page.between("with their regions", "How it learned")
     assert section.count(f"1 region: {'a dog' if classes else 'class 2'} 1.00") == 8
     assert "found by a trained network, at least 3 a picture; they are its proposals" in section
-    assert page.tags.count("img") == len(page.pictures) == 2 * 8 + 6  # found and drawn
+    assert page.tags.count("img") == len(page.pictures) == 2 * 8 + 6 + 2  # found and drawn
     drawn = annotated_boxes(world)
     samples = list(Catalog(open_objects(str(root)), "held-out").read("regions/0123456789ab", "00000"))
     several = 0
@@ -487,57 +539,58 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
 
 
 def test_runs_with_other_seeds_are_listed_with_their_means(root: Path, world: World):
-    names = {"pretrain": "first-run-seed1", "with": "second-run-seed1", "without": "third-run-seed1"}
+    names = {role: f"{run}-seed1" for role, run in RUNS.items()}
     for role, run in RUNS.items():
         shutil.copytree(root / "runs" / run, root / "runs" / names[role])
-    file = root / "runs" / names["with"] / "metrics.jsonl"
+    file = root / "runs" / names["refcoco-with"] / "metrics.jsonl"
     file.write_text(file.read_text().replace("0.8125", "0.6120"))
     page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
-    table = page.between("trained again with other seeds", "For context")
-    assert re.findall(r"(first-run|first-run-seed1|mean) \+(\d+\.\d) points (\d+\.\d)", table) == [
-        ("first-run", "79.7", "81.2"),
-        ("first-run-seed1", "79.7", "61.2"),
-        ("mean", "79.7", "71.2"),
+    table = page.between("trained again with other seeds", "Drawn scenes are another task")
+    assert re.findall(r"(first-run|first-run-seed1|mean) \+(\d+\.\d) points ([^a-z]*\d)", table.replace(" %", "")) == [
+        ("first-run", "79.7", "81.2, 42.2, 26.6 54.7, 32.8, 14.1"),
+        ("first-run-seed1", "79.7", "61.2, 42.2, 26.6 54.7, 32.8, 14.1"),
+        ("mean", "79.7", "71.2, 42.2, 26.6 54.7, 32.8, 14.1"),
     ]
     assert "trained again" not in Page(write_report(root, world, TIMINGS, RUNS)).text
-    shutil.rmtree(root / "runs" / names["without"])
+    shutil.rmtree(root / "runs" / names["vqa-without"])
     page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
-    assert "not there yet: run third-run-seed1 (fine-tuning without) has written no metrics" in page.text
+    assert "not there yet: run fifth-run-seed1 (VQA without) has written no metrics" in page.text
 
 
-def test_two_expressions_of_one_picture_are_two_examples(tmp_path: Path):
-    settings = dataclasses.replace(TINY, refcoco_refs=2, refcoco_held_out=3)
-    root = tmp_path / "root"
-    world = draw_world(root / "world", settings)
-    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.refcoco_images.iterdir())]
-    commit_images(root, "refcoco+", pictures, [])
-    detector = AnnotatedDetector(world.refcoco_instances)
-    catalog = Catalog(open_objects(str(root)), "refcoco+")
-    assert detect_shard(catalog, "00000", detector)
-    samples = {Path(sample.url).name: sample for sample in catalog.read(stage_of(detector), "00000")}
-    rows = []
-    for file, expressions in read_expressions(world.refcoco)["val"].items():
-        for expression in expressions:
-            overlaps = iou(samples[file].regions.boxes, np.array([expression.box]))[:, 0]
-            rows.append(
-                {
-                    "sentence_id": expression.sentence_id,
-                    "expression": expression.text,
-                    "key": samples[file].key,
-                    "region": int(overlaps.argmax()),
-                    "iou": float(overlaps.max()),
-                    "candidates": len(overlaps),
-                }
-            )
-    assert len(rows) > len({row["key"] for row in rows}) > 1
-    measured = {"kind": "validation", "step": 40, "accuracy": 1.0, "exact": 1.0, "chance": 0.25}
-    write_run(root, "second-run", [measured], rows, 40, stage_of(detector))
-    page = Page(write_report(root, world, TIMINGS, {"with": "second-run"}))
-    section = page.between("not picked by hand", "Seconds, places")
-    assert re.findall("“(.*?)”", section) == [row["expression"] for row in rows]
-    assert len(page.pictures) == len(rows)
-    both = [picture for row, picture in zip(rows, page.pictures, strict=True) if row["key"] == rows[0]["key"]]
-    assert len(both) == len(set(both)) == 2  # the same picture, another box
+def test_vcrs_answers_and_rationales_are_joined_from_their_evaluation(root: Path, world: World):
+    names = {f"vcr-{kind}-{start}": f"vcr-{kind}-{start}" for kind in ("answers", "rationales") for start in STARTS}
+    page = Page(write_report(root, world, TIMINGS, RUNS | names))
+    assert "not there yet: answers and rationales were not evaluated together" in page.text
+    assert "no run" not in page.between("VCR, Q→A", "Seconds, places").partition("VCR, QA→R")[0][:20]
+    for start, value in (("with", 0.4062), ("without", 0.0781)):
+        folder = joint_folder(root, f"vcr-answers-{start}")
+        folder.mkdir(parents=True)
+        metrics = {"joint_accuracy": value, "joint_chance": 0.0625}
+        (folder / "metrics.json").write_text(json.dumps({"metrics": metrics}))
+    page = Page(write_report(root, world, TIMINGS, RUNS | names))
+    table = page.between("answer and rationale right", "Drawn scenes are another task")
+    assert re.findall(r"\d+\.\d", table) == ["40.6", "7.8", "6.2"]
+    assert "run vcr-answers-with (VCR, Q→A with pre-training) has written no metrics" in page.text
+
+
+def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: World):
+    file = root / "runs" / "second-run" / "predictions.jsonl"
+    first = json.loads(file.read_text().splitlines()[0])
+    (stage,) = (root / "coco" / "regions").iterdir()
+    samples = Catalog(open_objects(str(root)), "coco").read(f"regions/{stage.name}", "00000")
+    (boxes,) = (sample.regions.boxes for sample in samples if sample.key == first["key"])
+    rows = [
+        first | {"asked": f"number {i}", "sentence_id": i, "boxes": [{"name": first["said"], "box": box.tolist()}]}
+        for i, box in enumerate(boxes[:2])
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(root, world, TIMINGS, RUNS))
+    section = page.between("not picked by hand", "The first right and")
+    assert re.findall("“(.*?)”", section) == ["number 0", "number 1"]
+    shown = page.pictures[8:10]
+    assert len(set(shown)) == 2  # the same picture, another box
+    for picture, box in zip(shown, boxes, strict=False):
+        assert sum(sides_near(pixels(picture), GREEN, box)) / 4 > 0.5
 
 
 @pytest.mark.parametrize(
@@ -592,5 +645,7 @@ def test_the_command_does_without_timings_but_not_without_a_world(root: Path, ca
 
 
 def test_runs_that_the_page_has_no_place_for_are_refused(root: Path, world: World):
-    with pytest.raises(ValueError, match="runs has without-pretraining; it takes pretrain, with, without"):
+    with pytest.raises(
+        ValueError, match="runs has without-pretraining; it takes pretrain, refcoco-with, refcoco-without"
+    ):
         write_report(root, world, TIMINGS, RUNS | {"without-pretraining": "x"})

@@ -43,12 +43,12 @@ def names(walked: subprocess.CompletedProcess, root: Path) -> dict[str, str]:
             f"{recipe} {run} on {data['stage'].removeprefix('regions/')} snapshot {data['snapshots'][-1]['snapshot']}"
         )
 
-    detectors = {dataset: next((root / dataset / "regions").iterdir()).name for dataset in ("captions", "refcoco+")}
+    detectors = {dataset: next((root / dataset / "regions").iterdir()).name for dataset in ("captions", "coco")}
     return {
         "road": trained("pretrain_vlbert_demo", "pretrain"),
-        "finetune": trained("finetune_refcoco_demo", "finetune-with"),
+        "finetune": trained("finetune_refcoco_demo", "refcoco-with"),
         "collect captions": "collect captions from train.tsv",
-        "collect refcoco+": "collect refcoco+ from images",
+        "collect coco": "collect coco from images",
     } | {f"detect {dataset}": f"detect {dataset} by {detector}" for dataset, detector in detectors.items()}
 
 
@@ -103,10 +103,10 @@ def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_ow
 
     page.get_by_role("button", name="All tags").click()
     page.keyboard.type("dataset:refcoco")
-    page.locator(".p-select-option", has_text="dataset:refcoco+").click()
+    page.locator(".p-select-option", has_text="dataset:coco").click()
     expect(page.get_by_text("2 runs", exact=True)).to_be_visible()
-    expect(run_links(page, names["collect refcoco+"])).to_be_visible()
-    expect(run_links(page, names["detect refcoco+"])).to_be_visible()
+    expect(run_links(page, names["collect coco"])).to_be_visible()
+    expect(run_links(page, names["detect coco"])).to_be_visible()
     expect(run_links(page, names["collect captions"])).to_have_count(0)
 
 
@@ -138,7 +138,7 @@ def test_what_the_road_has_fine_tuned_is_complete_for_the_deployment_too(
     walked_again: dict[str, list[str]],
 ):
     """The deployment names no detector, and `latest`."""
-    assert any(line.startswith("finetune-with is complete") for line in walked_again["finetune/default"])
+    assert any(line.startswith("refcoco-with is complete") for line in walked_again["finetune/default"])
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------
@@ -156,15 +156,15 @@ def test_counts_by_status_and_the_reasons_are_plain_words(page: Page, names: dic
 
 
 def test_curves_are_a_picture(page: Page, names: dict[str, str]):
-    shown = open_artifact(page, names["finetune"], "finetune-curves-finetune-with")
-    picture = shown.get_by_role("img", name="finetune-curves-finetune-with")
+    shown = open_artifact(page, names["finetune"], "finetune-curves-refcoco-with")
+    picture = shown.get_by_role("img", name="finetune-curves-refcoco-with")
     expect(picture).to_have_js_property("complete", True)
     assert picture.evaluate("picture => picture.naturalWidth") > 500
     assert page.locator("body").inner_text().count("base64") == 0, "the picture's own text is no reading"
 
 
 def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
-    shown = open_artifact(page, names["finetune"], "finetune-progress-finetune-with")
+    shown = open_artifact(page, names["finetune"], "finetune-progress-refcoco-with")
     expect(shown.get_by_role("row", name="step 4 of 4", exact=True)).to_be_visible()
     expect(shown.get_by_role("row", name="time left 0:00", exact=True)).to_be_visible()
     expect(shown.get_by_role("row", name="samples/s")).to_be_visible()
@@ -173,12 +173,12 @@ def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
 
 
 def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, str], root: Path):
-    shown = open_artifact(page, names["finetune"], "finetune-finetune-with")
+    shown = open_artifact(page, names["finetune"], "finetune-refcoco-with")
     expect(shown.get_by_text(PAPER)).to_be_in_viewport(ratio=1)
-    metrics = last_metrics(open_objects(str(root)), "finetune-with")
+    metrics = last_metrics(open_objects(str(root)), "refcoco-with")
     row = shown.get_by_role("row", name=f"accuracy {metrics['accuracy']:.3f}", exact=True)
     expect(row.get_by_role("cell").last).to_be_in_viewport(ratio=1)
-    expect(shown.get_by_role("link", name=f"{root}/runs/finetune-with/step-0000004", exact=True)).to_be_visible()
+    expect(shown.get_by_role("link", name=f"{root}/runs/refcoco-with/step-0000004", exact=True)).to_be_visible()
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------

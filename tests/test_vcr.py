@@ -599,9 +599,14 @@ def test_held_out_all_questions_about_a_picture_use_the_same_names_wherever_they
     elsewhere = [dataclasses.replace(sample, key=f"other-{i}") for i, sample in enumerate(samples)]
     assert texts(examples_of(neutral, elsewhere, "val", seed=5)[0]) == texts(answers)
     assert len({names_in(examples_of(neutral, samples, None, seed)[0])[0] for seed in range(30)}) > 5, "in training"
+    file = Path(task.settings.folder) / "val.jsonl"
+    line = file.read_text()
+    file.write_text("".join(line.replace("a-2", f"a-2-{i}") for i in range(4)))
+    of_one_picture = examples_of(neutral, samples, "val")
+    assert [texts(example) for example in of_one_picture] == [texts(answers)] * 4, "other questions about it"
     several = [dataclasses.replace(samples[2], url=f"http://example.org/{i:06d}.jpg") for i in range(20)]
     write_vcr(Path(task.settings.folder), several)
-    (Path(task.settings.folder) / "val.jsonl").write_text((Path(task.settings.folder) / "train.jsonl").read_text())
+    file.write_text((Path(task.settings.folder) / "train.jsonl").read_text())
     assert len({names_in(example)[0] for example in examples_of(neutral, several, "val")}) > 4, "another picture"
 
 

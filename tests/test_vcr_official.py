@@ -145,6 +145,7 @@ def test_columns_are_found_by_their_names(files, tmp_path):
         (lambda text: text + text.splitlines()[1] + "\n", "line 5 has b a second time"),
         (lambda text: text.replace("\na,", "\nd,"), "1 ids are missing, such as a and 1 are of no item, such as d"),
         (lambda text: "".join(text.splitlines(True)[:3]), "does not fit .*val.jsonl: 1 ids are missing, such as c$"),
+        (lambda text: text + "d" + text.splitlines()[1][1:], "csv does not fit .*: 1 are of no item, such as d$"),
         (lambda text: text.rstrip() + ",0.5\n", "line 4 has more than 21 values"),
         (lambda text: "", "does not have the 21 columns"),
     ],

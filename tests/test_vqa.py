@@ -4,34 +4,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
 from detectors.distributed import World
+from detectors.fields import override
 from storage.sample import sample_key
 from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert
-from vlbert.official import read_json
-from vlbert.official.vqa import (
-    accuracy,
-    frequent_answers,
-    main,
-    normalise,
-    read_annotations,
-    read_answers,
-    read_questions,
-    read_results,
-    score,
-    soft_score,
-    without_articles,
-    without_punctuation,
-)
+from vlbert.official.vqa import Question, read_answers, read_questions, soft_score
 from vlbert.pictures import view
+from vlbert.recipes import RECIPES
 from vlbert.tasks.vqa import VQA, VQASettings
 from vlbert.text import SPECIALS, Vocabulary
-from vlbert.train import train
+from vlbert.train import check_complete, train
 
 WORDS = Vocabulary([*SPECIALS, "is", "it", "on", "the", "left", "right", "?", "yes", "no", "of", "##s"])
 ANSWERS = ["<unk>", "yes", "no", "left", "right", "on the left"]
@@ -41,10 +30,6 @@ SAID = {  # per question what the ten said
     20: ["yes"] * 10,
     30: ["nobody knows"] * 10,
 }
-CONFORMANCE = Path(__file__).parents[2] / "shared" / "conformance" / "vqa"
-official = pytest.mark.skipif(
-    not CONFORMANCE.is_dir(), reason="the official formats' samples lie in ../shared, which is not here"
-)
 
 
 def write_vqa(folder: Path, split: str, said: dict[int, list[str]], texts: dict[int, str] | None = None) -> None:
@@ -156,6 +141,11 @@ def test_the_answer_list_is_normalised_and_its_first_of_two_that_meet_counts(tas
     assert "<unk>" not in fixed.class_of
     with pytest.raises(ValueError, match="holds 6 answers, task.answers is 3129"):
         changed(task, answers=3129).questions(urls(samples), None)
+    (tmp_path / "vqa" / "list.json").write_text('["", "Left/Right"]')
+    assert changed(task, answers=2, answer_list="list.json").answers == ["", "left right"]
+    (tmp_path / "vqa" / "list.json").write_text('{"left": 0}')
+    with pytest.raises(ValueError, match="list.json is no list of answers"):
+        read_answers(tmp_path / "vqa" / "list.json", 1)
 
 
 def test_losses_are_finite_and_those_of_the_rule_that_is_set(task, samples):
@@ -178,16 +168,160 @@ def test_losses_are_finite_and_those_of_the_rule_that_is_set(task, samples):
         assert torch.isfinite(loss)
 
 
-def test_predictions_are_answers_with_their_score_and_metrics_their_means(task, samples):
-    batch = collate(everything(task, samples))
-    logits = torch.zeros(4, 6)
-    logits[[0, 1, 2, 3], [4, 2, 2, 1]] = 1
-    encoded = Encoded(logits[:, None].expand(4, batch.tokens.shape[1], 6), torch.zeros(4, 3, 6), torch.zeros(0))
-    rows = task.predictions(None, torch.nn.Identity(), encoded, batch)
-    assert [(row["question_id"], row["answer"]) for row in rows] == [(10, "right"), (11, "no"), (20, "no"), (30, "yes")]
+def predicted(task: VQA, examples: list[Example], classes: list[int]) -> list[dict]:
+    """The rows where the head is surest of these answers."""
+    batch = collate(examples)
+    logits = torch.zeros(len(examples), 6)
+    logits[range(len(classes)), classes] = 1
+    n, t = batch.tokens.shape
+    encoded = Encoded(logits[:, None].expand(n, t, 6), torch.zeros(n, 3, 6), torch.zeros(0))
+    return task.predictions(None, torch.nn.Identity(), encoded, batch)
+
+
+def test_predictions_have_the_columns_of_all_tasks_and_the_official_accuracy(task, samples):
+    rows = predicted(task, everything(task, samples), [4, 2, 2, 1])
+    assert [(row["question_id"], row["said"]) for row in rows] == [(10, "right"), (11, "no"), (20, "no"), (30, "yes")]
     assert [row["score"] for row in rows] == pytest.approx([0.9, 1, 0, 0])
-    assert task.metrics(rows) == {"accuracy": pytest.approx(1.9 / 4), "reachable": pytest.approx(3 / 4)}
-    json.dumps(rows)
+    assert [row["truth"] for row in rows] == ["left", "no", "yes", "nobody knows"]
+    first = rows[0]
+    assert first["asked"] == "Is it on the left, 10?"
+    assert first["answers"] == SAID[10]
+    assert (first["answer_type"], first["question_type"], first["split"]) == ("yes/no", "is it", "train2014")
+    assert len(first["ranking"]) == 5
+    assert first["ranking"][0] == {"said": "right", "probability": first["probability"]}
+    assert first["probability"] == pytest.approx(1 / (1 + np.exp(-1))), "bce: each answer by itself"
+    assert first["boxes"] == []
+    of_all = predicted(changed(task, loss="cross_entropy"), everything(task, samples), [4, 2, 2, 1])
+    assert of_all[0]["probability"] == pytest.approx(np.e / (np.e + 5))
+    pyarrow.Table.from_pylist(rows)
+
+
+def test_metrics_are_means_over_all_and_over_each_type(task, samples):
+    rows = predicted(task, everything(task, samples), [4, 2, 2, 1])
+    assert task.metrics(rows) == pytest.approx(
+        {
+            "accuracy": 1.9 / 4,
+            "soft_accuracy": 1.9 / 4,
+            "reachable": 3 / 4,  # nobody can say what the last asks for
+            "chance": 1.3 / 4,  # yes to all: of truths that are equally common the last in the alphabet
+            "accuracy/yes/no": 1.9 / 3,
+            "accuracy/other": 0.0,
+            "accuracy/is it": 1.9 / 4,
+        }
+    )
+
+
+def test_the_official_accuracy_normalises_and_the_soft_score_does_not(task, tmp_path, samples):
+    write_vqa(tmp_path / "vqa", "train2014", {10: ["Left"] * 9 + ["the left"], 20: ["yes"] * 10})
+    (row,) = predicted(task, [asked(task, samples)], [3])
+    assert (row["said"], row["score"], row["soft_score"], row["reachable"]) == ("left", 1.0, 0.0, 0.0)
+
+
+def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
+    folder = tmp_path / "vqa"
+    write_vqa(folder, "test-dev2015", SAID)
+    (folder / "v2_mscoco_test-dev2015_annotations.json").unlink()
+    pictures = coco([tiny_sample(i) for i in range(4)], "test2015")
+    questions = task.questions(urls(pictures), "test-dev2015")
+    assert questions.samples.tolist() == [1, 1, 2, 3], "its pictures are named as those of test2015"
+    seen = view(pictures[1], TINY_MODEL.regions, False)
+    examples = [task.example(pictures[1], seen, ask, np.random.default_rng(0)) for ask in questions.asks]
+    rows = predicted(task, examples, [1, 2, 3, 4])
+    assert {(row["truth"], row["score"], row["soft_score"], row["reachable"]) for row in rows} == {(None,) * 4}
+    assert task.metrics(rows) == {}
+    pyarrow.Table.from_pylist(rows)
+    (name, data), *_ = task.submission(rows).items()
+    assert name == "v2_OpenEnded_mscoco_test-dev2015_results.json"
+    said = ["yes", "no", "left", "right"]
+    assert json.loads(data) == [{"question_id": i, "answer": a} for i, a in zip(SAID, said, strict=True)]
+    with pytest.raises(ValueError, match="task.train_on=test-dev2015: a test split has no answers to learn from"):
+        changed(task, train_on=("test-dev2015",)).questions(urls(pictures), None)
+
+
+def test_a_submission_holds_every_question_of_the_split_once(task, samples):
+    rows = predicted(task, everything(task, samples), [4, 2, 2, 1])
+    with pytest.raises(ValueError, match="1 ids of train2014 miss in the predictions, such as 20; they must match"):
+        task.submission(rows[:2] + rows[3:])
+    with pytest.raises(ValueError, match="1 ids of the predictions stand there more than once, such as 10"):
+        task.submission([*rows, rows[0]])
+    with pytest.raises(ValueError, match="1 ids of the predictions are not in train2014, such as 5"):
+        task.submission([*rows, rows[0] | {"question_id": 5}])
+
+
+def test_what_the_paper_reports_is_of_the_test_splits(task):
+    assert task.reported("test-dev2015") == {"accuracy": "71.16 base, 71.79 large"}
+    assert "72.22 large" in task.reported("test2015")["accuracy"]
+    assert task.reported("val2014") == {}
+
+
+LONG = "left " * 600
+
+
+def test_empty_and_endless_questions_are_left_out_of_training_and_asked_where_all_must_be_answered(
+    task, tmp_path, samples
+):
+    write_vqa(tmp_path / "vqa", "train2014", SAID, {11: " \n", 20: LONG})
+    trained = task.questions(urls(samples), None)
+    assert [ask.question_id for ask in trained.asks] == [10, 30]
+    assert trained.samples.tolist() == [1, 3]
+    assert trained.left_out == (
+        "question 11 of train2014: it has no words",
+        "question 20 of train2014: it has 600 word pieces, more than task.question_length = 506",
+    )
+    held_out = task.questions(urls(samples), "train2014")
+    assert [ask.question_id for ask in held_out.asks] == [10, 11, 20, 30]
+    assert held_out.left_out == tuple(f"{line}; it is answered all the same" for line in trained.left_out)
+    write_vqa(tmp_path / "vqa", "train2014", SAID, dict.fromkeys(SAID, ""))
+    with pytest.raises(ValueError, match="no question of train2014 can be asked: question 10 of train2014: it has no"):
+        task.questions(urls(samples), None)
+    seen = view(samples[1], TINY_MODEL.regions, False)
+    empty, endless = (task.example(samples[1], seen, held_out.asks[i], np.random.default_rng(0)) for i in (1, 2))
+    assert WORDS.decode(empty.words.tokens) == "[CLS] [SEP] [MASK] [SEP]"
+    assert len(endless.words.tokens) == 506 + 4
+    assert WORDS.decode(endless.words.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
+    assert endless.words.targets["answer_here"].tolist() == [False] * 508 + [True, False]
+
+
+def test_the_longest_question_fits_a_model_of_512_positions(task, samples):
+    shorter = changed(task, question_length=TINY_MODEL.max_positions - 6)
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), shorter).eval()
+    seen = view(samples[1], TINY_MODEL.regions, False)
+    endless = shorter.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
+    assert model.predict(collate([endless]))[0]["said"] in ANSWERS
+    longer = changed(task, question_length=TINY_MODEL.max_positions - 5)
+    endless = longer.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
+    with pytest.raises(ValueError, match="positions"):
+        model.predict(collate([endless]))
+
+
+def test_a_persons_own_question_is_asked_like_any(task, samples):
+    seen = view(samples[1], TINY_MODEL.regions, False)
+    example = task.example(samples[1], seen, task.ask("Is it left?", answer="left"), np.random.default_rng(0))
+    assert WORDS.decode(example.words.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
+    (row,) = predicted(task, [example], [3])
+    assert (row["asked"], row["said"], row["truth"]) == ("Is it left?", "left", "left")
+    (row,) = predicted(task, [task.example(samples[1], seen, task.ask("Is it?"), np.random.default_rng(0))], [3])
+    assert (row["truth"], row["score"]) == (None, None)
+    with pytest.raises(ValueError, match="VQA answers from its own list"):
+        task.ask("Is it?", choices=("yes", "no"))
+    for text, told in ((" ", "has no words"), (LONG, "has 600 word pieces")):
+        with pytest.raises(ValueError, match=f"cannot be asked: it {told}"):
+            task.ask(text)
+
+
+def test_recipes_learn_from_train2014_alone_and_no_run_validates_on_what_it_learned_from():
+    both = ["task.train_on=train2014,val2014", "data.root=/nowhere", "from_scratch=true", "bert=none"]
+    for name in ("finetune_vqa_base", "finetune_vqa_large", "finetune_vqa_base_paper", "finetune_vqa_large_paper"):
+        recipe = RECIPES[name]()
+        assert recipe.task.train_on == ("train2014",)
+        assert recipe.task.validate_on == "val2014"
+        epoch = -(-443_757 // recipe.data.batch)
+        assert (recipe.validate_every, recipe.steps % epoch) == (epoch, 0)
+        both_splits = override(recipe, [*both, "model.regions.untrained=true"])
+        with pytest.raises(ValueError, match="task.validate_on=val2014 is one of task.train_on"):
+            check_complete(both_splits)
+        check_complete(override(both_splits, ["data.held_out=none"]))
+        check_complete(override(both_splits, ["task.train_on=train2014"]))
 
 
 def test_answers_start_as_the_mean_of_their_words_where_that_is_asked_for(task):
@@ -232,7 +366,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     assert metrics["reachable"] == 1
     (row,) = map(json.loads, (root / "runs" / "tiny" / "predictions.jsonl").read_text().splitlines())
     assert row["question_id"] == 10
-    assert row["answer"] in ANSWERS
+    assert row["said"] in ANSWERS
 
 
 def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, samples):
@@ -240,48 +374,43 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
     with pytest.raises(ValueError, match=r"there is no .*v2_OpenEnded_mscoco_test2015_questions.json; .*task.folder"):
         read_questions(folder, "test2015")
     with pytest.raises(ValueError, match=r"there is no answer list .*other.txt; .*task.answer_list"):
-        read_answers(folder / "other.txt")
+        read_answers(folder / "other.txt", 6)
     write_vqa(folder, "one", {10: ["yes"] * 10})
     write_vqa(folder, "two", {10: ["yes"] * 10, 12: ["no"] * 10})
-    annotations = folder / "v2_mscoco_one_annotations.json"
+    annotations, questions = (
+        folder / "v2_mscoco_one_annotations.json",
+        folder / "v2_OpenEnded_mscoco_one_questions.json",
+    )
     whole = annotations.read_text()
     annotations.write_text((folder / "v2_mscoco_two_annotations.json").read_text())
-    with pytest.raises(ValueError, match="do not fit: 1 stand in one alone or have no answer, such as question 12"):
+    with pytest.raises(
+        ValueError, match=r"1 ids of .*one_annotations.json are not in .*one_questions.json, such as 12"
+    ):
         read_questions(folder, "one")
-    annotations.write_text(whole.replace("question_id", "id"))
-    with pytest.raises(ValueError, match=r"v2_mscoco_one_annotations.json is not in VQA 2.0's format: KeyError"):
+    annotations.write_text(json.dumps({"annotations": []}))
+    with pytest.raises(ValueError, match=r"1 ids of .*one_questions.json miss in .*one_annotations.json, such as 10"):
         read_questions(folder, "one")
+    for before, after, told in (
+        ("question_id", "id", r"annotations\[0\]: KeyError"),
+        ("answer_type", "type", r"annotations\[0\]: KeyError"),
+        ('"multiple_choice_answer": "yes"', '"multiple_choice_answer": 1', r"annotations\[0\]: .* no text"),
+    ):
+        annotations.write_text(whole.replace(before, after))
+        with pytest.raises(ValueError, match=rf"one_annotations.json is not in VQA 2.0's format, {told}"):
+            read_questions(folder, "one")
     annotations.write_text(whole[:-9])
     with pytest.raises(ValueError, match=r"v2_mscoco_one_annotations.json is not JSON, or is torn"):
         read_questions(folder, "one")
+    annotations.write_text(whole)
+    asked = questions.read_text()
+    for before, after, told in (
+        ("image_id", "image", r"questions\[0\]: KeyError\('image_id'\)"),
+        ('"Is it on the left, 10?"', "7", r"questions\[0\]: .*the question is no text: 7"),
+        ('"questions"', '"rows"', "questions: no such list"),
+    ):
+        questions.write_text(asked.replace(before, after))
+        with pytest.raises(ValueError, match=rf"one_questions.json is not in VQA 2.0's format, {told}"):
+            read_questions(folder, "one")
     (folder / "answers_vqa.txt").write_text("a\nb\nc\nd\ne\nf\n")
     with pytest.raises(ValueError, match="no question of train2014 has an answer of answers_vqa.txt"):
         changed(task).questions(urls(samples), None)
-
-
-@official
-def test_the_official_files_are_read_whole():
-    questions = read_questions(CONFORMANCE, "synthetic")
-    assert len(questions) == 200
-    assert questions[0].question_id == 1001000
-    assert questions[0].image == "COCO_val2014_000000001001.jpg"
-    assert {len(question.answers) for question in questions} == {10}
-
-
-@official
-def test_punctuation_goes_as_in_the_official_evaluation():
-    rows = read_json(CONFORMANCE / "expected_normalise.json", "")
-    assert len(rows) == 149
-    for row in rows:
-        assert without_punctuation(row["input"]) == row["after_punctuation"], row["input"]
-
-
-@official
-def test_soft_scores_are_those_of_the_authors(tmp_path):
-    expected = read_json(CONFORMANCE / "expected_vlbert_soft_targets.json", "")
-    (tmp_path / "answers_vqa.txt").write_text("\n".join(expected["vocab"]) + "\n")
-    task = VQA(VQASettings(str(tmp_path), answers=len(expected["vocab"])), WORDS, 1)
-    assert len(expected["cases"]) == 48
-    for case in expected["cases"]:
-        scores = dict(zip(expected["vocab"], task.scores(case["answers"]).tolist(), strict=True))
-        assert {answer: score for answer, score in scores.items() if score} == pytest.approx(case["target"])

@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,12 @@ from demo import scenes, words, world
 from demo.scenes import COLOURS, SHAPES, Look, Scene, SceneObject
 from demo.serve import WorldServer, free_port
 from demo.world import BROKEN_KINDS, WorldSettings, draw_world, read_world
+from vlbert.official import refcoco, vcr, vqa
 
 PARTS = WorldSettings(
-    train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, refcoco_train=90, refcoco_held_out=30
+    train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, task_train=90, task_held_out=30
 )
-TINY = WorldSettings(
-    train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, refcoco_train=2, refcoco_held_out=1
-)
+TINY = WorldSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
 OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 LOCATION_WORDS = {
     "left",
@@ -281,7 +281,7 @@ def test_colours_are_told_apart_in_the_jpeg(drawn, annotations):
 
 
 def test_annotation_files_are_coco(drawn):
-    for file, folder in ((drawn.annotations, drawn.images), (drawn.refcoco_instances, drawn.refcoco_images)):
+    for file, folder in ((drawn.annotations, drawn.images), (drawn.refcoco_instances, drawn.task_images)):
         coco = json.loads(file.read_text())
         assert [c["id"] for c in coco["categories"]] == list(range(1, 37))
         assert [c["name"] for c in coco["categories"]] == sorted(c["name"] for c in coco["categories"])
@@ -349,7 +349,7 @@ def test_an_expression_fits_its_object_and_no_other(drawn):
     found = by_file_name(drawn.refcoco_instances)
     lengths = collections.Counter()
     for reference in load_references(drawn):
-        objects = found[f"{reference['image_id']:06d}.jpg"]
+        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
         [sentence] = reference["sentences"]
         assert [a["id"] for a in objects if fits(sentence["sent"], a)] == [reference["ann_id"]], sentence
         assert not LOCATION_WORDS & set(sentence["tokens"])
@@ -370,7 +370,7 @@ def test_the_picture_alone_does_not_tell_which_object_is_meant(drawn):
     found = by_file_name(drawn.refcoco_instances)
     ranks = collections.defaultdict(list)
     for reference in load_references(drawn):
-        objects = found[f"{reference['image_id']:06d}.jpg"]
+        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
         target = [a["id"] for a in objects].index(reference["ann_id"])
         categories = [set(a["category"].split()) for a in objects]
         likeness = [sum(len(a & b) for b in categories) for a in categories]
@@ -432,6 +432,208 @@ def field_types(record: dict) -> dict[str, type]:
     return {field: type(value) for field, value in record.items()}
 
 
+# ---- the pictures of the tasks, and VQA ----
+
+
+@pytest.fixture(scope="module")
+def things(drawn: world.World) -> dict[str, list[dict]]:
+    """By file name, the objects of the pictures that the tasks ask about, in their order."""
+    return by_file_name(drawn.refcoco_instances)
+
+
+@pytest.fixture(scope="module")
+def asked(drawn: world.World) -> dict[str, list[vqa.Question]]:
+    """VQA's questions by split, as the task reads them."""
+    return {split: vqa.read_questions(drawn.vqa, split) for split in ("train2014", "val2014", "test2015")}
+
+
+@pytest.fixture(scope="module")
+def items(drawn: world.World) -> dict[str, list[vcr.Item]]:
+    """VCR's items by split, as the task reads them."""
+    return {split: vcr.read_items(drawn.vcr / f"{split}.jsonl") for split in ("train", "val", "test")}
+
+
+def test_every_task_asks_about_pictures_that_are_there_and_no_picture_is_of_two_splits(drawn, asked, items, things):
+    expressions = {split: set(by_file) for split, by_file in refcoco.read_expressions(drawn.refcoco).items()}
+    questions = {split: {one.image for one in of} for split, of in asked.items()}
+    choices = {split: {one.image for one in of} for split, of in items.items()}
+    assert (len(expressions["train"]), len(expressions["val"])) == (90, 30)
+    train, val, test = (
+        questions["train2014"] | choices["train"],
+        questions["val2014"] | choices["val"],
+        questions["test2015"] | choices["test"],
+    )
+    assert expressions["train"] == questions["train2014"]
+    assert expressions["val"] == questions["val2014"]
+    assert expressions["testA"] | expressions["testB"] == questions["test2015"]
+    assert not train & val
+    assert not (train | val) & test
+    assert {file.name for file in drawn.task_images.iterdir()} == train | val | test == set(things)
+    assert all(one.metadata.is_file() for of in items.values() for one in of)
+
+
+def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(asked):
+    known = [*asked["train2014"], *asked["val2014"]]
+    assert {len(one.answers) for one in known} == {10}
+    agreeing = [one.answers.count(one.truth) for one in known]
+    assert set(agreeing) == {7, 8, 9, 10}
+    assert 0.6 < np.mean([count == 10 for count in agreeing]) < 0.8
+    assert {one.answers for one in asked["test2015"]} == {()}
+    assert {(one.answer_type, one.question_type) for one in known} == {
+        ("other", "what color is the"),
+        ("other", "what"),
+        ("number", "how many"),
+        ("yes/no", "is there a"),
+    }
+    assert all(one.text.lower().startswith(one.question_type) for one in known)
+    ids = [one.question_id for of in asked.values() for one in of]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_right_answer_is_what_one_sees(asked, things):
+    checked = collections.Counter()
+    for one in (*asked["train2014"], *asked["val2014"]):
+        objects, words = things[one.image], one.text.lower().removesuffix("?").split()
+        if one.question_type in ("what color is the", "what"):
+            [meant] = [thing for thing in objects if fits(" ".join(words[words.index("the") + 1 :]), thing)]
+            assert one.truth == meant["category"].split()[one.question_type == "what"], one
+            assert one.truth not in words
+        elif one.question_type == "how many":
+            said = [{"crosses": "cross"}.get(word, word.removesuffix("s")) for word in words[2:-2]]
+            assert one.truth == str(sum(fits(" ".join(said), thing) for thing in objects)), one
+        else:
+            assert one.truth == ("yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no")
+        checked[one.question_type] += 1
+    assert min(checked.values()) > 100
+
+
+def test_the_answers_to_choose_from_are_those_of_nine_questions_and_hold_nearly_all(drawn, asked):
+    answers = (drawn.vqa / "answers_vqa.txt").read_text().splitlines()
+    counts = collections.Counter(one.truth for one in (*asked["train2014"], *asked["val2014"]))
+    frequent = [answer for answer, count in counts.items() if count >= 9]
+    assert answers == sorted(frequent, key=lambda answer: (-counts[answer], answer))
+    assert set(answers) > {"yes", "no", "2", *COLOURS, *SHAPES}
+    assert np.mean([one.truth in answers for one in asked["val2014"]]) > 0.95
+
+
+def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
+    """What a reader who never sees a picture says: of the choices, the word most often right beside these words."""
+    seen = collections.Counter((word, answer) for text, answer in learned for word in set(text.split()))
+    return [
+        max(choices, key=lambda answer: sum(seen[word, answer] for word in set(text.split())))
+        for text, choices in questions
+    ]
+
+
+def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(asked):
+    for kind, options in (("what color is the", COLOURS), ("what", SHAPES)):
+        learned = [(one.text, one.truth) for one in asked["train2014"] if one.question_type == kind]
+        held_out = [one for one in asked["val2014"] if one.question_type == kind]
+        said = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
+        right = np.mean([a == one.truth for a, one in zip(said, held_out, strict=True)])
+        assert right < 1 / 6 + 3.5 * np.sqrt(5 / 36 / len(held_out)), kind
+
+
+# ---- VCR ----
+
+
+def lines_of(items: dict[str, list[vcr.Item]], *splits: str) -> list[dict]:
+    return [json.loads(one.line) for split in splits for one in items[split]]
+
+
+def test_the_right_choices_are_what_one_sees_and_the_wrong_ones_are_not(items, things):
+    for line in lines_of(items, "train", "val"):
+        objects = things[Path(line["img_fn"]).name]
+        (how, does, [one], differ, come, [other], mark) = line["question"]
+        assert (how, does, differ, come, mark) == ("how", "does", "differ", "from", "?")
+        colours = [thing["category"].split()[0] for thing in objects]
+        assert colours[one] != colours[other]
+        for kind, number, place in (("answer", one, -2), ("rationale", other, -2)):
+            said = [choice[place] for choice in line[f"{kind}_choices"]]
+            assert all([number] in choice for choice in line[f"{kind}_choices"])
+            assert len(set(said)) == 4
+            assert [colour == colours[number] for colour in said] == [i == line[f"{kind}_label"] for i in range(4)]
+        # The right answer tells no rationale: none of them says its colour.
+        assert colours[one] not in [choice[-2] for choice in line["rationale_choices"]]
+
+
+def test_the_right_choice_stands_at_each_place_and_no_words_tell_it(items):
+    lines, held_out = lines_of(items, "train"), lines_of(items, "val")
+    for kind in ("answer", "rationale"):
+        places = collections.Counter(line[f"{kind}_label"] for line in lines + held_out)
+        expected = len(lines + held_out) / 4
+        assert sum((places[i] - expected) ** 2 / expected for i in range(4)) < 16.3, "chi-square, p = 0.001"
+
+        def words(line: dict, kind: str = kind) -> str:
+            """All that stands before the choices; behind the right answer, for a rationale."""
+            before = line["question"] + (line["answer_choices"][line["answer_label"]] if kind == "rationale" else [])
+            return " ".join(map(str, before))
+
+        def colours(line: dict, kind: str = kind) -> list[str]:
+            return [choice[-2] for choice in line[f"{kind}_choices"]]
+
+        def truth(line: dict, kind: str = kind) -> str:
+            return line[f"{kind}_choices"][line[f"{kind}_label"]][-2]
+
+        offered = collections.Counter(colour for line in lines for colour in colours(line))
+        rate = {colour: count / offered[colour] for colour, count in collections.Counter(map(truth, lines)).items()}
+        by_choices = [max(colours(line), key=lambda colour: rate.get(colour, 0)) for line in held_out]
+        learned = [(words(line), truth(line)) for line in lines]
+        by_words = guessed_by_words(learned, [(words(line), colours(line)) for line in held_out])
+        for said in (by_choices, by_words):
+            right = np.mean([colour == truth(line) for colour, line in zip(said, held_out, strict=True)])
+            assert right < 0.25 + 3.5 * np.sqrt(3 / 16 / len(held_out)), kind
+
+
+def test_items_of_the_test_have_no_labels_and_all_have_ids_of_their_own(items):
+    assert all(one.labels is None for one in items["test"])
+    assert all(one.labels is not None for split in ("train", "val") for one in items[split])
+    ids = [line["annot_id"] for line in lines_of(items, "train", "val", "test")]
+    assert len(ids) == len(set(ids))
+    numbers = collections.Counter(line["img_fn"] for line in lines_of(items, "train"))
+    assert set(numbers.values()) <= {1, 2}
+
+
+def test_the_outlines_of_the_metadata_are_those_of_the_drawn_objects(drawn, items, things):
+    shares = collections.defaultdict(list)
+    for one in items["val"]:
+        scene, objects = vcr.read_scene(one.metadata), things[one.image]
+        assert scene.size == (224, 168)
+        assert set(scene.names) == {"kite"}
+        boxes = np.array([thing["bbox"] for thing in objects])
+        np.testing.assert_allclose(scene.boxes[:, :2], boxes[:, :2])
+        np.testing.assert_allclose(scene.boxes[:, 2:], boxes[:, :2] + boxes[:, 2:])
+        for thing, polygons, box in zip(objects, scene.polygons, scene.boxes, strict=True):
+            covered = vcr.instance_mask(polygons, box, 28).mean() * np.prod(box[2:] - box[:2] + 1)
+            shares[thing["category"].split()[1]].append(covered / thing["area"])
+    assert set(shares) == set(SHAPES)
+    for shape, found in shares.items():
+        assert 0.9 < np.median(found) < 1.1, (shape, np.median(found))
+
+
+def test_the_files_have_the_fields_of_the_official_ones(drawn):
+    official = Path(__file__).parents[2] / "shared" / "conformance"
+    if not official.exists():
+        pytest.skip(f"the conformance data is not here: {official}")
+    theirs, ours = (
+        [json.loads((folder / name).read_text().splitlines()[0]) for name in ("val.jsonl", test)]
+        for folder, test in ((official / "vcr", "test_like.jsonl"), (drawn.vcr, "test.jsonl"))
+    )
+    extra = {"interesting_scores", "answer_likelihood", "match_fold", "match_index"}  # how the items were chosen
+    for line, own in zip(theirs, ours, strict=True):
+        wanted = {name for name in line if not name.endswith(("_orig", "_iter", "_sources")) and name not in extra}
+        assert {name: type(line[name]) for name in wanted} == {name: type(own[name]) for name in wanted}
+        assert set(own) <= set(line)
+    for kind in ("questions", "annotations"):
+        [file] = (official / "vqa").glob(f"*{kind}.json")
+        theirs = json.loads(file.read_text())
+        ours = json.loads(next(drawn.vqa.glob(f"*val2014_{kind}.json")).read_text())
+        assert theirs.keys() == ours.keys()
+        assert field_types(theirs[kind][0]) == field_types(ours[kind][0])
+        if kind == "annotations":
+            assert field_types(theirs[kind][0]["answers"][0]) == field_types(ours[kind][0]["answers"][0])
+
+
 # ---- drawing again ----
 
 
@@ -449,7 +651,8 @@ def test_two_runs_write_the_same_bytes(tmp_path):
     draw_world(tmp_path / "c", dataclasses.replace(TINY, seed=6))
     c = contents(tmp_path / "c")
     assert a.keys() == c.keys()
-    assert not [name for name in a if a[name] == c[name]]
+    # So few questions have no answer nine times.
+    assert [name for name in a if a[name] == c[name]] == ["vqa/answers_vqa.txt"]
 
 
 def test_a_drawn_world_is_not_drawn_again(tmp_path, capsys):
@@ -464,7 +667,7 @@ def test_a_drawn_world_is_not_drawn_again(tmp_path, capsys):
 def test_a_missing_file_is_drawn_again(tmp_path):
     draw_world(tmp_path, TINY)
     before = contents(tmp_path)
-    (tmp_path / "refcoco+" / "images" / "500002.jpg").unlink()
+    (tmp_path / "coco" / "COCO_val2014_000000500002.jpg").unlink()
     draw_world(tmp_path, TINY)
     assert contents(tmp_path) == before
 
@@ -481,7 +684,7 @@ def test_another_port_changes_the_lists_only(tmp_path):
 
 def test_other_settings_replace_the_world(tmp_path):
     draw_world(tmp_path, TINY)
-    smaller = draw_world(tmp_path, dataclasses.replace(TINY, train_scenes=1, refcoco_train=1))
+    smaller = draw_world(tmp_path, dataclasses.replace(TINY, train_scenes=1, task_train=1))
     assert set(contents(tmp_path)) == {str(f.relative_to(tmp_path)) for f in smaller.files()}
 
 
@@ -498,7 +701,7 @@ def test_an_unknown_version_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_objects", 8), ("max_objects", 0), ("jpeg_quality", 0), ("train_scenes", 0), ("seed", -1), ("width", 80)]
-    + [("refcoco_min_objects", 6), ("refcoco_max_objects", 8)],
+    + [("task_min_objects", 6), ("task_max_objects", 8)],
 )
 def test_settings_check_themselves(field, value):
     with pytest.raises(ValueError, match=f"{value}"):
@@ -510,7 +713,7 @@ def test_the_largest_settings_find_a_place():
     for _ in range(20):
         assert len(words.caption_scene(rng, 8, (224, 168)).objects) == 8
         assert len(words.caption_scene(rng, 3, (112, 112)).objects) == 3
-        assert len(set(scenes.refcoco_looks(rng, 7))) == 7
+        assert len(set(scenes.task_looks(rng, 7))) == 7
 
 
 # ---- the server ----

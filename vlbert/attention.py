@@ -5,7 +5,7 @@ regions (the whole image first).
 """
 
 import html
-import importlib.resources
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +163,7 @@ def _draw_panel(
     axes: "Axes", attention: Attention, panel: np.ndarray, shown: np.ndarray, thumbnails: Sequence[np.ndarray]
 ) -> None:
     """Words left, regions right, a line for each pair: panel [T, shown]."""
+    from matplotlib.collections import LineCollection
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
     words = attention.words[: len(panel)]
@@ -174,10 +175,11 @@ def _draw_panel(
         image = OffsetImage(thumbnail, zoom=22 / max(thumbnail.shape[:2]))
         axes.add_artist(AnnotationBbox(image, (0.74, height), pad=0.15, bboxprops=edge))
         axes.text(0.82, height, attention.regions[number], va="center", fontsize=7, parse_math=False)
-    for line, from_height in zip(panel, word_heights, strict=True):
-        for strength, number, to_height in zip(line, shown, region_heights, strict=True):
-            colour = np.array(colour_of(number)) / 255
-            axes.plot([0.3, 0.68], [from_height, to_height], color=colour, alpha=float(strength), linewidth=1.6)
+    lines = [[(0.3, start), (0.68, end)] for start in word_heights for end in region_heights]
+    colours = [
+        (*(np.array(colour_of(n)) / 255), strength) for row in panel for n, strength in zip(shown, row, strict=True)
+    ]
+    axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.6))
     axes.set_xlim(0, 1.15)
     axes.set_ylim(0, 1)
     axes.set_axis_off()
@@ -235,6 +237,12 @@ double click all others.</p>
 
 def _libraries() -> list[str]:
     """The text of jQuery 3 and of d3 5, the versions that BertViz's program runs with."""
-    jquery = importlib.resources.files("xstatic.pkg.jquery") / "data" / "jquery.min.js"
-    d3 = importlib.resources.files("mpld3") / "js" / "d3.v5.min.js"
-    return [file.read_text(encoding="utf-8").replace("</script", "<\\/script") for file in (jquery, d3)]
+    files = {"xstatic.pkg.jquery": "data/jquery.min.js", "mpld3": "js/d3.v5.min.js"}
+    found = []
+    for package, file in files.items():
+        spec = importlib.util.find_spec(package)  # not imported: mpld3 would bring all of pyplot
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {package}", name=package)
+        text = (Path(spec.submodule_search_locations[0]) / file).read_text(encoding="utf-8")
+        found.append(text.replace("</script", "<\\/script"))
+    return found

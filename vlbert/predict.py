@@ -5,7 +5,7 @@
     python -m vlbert.predict CHECKPOINT photo.jpg --hide 2,5            # ... and regions whose pixels are hidden
     python -m vlbert.predict CHECKPOINT photo.jpg "what is on the table?"                          # VQA
     python -m vlbert.predict CHECKPOINT photo.jpg "the left cup"                                   # RefCOCO+
-    python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does 1 laugh?" \\
+    python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does [0] laugh?" \\
         --choices "..." "..." "..." "..." --rationales "..." "..." "..." "..."                     # VCR
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/step-*, or any folder with a model and its task's head. Writes a
@@ -77,8 +77,10 @@ class Prediction:
         """What was asked and said, line by line, with the probability of each that has one."""
         if self.row is None:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
-        row, told = self.row, []
-        told.append((row["asked"], None))
+        row = self.row
+        told = [(row["asked"], None)] if row["asked"] else []
+        if "[UNK]" in self.pieces[self.chosen]:
+            told.append((f"read as: {' '.join(self.pieces[self.chosen])}", None))
         told += [(one["said"], one["probability"]) for one in row["ranking"]]
         masks = row.get("masks", [])
         for number, mask in enumerate(masks if len(masks) > 1 else [], 1):
@@ -291,6 +293,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 def predictions_asked(options: argparse.Namespace) -> tuple[list[Prediction], float]:
     """What the command line asks, one prediction a checkpoint, and the seconds that loading took."""
     started = time.monotonic()
+    attentions = options.attention or bool(options.heads)
+    if attentions and options.text is None and not options.hide:
+        raise ValueError("--attention: whose words? Give a text")
     names = options.checkpoint.split(",")
     if len(names) > 2 or (len(names) == 2 and not (options.choices and options.rationales)):
         raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
@@ -299,7 +304,7 @@ def predictions_asked(options: argparse.Namespace) -> tuple[list[Prediction], fl
     predictors = [Predictor(name, options.detector, options.set) for name in names]
     predictors[0].detector  # noqa: B018  loaded here, for the time that is told
     loading = time.monotonic() - started
-    choices, attentions = options.choices or options.rationales, options.attention or bool(options.heads)
+    choices = options.choices or options.rationales
     found = [predictors[0](options.image, options.text, choices, options.answer, options.hide, attentions)]
     if len(predictors) == 2:
         predictors[1].detector = predictors[0].detector
@@ -312,7 +317,7 @@ def output_files(options: argparse.Namespace, count: int) -> list[Path]:
     """Where the pictures of `count` predictions go. ValueError where that is the image itself, or no folder."""
     asked = options.text is not None or bool(options.hide)
     out = options.out or options.image.with_name(f"{options.image.stem}-{'answer' if asked else 'regions'}.png")
-    if not out.parent.is_dir():
+    if options.out and not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if out.suffix.lower() not in (".png", ".jpg", ".jpeg"):
         raise ValueError(f"--out {out}: name a .png or .jpg file")
@@ -324,30 +329,37 @@ def output_files(options: argparse.Namespace, count: int) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     imports = time.process_time()  # of the whole program so far: `python -m` imports the package before this file
     options = _parser().parse_args(arguments)
-    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
-    try:
-        files = output_files(options, 2)
-        found, loading = predictions_asked(options)
-        started = time.monotonic()
-        for prediction, file in zip(found, files, strict=False):
-            for text, probability in prediction.lines():
-                print(text if probability is None else f"  {probability:.3f}  {text}")
-            prediction.draw().save(file)
-        drawing = time.monotonic() - started
-        seconds = {name: sum(one.seconds.get(name, 0.0) for one in found) for name in ("detector", "model")}
-        if options.attention or options.heads:
-            from vlbert.attention import write_attention
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+        try:
+            work = ask_and_draw(options)
+        except (ValueError, OSError) as error:
+            sys.exit(f"python -m vlbert.predict: {error}")
+    told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in work.items())
+    print(f"imports {imports:.2f} s of CPU; work {sum(work.values()):.2f} s: {told}")
 
-            for prediction, file in zip(found, files, strict=False):
-                for line in write_attention(prediction, file, options.heads):
-                    print(line)
-    except (ValueError, OSError) as error:
-        sys.exit(f"python -m vlbert.predict: {error}")
-    for _, file in zip(found, files, strict=False):
+
+def ask_and_draw(options: argparse.Namespace) -> dict[str, float]:
+    """Print and draw what the command line asks; the seconds of each part of the work."""
+    files = output_files(options, 2)
+    found, loading = predictions_asked(options)
+    work = {"loading": loading}
+    work |= {name: sum(one.seconds.get(name, 0.0) for one in found) for name in ("detector", "model")}
+    started = time.monotonic()
+    for prediction, file in zip(found, files, strict=False):
+        for text, probability in prediction.lines():
+            print(text if probability is None else f"  {probability:.3f}  {text}")
+        prediction.draw().save(file)
         print(f"drawn: {file}")
-    work = {"loading": loading, **seconds, "drawing": drawing}
-    told = ", ".join(f"{name} {value:.2f}" for name, value in work.items())
-    print(f"imports {imports:.2f} s; work {sum(work.values()):.2f} s: {told}")
+    work["drawing"] = time.monotonic() - started
+    if options.attention or options.heads:
+        from vlbert.attention import write_attention
+
+        for prediction, file in zip(found, files, strict=False):
+            for line in write_attention(prediction, file, options.heads):
+                print(line)
+        work["attention"] = time.monotonic() - started - work["drawing"]
+    return work
 
 
 if __name__ == "__main__":

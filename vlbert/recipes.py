@@ -317,18 +317,40 @@ def finetune_refcoco_demo() -> Recipe:
     """RefCOCO+-like expressions of the drawn world, on detected regions; starts as pretrain_vlbert_demo."""
     return Recipe(
         name="finetune_refcoco_demo",
-        task=RefCOCOSettings(regions="detected"),
+        task=RefCOCOSettings(regions="detected", iou="published"),
         model=DEMO,
-        data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, workers=0),
+        data=DataConfig(dataset="coco", held_out="coco", batch=32, workers=0),
         optimizer=OptimizerConfig(
             learning_rate=5e-4, region_learning_rate=1e-4, warm_up=20, weight_decay=1e-2, clip=1.0
         ),
-        steps=100,
+        steps=70,
         log_every=10,
-        validate_every=25,
+        validate_every=35,
         validation_samples=None,
-        save_every=50,
+        save_every=70,
     )
+
+
+def finetune_vqa_demo() -> Recipe:
+    """VQA-like questions of the drawn world, as finetune_refcoco_demo; the world says how many answers there are:
+    task.answers=N."""
+    recipe = finetune_refcoco_demo()
+    return replace(
+        recipe,
+        name="finetune_vqa_demo",
+        task=VQASettings(question_length=122),
+        steps=60,
+        validate_every=30,
+        save_every=60,
+    )
+
+
+def finetune_vcr_demo() -> Recipe:
+    """VCR-like items of the drawn world, on its own boxes; task.question=rationale is the second run."""
+    recipe = finetune_refcoco_demo()
+    # One of four, and read at [CLS] itself: in so few steps, the less is new the better.
+    task = VCRSettings(mask_size=4, loss="softmax", pooled=False)
+    return replace(recipe, name="finetune_vcr_demo", task=task, steps=120, validate_every=60, save_every=120)
 
 
 RECIPES = {
@@ -357,5 +379,7 @@ RECIPES = {
         finetune_refcoco_large_paper,
         pretrain_vlbert_demo,
         finetune_refcoco_demo,
+        finetune_vqa_demo,
+        finetune_vcr_demo,
     )
 }

@@ -117,14 +117,7 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
     scores = [row["score"] for row in rows if row["score"] is not None]
     counts = {"all": sum(len(one.questions) for one in answered), "asked": len(rows), "unreadable": unreadable}
     counts["left_out"] = sum(len(one.questions.left_out) for one in answered)
-    not_asked = [
-        {"checkpoint": one.name, "key": reason.key, "reason": reason.reason}
-        for one in answered
-        for _, reason in one.missing
-    ]
-    not_asked += [
-        {"checkpoint": one.name, "key": None, "reason": line} for one in answered for line in one.questions.left_out
-    ]
+    not_asked = [line for one in answered for line in _not_asked(one)]
     if not_asked:
         files[NOT_ASKED] = "".join(json.dumps(line) + "\n" for line in not_asked).encode()
     refused = None
@@ -149,10 +142,16 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
     return about, files | submission
 
 
+def _not_asked(one: Answered) -> list[dict[str, str | None]]:
+    """The lines of not_asked.jsonl: what could not be read, then what the task left out."""
+    lines = [{"checkpoint": one.name, "key": reason.key, "reason": reason.reason} for _, reason in one.missing]
+    return lines + [{"checkpoint": one.name, "key": None, "reason": line} for line in one.questions.left_out]
+
+
 def _parquet(rows: Sequence[dict], task: str) -> bytes:
     """The predictions as a Parquet file; ValueError where a column is missing, or of no one type."""
     names = list(dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]))
-    lacking = sorted(_COLUMNS.keys() - set.intersection(*({*row} for row in rows)))
+    lacking = [name for name in _COLUMNS if any(name not in row for row in rows)]
     if lacking:
         raise ValueError(f"the predictions of {task} have no {', '.join(lacking)}; vlbert/tasks/__init__.py says what")
     columns = {}

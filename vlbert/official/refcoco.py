@@ -30,7 +30,7 @@ REPORTED = {
 _NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p ships them; fetch it again"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Expression:
     """One sentence that refers to one object.
 

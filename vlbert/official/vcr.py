@@ -44,7 +44,7 @@ class Item:
     number: int  # of the line in it, from 1
     annot_id: str
     image: str  # file name
-    metadata: Path
+    metadata: Path | None  # None: of no file, a question of one's own about the regions of a sample
     labels: tuple[int, int] | None  # which answer is right, and which rationale; None: the file does not say
     wordless: str | None  # one of its texts that has no word, such as "answer_choices[2]"
 
@@ -70,6 +70,11 @@ class Scene:
     boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in its pixels, inside it
     polygons: list[list[np.ndarray]]  # of each object, [corners, 2] each
     without_area: tuple[int, ...] = ()  # objects whose box held none: theirs is one pixel
+
+    def masks(self, side: int) -> np.ndarray:
+        """float32 [r, side, side], as `instance_mask` has it."""
+        masks = [instance_mask(*both, side) for both in zip(self.polygons, self.boxes, strict=True)]
+        return np.array(masks, np.float32).reshape(-1, side, side)
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
@@ -290,6 +295,27 @@ def hits(items: Path, submission: Path) -> list[dict]:
                 "joint_hit": answer_hit and rationale_hit,
             }
         )
+    return found
+
+
+def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Q->A, QA->R (behind the right answer) and, of the items with both, Q->AR; beside them what guessing gets.
+
+    A row has the `annot_id` of its item, says whether its `question` was for the "answer" or a "rationale", and has a
+    `score` of 0 or 1; None where nobody says what is right: without labels, and of rationales behind wrong answers.
+    """
+    scores = {"answer": {}, "rationale": {}}
+    for row in rows:
+        if row["score"] is not None:
+            scores[row["question"]][row["annot_id"]] = row["score"]
+    found = {f"{kind}_accuracy": float(np.mean([*of.values()])) for kind, of in scores.items() if of}
+    if found:
+        found["chance"] = 1 / CHOICES
+    answers, rationales = scores.values()
+    both = [one for one in answers if one in rationales]
+    if both:
+        found["joint_accuracy"] = float(np.mean([answers[one] * rationales[one] for one in both]))
+        found["joint_chance"] = CHOICES**-2
     return found
 
 

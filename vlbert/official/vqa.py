@@ -4,6 +4,7 @@ python -m vlbert.official.vqa FOLDER OUT --splits train2014 val2014      writes 
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -88,6 +89,7 @@ def without_articles(text: str) -> str:
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
+@functools.lru_cache(maxsize=1 << 16)  # a data set's answers are few
 def normalise(answer: str) -> str:
     """An answer as the official evaluation compares it where the annotators differ."""
     return without_articles(without_punctuation(answer))
@@ -100,7 +102,8 @@ def accuracy(said: str, answers: Sequence[str]) -> float:
     if len(set(answers)) > 1:
         said, *answers = map(normalise, (said, *answers))
     count = answers.count(said)
-    return _in_turn(min(1.0, (count - (answer == said)) / 3) for answer in answers) / len(answers)
+    given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
+    return _in_turn(given if answer == said else not_given for answer in answers) / len(answers)
 
 
 def soft_score(count: int, annotators: int) -> float:

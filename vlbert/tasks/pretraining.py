@@ -60,6 +60,10 @@ class PretrainingSettings:
             raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
 
 
+_Guess = tuple[int, float]  # a word piece or a class, and its probability
+_Guessed = tuple[int, int, list[_Guess]]  # where something is asked, what is right there, the likeliest guesses
+
+
 @dataclass(frozen=True)
 class Masks:
     """A person's own question: a text with [MASK]s to be filled in, and regions, from 1, whose pixels are hidden."""
@@ -231,51 +235,44 @@ class Pretraining:
         region_row, region_number = (found[hidden].tolist() for found in region_asked.nonzero(as_tuple=True))
         detected = region_classes[hidden].argmax(1).tolist()
         truths, tokens, lengths = batch.asked["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
-        boxes = batch.boxes.tolist()
+        boxes = batch.boxes.cpu().numpy()
         masks, hides = ([[] for _ in tokens] for _ in range(2))
         for row, place, truth, guesses in zip(word_row, word_place, truths, word_guesses, strict=True):
             masks[row].append((place, truth, guesses))
         for row, number, seen, guesses in zip(region_row, region_number, detected, region_guesses, strict=True):
             hides[row].append((number, seen, guesses))
         for row, about in enumerate(batch.about):
-            text, asked, across_down = tokens[row][: lengths[row]], masks[row], (*about.get("scale", (1, 1)),) * 2
-            places = [place for place, _, _ in asked]
-            filled = [
-                {"said": self._text(text, places, pieces), "probability": probability}
-                for pieces, probability in _combined([guesses for _, _, guesses in asked])
-            ]
-            truth, known = [truth for _, truth, _ in asked], not about.get("own", False)
-            sure = [guesses[0][1] for _, _, guesses in (*asked, *hides[row])]
-            yield {
-                "asked": self._text(text),
-                "said": filled[0]["said"],
-                "probability": float(np.prod(sure)),  # of all guesses together, each by itself
-                "ranking": filled if asked else [],
-                "truth": self._text(text, places, truth) if known else None,
-                "score": float(np.mean([t == g[0][0] for _, t, g in asked])) if known and asked else None,
-                "boxes": [
-                    {
-                        "name": f"{number}: class {guesses[0][0]}",
-                        "box": [side / factor for side, factor in zip(boxes[row][number], across_down, strict=True)],
-                    }
-                    for number, _, guesses in hides[row]
-                ],
-                "masks": [
-                    {
-                        "place": place,
-                        "guesses": [{"said": self.vocabulary.pieces[i], "probability": p} for i, p in guesses],
-                    }
-                    for place, _, guesses in asked
-                ],
-                "hidden_regions": [
-                    {
-                        "region": number,
-                        "detected": seen,
-                        "guesses": [{"class": i, "probability": p} for i, p in guesses],
-                    }
-                    for number, seen, guesses in hides[row]
-                ],
+            to_stored = np.array((*about.get("scale", (1, 1)),) * 2)
+            drawn = [(f"{number}: class {g[0][0]}", boxes[row][number] / to_stored) for number, _, g in hides[row]]
+            yield self._row(tokens[row][: lengths[row]], masks[row], hides[row], not about.get("own", False)) | {
+                "boxes": [{"name": name, "box": box.tolist()} for name, box in drawn]
             }
+
+    def _row(self, text: list[int], asked: list[_Guessed], hidden: list[_Guessed], known: bool) -> dict:
+        """A row without its boxes. asked: in its text; hidden: of its picture; known: whether its truth is."""
+        places, truth = [place for place, _, _ in asked], [truth for _, truth, _ in asked]
+        ways = _combined([guesses for _, _, guesses in asked])
+        filled = [
+            {"said": self._text(text, places, pieces), "probability": probability} for pieces, probability in ways
+        ]
+        sure = [guesses[0][1] for _, _, guesses in (*asked, *hidden)]
+        pieces = self.vocabulary.pieces
+        return {
+            "asked": self._text(text),
+            "said": filled[0]["said"],
+            "probability": float(np.prod(sure)),  # of all guesses together, each by itself
+            "ranking": filled if asked else [],
+            "truth": self._text(text, places, truth) if known else None,
+            "score": float(np.mean([right == g[0][0] for _, right, g in asked])) if known and asked else None,
+            "masks": [
+                {"place": place, "guesses": [{"said": pieces[i], "probability": p} for i, p in guesses]}
+                for place, _, guesses in asked
+            ],
+            "hidden_regions": [
+                {"region": number, "detected": seen, "guesses": [{"class": i, "probability": p} for i, p in guesses]}
+                for number, seen, guesses in hidden
+            ],
+        }
 
     def _text(self, tokens: Sequence[int], places: Sequence[int] = (), pieces: Sequence[int] = ()) -> str:
         """The text of a row with these pieces at these places, without the [CLS] and [SEP] around it."""
@@ -306,13 +303,13 @@ def check_fits(ask: Masks, cut: int, count: int, regions: int) -> None:
         raise ValueError(f"there is no region {absent[0]} to hide: the picture has {regions}, from 1{beside}")
 
 
-def _likeliest(logits: Tensor) -> list[list[tuple[int, float]]]:
+def _likeliest(logits: Tensor) -> list[list[_Guess]]:
     """Of each row of logits [M, V] the GUESSES likeliest, as (which, probability), the likeliest first."""
     probabilities, which = logits.float().softmax(1).topk(min(GUESSES, logits.shape[1]))
     return [list(zip(*row, strict=True)) for row in zip(which.tolist(), probabilities.tolist(), strict=True)]
 
 
-def _combined(guesses: Sequence[list[tuple[int, float]]]) -> list[tuple[tuple[int, ...], float]]:
+def _combined(guesses: Sequence[list[_Guess]]) -> list[tuple[tuple[int, ...], float]]:
     """The GUESSES likeliest ways to take one guess at each place, with their probabilities."""
     best = [((), 1.0)]
     for there in guesses:

@@ -22,7 +22,7 @@ from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, Encoded, VLBert
 from vlbert.official import find_samples, refcoco
-from vlbert.official.refcoco import Convention, Detections, Expression, Expressions, overlap
+from vlbert.official.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
 from vlbert.pictures import View, swap_sides
 from vlbert.tasks import Questions
 from vlbert.text import Vocabulary
@@ -57,13 +57,13 @@ class RefCOCOSettings:
             raise ValueError(f"expression_length is {self.expression_length}; it must be at least 1")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Question:
-    """An expression and the regions to choose among, float64 [r, 4] in pixels of the shipped image; None: the sample's
-    own. With a `flaw`, why it cannot be asked, there is nothing to choose."""
+    """An expression and the regions to choose among, [r, 4] in pixels of the shipped image; None: the sample's own.
+    With a `flaw`, why it cannot be asked, there is nothing to choose."""
 
     expression: Expression
-    regions: np.ndarray | None
+    regions: Sequence[Box] | np.ndarray | None
     held_out: bool
     flaw: str = ""
 
@@ -100,7 +100,7 @@ class RefCOCO:
     def _question(self, image: str, expression: Expression, held_out: bool) -> Question:
         flaw, regions = expression.flaw or self._too_long(expression.text), None
         if self.settings.regions == "ground_truth":
-            regions = np.array(expression.objects, np.float64).reshape(-1, 4)
+            regions = expression.objects
         elif self.detections:
             regions = self.detections.boxes.get(image, np.zeros((0, 4)))
             flaw = flaw or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
@@ -127,6 +127,7 @@ class RefCOCO:
         if regions is None:
             regions = sample.regions.boxes / to_stored
         else:
+            regions = np.array(regions, np.float64).reshape(-1, 4)
             view = replace(view, boxes=view.boxes[:1]).with_boxes(regions * to_stored)
         if self.settings.adds_ground_truth and not ask.held_out:
             objects = np.array(one.objects, np.float64).reshape(-1, 4)

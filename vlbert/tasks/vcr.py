@@ -21,10 +21,10 @@ from vlbert.batch import Batch, Example, Picture, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Pooler, VLBert, initialise_head
 from vlbert.official import find_samples
-from vlbert.official.vcr import CHOICES, CLASSES, Item, Scene, Text, instance_mask, read_items, submission
+from vlbert.official.vcr import CHOICES, CLASSES, Scene, Text, accuracies, submission
 from vlbert.pictures import View
 from vlbert.tasks import Questions
-from vlbert.tasks.vcr_questions import PEOPLE, Ask, Tagged, cut, neutral_names, own_question, tag
+from vlbert.tasks.vcr_questions import PEOPLE, Ask, Tagged, cut, neutral_names, own_question, read_asks, tag
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -92,26 +92,10 @@ class VCR:
         self.vocabulary = vocabulary
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
-        folder, learning = Path(self.settings.folder), split is None
-        splits = self.settings.train_on if learning else (split,)
-        items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
-        left_out = [item.not_learnt for item in items if learning and item.not_learnt]
-        if len(left_out) == len(items):
-            raise ValueError(f"nothing can be learnt from {', '.join(splits)} of {folder}: {left_out[0]}")
-        items = [item for item in items if not (learning and item.not_learnt)]
-        without = {item.metadata for item in items if not item.metadata.is_file()}
-        if without:
-            raise ValueError(f"{len(without)} metadata files are missing, such as {min(without)}; fetch vcr1images")
-        asks = [Ask(item, answer, not learning) for item in items for answer in self._answers(item, not learning)]
-        found = find_samples(samples, [ask.item.image for ask in asks], str(folder))
-        return Questions(found, asks, tuple(left_out))
-
-    def _answers(self, item: Item, held_out: bool) -> Sequence[int]:
-        """The answers behind which rationales are asked for; -1: answers are asked for themselves."""
-        if self.settings.question == "answer":
-            return (-1,)
-        every = item.labels is None or (held_out and self.settings.every_answer)
-        return range(CHOICES) if every else item.labels[:1]
+        folder = Path(self.settings.folder)
+        splits = self.settings.train_on if split is None else (split,)
+        asks, left_out = read_asks(folder, splits, split is None, self.settings.question, self.settings.every_answer)
+        return Questions(find_samples(samples, [ask.item.image for ask in asks], str(folder)), asks, left_out)
 
     def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Ask:
         """What `example` takes for a question of one's own about the sample's regions: its four choices or, of a model
@@ -120,12 +104,9 @@ class VCR:
         Regions are mentioned by their numbers, from 0 on: "Why is [0] near [1,2]?" A sample does not say what they are
         called, so the words read "object", with the region's look, and each region fills its box.
         """
-        if bool(answer.strip()) != (self.settings.question == "rationale"):
-            needs = {"rationale": "give the answer that they are for", "answer": "give no answer beside the choices"}
-            raise ValueError(f"this model judges {self.settings.question}s; {needs[self.settings.question]}")
         if hide:
             raise ValueError("VCR's regions are all in sight; name none to be hidden")
-        return own_question(text, choices, answer)
+        return own_question(self.settings.question, text, choices, answer)
 
     def example(self, sample: Sample, view: View, ask: Ask, rng: np.random.Generator) -> Example:
         scene, asked, choices = ask.read(sample)
@@ -154,8 +135,7 @@ class VCR:
         more = {"classes": np.array([0, *scene.classes], np.int64)}
         if self.settings.instance_masks:
             side = self.settings.mask_size
-            masks = [instance_mask(*both, side) for both in zip(scene.polygons, scene.boxes, strict=True)]
-            masks = np.stack([np.ones((side, side), np.float32), *masks])
+            masks = np.concatenate([np.ones((1, side, side), np.float32), scene.masks(side)])
             more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if view.flipped else masks
         if not self.settings.hidden_regions:
             return view.picture(**more)
@@ -239,19 +219,7 @@ class VCR:
         return found
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Q->A, QA->R (behind the right answer) and, of the items with both, Q->AR; beside them what guessing gets."""
-        scored = [row for row in rows if row["score"] is not None]
-        scores = [
-            {row["annot_id"]: row["score"] for row in scored if row["question"] == kind}
-            for kind in ("answer", "rationale")
-        ]
-        names = ("answer_accuracy", "rationale_accuracy")
-        metrics = {name: float(np.mean([*of.values()])) for name, of in zip(names, scores, strict=True) if of}
-        both = scores[0].keys() & scores[1].keys()
-        if both:
-            metrics["joint_accuracy"] = float(np.mean([scores[0][one] * scores[1][one] for one in both]))
-            metrics["joint_chance"] = CHOICES**-2
-        return metrics | ({"chance": 1 / CHOICES} if scored else {})
+        return accuracies(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
         return {"vcr_submission.csv": submission(rows)}

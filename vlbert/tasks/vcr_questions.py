@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from storage.sample import Sample
-from vlbert.official.vcr import CHOICES, Item, Scene, Text, read_scene
+from vlbert.official.vcr import CHOICES, Item, Scene, Text, read_items, read_scene
 from vlbert.text import Vocabulary
 
 _PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
@@ -71,18 +72,43 @@ class Ask:
         }
 
 
-def own_question(text: str, choices: Sequence[str], answer: str) -> Ask:
-    """A question of one's own; with an answer, the choices are rationales for it. Texts mention regions by their
-    numbers, as in "[0]" or "[1,2]". ValueError where there are not four choices, or one has no word."""
+def read_asks(
+    folder: Path, splits: Sequence[str], learning: bool, question: Literal["answer", "rationale"], every_answer: bool
+) -> tuple[list[Ask], tuple[str, ...]]:
+    """All that the splits ask, and what `learning` leaves out of it, a line each. ValueError where nothing is left, and
+    where metadata are missing."""
+    items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
+    left_out = tuple(item.not_learnt for item in items if learning and item.not_learnt)
+    if len(left_out) == len(items):
+        raise ValueError(f"nothing can be learnt from {', '.join(splits)} of {folder}: {left_out[0]}")
+    items = [item for item in items if not (learning and item.not_learnt)]
+    without = sorted(file for file in {item.metadata for item in items} if not file.is_file())
+    if without:
+        raise ValueError(f"{len(without)} metadata files are missing, such as {without[0]}; fetch vcr1images")
+
+    def answers(item: Item) -> Sequence[int]:
+        if question == "answer":
+            return (-1,)
+        return range(CHOICES) if item.labels is None or (every_answer and not learning) else item.labels[:1]
+
+    return [Ask(item, answer, not learning) for item in items for answer in answers(item)], left_out
+
+
+def own_question(kind: Literal["answer", "rationale"], text: str, choices: Sequence[str], answer: str) -> Ask:
+    """A question of one's own, with its choices, which are of that kind. Texts mention regions by their numbers, as in
+    "[0]" or "[1,2]". ValueError where there are not four choices, one has no word, or the answer does not fit."""
+    if bool(answer.strip()) != (kind == "rationale"):
+        needs = "give the answer that they are for" if kind == "rationale" else "give no answer beside the choices"
+        raise ValueError(f"this model judges {kind}s; {needs}")
     if len(choices) != CHOICES:
         raise ValueError(f"{len(choices)} choices are given; VCR chooses between {CHOICES}")
     item = {"question": _from_person(text), "answer_choices": [_from_person(choice) for choice in choices]}
     if not all([item["question"], *item["answer_choices"]]):
         raise ValueError("the question or a choice has no word")
-    if answer:
+    if kind == "rationale":
         item |= {"answer_choices": [_from_person(answer)], "rationale_choices": item["answer_choices"]}
     own = Item(json.dumps(item), Path("the question"), 1, "", "", None, None, None)
-    return Ask(own, 0 if answer else -1, held_out=True)
+    return Ask(own, 0 if kind == "rationale" else -1, held_out=True)
 
 
 def _from_person(text: str) -> Text:

@@ -47,7 +47,7 @@ class VQASettings:
     question_length: int = (
         506  # word pieces: of BERT's 512 positions, six are others'. Training leaves longer questions
     )
-    #                             out, and names them; where every question must be answered, they lose their end
+    #                             out and names them; where all must be answered, they lose their end
     loss: Literal["bce", "cross_entropy"] = "bce"  # each answer by itself, to its soft score; or the best one of all
     classifier: ClassifierKind = "words"  # behind [MASK]: with the transform of pre-training's word classifier, ...
     answers_from_words: bool = True  # an answer's weights start as the mean embedding of its word pieces
@@ -88,27 +88,33 @@ class VQA:
                 f"no question of {', '.join(splits)} has an answer of {self.settings.answer_list}; name the list that "
                 f"belongs to {self.settings.folder}: task.answer_list"
             )
-        unfit = {i: why for i, ask in enumerate(asks) if (why := self._unfit(ask))}
-        if split is None:
-            asks = [ask for i, ask in enumerate(asks) if i not in unfit]
-        where = find_samples(samples, [ask.image for ask in asks], f"{self.settings.folder}, {', '.join(splits)}")
-        return Questions(where, asks, tuple(unfit.values()))
+        held_out = split is not None
+        fit, left_out = [], []
+        for ask in asks:
+            if flaw := self._flaw(ask.text):
+                told = f"question {ask.question_id} of {ask.split}: {flaw}"
+                left_out.append(f"{told}; it is answered all the same" if held_out else told)
+            if held_out or not flaw:
+                fit.append(ask)
+        if not fit:
+            raise ValueError(f"no question of {', '.join(splits)} can be asked: {(*left_out, 'there is none')[0]}")
+        where = find_samples(samples, [ask.image for ask in fit], f"{self.settings.folder}, {', '.join(splits)}")
+        return Questions(where, fit, tuple(left_out))
 
-    def _unfit(self, ask: Question) -> str | None:
-        """Why nothing can be learned from a question, which is asked nevertheless where all must be answered."""
-        where, most = f"question {ask.question_id} of {ask.split}", self.settings.question_length
-        if not ask.text.strip():
-            return f"{where} has no words"
-        if (
-            len(ask.text) > most and (pieces := len(self.vocabulary.encode(ask.text))) > most
-        ):  # a piece is a letter or more
-            return f"{where} has {pieces} word pieces, more than task.question_length = {most}"
-        return None
+    def _flaw(self, text: str) -> str:
+        """Why nothing can be learned from a question; empty: it is fit."""
+        if not text.strip():
+            return "it has no words"
+        most = self.settings.question_length
+        pieces = len(self.vocabulary.encode(text)) if len(text) > most else 0  # a piece is a letter or more
+        return f"it has {pieces} word pieces, more than task.question_length = {most}" if pieces > most else ""
 
     def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
         """A person's own question; `answer`, where it is given, is the right one. Its answers are those of the list."""
         if choices or hide:
             raise ValueError("VQA answers from its own list and hides nothing: give no choices and no regions to hide")
+        if flaw := self._flaw(text):
+            raise ValueError(f"the question {text[:60]!r} cannot be asked: {flaw}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
 
     def example(self, sample: Sample, view: View, ask: Question, rng: np.random.Generator) -> Example:
@@ -187,11 +193,10 @@ class VQA:
         rows = []
         for key, about, classes, shares, soft, best in columns:
             ranking = [{"said": self.answers[i], "probability": p} for i, p in zip(classes, shares, strict=True)]
-            rows.append({"key": key, **about, **ranking[0], "ranking": ranking, "score": None, "boxes": []})
-            rows[-1] |= {"soft_score": None, "reachable": None}
-            if about["answers"]:
-                score = vqa.accuracy(ranking[0]["said"], about["answers"])
-                rows[-1] |= {"score": score, "soft_score": soft, "reachable": best}
+            known = bool(about["answers"])
+            score = vqa.accuracy(ranking[0]["said"], about["answers"]) if known else None
+            worth = {"score": score, "soft_score": soft if known else None, "reachable": best if known else None}
+            rows.append({"key": key, **about, **ranking[0], "ranking": ranking, "boxes": [], **worth})
         return rows
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:

@@ -1,0 +1,175 @@
+"""Which regions each word looks at: the numbers, the figure, and BertViz's page in a browser without a network."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from browser import chromium
+from PIL import Image
+from tiny import CLASSES, TINY_MODEL, tiny_sample
+
+from vlbert.attention import (
+    MOST_REGIONS,
+    Attention,
+    attention_of,
+    bertviz_page,
+    chosen_heads,
+    draw_figure,
+    strengths,
+    write_attention,
+)
+from vlbert.batch import collate
+from vlbert.model import VLBert
+from vlbert.pictures import view
+from vlbert.predict import Prediction
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.text import SPECIALS, Vocabulary
+
+WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "square", "<", "/", "script", ">", "$"])
+
+
+def asked(text: str, regions: int = 2, beside: str | None = None) -> Prediction:
+    """What a random model sees; `beside`: a longer text in the same batch, behind it."""
+    task = Pretraining(PretrainingSettings(max_elements=None), WORDS, len(CLASSES))
+    torch.manual_seed(0)
+    model = VLBert(TINY_MODEL, len(WORDS)).eval()
+    sample, other = tiny_sample(1, regions), tiny_sample(2, 3)
+    examples = [
+        task.example(of, view(of, TINY_MODEL.regions, flip=False), task.ask(words), np.random.default_rng(0))
+        for of, words in ((sample, text), (other, beside))
+        if words
+    ]
+    batch = collate(examples)
+    with torch.no_grad():
+        encoded = model(batch, attentions=True)
+    pieces = [
+        [WORDS.pieces[i] for i in tokens[mask]] for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
+    ]
+    return Prediction(
+        sample, [f"{n} thing" for n in range(1, regions + 1)], {"probabilities": [0.6, 0.4]}, batch, pieces, encoded
+    )
+
+
+def planted(to_regions: np.ndarray) -> Attention:
+    """Maps [L, A, T, R] of words to regions; what is left goes to [END]."""
+    layers, heads, t, r = to_regions.shape
+    maps = np.zeros((layers, heads, t + r + 1, t + r + 1), np.float32)
+    maps[:, :, :t, t : t + r] = to_regions
+    maps[..., -1] = 1 - maps.sum(-1)
+    return Attention([f"w{i}" for i in range(t)], ["whole image", *map(str, range(1, r))], torch.from_numpy(maps))
+
+
+def test_the_maps_are_the_models_without_padding():
+    alone, padded = (
+        attention_of(asked("a [MASK] square")),
+        attention_of(asked("a [MASK] square", beside="a " * 9 + "[MASK]")),
+    )
+    assert alone.words == ["[CLS]", "a", "[MASK]", "square", "[SEP]"]
+    assert alone.regions == ["whole image", "1 thing", "2 thing"]
+    assert alone.maps.shape == (2, 4, 9, 9)
+    torch.testing.assert_close(alone.maps.sum(3), torch.ones(2, 4, 9))
+    torch.testing.assert_close(padded.maps, alone.maps, atol=1e-3, rtol=0)  # a larger batch pads the pictures, too
+    torch.testing.assert_close(torch.from_numpy(alone.to_regions()), alone.maps[:, :, :5, 5:8])
+
+
+def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
+    both = asked("a [MASK] square", beside="red [MASK]")
+    second = dataclasses.replace(both, row={"probabilities": [0.4, 0.6]})
+    assert attention_of(both).words == ["[CLS]", "a", "[MASK]", "square", "[SEP]"]
+    assert attention_of(second).words == ["[CLS]", "red", "[MASK]", "[SEP]"]
+
+
+def test_by_default_each_layer_shows_the_head_that_looks_most_at_regions():
+    looks = np.full((2, 3, 4, 3), 0.1, np.float32)
+    looks[0, 2, 1, 2] = 0.5
+    looks[1, 1, :, 0] = 0.8  # the whole image, which counts for nothing
+    looks[1, 0, 3, 1] = 0.3
+    assert chosen_heads(planted(looks), None) == [(0, 2), (1, 0)]
+    assert chosen_heads(planted(looks), "1.2, 0.0") == [(1, 2), (0, 0)]
+
+
+@pytest.mark.parametrize("heads", ["1", "1.3.2", "-1.0", "x.y", "2.0", "0.3"])
+def test_heads_that_are_none_are_refused(heads):
+    with pytest.raises(ValueError, match=re.escape(f"--heads {heads}: ")):
+        chosen_heads(planted(np.full((2, 3, 4, 3), 0.1, np.float32)), heads)
+
+
+def test_strength_is_rescaled_over_all_heads_of_a_layer():
+    looks = np.linspace(0.1, 0.2, 2 * 2 * 3 * 2).reshape(2, 2, 3, 2).astype(np.float32)
+    shown = strengths(planted(looks), [(0, 0), (0, 1), (1, 1)])
+    assert shown.shape == (3, 3, 2)
+    assert (shown[0].min(), shown[1].max(), shown[2].max()) == pytest.approx((0, 1, 1))
+    assert shown[0].max() < 0.5 < shown[1].min()
+    assert not strengths(planted(np.full((1, 1, 2, 2), 0.25, np.float32)), [(0, 0)]).any(), "all alike: no line"
+
+
+def test_many_words_and_regions_are_drawn_as_far_as_there_is_room(tmp_path):
+    prediction = asked("a $ red [MASK] $" + " square" * 50)
+    attention = attention_of(prediction)
+    sample = prediction.sample
+    many = dataclasses.replace(sample, regions=sample.regions.take(np.arange(30) % 2))
+    looks = np.random.default_rng(0).random((1, 1, len(attention.words), 31)).astype(np.float32) / 40
+    wide = dataclasses.replace(prediction, sample=many, names=[str(n) for n in range(1, 31)])
+    attention = dataclasses.replace(planted(looks), words=attention.words)
+    draw_figure(wide, attention, [(0, 0)], tmp_path / "figure.png")
+    assert MOST_REGIONS < 31
+    with Image.open(tmp_path / "figure.png") as figure:
+        assert figure.size[0] > 500
+        assert figure.size[1] < 2000
+
+
+def test_without_bertviz_there_is_the_figure_and_the_way_to_the_page(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bertviz", None)  # as if it were not installed
+    figure, page = write_attention(asked("a [MASK]"), tmp_path / "photo.png")
+    assert figure == f"attention: {tmp_path / 'photo-attention.png'}"
+    assert page == "no interactive page: bertviz is not installed; pip install 'vlbert[attention]'"
+    assert [file.name for file in tmp_path.iterdir()] == ["photo-attention.png"]
+
+
+def test_a_prediction_without_maps_is_refused():
+    prediction = asked("a [MASK]")
+    blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
+    with pytest.raises(ValueError, match="ask with attentions=True"):
+        attention_of(blind)
+
+
+def test_the_page_draws_bertviz_without_a_network(tmp_path):
+    prediction = asked("a </script> <script>alert(1)</script> [MASK]")
+    prediction = dataclasses.replace(prediction, names=["1 </script><b>", "2 {view}"])
+    attention = attention_of(prediction)
+    page = tmp_path / "page.html"
+    page.write_text(bertviz_page(prediction, attention, [0, 1]), encoding="utf-8")
+    told, requested = [], []
+    with chromium() as browser:
+        context = browser.new_context(offline=True)
+        shown = context.new_page()
+        shown.on("console", lambda message: told.append((message.type, message.text)))
+        shown.on("pageerror", lambda error: told.append(("error", str(error))))
+        shown.on("request", lambda request: requested.append(request.url))
+        shown.goto(page.as_uri())
+        shown.wait_for_selector("svg")
+        assert [kind for kind, _ in told if kind != "log"] == []
+        assert [url for url in requested if not url.startswith("data:")] == [page.as_uri()]
+        assert shown.locator("#filter option:checked").inner_text() == "words -> regions"
+        right = shown.locator("svg #right text").all_text_contents()
+        assert [text.strip() for text in right] == [
+            "whole image",
+            "1 </script><b>",
+            "2 {view}",
+            "[END]",
+        ]
+        left = shown.locator("svg #left text").all_text_contents()
+        assert [text.strip() for text in left] == attention.words
+        lines = shown.locator("svg line")
+        assert lines.count() == 4 * len(left) * len(right)  # heads, words, regions and [END]
+        assert shown.locator("#layer option").all_inner_texts() == ["0", "1"]
+        assert shown.locator("img").evaluate("image => image.naturalWidth") == 640
+        shown.locator("#filter").select_option(label="All")
+        assert shown.locator("svg #left text").count() == len(left) + len(right)
+    data = json.loads(re.search(r"const params = (\{.*\}); // HACK", page.read_text()).group(1).replace("<\\/", "</"))
+    np.testing.assert_allclose(data["attention"][0]["attn"], attention.maps.numpy(), atol=6e-5)
+    np.testing.assert_allclose(np.array(data["attention"][3]["attn"])[..., :-1], attention.to_regions(), atol=6e-5)

@@ -1,0 +1,416 @@
+"""Evaluation: a whole split of a task, from the checkpoint of a run to its files; and the models of checkpoints."""
+
+import base64
+import dataclasses
+import html
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from test_refcoco import write_refcoco
+from test_vcr import write_vcr
+from tiny import DETECTOR, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from detectors.distributed import World
+from flows.training import reported
+from storage.objects import StorageUnreachable
+from storage.sample import Sample
+from vlbert.checkpoint import open_checkpoint
+from vlbert.config import DataConfig, Recipe
+from vlbert.evaluate import evaluate, load_task_model, main
+from vlbert.recipes import RECIPES
+from vlbert.results import Answered
+from vlbert.results_page import worst_and_best
+from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.train import train
+
+ALONE = World(0, 1, torch.device("cpu"))
+HOUSE = Path(__file__).parents[1]
+FILES = {"predictions.parquet", "metrics.json", "index.html"}
+
+
+def torn(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, image=sample.image[:200])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RefCOCO+ on twelve drawn samples, half of them val; `tuned` was trained on train, `memory` on val."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    samples = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
+    commit_samples(folder / "root", "refcoco+", samples)
+    write_refcoco(folder / "refcoco+", samples)
+    train(a_recipe(folder, "tuned"), ALONE)
+    memory = dataclasses.replace(
+        a_recipe(folder, "memory"), data=dataclasses.replace(a_recipe(folder).data, held_out=None)
+    )
+    train(dataclasses.replace(memory, task=dataclasses.replace(memory.task, train_on=("val",))), ALONE)
+    return folder
+
+
+def a_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
+    return tiny_recipe(
+        folder / "root",
+        run=run,
+        task=RefCOCOSettings(str(folder / "refcoco+"), **task),
+        data=DataConfig(root=str(folder / "root"), dataset="refcoco+", held_out="refcoco+", batch=4, workers=0),
+        vocabulary=None,
+        vocabulary_size=60,
+        steps=2,
+        save_every=2,
+        from_scratch=True,
+    )
+
+
+def copied(world: Path, tmp_path: Path) -> Path:
+    """The same again, to be changed."""
+    shutil.copytree(world, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, *overrides: str) -> dict:
+    given = [f"task.folder={folder / 'refcoco+'}", *overrides]
+    recipe = dataclasses.replace(a_recipe(folder), data=dataclasses.replace(a_recipe(folder).data, root=""))
+    return evaluate(recipe, [f"{folder}/root/runs/{run}"], split, given, out and str(out), ALONE)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def rows_in(folder: Path) -> list[dict]:
+    return pq.read_table(folder / "predictions.parquet").to_pylist()
+
+
+def test_the_papers_number_for_the_split_of_validation_is_found_from_a_checkpoint_alone(world):
+    assert reported(f"{world}/root/runs/tuned/step-0000002") == {"accuracy_published": "79.88 base, 80.31 large"}
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_asked_whole_in_its_own_order_and_scored_as_the_task_does(world, tmp_path, capsys):
+    about = evaluated(world, out=tmp_path / "out")
+    rows = rows_in(tmp_path / "out")
+    assert [row["sentence_id"] for row in rows] == [10 * i + k for i in range(0, 12, 2) for k in range(2)]
+    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0}
+    assert json.loads(json.dumps(about)) == json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert about["metrics"] == RefCOCO.metrics(None, rows)
+    assert about["mean_score"] == about["metrics"]["accuracy_published"]
+    assert about["paper"] == {"accuracy_published": "79.88 base, 80.31 large"}
+    assert about["trained_on"] == ["train"]
+    assert not about["trained_on_this_split"]
+    assert {*contents(tmp_path / "out")} == FILES | {*about["submission"]}
+    said = capsys.readouterr().out
+    assert "(the paper, %: 79.88 base, 80.31 large)" in said
+    assert said.splitlines()[-1] == f"evaluated val: {tmp_path / 'out'}"
+
+
+def test_it_goes_beside_the_run_that_it_is_of_and_the_same_again_is_the_same_to_the_byte(world, tmp_path):
+    folder = copied(world, tmp_path)
+    run = folder / "root/runs/tuned"
+    shutil.copytree(run / "step-0000002", run / "step-0000001")
+    evaluated(folder)
+    place = folder / "root/runs/tuned/evaluations/val-step-0000002"
+    before = contents(place)
+    evaluated(folder)
+    assert contents(place) == before
+    assert evaluated(folder, "tuned/step-0000002")["inputs"]["checkpoints"] == ["tuned/step-0000002"]
+    assert contents(place) == before, "the newest is that one"
+
+
+def test_an_evaluation_is_not_overwritten_by_another_and_its_old_files_go_with_it(world, tmp_path):
+    folder, out = copied(world, tmp_path), tmp_path / "out"
+    evaluated(folder, "tuned", "val", out)
+    before = contents(out)
+    with pytest.raises(
+        ValueError, match=r"out/metrics.json is of an evaluation with split = val, now it is train; name"
+    ):
+        evaluated(folder, "tuned", "train", out)
+    with pytest.raises(ValueError, match=r"with overrides = \[.*\], now it is \[.*'task.iou=plain'\]"):
+        evaluated(folder, "tuned", "val", out, "task.iou=plain")
+    assert contents(out) == before
+    (out / "mine.txt").write_text("kept")
+    (out / "metrics.json").write_text(json.dumps(json.loads(before["metrics.json"]) | {"files": ["old.csv"]}))
+    (out / "old.csv").touch()
+    evaluated(folder, "tuned", "val", out)
+    assert contents(out) == before | {"mine.txt": b"kept"}
+    (out / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"out/metrics.json is not of an evaluation; name another place"):
+        evaluated(folder, "tuned", "val", out)
+
+
+def test_without_metrics_an_evaluation_is_not_whole(world, tmp_path):
+    out = tmp_path / "out"
+    evaluated(world, out=out)
+    (out / "index.html").unlink()
+    (out / "index.html").mkdir()  # where it cannot be written
+    about = json.loads((out / "metrics.json").read_text())
+    (out / "metrics.json").write_text(json.dumps(about | {"files": ["predictions.parquet"]}))
+    with pytest.raises(StorageUnreachable, match="index.html"):
+        evaluated(world, out=out)
+    assert (out / "predictions.parquet").exists()
+    assert not (out / "metrics.json").exists()
+
+
+def test_of_several_detectors_it_reads_the_regions_that_it_was_trained_on(world, tmp_path):
+    folder = copied(world, tmp_path)
+    regions = folder / "root" / "refcoco+" / "regions"
+    shutil.copytree(regions / DETECTOR, regions / "00000000dead")
+    about = evaluated(folder, "tuned", "val", tmp_path / "out")
+    assert about["data"]["stage"] == f"regions/{DETECTOR}"
+    with pytest.raises(ValueError, match="no detector 00000000f00d, only 00000000beef, 00000000dead"):
+        evaluated(folder, "tuned", "val", tmp_path / "other", "data.detector=00000000f00d")
+
+
+def test_the_page_is_whole_in_itself_escaped_and_draws_the_worst_and_the_best(world, tmp_path):
+    folder = copied(world, tmp_path)
+    refs = (folder / "refcoco+" / "refs(unc).p").read_bytes()
+    (folder / "refcoco+" / "refs(unc).p").write_bytes(refs.replace(b"Vthe left one", b"V<b>left</b> &"))
+    about = evaluated(folder, out=tmp_path / "out")
+    page, rows = (tmp_path / "out" / "index.html").read_text(), rows_in(tmp_path / "out")
+    assert rows[0]["asked"] == "<b>left</b> &"
+    assert "<b>left" not in page
+    assert page.count(html.escape("<b>left</b> &")) == 12
+    pictures = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)
+    assert len(pictures) == 12
+    assert not re.search(r'(src|href)="(?!data:)[^"]*[/:]', page), "nothing is loaded from elsewhere"
+    for name in about["metrics"]:
+        assert f"<th>{name}</th>" in page
+    assert "79.88 base, 80.31 large" in page
+    shown = [float(score) for score in re.findall(r">score ([\d.]+)<", page)]
+    assert sorted(shown[:6]) == shown[:6]
+    assert sorted(shown[6:], reverse=True) == shown[6:]
+    assert max(shown[:6]) <= min(shown[6:])
+    assert Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size == (480, 320)
+
+
+@pytest.mark.parametrize(
+    ("scores", "worst", "best"),
+    [
+        ([(0, 0.9), (1, 0.2), (0, 0.1), (1, 0.9)], [0, 2], [3, 1]),
+        ([(0.3, 0.5), (1, 0.5), (0, 0.5)], [2, 0], [1]),
+        ([(None, 0.9), (None, 0.1), (None, 0.5)], [1, 2], [0]),  # without truths: the least sure, and the surest
+        ([(None, 0.9), (1, 0.1), (0, 0.5)], [2], [1]),
+        ([(1, 0.5)], [0], []),
+    ],
+)
+def test_the_worst_are_the_surest_of_the_wrong(scores, worst, best):
+    rows = [{"score": score, "probability": probability} for score, probability in scores]
+    one = Answered(None, None, None, None, {}, None, [*range(len(rows))], rows, [], [])
+    assert worst_and_best([one], count=2) == ([(0, row) for row in worst], [(0, row) for row in best])
+
+
+def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path, capsys):
+    folder = copied(world, tmp_path)
+    shutil.rmtree(folder / "root" / "refcoco+")
+    samples = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
+    commit_samples(
+        folder / "root", "refcoco+", [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(samples)]
+    )
+    about = evaluated(folder, out=tmp_path / "out")
+    assert about["questions"] == {"all": 12, "asked": 10, "unreadable": 2, "left_out": 0}
+    rows, missing = rows_in(tmp_path / "out"), (tmp_path / "out" / "not_asked.jsonl").read_text().splitlines()
+    assert [row["sentence_id"] for row in rows] == [10 * i + k for i in (0, 2, 6, 8, 10) for k in range(2)]
+    assert [json.loads(line)["key"] for line in missing] == [samples[4].key] * 2
+    assert about["mean_score_unreadable_wrong"] == pytest.approx(about["mean_score"] * 10 / 12)
+    assert "2 of 12 questions could not be read: the metrics are over the others" in capsys.readouterr().out
+
+    shutil.rmtree(folder / "root" / "refcoco+")
+    commit_samples(folder / "root", "refcoco+", [torn(sample) for sample in samples])
+    with pytest.raises(ValueError, match=r"none of the 12 questions can be asked; the last because .* does not decode"):
+        evaluated(folder, out=tmp_path / "none")
+
+
+def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsys):
+    about = evaluated(world, "memory", "val", tmp_path / "out")
+    assert about["trained_on_this_split"]
+    warning = "WARNING: it was trained on this split (val)"
+    assert warning in capsys.readouterr().out
+    assert warning in (tmp_path / "out" / "index.html").read_text()
+    assert not evaluated(world, "memory", "train", tmp_path / "train")["trained_on_this_split"]
+
+
+def test_a_pre_training_takes_a_dataset_for_a_split_and_is_shown_shuffled_pictures_too(tmp_path):
+    root = tiny_root(tmp_path)
+    recipe = tiny_recipe(root, run="pretrained", steps=1, save_every=1)
+    trained = train(recipe, ALONE)
+    about = evaluate(recipe, [f"{root}/runs/pretrained"], "held-out", [], None, ALONE)
+    assert about["metrics"] == pytest.approx(trained), "as its validation, which asked the same"
+    assert "words_accuracy_shuffled" in about["metrics"]
+    assert not about["trained_on_this_split"]
+    assert evaluate(recipe, [f"{root}/runs/pretrained"], "captions", [], None, ALONE)["trained_on_this_split"]
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes_to_the_byte(world, tmp_path):
+    recipe = RECIPES["finetune_refcoco_base"]
+    given = as_overrides(a_recipe(world), recipe())
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    for processes in (1, 2):
+        command = [sys.executable, "-m", *(launch if processes == 2 else [])]
+        command += ["vlbert.evaluate", "finetune_refcoco_base", f"{world}/root/runs/tuned", "val", *given]
+        ended = subprocess.run(
+            [*command, "--out", str(tmp_path / str(processes))],
+            cwd=HOUSE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.count("evaluated val") == 1, "one rank speaks"
+    assert contents(tmp_path / "2") == contents(tmp_path / "1")
+
+
+@pytest.fixture(scope="module")
+def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """VCR with a run of answers and one of rationales."""
+    folder = tmp_path_factory.mktemp("vcr")
+    samples = [tiny_sample(i) for i in range(6)]
+    commit_samples(folder / "root", "vcr", samples)
+    write_vcr(folder / "vcr", samples)
+    (folder / "vcr" / "val.jsonl").write_text((folder / "vcr" / "train.jsonl").read_text())
+    for kind in ("answer", "rationale"):
+        train(vcr_recipe(folder, kind), ALONE)
+    return folder
+
+
+def vcr_recipe(folder: Path, kind: str) -> Recipe:
+    settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_pieces=40, question=kind)
+    data = DataConfig(root=str(folder / "root"), dataset="vcr", held_out=None, batch=4, workers=0)
+    fresh = {"vocabulary": None, "vocabulary_size": 90, "steps": 1, "save_every": 1, "from_scratch": True}
+    return tiny_recipe(folder / "root", run=kind, task=settings, data=data, **fresh)
+
+
+def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
+    paths = [f"{vcr}/root/runs/{kind}" for kind in ("answer", "rationale")]
+    about = evaluate(vcr_recipe(vcr, "answer"), paths, "val", [], None, ALONE)
+    assert {"answer_accuracy", "rationale_accuracy", "joint_accuracy"} <= about["metrics"].keys()
+    assert about["paper"]["joint_accuracy"].startswith("55.2")
+    assert [settings["question"] for settings in about["settings"]] == ["answer", "rationale"]
+    place = vcr / "root/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
+    rows = rows_in(place)
+    assert [row["question"] for row in rows] == ["answer"] * 5 + ["rationale"] * 20, "behind every answer"
+    assert about["questions"] == {"all": 25, "asked": 25, "unreadable": 0, "left_out": 0}
+    assert about["submission"] == ["vcr_submission.csv"]
+    assert len((place / "vcr_submission.csv").read_text().splitlines()) == 6
+
+    # What the command line says wins over what an evaluation changes.
+    few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", ["task.every_answer=false"], None, ALONE)
+    assert few["questions"]["all"] == 5
+    alone = evaluate(vcr_recipe(vcr, "answer"), paths[:1], "val", [], None, ALONE)
+    assert "joint_accuracy" not in alone["metrics"]
+    assert (alone["submission"], bool(alone["submission_refused"])) == ([], True)
+
+
+# --- the model of a checkpoint ----------------------------------------------------------------------------------------
+
+
+def test_a_task_model_is_that_of_its_checkpoint(world):
+    checkpoint = open_checkpoint(f"{world}/root/runs/memory")
+    model, recipe = load_task_model(checkpoint)
+    assert recipe == dataclasses.replace(
+        a_recipe(world, "memory", train_on=("val",)), data=dataclasses.replace(a_recipe(world).data, held_out=None)
+    )
+    assert not model.training
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
+    assert model.task.settings.train_on == ("val",)
+    assert model.vlbert.vocabulary.pieces == checkpoint.vocabulary.pieces
+
+    other = dataclasses.replace(a_recipe(world), precision="fp32")
+    _, recipe = load_task_model(checkpoint, ["task.iou=plain", "data.batch=2"], other)
+    assert (recipe.task.train_on, recipe.task.iou, recipe.data.batch) == (("val",), "plain", 2)
+    assert (recipe.data.held_out, recipe.precision) == ("refcoco+", "fp32")
+
+
+def test_a_converted_model_has_no_recipe_and_brings_the_settings_of_its_task(world, tmp_path):
+    folder = tmp_path / "converted"
+    shutil.copytree(world / "root/runs/tuned/step-0000002", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["settings"] = config.pop("recipe")["task"]
+    (folder / "config.json").write_text(json.dumps(config))
+    model, recipe = load_task_model(open_checkpoint(str(folder)))
+    assert (recipe.name, recipe.task, recipe.model) == ("converted", a_recipe(world).task, a_recipe(world).model)
+    assert isinstance(model.task, RefCOCO)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments: str) -> str:
+    """What the program ends with: one line, and exit status 1."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert isinstance(ended.value.code, str), "a message: exit status 1"
+    assert "\n" not in ended.value.code
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["finetune_nothing", "RUN", "val"], "there is no such recipe, only finetune_"),
+        (
+            ["nowhere:recipe", "RUN", "val"],
+            "nowhere cannot be imported (No module named 'nowhere'); run this in",
+        ),
+        (["vlbert.recipes:nothing", "RUN", "val"], "vlbert.recipes has no function 'nothing'"),
+        (["REFCOCO"], "CHECKPOINT is missing; say RECIPE CHECKPOINT SPLIT"),
+        (["REFCOCO", "RUN"], "SPLIT is missing; say RECIPE CHECKPOINT SPLIT"),
+        (["REFCOCO", "RUN", "task.iou=plain"], "SPLIT is missing"),
+        (["REFCOCO", "RUN", "val", "task.nothing=1"], "RefCOCOSettings has no field 'nothing'"),
+        (["REFCOCO", "ROOT/runs/nothing", "val"], "/runs/nothing has no whole checkpoint; name another run"),
+        (["REFCOCO", "ROOT/runs/tuned/step-0000009", "val"], "step-0000009 is no whole checkpoint"),
+        (["REFCOCO", "ROOT", "val"], "root holds no model: it has no config.json"),
+        (["REFCOCO", "RUN", "testC"], "has no split testC"),
+        (["REFCOCO", "RUN", "val", "task.folder=nowhere"], "there is no nowhere/"),
+        (["REFCOCO", "RUN", "val", "data.held_out=nothing"], "nothing/regions holds no region shards"),
+        (["REFCOCO", "RUN", "val", "data.held_out=elsewhere"], "are in no region shard"),
+        (["finetune_vqa_base", "RUN", "val"], "was trained for another task than recipe finetune_vqa_base"),
+        (
+            ["finetune_refcoco_base", "RUN", "val"],
+            "architecture than recipe finetune_refcoco_base: model.layers is JJ there",
+        ),
+        (["REFCOCO", "RUN", "val", "--out", "FILE"], "cannot write to the folder"),
+        (["REFCOCO", "PLAIN", "val"], "plain belongs to no run, whose folder would be the place: give --out FOLDER"),
+        (["REFCOCO", "PLAIN", "val", "data.root="], "data.root is not set; give data.root=FOLDER"),
+        (["REFCOCO", "HEADLESS", "val", "--out", "OUT"], "holds a VL-BERT without the head of a task"),
+        (
+            ["REFCOCO", "WORDLESS", "val", "--out", "OUT"],
+            "came without a vocabulary; give its own with vocabulary=vocab.txt",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(world, tmp_path, arguments, message):
+    folder, step = tmp_path / "other", world / "root/runs/tuned/step-0000002"
+    for name in ("plain", "wordless"):
+        shutil.copytree(step, folder / name)
+    (folder / "wordless" / "vocab.txt").unlink()
+    load_task_model(open_checkpoint(str(step)))[0].vlbert.save_pretrained(folder / "headless")
+    (folder / "file").touch()
+    if "data.held_out=elsewhere" in arguments:
+        commit_samples(world / "root", "elsewhere", [tiny_sample(99)])
+    names = {"ROOT": world / "root", "RUN": world / "root/runs/tuned", "FILE": folder / "file", "OUT": folder / "out"}
+    names |= {"PLAIN": folder / "plain", "HEADLESS": folder / "headless", "WORDLESS": folder / "wordless"}
+    given = [str(names.get(word, word)).replace("ROOT/", f"{world}/root/") for word in arguments]
+    if given[0] == "REFCOCO":
+        base = RECIPES["finetune_refcoco_base"]()
+        tiny = [one for one in as_overrides(a_recipe(world), base) if not one.startswith("data.held_out")]
+        held_out = [] if any(one.startswith("data.held_out=") for one in given) else ["data.held_out=refcoco+"]
+        root = "data.root="
+        given = ["finetune_refcoco_base", *given[1:2], *given[2:3], *tiny, *held_out, *given[3:]]
+        if root in given:
+            given = [one for one in given if not one.startswith(root) or one == root]
+    assert message in refused(*given)
