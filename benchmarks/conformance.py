@@ -18,8 +18,8 @@ from benchmarks.conformance_cases import KINDS, Comparison, NotCompared, read_ex
 SHOWN = 3  # values that differ, of each line
 
 
-def check_file(file: Path) -> list[Comparison | NotCompared]:
-    """All that one expected file says, compared; an exception where that cannot be done."""
+def check_file(file: Path) -> list[Comparison | NotCompared | Path]:
+    """All that one expected file says, compared, and the inputs; an exception where that cannot be done."""
     said = read_expected(file)
     for knows, compared in KINDS:
         if knows(said):
@@ -33,7 +33,7 @@ def check_folder(folder: Path) -> bool:
         print(f"there is no folder {folder}")
         return False
     files = sorted(path for path in folder.rglob("expected*") if path.is_file())
-    rows, remarks, total, failed = [], [], [0, 0], []
+    rows, remarks, total, failed, used = [], [], [0, 0], [], {*files}
     for file in files:
         where = str(file.parent.relative_to(folder))
         try:
@@ -45,7 +45,10 @@ def check_folder(folder: Path) -> bool:
             remarks.append(f"{file}: NOT COMPARED: {type(error).__name__}: {error}")
             continue
         remarks += [f"{file}: {warning.message}" for warning in told]
+        used |= {one for one in found if isinstance(one, Path)}
         for one in found:
+            if isinstance(one, Path):
+                continue
             if isinstance(one, NotCompared):
                 remarks.append(f"{file}: not compared: {one.what}")
                 continue
@@ -59,6 +62,8 @@ def check_folder(folder: Path) -> bool:
     print_table([("folder", "what", "agree", "of"), *rows, ("", "all", *total)])
     silent = [path for path in folder.iterdir() if path.is_dir() and not any(path in file.parents for file in files)]
     remarks += [f"{path}: nothing is expected there" for path in sorted(silent)]
+    if not failed:
+        remarks += _unused(folder, used)
     print(*remarks, sep="\n")
     if not total[1]:
         print(f"nothing was compared: {folder} holds {len(files)} files expected*")
@@ -67,6 +72,15 @@ def check_folder(folder: Path) -> bool:
     else:
         print(f"all {total[1]} values agree")
     return bool(total[1]) and total[0] == total[1] and not failed
+
+
+def _unused(folder: Path, used: set[Path]) -> list[str]:
+    """A line for each folder in which there are files that no expected file is about."""
+    by_folder = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in used):
+        by_folder.setdefault(path.parent, []).append(path.name)
+    more = {where: f" and {len(names) - SHOWN} more" * (len(names) > SHOWN) for where, names in by_folder.items()}
+    return [f"{w}: nothing expected is about {', '.join(n[:SHOWN])}{more[w]}" for w, n in by_folder.items()]
 
 
 def print_table(rows: list[tuple]) -> None:

@@ -44,7 +44,7 @@ class NotCompared:
     what: str
 
 
-Found = Iterator[Comparison | NotCompared]
+Found = Iterator[Comparison | NotCompared | Path]  # a path: of an input that was read
 
 
 def compare(what: str, ours: Mapping, expected: Mapping, same: Callable[[Any, Any], bool] = eq) -> Comparison:
@@ -86,7 +86,9 @@ def needed(file: Path, ending: str, below: bool = False) -> Path:
 def vqa_scores(file: Path, expected: Any) -> Found:
     """Accuracy per question, overall and per type, in percent."""
     annotations = needed(file, "annotations.json")
-    rows, results = vqa.read_annotations(annotations), vqa.read_results(needed(file, "results.json"))
+    said = needed(file, "results.json")
+    yield from (annotations, said)
+    rows, results = vqa.read_annotations(annotations), vqa.read_results(said)
     scores = vqa.score(results, rows)
     wanted = expected["perQuestion"]
     if left := [row["question_id"] for row in rows if str(row["question_id"]) not in wanted]:
@@ -110,8 +112,15 @@ def vqa_scores(file: Path, expected: Any) -> Found:
     if questions is None:
         yield NotCompared("the questions: no *questions.json")
         return
+    yield questions
+    asked = read_json(questions, "DIR")
+    lacking = [name for name in ("data_subtype",) if name not in asked]
+    lacking += ["multiple_choice_answer"] * any("multiple_choice_answer" not in row for row in rows)
+    if lacking:
+        yield NotCompared(f"the questions with their answers: there is no {', '.join(lacking)}")
+        return
     joined = {question.question_id: question for question in vqa.join_questions(questions, annotations, "conformance")}
-    texts = {row["question_id"]: row["question"] for row in read_json(questions, "DIR")["questions"]}
+    texts = {row["question_id"]: row["question"] for row in asked["questions"]}
     yield compare("question with its answers", {i: one.text for i, one in joined.items() if one.answers}, texts)
 
 
@@ -122,6 +131,7 @@ def vqa_normalised(file: Path, expected: Any) -> Found:
     if inputs is None:
         yield NotCompared("the list of strings: no *inputs.json; those of the expected file were taken")
     else:
+        yield inputs
         given = read_json(inputs, "DIR")
         yield compare("string to normalise", {text: text for text in given}, {text: text for text in wanted})
     for step, column in ((vqa.without_punctuation, "after_punctuation"), (vqa.normalise, "after_digit_article")):
@@ -144,10 +154,11 @@ def vqa_soft_targets(file: Path, expected: Any) -> Found:
 def vcr_hits(file: Path, expected: Any) -> Found:
     """Which answers, rationales and both are right, and how many."""
     submission = needed(file, ".csv")
-    wanted = {row["annot_id"]: row for row in expected["per_example"]}
+    wanted = {str(row["annot_id"]): row for row in expected["per_example"]}
     items = [path for path in sorted(file.parent.glob("*.jsonl")) if vcr.read_items(path)[0].labels is not None]
     if len(items) != 1:
         raise ValueError(f"{len(items)} files *.jsonl with labels lie beside {file.name}; one is needed")
+    yield from (items[0], submission)
     hits = vcr.hits(items[0], submission)
     names = {"answer_hit": "Q_A", "rationale_hit": "QA_R", "joint_hit": "Q_AR"}
     for name in names:
@@ -164,29 +175,48 @@ def vcr_hits(file: Path, expected: Any) -> Found:
 
 def refcoco_hits(file: Path, expected: Any) -> Found:
     """Overlap and hit of every predicted box under each convention, and which references are of which split."""
-    folder = needed(file, refcoco.FILES[0], below=True).parent
-    expressions = {
-        one.sentence_id: (split, one)
-        for split, of_images in refcoco.read_expressions(folder).items()
-        for ones in of_images.values()
-        for one in ones
-    }
     wanted = {row["sent_id"]: row for row in expected["per_expression"]}
-    said = {row["sent_id"]: row["box_xywh"] for row in read_json(needed(file, "predictions.json"), "DIR")}
+    refs, expressions = _data_set(file, wanted)
+    predictions = needed(file, "predictions.json")
+    yield from (refs, refs.parent / refcoco.FILES[1], predictions)
+    said = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR")}
     ours = {sentence: _judged(*expressions[sentence], box) for sentence, box in said.items() if sentence in expressions}
     boxes = {number: _corners(row["gt_box_xywh"]) for number, row in wanted.items()}
     yield compare("referred box", {number: row["box"] for number, row in ours.items()}, boxes, _close)
     for name in ("split", "ref_id"):
         yield _column(f"{name} of an expression", ours, wanted, name, eq)
     for convention, prefix in CONVENTIONS.items():
-        column = next(key for key in expected["per_expression"][0] if key.startswith(f"{prefix}_hit"))
-        yield _column(f"{convention} IoU", ours, wanted, f"{prefix}_iou", near(IOU_TOLERANCE))
-        yield _column(f"{convention} hit", ours, wanted, column, eq, f"{prefix}_hit")
+        for what, same in (("iou", near(IOU_TOLERANCE)), ("hit", eq)):
+            columns = [key for key in expected["per_expression"][0] if key.startswith(f"{prefix}_{what}")]
+            name = f"{convention} {what.replace('iou', 'IoU')}"
+            if columns:
+                yield _column(name, ours, wanted, columns[0], same, f"{prefix}_{what}")
+            else:
+                yield NotCompared(f"{name}: {file.name} has no {prefix}_{what}")
     if "sent_ids_where_conventions_disagree" in expected:
         parted = {i for i, row in ours.items() if len({row[f"{prefix}_hit"] for prefix in CONVENTIONS.values()}) > 1}
         said = dict.fromkeys(expected["sent_ids_where_conventions_disagree"], True)
         yield compare("expression on which conventions differ", dict.fromkeys(sorted(parted), True), said)
     yield from _splits(file, expected, expressions)
+
+
+def _data_set(file: Path, wanted: Mapping[int, dict]) -> tuple[Path, dict[int, tuple[str, refcoco.Expression]]]:
+    """The refs file below a folder, if there are several the one that holds all these sentences of these references;
+    sentence -> its split and itself."""
+    found = {}
+    for refs in sorted(file.parent.rglob("refs(*).p")):
+        of_splits = refcoco.read_expressions(refs.parent, refs.name).items()
+        ones = [(split, one) for split, images in of_splits for ones in images.values() for one in ones]
+        found[refs] = {one.sentence_id: (split, one) for split, one in ones}
+    if len(found) > 1:
+        ids = {(number, row["ref_id"], row["split"]) for number, row in wanted.items()}
+        holding = {refs: {(n, one.ref_id, split) for n, (split, one) in ones.items()} for refs, ones in found.items()}
+        found = {refs: found[refs] for refs, those in holding.items() if ids <= those}
+    if len(found) != 1:
+        raise ValueError(
+            f"{len(found)} files refs(*).p below {file.parent} hold the expressions of {file.name}; keep one"
+        )
+    return next(iter(found.items()))
 
 
 def _judged(split: str, expression: refcoco.Expression, box_xywh: list[float]) -> dict:
@@ -233,9 +263,12 @@ def _close(ours: Any, expected: Any) -> bool:
 def retrieval_ranks(file: Path, expected: Any) -> Found:
     """Ranks and recalls both ways, over all images and within folds."""
     if scores_file := beside(file, "scores*.npy"):
+        yield scores_file
         scores = np.load(scores_file)
     else:
-        images, captions = (np.load(needed(file, f"{what}_embeddings.npy")) for what in ("image", "caption"))
+        files = [needed(file, f"{what}_embeddings.npy") for what in ("image", "caption")]
+        yield from files
+        images, captions = map(np.load, files)
         scores = images @ captions.T
     per_image, rest = divmod(scores.shape[1], len(scores))
     if rest:
@@ -257,11 +290,11 @@ def retrieval_ranks(file: Path, expected: Any) -> Found:
         else:
             each = [_recalls(ranks) for ranks in found]
             means = {name: float(np.mean([one[name] for one in each])) for name in each[0]}
-            yield compare("recall, mean of the folds", means, _flat(mean), near(NUMBER_TOLERANCE))
+            yield from _recalled("recall, mean of the folds", means, _flat(mean))
     for split_file in sorted(file.parent.glob("dataset_*.json")):
-        images = [image["filename"] for image in read_json(split_file, "DIR")["images"]]
-        read = {name for split in retrieval.read_splits(split_file).values() for name in split}
-        yield compare(f"image of {split_file.name}", dict.fromkeys(read, True), dict.fromkeys(images, True))
+        yield split_file
+        read = {split: len(images) for split, images in retrieval.read_splits(split_file, per_image).items()}
+        yield NotCompared(f"{split_file.name}, read as {read}: {file.name} says nothing of it")
 
 
 def _recalls(ranks: retrieval.Ranks) -> dict[str, float]:
@@ -288,13 +321,20 @@ def _retrieved(what: str, found: Sequence[retrieval.Ranks], said: Sequence[dict]
         yield compare(f"rank, {what}", ranks, wanted_ranks)
     else:
         yield NotCompared(f"ranks, {what}: nobody says")
-    yield compare(f"recall, {what}", numbers, wanted, near(NUMBER_TOLERANCE))
+    yield from _recalled(f"recall, {what}", numbers, wanted)
+
+
+def _recalled(what: str, ours: Mapping[str, float], wanted: Mapping[str, float]) -> Found:
+    if missing := [name for name in ours if name not in wanted]:
+        yield NotCompared(f"{what}, {', '.join(missing)}: nobody says")
+    yield compare(what, {name: value for name, value in ours.items() if name in wanted}, wanted, near(NUMBER_TOLERANCE))
 
 
 def selections(file: Path, expected: Any) -> Found:
     """Which proposals become regions, index for index; of equally confident ones the order is nobody's intention."""
     ours, wanted = {}, {}
     for case in expected["cases"]:
+        yield file.parent / case["case"]
         data = np.load(file.parent / case["case"])
         boxes = data["rois"][:, 1:] / data["im_scale"]
         for threshold, said in case["expected"].items():
@@ -313,6 +353,7 @@ def geometry(file: Path, expected: np.ndarray) -> Found:
     others = [other for other in sorted(file.parent.glob("*.npy")) if other != file]
     if len(others) != 1:
         raise ValueError(f"{len(others)} other files *.npy lie beside {file.name}; the boxes alone are needed")
+    yield others[0]
     boxes = torch.from_numpy(np.load(others[0]))
     if expected.ndim != 3 or boxes.shape != (len(expected), 6):
         raise ValueError(f"{others[0].name} {tuple(boxes.shape)} does not fit {file.name} {expected.shape}")
@@ -325,7 +366,9 @@ def geometry(file: Path, expected: np.ndarray) -> Found:
 
 def caption_rows(file: Path, expected: Any) -> Found:
     """Rows of a caption list."""
-    rows = read_captions(needed(file, ".tsv"))
+    captions = needed(file, ".tsv")
+    yield captions
+    rows = read_captions(captions)
     ours = {row.row: (row.caption, row.url) for row in rows}
     yield compare("row of a caption list", ours, {row["row"]: (row["caption"], row["url"]) for row in expected["rows"]})
 

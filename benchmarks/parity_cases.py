@@ -313,7 +313,7 @@ def refcoco_batch(case: Case, task: RefCOCO) -> Batch:
         right = (labels[row][valid[row]] == 1).numpy()
         targets = {"candidate": np.ones(len(right), bool), "right": right}
         text = task.words(expressions[row][expressions[row] > 0].numpy())
-        about = {"expression": Expression(row, row, ""), "boxes": picture.boxes, "to_stored": np.ones(4)}
+        about = {"expression": Expression(row, row, ""), "split": "", "boxes": picture.boxes, "to_stored": np.ones(4)}
         examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, targets=targets), about))
     return collate(examples)
 

@@ -110,7 +110,7 @@ def from_json(kind: type, values: dict, where: str) -> Any:
     unknown = sorted(values.keys() - types.keys())
     if unknown:
         raise ValueError(
-            f"{where}: {kind.__name__} has no field {', '.join(unknown)}; the file is of a newer version of this code"
+            f"{where}: {kind.__name__} has no field {', '.join(unknown)}; the file is of another version of this code"
         )
 
     def value(name: str) -> Any:

@@ -108,19 +108,16 @@ def evaluate(
     processes: Processes,
     say: Callable[[str], None],
 ) -> Trained:
-    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`; what was asked before
-    is left as it is."""
+    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`, which leaves as it is
+    what was asked before by the same settings."""
     objects = open_objects(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
     found, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
     for split in splits:
         place = f"runs/{run}/evaluations/{split}-{step}"
-        if objects.exists(f"{place}/metrics.json"):
-            say(f"{run}: {split} is evaluated already: {objects.where(place)}; delete that to have it done again")
-        else:
-            given, named = {"data.root": root} | fields, [recipe, trained.checkpoint, split]
-            finished = torchrun("vlbert.evaluate", named, run, given, overrides, processes, say, lambda line: None)
-            peak_bytes = max(peak_bytes, finished.peak_bytes)
+        given, named = {"data.root": root} | fields, [recipe, trained.checkpoint, split]
+        finished = torchrun("vlbert.evaluate", named, run, given, overrides, processes, say, lambda line: None)
+        peak_bytes = max(peak_bytes, finished.peak_bytes)
         about = json.loads(objects.get(f"{place}/metrics.json"))
         submission = tuple(about["submission"])
         found.append(Evaluated(split, objects.where(place), about["metrics"], about["paper"], submission))
@@ -230,7 +227,12 @@ def reported(checkpoint: str) -> dict[str, str]:
     root, _, path = checkpoint.rpartition("/runs/")
     objects = open_objects(root, write=False)
     config = json.loads(objects.get(f"runs/{path}/config.json"))
-    settings = from_json(settings_named(config["task"]), config["recipe"]["task"], checkpoint)
+    kind = settings_named(config["task"])
+    if kind is None:
+        raise ValueError(
+            f"{checkpoint} was trained for a task with {config['task']}, which none of those known here has"
+        )
+    settings = from_json(kind, config["recipe"]["task"], f"{checkpoint}/config.json")
     vocabulary = Vocabulary(objects.get(f"runs/{path}/vocab.txt").decode().splitlines())
     task = make_task(settings, vocabulary, config["num_classes"])
     return task.reported(validation_split(settings)) if hasattr(task, "reported") else {}

@@ -1,6 +1,7 @@
 """Which regions each word looks at: the numbers, the figure, and BertViz's page in a browser without a network."""
 
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -19,10 +20,14 @@ from vlbert.attention import (
     bertviz_page,
     chosen_heads,
     draw_figure,
+    numbered_boxes,
     strengths,
+    thumbnails,
+    title,
     write_attention,
 )
 from vlbert.batch import collate
+from vlbert.drawing import colour_of
 from vlbert.model import VLBert
 from vlbert.pictures import view
 from vlbert.predict import Prediction
@@ -105,6 +110,39 @@ def test_strength_is_rescaled_over_all_heads_of_a_layer():
     assert (shown[0].min(), shown[1].max(), shown[2].max()) == pytest.approx((0, 1, 1))
     assert shown[0].max() < 0.5 < shown[1].min()
     assert not strengths(planted(np.full((1, 1, 2, 2), 0.25, np.float32)), [(0, 0)]).any(), "all alike: no line"
+
+
+def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
+    prediction = asked("a [MASK]", regions=2)
+    boxes = prediction.sample.regions.boxes
+    (first, *_), (second, colour, name) = numbered_boxes(prediction, [0, 2, 1])
+    np.testing.assert_array_equal(np.stack([first, second]), boxes)
+    assert (colour, name) == (colour_of(2), "2"), "the first of them on top"
+    assert [name for _, _, name in numbered_boxes(prediction)] == ["2", "1"]
+
+
+def test_the_thumbnail_of_a_region_is_what_is_in_its_box():
+    pixels = np.full((64, 64, 3), 128, np.uint8)
+    pixels[8:24, 8:24], pixels[36:60, 36:60] = (255, 0, 0), (0, 0, 255)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "JPEG", quality=100, subsampling=0)
+    prediction = asked("a [MASK]", regions=2)
+    regions = dataclasses.replace(
+        prediction.sample.regions, boxes=np.array([[8, 8, 24, 24], [36, 36, 60, 60]], np.float32)
+    )
+    sample = dataclasses.replace(prediction.sample, image=data.getvalue(), width=64, height=64, regions=regions)
+    whole, red, blue = thumbnails(dataclasses.replace(prediction, sample=sample), [0, 1, 2])
+    assert whole.shape == (64, 64, 3)
+    assert [of[len(of) // 2, len(of) // 2].argmax() for of in (red, blue)] == [0, 2]
+
+
+def test_the_title_counts_the_whole_image_apart():
+    attention = planted(np.full((1, 1, 3, 11), 0.01, np.float32))
+    assert title(attention, range(11)) == "10 regions and the whole image"
+    assert title(attention, [1, 4]) == "2 of 10 regions"
+    assert title(dataclasses.replace(attention, words=["a"] * 50), [0, 1]) == (
+        "1 of 10 regions and the whole image; the first 40 of 50 word pieces"
+    )
 
 
 def test_many_words_and_regions_are_drawn_as_far_as_there_is_room(tmp_path):

@@ -90,7 +90,7 @@ def test_a_configuration_may_be_older_and_not_newer():
     assert from_json(ModelConfig, values, "config.json") == ModelConfig(), (
         "a field younger than the file has its default"
     )
-    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; the file is of a newer version"):
+    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; the file is of another version"):
         from_json(ModelConfig, values | {"eyes": 2}, "config.json")
 
 

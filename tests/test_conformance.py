@@ -370,6 +370,103 @@ def test_a_case_of_other_names_ids_and_counts_agrees(tmp_path, capsys):
     assert "accuracy of a question type" in printed
 
 
+def without(name: str) -> Callable[[dict], None]:
+    """Every value of a name that begins so is lost, at any depth."""
+
+    def strip(value: Any) -> None:
+        for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            strip(one)
+        for key in [key for key in value if key.startswith(name)] if isinstance(value, dict) else ():
+            del value[key]
+
+    return strip
+
+
+OTHER_CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {  # a folder, what is other there, what is said
+    "no mean rank": (
+        "retrieval",
+        lambda c: edit_json(c / "retrieval/expected.json", without("meanr")),
+        "recall, all images, fold 0 i2t meanr, fold 0 t2i meanr: nobody says",
+    ),
+    "no convention": (
+        "made",
+        lambda c: edit_json(c / "made/of refcoco/expected.json", without("mattnet")),
+        "not compared: mattnet hit: expected.json has no mattnet_hit",
+    ),
+    "umd": (
+        "made",
+        lambda c: (c / "made/of refcoco/here/refs(unc).p").rename(c / "made/of refcoco/here/refs(umd).p"),
+        "published hit",
+    ),
+    "two data sets": (
+        "made",
+        lambda c: (
+            shutil.copytree(c / "made/of refcoco/here", c / "made/of refcoco/other")
+            and edit_refs(c / "made/of refcoco/other/refs(unc).p")
+        ),
+        "published hit",
+    ),
+    "number as id": (
+        "made",
+        lambda c: (
+            edit_json(c / "made/of vcr/expected_hits.json", lambda e: e["per_example"][0].update(annot_id=7)),
+            *(
+                (c / "made/of vcr" / name).write_text((c / "made/of vcr" / name).read_text().replace(old, new))
+                for name, old, new in (("dev.jsonl", '"made-0"', "7"), ("made.csv", "made-0", "7"))
+            ),
+        ),
+        "answer hit",
+    ),
+    "no chosen answer": (
+        "vqa",
+        lambda c: edit_json(c / "vqa/v2_mscoco_synthetic_annotations.json", without("multiple_choice_answer")),
+        "the questions with their answers: there is no multiple_choice_answer",
+    ),
+    "no subtype": (
+        "vqa",
+        lambda c: edit_json(c / f"{VQA_FILES}_questions.json", without("data_subtype")),
+        "the questions with their answers: there is no data_subtype",
+    ),
+    "of no use": (
+        "made",
+        lambda c: (c / "made/of refcoco/dets.json").write_text("[]"),
+        "of refcoco: nothing expected is about dets.json",
+    ),
+}
+
+
+def edit_refs(file: Path) -> None:
+    """The references of another data set: the same sentences, of other references."""
+    refs = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps([ref | {"ref_id": ref["ref_id"] + 1} for ref in refs], protocol=0))
+
+
+@pytest.mark.parametrize("other", OTHER_CASES)
+def test_other_cases_of_the_formats_agree_and_what_is_not_there_is_named(other, cases, capsys):
+    name, change, told = OTHER_CASES[other]
+    change(cases)
+    for beside in [one for one in cases.iterdir() if one.name != name]:
+        shutil.rmtree(beside)
+    agree = check_folder(cases)
+    printed = capsys.readouterr().out
+    assert agree, printed
+    assert told in printed, printed
+
+
+def test_images_with_another_number_of_captions_are_compared(tmp_path, capsys):
+    scores = np.array([[5.0, 1, 2, 0], [0, 3, 4, 1]])
+    np.save(tmp_path / "scores.npy", scores)
+    split = {"filename": "a.jpg", "split": "test", "sentences": [{"raw": "x"}] * 2}
+    (tmp_path / "dataset_made.json").write_text(json.dumps({"images": [split]}))
+    full = {"i2t": {"r1": 100.0, "medr": 1.0}, "t2i": {"r1": 75.0}}
+    (tmp_path / "expected.json").write_text(json.dumps({"full": full}))
+    agree = check_folder(tmp_path)
+    printed = capsys.readouterr().out
+    assert agree, printed
+    assert "all 3 values agree" in printed
+    assert "dataset_made.json, read as {'test': 1}: expected.json says nothing of it" in printed
+
+
 def test_a_folder_in_which_nothing_is_expected_fails(tmp_path, capsys):
     assert not check_folder(tmp_path)
     assert "nothing was compared" in capsys.readouterr().out

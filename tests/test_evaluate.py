@@ -12,12 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from test_refcoco import write_refcoco
+from test_refcoco import change_refs, write_refcoco
 from test_vcr import write_vcr
+from test_vqa import SAID, coco, write_vqa
 from tiny import DETECTOR, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from detectors.distributed import World
@@ -28,11 +30,13 @@ from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluate import evaluate, load_task_model, main
 from vlbert.recipes import RECIPES
-from vlbert.results import Answered
+from vlbert.results import Answered, flaws_of, warnings
 from vlbert.results_page import worst_and_best
+from vlbert.tasks import Questions
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
-from vlbert.train import train
+from vlbert.tasks.vqa import VQASettings
+from vlbert.train import check_complete, train
 
 ALONE = World(0, 1, torch.device("cpu"))
 HOUSE = Path(__file__).parents[1]
@@ -78,10 +82,12 @@ def copied(world: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def evaluated(folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, *overrides: str) -> dict:
+def evaluated(
+    folder: Path, run: str = "tuned", split: str = "val", out: Path | None = None, *overrides: str, again: bool = False
+) -> dict:
     given = [f"task.folder={folder / 'refcoco+'}", *overrides]
     recipe = dataclasses.replace(a_recipe(folder), data=dataclasses.replace(a_recipe(folder).data, root=""))
-    return evaluate(recipe, [f"{folder}/root/runs/{run}"], split, given, out and str(out), ALONE)
+    return evaluate(recipe, [f"{folder}/root/runs/{run}"], split, given, out and str(out), ALONE, again)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -96,6 +102,28 @@ def test_the_papers_number_for_the_split_of_validation_is_found_from_a_checkpoin
     assert reported(f"{world}/root/runs/tuned/step-0000002") == {"accuracy_published": "79.88 base, 80.31 large"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"recipe": {"task": {"gone": 1}}},
+            "RefCOCOSettings has no field gone; the file is of another version of this ",
+        ),
+        (
+            {"task": "ForeignSettings"},
+            "was trained for a task with ForeignSettings, which none of those known here has",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_version_of_this_code_is_said_to_be_one(world, tmp_path, changes, message):
+    folder = copied(world, tmp_path) / "root/runs/tuned/step-0000002"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    for read in (reported, lambda path: load_task_model(open_checkpoint(path))):
+        with pytest.raises(ValueError, match=f"{folder}.* {message}"):
+            read(str(folder))
+
+
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +131,7 @@ def test_a_split_is_asked_whole_in_its_own_order_and_scored_as_the_task_does(wor
     about = evaluated(world, out=tmp_path / "out")
     rows = rows_in(tmp_path / "out")
     assert [row["sentence_id"] for row in rows] == [10 * i + k for i in range(0, 12, 2) for k in range(2)]
-    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0}
+    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0, "flawed": 0}
     assert json.loads(json.dumps(about)) == json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert about["metrics"] == RefCOCO.metrics(None, rows)
     assert about["mean_score"] == about["metrics"]["accuracy_published"]
@@ -123,10 +151,30 @@ def test_it_goes_beside_the_run_that_it_is_of_and_the_same_again_is_the_same_to_
     evaluated(folder)
     place = folder / "root/runs/tuned/evaluations/val-step-0000002"
     before = contents(place)
-    evaluated(folder)
+    (place / "predictions.parquet").unlink()
+    evaluated(folder, again=True)
     assert contents(place) == before
-    assert evaluated(folder, "tuned/step-0000002")["inputs"]["checkpoints"] == ["tuned/step-0000002"]
+    newest = evaluated(folder, "tuned/step-0000002", again=True)
+    assert newest["inputs"]["checkpoints"] == ["tuned/step-0000002"]
     assert contents(place) == before, "the newest is that one"
+
+
+def test_what_is_done_already_by_the_same_settings_is_left_as_it_is_without_a_look_at_the_model(
+    world, tmp_path, capsys
+):
+    folder = copied(world, tmp_path)
+    about = evaluated(folder)
+    place = folder / "root/runs/tuned/evaluations/val-step-0000002"
+    before = contents(place)
+    (folder / "root/runs/tuned/step-0000002/model.safetensors").write_bytes(b"torn")
+    capsys.readouterr()
+    assert evaluated(folder) == json.loads(json.dumps(about))
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"evaluated already, by the same settings: {place}; --again does it once more"
+    assert last == f"evaluated val: {place}"
+    assert contents(place) == before
+    with pytest.raises(ValueError, match="model.safetensors is torn"):
+        evaluated(folder, again=True)
 
 
 def test_an_evaluation_is_not_overwritten_by_another_and_its_old_files_go_with_it(world, tmp_path):
@@ -143,7 +191,7 @@ def test_an_evaluation_is_not_overwritten_by_another_and_its_old_files_go_with_i
     (out / "mine.txt").write_text("kept")
     (out / "metrics.json").write_text(json.dumps(json.loads(before["metrics.json"]) | {"files": ["old.csv"]}))
     (out / "old.csv").touch()
-    evaluated(folder, "tuned", "val", out)
+    evaluated(folder, "tuned", "val", out, again=True)
     assert contents(out) == before | {"mine.txt": b"kept"}
     (out / "metrics.json").write_text("{}")
     with pytest.raises(ValueError, match=r"out/metrics.json is not of an evaluation; name another place"):
@@ -158,7 +206,7 @@ def test_without_metrics_an_evaluation_is_not_whole(world, tmp_path):
     about = json.loads((out / "metrics.json").read_text())
     (out / "metrics.json").write_text(json.dumps(about | {"files": ["predictions.parquet"]}))
     with pytest.raises(StorageUnreachable, match="index.html"):
-        evaluated(world, out=out)
+        evaluated(world, out=out, again=True)
     assert (out / "predictions.parquet").exists()
     assert not (out / "metrics.json").exists()
 
@@ -219,17 +267,57 @@ def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path
         folder / "root", "refcoco+", [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(samples)]
     )
     about = evaluated(folder, out=tmp_path / "out")
-    assert about["questions"] == {"all": 12, "asked": 10, "unreadable": 2, "left_out": 0}
-    rows, missing = rows_in(tmp_path / "out"), (tmp_path / "out" / "not_asked.jsonl").read_text().splitlines()
+    assert about["questions"] == {"all": 12, "asked": 10, "unreadable": 2, "left_out": 0, "flawed": 0}
+    rows, missing = rows_in(tmp_path / "out"), (tmp_path / "out" / "flaws.jsonl").read_text().splitlines()
     assert [row["sentence_id"] for row in rows] == [10 * i + k for i in (0, 2, 6, 8, 10) for k in range(2)]
-    assert [json.loads(line)["key"] for line in missing] == [samples[4].key] * 2
+    assert [(json.loads(line)["key"], json.loads(line)["asked"]) for line in missing] == [(samples[4].key, False)] * 2
     assert about["mean_score_unreadable_wrong"] == pytest.approx(about["mean_score"] * 10 / 12)
     assert "2 of 12 questions could not be read: the metrics are over the others" in capsys.readouterr().out
+    page, drawn = (tmp_path / "out" / "index.html").read_text(), {}
+    for picture, key in re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="sample (\w+)"', page):
+        drawn.setdefault(key, Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"))
+    assert len(drawn) == 5
+    for sample in samples:
+        if sample.key in drawn:
+            assert_same_picture(drawn[sample.key], sample)
 
     shutil.rmtree(folder / "root" / "refcoco+")
     commit_samples(folder / "root", "refcoco+", [torn(sample) for sample in samples])
     with pytest.raises(ValueError, match=r"none of the 12 questions can be asked; the last because .* does not decode"):
         evaluated(folder, out=tmp_path / "none")
+
+
+def assert_same_picture(drawn: Image.Image, sample: Sample) -> None:
+    """In the middle of each object, which no drawn line covers, the colour is that of the sample's picture."""
+    stored = Image.open(io.BytesIO(sample.image)).convert("RGB").resize(drawn.size)
+    scale = drawn.width / sample.width
+    for x1, y1, x2, y2 in sample.regions.boxes:
+        middle = (int((x1 + x2) / 2 * scale), int((y1 + y2) / 2 * scale))
+        difference = [abs(a - b) for a, b in zip(drawn.getpixel(middle), stored.getpixel(middle), strict=True)]
+        assert max(difference) < 40, (sample.url, middle)
+
+
+def test_what_is_left_out_and_what_is_asked_with_a_flaw_are_told_apart_everywhere(world, tmp_path, capsys):
+    """RefCOCO+ asks all of a split; the expression that is too long keeps its place and is wrong."""
+    folder, out = copied(world, tmp_path), tmp_path / "out"
+    change_refs(folder / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
+    about = evaluated(folder, "tuned", "val", out, "task.expression_length=40")
+    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0, "flawed": 1}
+    (line,) = map(json.loads, (out / "flaws.jsonl").read_text().splitlines())
+    assert (line["asked"], line["key"]) == (True, None)
+    assert "word pieces, more than task.expression_length = 40" in line["reason"]
+    told = "1 of 12 questions are asked although something is wrong with them, see flaws.jsonl"
+    assert told in capsys.readouterr().out
+    assert told in (out / "index.html").read_text()
+
+    questions = Questions(np.arange(1), None, ("one of no use",), ("a bad one",))
+    one = Answered(open_checkpoint(f"{world}/root/runs/tuned"), None, None, None, {}, questions, [], [], [], [])
+    assert [(line["asked"], line["reason"]) for line in flaws_of(one)] == [
+        (False, "one of no use"),
+        (True, "a bad one"),
+    ]
+    about["questions"] |= {"left_out": 1, "flawed": 0}
+    assert "1 questions of the files are not asked, see flaws.jsonl" in warnings(about)
 
 
 def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsys):
@@ -239,6 +327,31 @@ def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsy
     assert warning in capsys.readouterr().out
     assert warning in (tmp_path / "out" / "index.html").read_text()
     assert not evaluated(world, "memory", "train", tmp_path / "train")["trained_on_this_split"]
+
+
+@pytest.mark.parametrize(
+    ("train_on", "split", "learned"),
+    [
+        (("train",), "val", False),
+        (("train", "val"), "val", True),
+        (("val", "train"), "val", True),
+        (("train", "testA"), "test", True),
+        (("test",), "testB", True),
+        (("testA",), "testB", False),
+        (("test",), "val", False),
+    ],
+)
+def test_a_split_shares_questions_with_those_that_it_consists_of(world, train_on, split, learned):
+    checkpoint = open_checkpoint(f"{world}/root/runs/tuned")
+    checkpoint.task_settings["train_on"] = list(train_on)
+    one = Answered(checkpoint, a_recipe(world), None, None, {}, None, [], [], [], [])
+    assert one.learned(split) == learned
+    recipe = a_recipe(world, train_on=train_on, validate_on=split)
+    if learned:
+        with pytest.raises(ValueError, match=f"task.validate_on={split} is one of task.train_on={','.join(train_on)}"):
+            check_complete(recipe)
+    else:
+        check_complete(recipe)
 
 
 def test_a_pre_training_takes_a_dataset_for_a_split_and_is_shown_shuffled_pictures_too(tmp_path):
@@ -257,7 +370,7 @@ def test_two_processes_write_what_one_writes_to_the_byte(world, tmp_path):
     recipe = RECIPES["finetune_refcoco_base"]
     given = as_overrides(a_recipe(world), recipe())
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    for processes in (1, 2):
+    for processes, done in ((1, 0), (2, 0), (2, 1)):
         command = [sys.executable, "-m", *(launch if processes == 2 else [])]
         command += ["vlbert.evaluate", "finetune_refcoco_base", f"{world}/root/runs/tuned", "val", *given]
         ended = subprocess.run(
@@ -270,6 +383,7 @@ def test_two_processes_write_what_one_writes_to_the_byte(world, tmp_path):
         )
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count("evaluated val") == 1, "one rank speaks"
+        assert ended.stdout.count("evaluated already") == done
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
 
 
@@ -293,6 +407,31 @@ def vcr_recipe(folder: Path, kind: str) -> Recipe:
     return tiny_recipe(folder / "root", run=kind, task=settings, data=data, **fresh)
 
 
+def test_of_what_could_not_be_read_only_what_would_have_a_score_counts_as_wrong(vcr, tmp_path):
+    folder = copied(vcr, tmp_path)
+    shutil.rmtree(folder / "root" / "vcr")
+    commit_samples(folder / "root", "vcr", [torn(s) if i == 1 else s for i, s in enumerate(map(tiny_sample, range(6)))])
+    paths = [f"{folder}/root/runs/{kind}" for kind in ("answer", "rationale")]
+    about = evaluate(vcr_recipe(folder, "answer"), paths, "val", [], str(tmp_path / "out"), ALONE)
+    rows = rows_in(tmp_path / "out")
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    assert about["questions"] == {"all": 25, "asked": 20, "unreadable": 5, "left_out": 0, "flawed": 0}
+    assert len(scores) == 8, "an answer and, of four, one rationale of each picture"
+    assert about["mean_score_unreadable_wrong"] == sum(scores) / 10
+
+
+def test_two_checkpoints_are_one_evaluation_only_of_a_task_that_joins_them(world, vcr, tmp_path):
+    paths = [f"{world}/root/runs/{run}" for run in ("tuned", "memory")]
+    with pytest.raises(ValueError, match=r"CHECKPOINT names 2 checkpoints; recipe \w+ takes 1 at most"):
+        evaluate(a_recipe(world), paths, "val", [], str(tmp_path / "out"), ALONE)
+    for count, message in (
+        (3, "names 3 checkpoints; .* takes 2 at most"),
+        (2, "answer the same: name one of them, or"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(vcr_recipe(vcr, "answer"), [f"{vcr}/root/runs/answer"] * count, "val", [], None, ALONE)
+
+
 def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
     paths = [f"{vcr}/root/runs/{kind}" for kind in ("answer", "rationale")]
     about = evaluate(vcr_recipe(vcr, "answer"), paths, "val", [], None, ALONE)
@@ -302,7 +441,7 @@ def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
     place = vcr / "root/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
     rows = rows_in(place)
     assert [row["question"] for row in rows] == ["answer"] * 5 + ["rationale"] * 20, "behind every answer"
-    assert about["questions"] == {"all": 25, "asked": 25, "unreadable": 0, "left_out": 0}
+    assert about["questions"] == {"all": 25, "asked": 25, "unreadable": 0, "left_out": 0, "flawed": 0}
     assert about["submission"] == ["vcr_submission.csv"]
     assert len((place / "vcr_submission.csv").read_text().splitlines()) == 6
 
@@ -335,6 +474,14 @@ def test_a_task_model_is_that_of_its_checkpoint(world):
     assert (recipe.data.held_out, recipe.precision) == ("refcoco+", "fp32")
 
 
+@pytest.mark.parametrize("override", ["model.heads=1", "model.geometry=corners", "model.layers=J"])
+def test_an_override_runs_no_other_network_than_the_one_that_was_trained(world, override):
+    checkpoint, field = open_checkpoint(f"{world}/root/runs/tuned"), override.partition("=")[0]
+    for recipe in (None, a_recipe(world)):
+        with pytest.raises(ValueError, match=f"has another architecture than recipe .*: {field} is .* there"):
+            load_task_model(checkpoint, [override], recipe)
+
+
 def test_a_converted_model_has_no_recipe_and_brings_the_settings_of_its_task(world, tmp_path):
     folder = tmp_path / "converted"
     shutil.copytree(world / "root/runs/tuned/step-0000002", folder)
@@ -344,6 +491,75 @@ def test_a_converted_model_has_no_recipe_and_brings_the_settings_of_its_task(wor
     model, recipe = load_task_model(open_checkpoint(str(folder)))
     assert (recipe.name, recipe.task, recipe.model) == ("converted", a_recipe(world).task, a_recipe(world).model)
     assert isinstance(model.task, RefCOCO)
+
+
+# --- what a head's outputs mean ---------------------------------------------------------------------------------------
+
+LISTED = ["yes", "no", "left", "right", "nobody knows", "on the left"]
+
+
+@pytest.fixture(scope="module")
+def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """VQA on four pictures, and a run `tuned` of one step."""
+    folder = tmp_path_factory.mktemp("vqa")
+    for split in ("train2014", "val2014"):
+        write_vqa(folder / "vqa", split, SAID)
+    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
+    four = [tiny_sample(i) for i in range(4)]
+    pictures = [picture for split in ("train2014", "val2014") for picture in coco(four, split)]
+    commit_samples(folder / "root", "vqa", pictures)
+    train(vqa_recipe(folder), ALONE)
+    return folder
+
+
+def vqa_recipe(folder: Path, **changes: object) -> Recipe:
+    settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
+    data = DataConfig(root=str(folder / "root"), dataset="vqa", held_out=None, batch=4, workers=0)
+    fresh = {"vocabulary": None, "vocabulary_size": 60, "steps": 1, "save_every": 1, "from_scratch": True}
+    return tiny_recipe(folder / "root", **fresh | {"run": "tuned", "task": settings, "data": data} | changes)
+
+
+def vqa_evaluated(folder: Path, out: Path) -> list[tuple]:
+    recipe = vqa_recipe(folder, data=dataclasses.replace(vqa_recipe(folder).data, held_out="vqa"))
+    evaluate(recipe, [f"{folder}/root/runs/tuned"], "val2014", [f"task.folder={folder}/vqa"], str(out), ALONE)
+    return [(row["question_id"], row["said"], row["probability"], row["score"]) for row in rows_in(out)]
+
+
+def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp_path):
+    folder = copied(vqa, tmp_path)
+    before = vqa_evaluated(folder, tmp_path / "before")
+    answers = folder / "vqa" / "answers_vqa.txt"
+    answers.write_text("\n".join(LISTED[::-1]))
+    assert vqa_evaluated(folder, tmp_path / "reversed") == before
+    answers.unlink()
+    assert vqa_evaluated(folder, tmp_path / "none") == before
+    model, _ = load_task_model(open_checkpoint(f"{folder}/root/runs/tuned"), ["task.folder=nowhere"])
+    assert model.task.answers == LISTED
+
+
+def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_trained_with(vqa, tmp_path):
+    folder = copied(vqa, tmp_path)
+    shutil.rmtree(folder / "root" / "runs")
+    train(vqa_recipe(folder), ALONE)
+    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
+    start = f"{folder}/root/runs/tuned/step-0000001"
+    told = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left' here"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        train(vqa_recipe(folder, steps=2), ALONE)
+    started = {"run": "more", "start_from": start, "from_scratch": False}
+    with pytest.raises(ValueError, match=re.escape(told)):
+        train(vqa_recipe(folder, **started), ALONE)
+    (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
+    assert train(vqa_recipe(folder, **started), ALONE) is not None
+
+
+def test_a_checkpoint_whose_list_of_answers_is_torn_says_so(vqa, tmp_path):
+    folder = copied(vqa, tmp_path) / "root/runs/tuned/step-0000001"
+    whole = (folder / "task.json").read_text()
+    for torn_one, message in ((whole[:20], "task.json is torn or no JSON"), ('{"answers": 3}', "an object of lists")):
+        (folder / "task.json").write_text(torn_one)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(str(folder))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

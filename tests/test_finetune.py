@@ -123,32 +123,38 @@ def test_training_is_told_the_checkpoint_or_else_the_vocabulary_of_the_run_that_
 
 
 @pytest.mark.usefixtures("no_torchrun")
-def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training_unless_it_is_already(
-    root: str, tmp_path: Path
-):
+def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training(root: str):
+    """Also one that is there already: only the program knows whether by the same settings."""
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     fields, processes = {"data.dataset": "vqa", "data.detector": None, "task.folder": "vqa"}, Processes()
+    open_objects(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", b"{}")
+    for split in ("val2014", "test2015"):
+        given = ("finetune_vqa_base", trained, [split], fields, ("model.layers=JJ",), processes, lambda line: None)
+        with pytest.raises(ChildFailed) as failed:
+            evaluate(root, *given)
+        command = failed.value.command
+        assert command[command.index("vlbert.evaluate") + 1 :] == [
+            *("finetune_vqa_base", f"{root}/runs/tuned/step-0000100", split),
+            *(f"data.root={root}", "data.dataset=vqa", "task.folder=vqa", "model.layers=JJ"),
+        ]
+
+
+def test_what_a_split_came_to_is_read_from_where_the_program_wrote_it(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ended_well = tmp_path / "torch" / "distributed"
+    ended_well.mkdir(parents=True)
+    for name in ("torch/__init__.py", "torch/distributed/__init__.py", "torch/distributed/run.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     about = {"metrics": {"accuracy": None}, "paper": {"accuracy": "71.16"}, "submission": ["results.json"]}
-    place = f"{root}/runs/tuned/evaluations/test2015-step-0000100"
-    open_objects(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", json.dumps(about).encode())
-    said = []
-
-    def evaluated(*splits: str) -> Trained:
-        given = ("finetune_vqa_base", trained, splits, fields, ("model.layers=JJ",), processes, said.append)
-        return evaluate(root, *given)
-
-    done = evaluated("test2015")
-    assert done.evaluated == (
-        Evaluated("test2015", place, {"accuracy": None}, {"accuracy": "71.16"}, ("results.json",)),
-    )
-    assert said == [f"tuned: test2015 is evaluated already: {place}; delete that to have it done again"]
-    with pytest.raises(ChildFailed) as failed:
-        evaluated("test2015", "val2014")
-    command = failed.value.command
-    assert command[command.index("vlbert.evaluate") + 1 :] == [
-        *("finetune_vqa_base", f"{root}/runs/tuned/step-0000100", "val2014"),
-        *(f"data.root={root}", "data.dataset=vqa", "task.folder=vqa", "model.layers=JJ"),
-    ]
+    place = "runs/tuned/evaluations/test2015-step-0000100"
+    open_objects(root).put(f"{place}/metrics.json", json.dumps(about).encode())
+    given = ("finetune_vqa_base", trained, ["test2015"], {}, (), Processes(), lambda line: None)
+    (found,) = evaluate(root, *given).evaluated
+    told = ({"accuracy": None}, {"accuracy": "71.16"}, ("results.json",))
+    assert found == Evaluated("test2015", f"{root}/{place}", *told)
 
 
 def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):

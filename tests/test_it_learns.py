@@ -23,13 +23,13 @@ from storage.sample import Regions, Sample, sample_key
 from vlbert.batch import Batch, Example, Picture, Words, collate
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.data import TrainingData
-from vlbert.validate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.pictures import view
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
+from vlbert.validate import validate
 
 ALONE = World(0, 1, torch.device("cpu"))
 SEEDS = (0, 1, 2)

@@ -1,6 +1,7 @@
 """Asking about a picture of one's own: for every task, from a file to the answer and its drawing."""
 
 import dataclasses
+import importlib
 import io
 import json
 import re
@@ -16,6 +17,7 @@ import torch
 from PIL import Image, features
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
+import vlbert.tasks
 from detectors.described import described_detector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.distributed import World
@@ -25,13 +27,16 @@ from detectors.select import SelectionSettings
 from detectors.weights import load_weights, read_config
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
-from vlbert.batch import collate
+from storage.sample import Sample
+from vlbert.batch import Example, Words, collate
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import RegionConfig
+from vlbert.drawing import colour_of
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
+from vlbert.photo import read_image
 from vlbert.pictures import view
-from vlbert.predict import Predictor, main, read_image, region_names
+from vlbert.predict import Prediction, Predictor, _parser, main, predictions_asked, region_names, with_class_names
 from vlbert.tasks import make_task
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -52,6 +57,7 @@ STARTED = dataclasses.replace(  # its Fast R-CNN from the demo's detector
     TINY_MODEL,
     regions=dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, untrained=False, weights=str(WEIGHTS)),
 )
+WORDLESS = Words(*(np.zeros(2, np.int64) for _ in range(3)))
 FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
 
 
@@ -87,7 +93,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run, task in TASKS.items():
         save_model(root, run, task, detector, model=STARTED)
     (root / "answers.txt").write_text("yes\nno\nred\n")
-    vqa = VQASettings(folder=str(root), answer_list="answers.txt", answers=3, answers_from_words=False)
+    vqa = VQASettings(str(root), answer_list="answers.txt", answers=3, question_length=58, answers_from_words=False)
     keeping = dataclasses.replace(TINY_MODEL, regions=RegionConfig(features="precomputed", resnet=DEMO.resnet))
     save_model(root, "vqa", vqa, recorded(demo_detector(keep_features=True)), model=keeping)
     (root / "photo.jpg").write_bytes(tiny_sample(3).image)
@@ -203,10 +209,55 @@ def test_an_expression_finds_a_region(root):
     finder = predictor(root, "refcoco")
     sample = finder.see(root / "photo.jpg")
     said = finder(sample, "the red square")
-    assert said.said in [f"region {n}" for n in range(1, len(sample.regions) + 1)]
-    chosen = int(said.said.split()[1]) - 1
+    assert said.said in said.names, "number and class"
+    chosen = said.names.index(said.said)
     np.testing.assert_allclose(said.row["boxes"][0]["box"], sample.regions.boxes[chosen], atol=0.01)
+    assert said.row["boxes"][0]["name"] == said.said
     assert len(said.row["ranking"]) == min(5, len(sample.regions))
+    assert all(one["said"] == said.names[one["region"] - 1] for one in said.row["ranking"])
+    assert [line for line, sure in said.lines() if sure] == [one["said"] for one in said.row["ranking"]]
+
+
+def colours_in(picture: Image.Image, box: np.ndarray) -> set[tuple[int, ...]]:
+    """Those in the middle of the left edge of a box, in pixels of a picture with nothing written below it."""
+    left, middle = round(box[0]), round((box[1] + box[3]) / 2)
+    pixels = np.asarray(picture)[middle, max(0, left - 1) : left + 5]
+    return {tuple(map(int, pixel)) for pixel in pixels}
+
+
+def plain_picture(boxes: list[list[float]]) -> Sample:
+    """A grey sample of 800 x 400 pixels with these regions, drawn as large as it is."""
+    sample = read_image(encoded(Image.new("RGB", (800, 400), (128, 128, 128)), "PNG"))
+    regions = tiny_sample(1, len(boxes)).regions
+    return dataclasses.replace(sample, regions=dataclasses.replace(regions, boxes=np.array(boxes, np.float32)))
+
+
+def test_of_all_regions_the_likeliest_is_drawn_on_top():
+    boxes = [[100, 100, 300, 300]] * 3 + [[500, 100, 700, 300]]
+    drawn = Prediction(plain_picture(boxes), ["1", "2", "3", "4"]).draw()
+    assert colour_of(1) in colours_in(drawn, boxes[0])
+    assert not {colour_of(2), colour_of(3)} & colours_in(drawn, boxes[0])
+    assert colour_of(4) in colours_in(drawn, boxes[3])
+
+
+def test_the_regions_of_a_ranking_are_drawn_thinly_in_the_colours_of_their_numbers():
+    boxes = [[20, 100, 120, 300], [200, 100, 300, 300], [400, 100, 500, 300], [600, 100, 700, 300]]
+    ranking = [{"said": f"region {n}", "probability": 0.5, "region": n} for n in (3, 1, 4)]
+    row = {"asked": "", "said": "region 3", "truth": None, "ranking": ranking}
+    row |= {"boxes": [{"name": "region 3", "box": boxes[2]}]}
+    named = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])
+    assert [one["said"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
+    assert (named["said"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": boxes[2], "region": 3}])
+    assert with_class_names(row, ["1", "2", "3", "4"], None)["said"] == "region 3"
+    sample = plain_picture(boxes)
+    batch = collate([Example("k", WORDLESS, view(sample, TINY_MODEL.regions, flip=False).picture())])
+    said = Prediction(sample, ["1 a", "2 b", "3 c", "4 d"], named, batch, [["[CLS]"]])
+    drawn = said.draw()
+    for number in (1, 3, 4):
+        assert colour_of(number) in colours_in(drawn, boxes[number - 1]), number
+    assert colours_in(drawn, boxes[1]) == {(128, 128, 128)}, "it is in no ranking"
+    thick = [sum(tuple(map(int, p)) == colour_of(n) for p in np.asarray(drawn)[200, :750]) for n in (1, 3)]
+    assert thick == [4, 8], "both edges of the others, and of the winner"
 
 
 def test_a_question_is_answered_from_the_list_on_the_detectors_features(root):
@@ -219,19 +270,47 @@ def test_a_question_is_answered_from_the_list_on_the_detectors_features(root):
 
 def test_a_choice_and_then_its_rationale_are_made(root, tmp_path, capsys):
     runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales"
-    rationales = ("[0] is red", "[0] and [1] is red", "a square is green", "a circle")
+    rationales = ("[1] is red", "[1] and [2] is red", "a square is green", "a circle")
     out = tmp_path / "chosen.png"
-    main([runs, str(root / "photo.jpg"), "why is [0] red", "--choices", *FOUR, "--rationales", *rationales])
+    main([runs, str(root / "photo.jpg"), "why is [1] red", "--choices", *FOUR, "--rationales", *rationales])
     printed = capsys.readouterr().out
-    answers = predictor(root, "vcr-answers")(root / "photo.jpg", "why is [0] red", choices=FOUR)
+    answers = predictor(root, "vcr-answers")(root / "photo.jpg", "why is [1] red", choices=FOUR)
     assert answers.said in FOUR
-    behind = predictor(root, "vcr-rationales")(answers.sample, "why is [0] red", rationales, answer=answers.said)
-    assert f"why is object 0 red {answers.said}\n" in printed
+    behind = predictor(root, "vcr-rationales")(answers.sample, "why is [1] red", rationales, answer=answers.said)
+    assert f"why is object 1 red {answers.said}\n" in printed
     assert f"{behind.row['probability']:.3f}  {behind.said}" in printed
     assert FOUR[answers.chosen] == answers.said
     assert (root / "photo-answer.png").is_file()
     assert (root / "photo-answer-rationale.png").is_file()
     assert not out.exists()
+
+
+def test_a_rationale_is_asked_behind_the_answer_as_it_was_written(root):
+    """With its mentions: the pieces that name a region carry its look."""
+    runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales"
+    choices = [f"[2] is {colour}" for colour in ("red", "green", "blue", "white")]
+    options = ["why", "--choices", *choices, "--rationales", *FOUR]
+    (answers, behind), _ = predictions_asked(_parser().parse_args([runs, str(root / "photo.jpg"), *options]))
+    colour = answers.said.split()[-1]
+    assert (answers.said, answers.row["asked"]) == (f"object 2 is {colour}", "why")
+    assert behind.pieces[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
+    assert behind.batch.looks_at[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
+
+
+def test_both_runs_speak_of_one_detectors_regions(root):
+    other = recorded(demo_detector()) | {"id": "0123456789ab"}
+    save_model(root, "vcr-elsewhere", TASKS["vcr-rationales"], other, model=STARTED)
+    options = [str(root / "photo.jpg"), "why", "--choices", *FOUR, "--rationales", *FOUR]
+    same, elsewhere = (
+        _parser().parse_args([f"{root}/runs/vcr-answers,{root}/runs/{run}", *options])
+        for run in ("vcr-rationales", "vcr-elsewhere")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        predictions_asked(same)
+    with pytest.warns(UserWarning, match="vcr-elsewhere/step-0000001 learned from the regions of detector 0123456789"):
+        (answers, behind), _ = predictions_asked(elsewhere)
+    assert behind.sample is answers.sample
 
 
 def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
@@ -252,12 +331,32 @@ def test_regions_are_named_by_the_detectors_classes(root, pretrained):
     first = dataclasses.replace(
         regions, class_probs=regions.class_probs[:, order], labels=regions.labels + 1, background=0
     )
-    assert region_names(first, classes, first=1) == named, "whatever the place of the background"
-    assert region_names(first, None, first=1) == [str(number) for number in range(1, 1 + len(regions))]
+    assert region_names(first, classes) == named, "whatever the place of the background"
+    assert region_names(first, None) == [str(number) for number in range(1, 1 + len(regions))]
 
 
-def test_vcr_numbers_its_regions_as_its_texts_do(root):
-    assert predictor(root, "vcr-answers")(root / "photo.jpg").names[0].startswith("0 ")
+def test_regions_are_numbered_from_1_whatever_is_asked(root):
+    """What is drawn, what is typed and what is told."""
+    chooser = predictor(root, "vcr-answers")
+    sample = chooser.see(root / "photo.jpg")
+    assert [name.split()[0] for name in chooser(sample).names] == [str(n) for n in range(1, 1 + len(sample.regions))]
+    said = chooser(sample, "why is [2] red", choices=FOUR)
+    assert said.row["asked"] == "why is object 2 red"
+    assert 2 in said.batch.looks_at[0], "row 0 is the whole image"
+    (box,) = said.row["boxes"]
+    np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=0.01)
+    assert (box["name"], box["region"]) == ("object 2", 2)
+
+
+def test_what_was_hidden_alone_is_what_is_said(root, pretrained):
+    said = pretrained(root / "photo.jpg", hide=(2, 3))
+    assert said.said == said.row["hidden_regions"][0]["guesses"][0]["said"] != ""
+    assert [box["region"] for box in said.row["boxes"]] == [2, 3]
+
+
+def test_the_right_answer_that_was_given_is_told(root):
+    told = predictor(root, "vqa", detector=WEIGHTS)(root / "photo.jpg", "is a square red", answer="yes").lines()
+    assert ("right would be: yes", None) in told
 
 
 WRONG = {
@@ -266,24 +365,31 @@ WRONG = {
     "choices": (("a [MASK]", "--choices", "x", "y"), "takes no choices"),
     "no such region": (("a [MASK]", "--hide", "99"), "there is no region 99 to hide: the picture has"),
     "region 0": (("a [MASK]", "--hide", "0"), "there is no region 0 to hide"),
-    "600 words": (("a red " * 300 + "[MASK]",), "1 of its [MASK]s would be cut off"),
+    "600 words": (
+        ("a red " * 300 + "[MASK]",),
+        "the text is too long: it has 601 word pieces, and 18 fit beside the picture; shorten it",
+    ),
     "out": (("a [MASK]", "--out", "nowhere/x.png"), "there is no folder nowhere"),
     "kind of out": (("a [MASK]", "--out", "x.html"), "name a .png or .jpg file"),
     "field": (("a [MASK]", "--set", "task.nonsense=1"), "nonsense"),
     "no detector": (("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
     "heads": (("a [MASK]", "--heads", "2.0"), "there is no 2.0; the model has layers 0 to 1 of heads 0 to 3"),
     "attention of nothing": (("--attention",), "--attention: whose words? Give a text"),
+    "choices of nothing": (("--choices", "x"), "--choices: to which question? Give a text"),
+    "rationales": (("a [MASK]", "--rationales", "x"), "--rationales: this checkpoint is none for VCR"),
+    "recipe": (("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
     "no heads": (("a [MASK]", "--heads", "x"), "'x' is no layer.head"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_asked_is_one_clear_error(root, case):
+def test_what_cannot_be_asked_is_one_clear_error(root, case, capsys):
     arguments, expected = WRONG[case]
     with pytest.raises(SystemExit) as stopped:
         main([str(root / "runs/pretraining"), str(root / "photo.jpg"), *arguments])
     assert expected in str(stopped.value)
     assert "\n" not in str(stopped.value)
+    assert capsys.readouterr().out == "", "nothing is told before it"
 
 
 def test_the_image_itself_is_never_overwritten(root):
@@ -300,6 +406,18 @@ def test_a_long_text_that_leaves_room_for_few_regions_says_so(root, pretrained):
     many = dataclasses.replace(sample, regions=sample.regions.take(np.zeros(30, int)))
     with pytest.raises(ValueError, match="has 30, from 1, of which the first 11 fit beside the text"):
         pretrained(many, "a " * 9 + "[MASK]", hide=(20,))
+    told = [line for line, _ in pretrained(many, "a " * 9 + "[MASK]").lines()]
+    assert "11 of 30 regions were seen: the text leaves no room for more" in told
+    assert not any("were seen" in line for line, _ in pretrained(sample, "a [MASK]").lines())
+
+
+def test_a_text_longer_than_the_models_positions_says_so(root):
+    model = dataclasses.replace(STARTED, max_positions=16)
+    task = PretrainingSettings(max_elements=None)
+    short = Predictor(str(save_model(root, "short", task, recorded(demo_detector()), model=model)))
+    assert short(root / "photo.jpg", "a " * 11 + "[MASK]").said  # with [CLS] and [SEP] 14 pieces
+    with pytest.raises(ValueError, match=r"it has 15 word pieces with \[CLS\] and \[SEP\], the model has room for 14"):
+        short(root / "photo.jpg", "a " * 12 + "[MASK]")
 
 
 def test_a_vcr_question_needs_four_choices(root):
@@ -309,6 +427,79 @@ def test_a_vcr_question_needs_four_choices(root):
         main([f"{root}/runs/vcr-answers", f"{root}/photo.jpg", "why", "--choices", *FOUR, "--rationales", *FOUR])
     with pytest.raises(SystemExit, match="2 checkpoints: two are for VCR alone"):
         main([f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales", f"{root}/photo.jpg", "why", "--choices", *FOUR])
+
+
+MISUSED = {
+    "rationales of answers": ("vcr-answers", ("--rationales", *FOUR), "this checkpoint judges answers; give --choices"),
+    "choices of rationales": (
+        "vcr-rationales",
+        ("--choices", *FOUR),
+        "--choices: this checkpoint judges rationales; give --answer and --rationales",
+    ),
+    "an answer beside choices": ("vcr-answers", ("--choices", *FOUR, "--answer", "x"), "--answer: this checkpoint"),
+    "swapped": (
+        "vcr-rationales,{}/runs/vcr-answers",
+        ("--choices", *FOUR, "--rationales", *FOUR),
+        "the checkpoints are the other way round: name that for answers first",
+    ),
+    "no VCR": (
+        "pretraining,{}/runs/vcr-rationales",
+        ("--choices", *FOUR, "--rationales", *FOUR),
+        "VCR takes one for answers and one for rationales",
+    ),
+    "an answer beside two": (
+        "vcr-answers,{}/runs/vcr-rationales",
+        ("--choices", *FOUR, "--rationales", *FOUR, "--answer", "x"),
+        "--answer: this checkpoint judges answers",
+    ),
+    "600 words": ("vcr-answers", ("--choices", *FOUR[:3], "red " * 600), "600 in the longest of them, more than task"),
+    "[0]": ("vcr-answers", ("--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_an_option_that_a_checkpoint_does_not_use_is_refused(root, case):
+    run, options, expected = MISUSED[case]
+    with pytest.raises(SystemExit) as stopped:
+        main([f"{root}/runs/{run.format(root)}", str(root / "photo.jpg"), "why", *options])
+    assert expected in str(stopped.value)
+
+
+OWN_TASK = """
+from dataclasses import dataclass, replace
+from tiny import TINY_MODEL
+from vlbert.recipes import finetune_refcoco_demo
+from vlbert.tasks import TASKS
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+@dataclass(frozen=True)
+class OwnSettings(PretrainingSettings):
+    pass
+
+def own():
+    return replace(finetune_refcoco_demo(), task=OwnSettings(), model=TINY_MODEL)
+
+TASKS[OwnSettings] = Pretraining
+"""
+
+
+def test_a_task_of_ones_own_is_asked_by_its_recipe(root, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_task.py").write_text(OWN_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vlbert.tasks, "TASKS", {})
+    settings = importlib.import_module("own_task").OwnSettings(max_elements=24)
+    folder = save_model(tmp_path, "own", settings, recorded(demo_detector()))
+    asked = [str(folder), str(root / "photo.jpg"), "a [MASK]", "--out", str(tmp_path / "out.png")]
+    asked += ["--detector", str(WEIGHTS)]
+    monkeypatch.setattr(vlbert.tasks, "TASKS", {})  # as in a new process
+    del sys.modules["own_task"]
+    with pytest.raises(SystemExit, match="OwnSettings, which none of those known here has"):
+        main(asked)
+    with pytest.raises(SystemExit, match="was trained for another task than recipe finetune_refcoco_demo"):
+        main([*asked, "--recipe", "finetune_refcoco_demo"])
+    main([*asked, "--recipe", "own_task:own"])
+    assert capsys.readouterr().out.startswith("a [MASK]\n")
+    del sys.modules["own_task"]
 
 
 def test_a_checkpoint_that_cannot_be_asked_is_named(root, tmp_path):
@@ -341,6 +532,12 @@ def encoded(picture: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
+def big_endian(picture: Image.Image) -> bytes:
+    """A TIFF as Motorola's machines wrote it."""
+    swapped = np.asarray(picture).astype(">u2")
+    return encoded(Image.frombuffer("I;16B", picture.size, swapped.tobytes(), "raw", "I;16B", 0, 1), "TIFF")
+
+
 def test_pictures_of_any_format_are_taken_as_ingest_takes_them():
     colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8))
     turned = Image.Exif()
@@ -353,20 +550,32 @@ def test_pictures_of_any_format_are_taken_as_ingest_takes_them():
     for kind in ("PNG", "TIFF"):
         grey = np.asarray(Image.open(io.BytesIO(read_image(encoded(sixteen, kind)).image)))
         assert (grey.shape, int(grey[0, 0]), int(grey[-1, -1])) == ((60, 90), 0, 255)
+    wide = Image.fromarray(np.asarray(sixteen).astype(np.int32))
+    for mode, data in (("I;16B", big_endian(sixteen)), ("I", encoded(wide, "TIFF"))):
+        assert Image.open(io.BytesIO(data)).mode == mode
+        grey = np.asarray(Image.open(io.BytesIO(read_image(data).image))).astype(int)
+        np.testing.assert_allclose(grey, np.asarray(sixteen) / 257, atol=3, err_msg=mode)
     assert max(vars(read_image(encoded(colours.resize((1500, 1000)), "WEBP")))[n] for n in ("width", "height")) == 1024
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"no picture at all", "cannot be taken: none of JPEG"),
+        (
+            b"no picture at all",
+            "none of JPEG, PNG, GIF, WebP, BMP, TIFF, JPEG 2000 or what else Pillow reads: 17 bytes",
+        ),
+        (encoded(Image.new("RGB", (90, 60)), "TIFF")[:400], "(truncated)"),
+        (encoded(Image.new("F", (90, 60), 0.5), "TIFF"), "its pixels are floating-point numbers; save it with 8 or 16"),
+        (encoded(Image.new("I", (90, 60), 65536), "TIFF"), "its pixels are 32-bit numbers, 65536 to 65536; save it"),
+        (encoded(Image.new("I", (90, 60), -1), "TIFF"), "its pixels are 32-bit numbers, -1 to -1; save it"),
         (encoded(Image.new("RGB", (90, 60)), "JPEG")[:400], "(truncated)"),
         (encoded(Image.new("RGB", (20, 20)), "PNG"), "the shorter side is under 32"),
         (encoded(Image.new("RGB", (900, 40)), "PNG"), "one side is over 8 times the other"),
-        (encoded(Image.new("1", (9000, 9000)), "TIFF", compression="group4"), "none of JPEG"),
+        (encoded(Image.new("1", (9000, 9000)), "TIFF", compression="group4"), "9000x9000, more than 50000000"),
         (encoded(Image.new("1", (9000, 9000)), "PNG"), "9000x9000, more than 50000000"),
     ],
-    ids=["text", "torn", "tiny", "banner", "huge TIFF", "huge"],
+    ids=["text", "torn TIFF", "F", "I", "negative", "torn", "tiny", "banner", "huge TIFF", "huge"],
 )
 def test_a_picture_that_cannot_be_taken_is_one_clear_error(tmp_path, data, expected):
     file = tmp_path / "photo.any"
@@ -401,6 +610,28 @@ def test_another_setting_is_told_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         described_detector(recorded(demo_detector(batch=4)), WEIGHTS, "the run")
+
+
+def test_a_run_without_a_weight_file_takes_that_of_the_run_that_it_started_from(root, tmp_path):
+    first = save_model(tmp_path, "first", TASKS["pretraining"], recorded(demo_detector()), model=STARTED)
+    fine = dataclasses.replace(STARTED, regions=dataclasses.replace(STARTED.regions, weights=None))
+    for run, before in (("second", "first"), ("third", "second")):
+        before = f"{tmp_path}/runs/{before}"
+        save_model(tmp_path, run, TASKS["refcoco"], recorded(demo_detector()), model=fine, start_from=before)
+    assert Predictor(f"{tmp_path}/runs/third").see(root / "photo.jpg").regions.detector == demo_detector().id
+    first.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="and nothing says where that is; name it: --detector FILE"):
+        Predictor(f"{tmp_path}/runs/third").see(root / "photo.jpg")
+
+
+def test_a_model_on_precomputed_features_gets_them_from_the_detector_that_is_named(root):
+    settings = TASKS["refcoco"]
+    about = {"id": "beef", "about": {"backend": "annotated", "untrained": False}}
+    keeping = dataclasses.replace(TINY_MODEL, regions=RegionConfig(features="precomputed", resnet=DEMO.resnet))
+    folder = save_model(root, "on-features", settings, about, model=keeping)
+    with pytest.warns(UserWarning, match="may be of another kind"):
+        said = Predictor(str(folder), detector=WEIGHTS)(root / "photo.jpg", "a red square")
+    assert said.sample.regions.features.shape == (len(said.names), keeping.regions.channels)
 
 
 def test_a_run_on_annotated_boxes_asks_for_a_detector(root):

@@ -380,7 +380,12 @@ def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_pat
     [
         (RefCOCOSettings(), "pretrain_base_e2e", "transform", "region_transform"),
         (VCRSettings(max_pieces=32), "pretrain_base_e2e", "region_transform", "region_transform"),
-        (VQASettings(answers_from_words=False), "pretrain_base_prec", "transform", "word_transform"),
+        (
+            VQASettings(answers_from_words=False, question_length=32),
+            "pretrain_base_prec",
+            "transform",
+            "word_transform",
+        ),
     ],
 )
 def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(converted, settings, pretrained, part, source):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,11 @@ def test_python_2s_plain_strings_unicode_and_long_numbers_are_read(tmp_path):
         assert read_plain_pickle(file) == [{"a": "b", "\xe9": 3}]
 
 
+def test_python_2s_plain_strings_are_utf_8(tmp_path):
+    (tmp_path / "refs").write_bytes(b"(lp0\nS'caf\\xc3\\xa9'\np1\na.")
+    assert read_plain_pickle(tmp_path / "refs") == ["caf\u00e9"]
+
+
 def test_a_torn_refs_file_is_one_clear_error_wherever_it_is_torn(tmp_path, samples):
     write_refcoco(tmp_path, samples)
     file = tmp_path / "refs(unc).p"
@@ -244,6 +250,12 @@ def test_a_torn_refs_file_is_one_clear_error_wherever_it_is_torn(tmp_path, sampl
         (lambda refs: refs[2].update(image_id=99), "ref 2 names image 99, annotation 6, which instances.json does not"),
         (lambda refs: refs[2].update(ann_id=99), "ref 2 names image 2, annotation 99, which instances.json does not"),
         (lambda refs: refs[2].update(ann_id=0), "ref 2 names image 2, annotation 0, which instances.json does not"),
+        (lambda refs: refs.append(refs[0]), "reference 4: its ref_id 0 stands there twice"),
+        (
+            lambda refs: refs.append(refs[0] | {"ref_id": 9, "split": "testA"}),
+            "reference 4: its sent_id 0 stands there tw",
+        ),
+        (lambda refs: refs[3]["sentences"][1].update(sent_id=30), "reference 3: its sent_id 30 stands there twice"),
     ],
 )
 def test_a_reference_that_is_wrong_is_named(tmp_path, samples, change, says):
@@ -271,6 +283,10 @@ def test_a_refs_file_of_another_kind_is_named(tmp_path, samples):
         ),
         ("annotations", {"bbox": [1, 2, 3, "4"]}, r"annotations\[0\] is not in COCO's format"),
         ("annotations", {"image_id": 77}, r"annotations\[0\] is not in COCO's format: .*there is no image 77"),
+        ("annotations", {"id": 1}, r"annotations\[1\] .*id 1 stands there twice"),
+        ("annotations", {"id": [1]}, r"annotations\[0\] .*unhashable"),
+        ("images", {"id": 1}, r"images\[1\] .*id 1 stands there twice"),
+        ("images", {"file_name": "000001.jpg"}, r"images\[1\] .*file_name 000001.jpg stands there twice"),
         ("images", {"width": 0}, r"images\[0\] is not in COCO's format: .*a picture of 0 x 64 pixels"),
         ("images", {"file_name": None}, r"images\[0\] is not in COCO's format: .*its file_name is None"),
     ],
@@ -365,7 +381,8 @@ def test_every_expression_of_the_split_is_asked_about_its_own_image(task, sample
 @pytest.mark.parametrize(
     ("sentence", "box", "says"),
     [
-        (" ", None, "its text is empty"),
+        (" ", None, "it has no words"),
+        ("\u200b", None, "it has no words"),
         ("one " * 600, None, "it has 600 word pieces, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
         ("one", [5, 5, -3, 9], r"its box \[5, 5, 2, 14\] has no area"),
@@ -387,10 +404,10 @@ def test_what_cannot_be_asked_is_not_learned_from_and_is_wrong_where_it_is_held_
     assert [ask.expression.sentence_id for ask in learned.asks] == [i for i in (10, 11, 30, 31) if i not in ids]
     held_out = task.questions(urls(samples), "val")
     assert [ask.expression.sentence_id for ask in held_out.asks] == [0, 1, 20, 21], "all keep their place"
-    for questions, split, first in ((learned, "train", 10), (held_out, "val", 20)):
-        assert len(questions.left_out) == len(ids)
-        with pytest.raises(AssertionError, match=f"sentence {first} of {split} of .*: {says}"):
-            raise AssertionError(questions.left_out[0])
+    assert (learned.flawed, held_out.left_out) == ((), ())
+    for told, split, first in ((learned.left_out, "train", 10), (held_out.flawed, "val", 20)):
+        assert len(told) == len(ids)
+        assert re.search(f"sentence {first} of {split}: {says}", told[0])
     count = len(held_out.asks[2].regions)
     (row,) = predict(task, [example(task, samples[2], held_out.asks[2])], [[3.0] * (1 + count)])
     assert (row["said"], row["hit"], row["score"], row["exact"], row["candidates"]) == ("no region", False, 0, False, 0)
@@ -401,7 +418,7 @@ def test_what_cannot_be_asked_is_not_learned_from_and_is_wrong_where_it_is_held_
 def test_a_split_of_which_nothing_can_be_asked_is_an_error(tmp_path, samples):
     write_refcoco(tmp_path, samples)
     change_refs(tmp_path, lambda refs: [s.update(sent="") for ref in refs for s in ref["sentences"]])
-    with pytest.raises(ValueError, match="none of 4 expressions of train of .* sentence 10 of .*: its text is empty"):
+    with pytest.raises(ValueError, match="none of 4 expressions of train .* sentence 10 of train: it has no words"):
         RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8).questions(urls(samples), None)
 
 
@@ -449,7 +466,7 @@ def test_an_image_without_detections_is_not_learned_from_and_wrong_where_it_is_h
     assert learned.left_out[0].endswith("dets.json has no box of 000001.jpg")
     held_out = detected.questions(urls(samples), "val")
     assert len(held_out.asks) == 4
-    assert len(held_out.left_out) == 2
+    assert len(held_out.flawed) == 2
     (row,) = predict(detected, [example(detected, samples[0], held_out.asks[0])], [[1.0]])
     assert (row["said"], row["hit"], row["iou"]) == ("no region", False, 0)
     write_detections(tmp_path / "refcoco+", {77: [[1, 1, 9, 9]]})
@@ -585,6 +602,9 @@ def test_the_first_of_equal_scores_wins(task, samples):
     question = task.questions(urls(samples), None).asks[0]
     (row,) = predict(task, [example(task, samples[1], question)], [[0.0, -1, 2, 2]])
     assert row["region"] == 1
+    many = dataclasses.replace(question, regions=[(i, 0, i + 9, 9) for i in range(40)])
+    (row,) = predict(task, [example(task, samples[1], many)], [[0.0] * 41])
+    assert [one["said"] for one in row["ranking"]] == [f"region {i}" for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -655,7 +675,18 @@ def test_rows_become_a_table_with_one_kind_of_value_a_column(task, samples):
     assert pyarrow.Table.from_pylist(rows[::-1]).schema == table.schema
     assert set(table.column_names) == {
         *("key", "asked", "said", "probability", "ranking", "truth", "score", "boxes"),
-        *("sentence_id", "ref_id", "region", "iou", "iou_convention", "hit", "exact", "candidates", "box_xywh"),
+        *(
+            "split",
+            "sentence_id",
+            "ref_id",
+            "region",
+            "iou",
+            "iou_convention",
+            "hit",
+            "exact",
+            "candidates",
+            "box_xywh",
+        ),
     }
 
 
@@ -680,11 +711,19 @@ def test_metrics_stand_beside_chance_and_name_how_overlaps_count(task):
 
 
 def test_the_submission_is_a_list_of_boxes_and_scores_as_the_rows_do(task, samples):
-    ask = task.questions(urls(samples), "val").asks[0]
-    rows = predict(task, [example(task, samples[0], ask)], [[0.0, 1, 5]])
+    questions = task.questions(urls(samples), "val")
+    rows = [
+        *(row for i in (0, 1) for row in predict(task, [example(task, samples[0], questions.asks[i])], [[0.0, 1, 5]])),
+        *(row for i in (2, 3) for row in predict(task, [example(task, samples[2], questions.asks[i])], [[0.0, 1, 5]])),
+    ]
     ((name, written),) = task.submission(rows).items()
     assert name == "predictions.json"
-    (row,) = json.loads(written)
+    row, *_ = json.loads(written)
+    ask = questions.asks[0]
+    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as 20;"):
+        task.submission([rows[0], rows[1], rows[3]])
+    with pytest.raises(ValueError, match="1 ids of the predictions stand there more than once, such as 0;"):
+        task.submission([*rows, rows[0]])
     assert (row["sent_id"], row["ref_id"]) == (0, 0)
     for convention in CONVENTIONS:
         assert overlap(convention, xyxy(row["box_xywh"]), ask.expression.box)[0] == 1
@@ -705,7 +744,7 @@ def test_a_persons_own_expression_is_about_the_regions_of_the_sample(task, sampl
     assert row["boxes"] == [{"name": "region 2", "box": samples[1].regions.boxes[1].tolist()}]
     assert {row[name] for name in ("truth", "score", "iou", "hit", "exact")} == {None}
     assert task.metrics([row]) == {}
-    with pytest.raises(ValueError, match="the expression ' ' cannot be asked: it is empty; say which object is meant"):
+    with pytest.raises(ValueError, match="the expression ' ' cannot be asked: it has no words"):
         task.ask(" ")
     with pytest.raises(ValueError, match="cannot be asked: it has 600 word pieces, more than task.expression_length"):
         task.ask("one " * 600)

@@ -32,7 +32,6 @@ from vlbert.data import (
     drawn,
     open_samples,
 )
-from vlbert.validate import validate
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
 from vlbert.pictures import view
@@ -43,6 +42,7 @@ from vlbert.tasks.vcr import VCR, VCRSettings
 from vlbert.tasks.vqa import VQA, VQASettings
 from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import train
+from vlbert.validate import validate
 
 ALONE = World(0, 1, torch.device("cpu"))
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle"])
@@ -132,7 +132,7 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
     elif which == "vqa":
         folder.mkdir()
         (folder / "answers.txt").write_text("\n".join(test_vqa.ANSWERS))
-        settings = VQASettings(str(folder), answer_list="answers.txt", answers=6, train_on=("train2014",))
+        settings = VQASettings(str(folder), answer_list="answers.txt", answers=6, question_length=test_vqa.ROOM)
         task = VQA(settings, test_vqa.WORDS, 8)
         test_vqa.write_vqa(folder, "train2014", {10 * i: ["left"] * (4 + i) + ["no"] * (6 - i) for i in range(3)})
         asks = task.questions(test_vqa.urls(test_vqa.coco(samples, "train2014")), None).asks
@@ -140,8 +140,8 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
         test_vcr.write_vcr(folder, [*samples, tiny_sample(3)])
         hidden = 0.5 if which == "vcr, hidden regions" else 0.0
         loss = "appearance" if which == "vcr, appearance" else "contextual"
-        settings = VCRSettings(str(folder), names="class", mask_size=2, hidden_regions=hidden, region_loss=loss)
-        task = VCR(settings, test_vcr.WORDS, 8)
+        settings = VCRSettings(str(folder), names="class", mask_size=2, max_pieces=40, region_loss=loss)
+        task = VCR(dataclasses.replace(settings, hidden_regions=hidden), test_vcr.WORDS, 8)
         asks = task.questions(test_vcr.urls([*samples, tiny_sample(3)]), None).asks
     return task, [task.example(*each) for each in zip(samples, views, asks, rngs, strict=True)]
 

@@ -173,6 +173,24 @@ def test_instance_masks_follow_their_objects_through_a_mirror(task, samples):
     assert asked(changed(task, instance_masks=False), samples).picture.cells is None
 
 
+def test_mirroring_swaps_the_sides_in_the_question_and_every_choice(task, samples, tmp_path):
+    file = tmp_path / "vcr" / "val.jsonl"
+    file.write_text(file.read_text().replace('"holding"', '"Left"').replace('["no"]', '["right"]'))
+    words = [line for line in WORDS.text().splitlines()]
+    task = VCR(dataclasses.replace(task.settings, question="rationale"), Vocabulary([*words, "left", "right"]), 8)
+    (ask,) = task.questions(urls(samples), "val").asks
+    texts = {}
+    for flip in (False, True):
+        seen = view(samples[2], TINY_MODEL.regions, flip)
+        example = task.example(samples[2], seen, ask, np.random.default_rng(0))
+        texts[flip] = [task.vocabulary.decode(one.tokens) for one in example.texts]
+        assert "Left" in example.about["asked"], "what is written of it stays as it is asked"
+    assert "left" in texts[False][1]
+    assert texts[False][1].endswith("right [SEP]")
+    swap = {"left": "right", "right": "left"}
+    assert texts[True] == [" ".join(swap.get(word, word) for word in text.split()) for text in texts[False]]
+
+
 def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box():
     box = np.array([0.0, 0, 13, 13])  # inclusive: 14 x 14 pixels, a cell each
     left, right = (np.array([[x, 0], [x + 3, 0], [x + 3, 13], [x, 13]], float) for x in (0, 7))
@@ -373,10 +391,9 @@ def test_a_model_that_the_masks_or_regions_do_not_fit_is_refused_at_once(task):
         VCRSettings(hidden_regions=1.5)
     with pytest.raises(ValueError, match="max_pieces is 1"):
         VCRSettings(max_pieces=1)
-    vlbert = VLBert(TINY_MODEL, len(WORDS))
     with pytest.raises(ValueError, match="task.max_pieces is 60, the model has room for 59"):
-        changed(task, max_pieces=60).begin(vlbert, task.head(TINY_MODEL), None)
-    changed(task, max_pieces=59).begin(vlbert, task.head(TINY_MODEL), None)
+        changed(task, max_pieces=60).head(TINY_MODEL)
+    changed(task, max_pieces=59).head(TINY_MODEL)
 
 
 # --- behind every answer, without labels, joined, and for the leaderboard ---------------------------------------------
@@ -427,22 +444,22 @@ def test_rationales_are_asked_for_behind_every_answer_where_the_leaderboard_want
 def test_a_row_says_in_words_what_was_asked_and_what_was_said(task, samples):
     examples = examples_of(changed(task, question="rationale", names="neutral"), samples, "val")
     (row,) = rows_for(task, examples, [[1.0, 3, 3, 2]])
-    assert row["asked"] == "Why is person 0 and dog 1 holding cup 3? the dog 1"
-    assert (row["said"], row["truth"], row["score"], row["label"]) == ("no", "because dog 1 is nearby", 0.0, 0)
-    assert [one["said"] for one in row["ranking"]] == ["no", "no no", "because", "because dog 1 is nearby"]
+    assert row["asked"] == "Why is person 1 and dog 2 holding cup 4? the dog 2"
+    assert (row["said"], row["truth"], row["score"], row["label"]) == ("no", "because dog 2 is nearby", 0.0, 0)
+    assert [one["said"] for one in row["ranking"]] == ["no", "no no", "because", "because dog 2 is nearby"]
     assert [one["probability"] for one in row["ranking"]] == sorted(row["probabilities"], reverse=True)
     assert row["probability"] == max(row["probabilities"])
-    assert (row["annot_id"], row["line"], row["question"], row["conditioned_on"]) == ("a-2", 1, "rationale", 2)
+    assert (row["annot_id"], row["split"], row["question"], row["conditioned_on"]) == ("a-2", "val", "rationale", 2)
     assert row["boxes"] == [
-        {"name": "person 0", "box": BOXES[0]},
-        {"name": "dog 1", "box": BOXES[1]},
-        {"name": "cup 3", "box": BOXES[3]},
-    ], "person 2 is not mentioned"
+        {"name": "person 1", "box": BOXES[0], "region": 1},
+        {"name": "dog 2", "box": BOXES[1], "region": 2},
+        {"name": "cup 4", "box": BOXES[3], "region": 4},
+    ], "person 3 is not mentioned"
     (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
     assert (row["said"], row["truth"], [box["name"] for box in row["boxes"]][2]) == (
-        "person 0",
-        "the dog 1",
-        "person 2",
+        "person 1",
+        "the dog 2",
+        "person 3",
     )
 
 
@@ -507,6 +524,8 @@ def test_what_is_submitted_is_scored_as_the_metrics_say(task, samples, tmp_path)
     assert {(row["truth"], row["score"], row["label"]) for row in unlabelled} == {(None, None, None)}
     with pytest.raises(ValueError, match="2 of 2 items, such as a-0, lack probabilities of rationales"):
         task.submission(rows[:2])
+    with pytest.raises(ValueError, match="1 ids of both miss in the predictions, such as a-1"):
+        task.submission([row for row in rows if row["annot_id"] == "a-0"])
 
 
 def test_nothing_is_learnt_where_nobody_says_what_is_right(task, samples, tmp_path):
@@ -533,15 +552,15 @@ def test_what_cannot_be_learnt_from_is_left_out_by_name_and_asked_when_held_out(
     questions = task.questions(urls(samples), None)
     assert questions.samples.tolist() == [1]
     (line,) = questions.left_out
-    assert line.endswith("train.jsonl line 1 has no word in its answer_choices[0]")
+    assert line.endswith("train.jsonl line 1: it has no word in its answer_choices[0]")
     (folder / "odd.jsonl").write_text(wordless)
     questions = task.questions(urls(samples), "odd")
-    assert (len(questions), questions.left_out) == (1, ())
+    assert (len(questions), questions.left_out, len(questions.flawed)) == (1, (), 1)
     assert texts(examples_of(task, samples, "odd")[0])[0].endswith("holding cup ? [SEP] [SEP]")
     without_labels(folder, "test", of="val")
     both = changed(task, train_on=("train", "test")).questions(urls(samples), None)
     assert (both.samples.tolist(), len(both.left_out)) == ([1], 2)
-    with pytest.raises(ValueError, match="nothing can be learnt from test of .*test.jsonl line 1 has no labels"):
+    with pytest.raises(ValueError, match="none of the 1 questions of test of .*test.jsonl line 1: it has no labels"):
         changed(task, train_on=("test",)).questions(urls(samples), None)
 
 
@@ -621,7 +640,7 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     sample = tiny_sample(7, regions=3)
     neutral = changed(task, names="neutral")
     words = Vocabulary([*WORDS.pieces, "object"])
-    example = own(VCR(neutral.settings, words, 8), sample, "Why is [0] near [1, 2]?", ["no", "[2] is", "the [1]", "no"])
+    example = own(VCR(neutral.settings, words, 8), sample, "Why is [1] near [2, 3]?", ["no", "[3] is", "the [2]", "no"])
     decoded = [words.decode(text.tokens) for text in example.texts]
     assert decoded[1] == "[CLS] why is object near object and object ? [SEP] object is [SEP]"
     assert example.texts[1].looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
@@ -631,20 +650,20 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     assert not any(text.asked["right"].any() for text in example.texts)
     (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
     assert (row["asked"], row["said"], row["truth"]) == (
-        "Why is object 0 near object 1 and object 2?",
-        "the object 1",
+        "Why is object 1 near object 2 and object 3?",
+        "the object 2",
         None,
     )
-    assert [box["name"] for box in row["boxes"]] == ["object 0", "object 1", "object 2"]
+    assert [box["name"] for box in row["boxes"]] == ["object 1", "object 2", "object 3"]
     model = TaskModel(VLBert(TINY_MODEL, len(words)), VCR(neutral.settings, words, 8)).eval()
     assert sum(model.predict(collate([example]))[0]["probabilities"]) == pytest.approx(1)
 
 
 def test_a_model_of_rationales_is_asked_behind_an_answer(task):
     rationales = changed(task, question="rationale")
-    example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [1]"], "no [0]")
+    example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
     assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
-    assert (example.about["question"], example.about["asked"]) == ("rationale", "Why? no object 0")
+    assert (example.about["question"], example.about["asked"]) == ("rationale", "Why? no object 1")
     assert example.words.looks_at.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
@@ -658,7 +677,19 @@ def test_a_model_of_rationales_is_asked_behind_an_answer(task):
         ("answer", ("why?", ["no"] * 4, "no"), "this model judges answers; give no answer beside the choices"),
         ("rationale", ("why?", ["no"] * 4), "this model judges rationales; give the answer that they are for"),
         ("answer", ("why?", ["no"] * 4, "", (1,)), "VCR's regions are all in sight; name none to be hidden"),
-        ("answer", ("why is [2]?", ["no"] * 4), "region 2 is mentioned, of 2, which are numbered from 0"),
+        ("answer", ("why is [3]?", ["no"] * 4), "region 3 is mentioned; the picture has 2, from 1"),
+        ("answer", ("why is [0]?", ["no"] * 4), r"'\[0\]' in 'why is \[0\]\?' names no region: write numbers, from 1"),
+        ("answer", ("why is [1", ["no"] * 4), r"'\[1' in 'why is \[1' names no region"),
+        ("answer", ("why is 1]", ["no"] * 4), "']' in .* names no region"),
+        ("answer", ("why?", ["no", "[-1] is", "no", "no"]), r"'\[-1\]' in '\[-1\] is' names no region"),
+        ("rationale", ("why?", ["no"] * 4, "[person1]"), r"'\[person1\]' in .* names no region"),
+        (
+            "answer",
+            ("why? " * 600, ["no"] * 4),
+            "1200 word pieces before the choices and 1 in the longest of them, more",
+        ),
+        ("answer", ("why?", [*["no"] * 3, "no " * 600]), "2 word pieces before .* 600 in the longest of them, more"),
+        ("rationale", ("why?", ["no"] * 4, "no " * 600), "602 word pieces before the choices"),
     ],
 )
 def test_a_question_of_ones_own_that_cannot_be_asked_is_named(task, kind, question, message):

@@ -48,7 +48,7 @@ def lines_of(*changes: dict) -> str:
 def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
     """Predictions, the last item first."""
     return [
-        {"annot_id": one, "line": IDS.index(one) + 1, "conditioned_on": i - 1, "probabilities": numbers}
+        {"annot_id": one, "split": "val", "conditioned_on": i - 1, "probabilities": numbers}
         for one, rows in reversed(table.items())
         for i, numbers in enumerate(rows)
     ]
@@ -62,7 +62,8 @@ def files(tmp_path) -> tuple[Path, Path]:
     behind = [sure(0), sure(1), sure(2), sure(3)]
     given.write_bytes(
         submission(
-            rows_of({"b": [sure(0), *behind], "a": [sure(2), *behind], "c": [sure(3), EVEN, EVEN, EVEN, sure(0)]})
+            tmp_path,
+            rows_of({"b": [sure(0), *behind], "a": [sure(2), *behind], "c": [sure(3), EVEN, EVEN, EVEN, sure(0)]}),
         )
     )
     return items, given
@@ -98,11 +99,11 @@ def test_the_leaderboards_csv_is_read_and_written_byte_for_byte():
     file = CONFORMANCE / "leaderboard_submission.csv"
     table = read_submission(file)
     rows = [
-        {"annot_id": one, "line": line, "conditioned_on": i - 1, "probabilities": numbers}
-        for line, (one, probabilities) in enumerate(table.items())
+        {"annot_id": one, "split": "val", "conditioned_on": i - 1, "probabilities": numbers}
+        for one, probabilities in table.items()
         for i, numbers in enumerate(probabilities.tolist())
     ]
-    assert submission(rows[::-1]) == file.read_bytes()
+    assert submission(CONFORMANCE, rows[::-1]) == file.read_bytes()
 
 
 def test_the_rationale_behind_the_right_answer_counts_and_of_equals_the_first_wins(files):
@@ -115,7 +116,7 @@ def test_the_rationale_behind_the_right_answer_counts_and_of_equals_the_first_wi
 def test_the_csv_is_in_the_order_of_the_items_whatever_that_of_the_rows_and_numbers_come_back(files, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
     table = {"b": [third, EVEN, sure(0), EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
-    text = submission(rows_of(table))
+    text = submission(tmp_path, rows_of(table))
     header, *lines = text.decode().split("\n")
     assert header.split(",") == COLUMNS
     assert header.startswith("annot_id,answer_0,answer_1,answer_2,answer_3,rationale_conditioned_on_a0_0,")
@@ -143,18 +144,26 @@ def test_columns_are_found_by_their_names(files, tmp_path):
         (lambda text: text.replace("0.7", "much", 1), "line 2 is torn, or holds what is no number.*much"),
         (lambda text: text.replace("0.7", "nan", 1), "line 2, b: answer_0 to answer_3 are not finite"),
         (lambda text: text + text.splitlines()[1] + "\n", "line 5 has b a second time"),
-        (lambda text: text.replace("\na,", "\nd,"), "1 ids are missing, such as a and 1 are of no item, such as d"),
-        (lambda text: "".join(text.splitlines(True)[:3]), "does not fit .*val.jsonl: 1 ids are missing, such as c$"),
-        (lambda text: text + "d" + text.splitlines()[1][1:], "csv does not fit .*: 1 are of no item, such as d$"),
+        (lambda text: text.replace("\na,", "\nd,"), "1 ids of .*val.jsonl miss in .*csv, such as a;"),
+        (lambda text: "".join(text.splitlines(True)[:3]), "1 ids of .*val.jsonl miss in .*csv, such as c;"),
+        (lambda text: text + "d" + text.splitlines()[1][1:], "1 ids of .*csv are not in .*val.jsonl, such as d;"),
+        (lambda text: text.replace("\na,", "\n\xe9,").encode("latin1"), "given.csv is no text in UTF-8"),
         (lambda text: text.rstrip() + ",0.5\n", "line 4 has more than 21 values"),
         (lambda text: "", "does not have the 21 columns"),
     ],
 )
 def test_a_bad_csv_is_named(files, change, message):
-    text = files[1].read_text()
-    files[1].write_text(change(text))
+    changed = change(files[1].read_text())
+    files[1].write_bytes(changed if isinstance(changed, bytes) else changed.encode())
     with pytest.raises(ValueError, match=message):
         hits(*files)
+
+
+def test_a_csv_may_begin_with_the_mark_of_its_encoding_and_ids_may_be_numbers(files):
+    expected = hits(*files)
+    files[1].write_bytes(b"\xef\xbb\xbf" + files[1].read_bytes().replace(b"\na,", b"\n7,"))
+    files[0].write_text(files[0].read_text().replace('"annot_id": "a"', '"annot_id": 7'))
+    assert hits(*files) == [row | {"annot_id": row["annot_id"].replace("a", "7")} for row in expected]
 
 
 def test_what_is_no_distribution_is_warned_of_and_its_largest_number_counts(files):
@@ -166,18 +175,25 @@ def test_what_is_no_distribution_is_warned_of_and_its_largest_number_counts(file
         assert hits(*files) == expected
 
 
-def test_what_the_leaderboard_would_not_take_is_not_written():
+def test_what_the_leaderboard_would_not_take_is_not_written(tmp_path):
+    (tmp_path / "val.jsonl").write_text("".join(lines_of().splitlines(keepends=True)[:2]))
     whole = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5})
+    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as b;"):
+        submission(tmp_path, [row for row in whole if row["annot_id"] == "a"])
+    with pytest.raises(ValueError, match="1 ids of the predictions are not in val, such as c;"):
+        submission(tmp_path, whole + rows_of({"c": [EVEN] * 5}))
     with pytest.raises(ValueError, match="1 of 2 items, such as b, lack probabilities of answers; .*every_answer=true"):
-        submission([row for row in whole if (row["annot_id"], row["conditioned_on"]) != ("b", -1)])
-    with pytest.raises(ValueError, match="2 of 2 items, such as a, lack probabilities of rationales; "):
-        submission([row for row in whole if row["conditioned_on"] < 0])
+        submission(tmp_path, [row for row in whole if (row["annot_id"], row["conditioned_on"]) != ("b", -1)])
+    with pytest.raises(ValueError, match="2 of 2 items, such as b, lack probabilities of rationales; "):
+        submission(tmp_path, [row for row in whole if row["conditioned_on"] < 0])
     with pytest.raises(ValueError, match="10 questions were asked twice, such as one of a; name each run once"):
-        submission(whole + whole)
+        submission(tmp_path, whole + whole)
     with pytest.raises(ValueError, match="b: rationale_conditioned_on_a1_0 to .* their sum is 2, the least 0.5"):
-        submission([row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in whole])
+        submission(
+            tmp_path, [row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in whole]
+        )
     with pytest.raises(ValueError, match="b: answer_0 to answer_3 are not finite"):
-        submission([row | {"probabilities": [np.nan] * 4} for row in whole])
+        submission(tmp_path, [row | {"probabilities": [np.nan] * 4} for row in whole])
 
 
 def test_a_file_without_labels_is_read_and_cannot_be_scored(files):
@@ -196,6 +212,9 @@ def test_a_file_without_labels_is_read_and_cannot_be_scored(files):
         ({"rationale_label": None}, "answer_label is 2 and rationale_label None"),
         ({"answer_label": 1.0}, "answer_label is 1.0 and"),
         ({"answer_label": -1}, "answer_label is -1 and"),
+        ({"annot_id": None}, "its annot_id is None"),
+        ({"metadata_fn": "../other/x.json"}, "its metadata_fn, ../other/x.json, is not below vcr1images"),
+        ({"metadata_fn": "/x.json"}, "its metadata_fn, /x.json, is not below vcr1images"),
         ({"answer_choices": [["no"], [[0.5]], ["the"], ["no"]]}, r"its answer_choices\[1\] mentions object 0.5 of 4"),
     ],
 )
@@ -248,6 +267,7 @@ def test_boxes_end_with_the_picture_and_one_without_area_is_a_pixel_and_named(tm
         ({"segms": [[[1, 2, 3, 4]], *good["segms"][1:]]}, "a polygon is no list of finite x, y: .1, 2, 3, 4"),
         ({"segms": [[[[1, 2], [None, 3]]], *good["segms"][1:]]}, "a polygon is no list of finite x, y"),
         ({"width": 0}, "its picture is 0 x 64 pixels"),
+        ({"width": float("nan")}, "its picture is nan x 64 pixels"),
     ):
         file.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=message):

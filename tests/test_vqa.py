@@ -23,6 +23,7 @@ from vlbert.text import SPECIALS, Vocabulary
 from vlbert.train import check_complete, train
 
 WORDS = Vocabulary([*SPECIALS, "is", "it", "on", "the", "left", "right", "?", "yes", "no", "of", "##s"])
+ROOM = TINY_MODEL.max_positions - 6  # for a question
 ANSWERS = ["<unk>", "yes", "no", "left", "right", "on the left"]
 SAID = {  # per question what the ten said
     10: ["left"] * 4 + ["right"] * 3 + ["on the left"] * 2 + ["yes"],
@@ -79,7 +80,7 @@ def task(tmp_path) -> VQA:
     write_vqa(tmp_path / "vqa", "train2014", SAID)
     write_vqa(tmp_path / "vqa", "val2014", {10: ["no"] * 10})
     (tmp_path / "vqa" / "answers_vqa.txt").write_text("\n".join(ANSWERS) + "\n")
-    return VQA(VQASettings(str(tmp_path / "vqa"), answers=len(ANSWERS)), WORDS, 8)
+    return VQA(VQASettings(str(tmp_path / "vqa"), answers=len(ANSWERS), question_length=ROOM), WORDS, 8)
 
 
 def changed(task: VQA, **settings: object) -> VQA:
@@ -105,6 +106,11 @@ def test_every_question_of_the_splits_is_asked_about_its_own_image(task, samples
     assert held_out.samples.tolist() == [5], "image 1 of val2014"
     both = changed(task, train_on=("train2014", "val2014")).questions(urls(samples), None)
     assert both.samples.tolist() == [1, 1, 2, 3, 5]
+    twice = SimpleNamespace(urls=[*urls(samples).urls, "http://elsewhere.org/COCO_train2014_000000000002.jpg"])
+    with pytest.raises(ValueError, match="1 of 3 images .* of several samples, such as COCO_train2014_0+2.jpg of http"):
+        task.questions(twice, None)
+    escaped = SimpleNamespace(urls=[url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in urls(samples).urls])
+    assert task.questions(escaped, None).samples.tolist() == [1, 1, 2, 3]
     with pytest.raises(ValueError, match="1 of 3 images of .* are in no region shard, such as COCO_train2014_0+3.jpg"):
         task.questions(urls(samples[:3]), None)
 
@@ -211,6 +217,18 @@ def test_metrics_are_means_over_all_and_over_each_type(task, samples):
     )
 
 
+def test_chance_is_saying_the_commonest_truth(task, tmp_path, samples):
+    write_vqa(tmp_path / "vqa", "train2014", {10: ["yes"] * 10, 11: ["no"] * 10, 20: ["no"] * 10, 30: ["no"] * 10})
+    assert task.metrics(predicted(task, everything(task, samples), [1, 1, 1, 1]))["chance"] == 0.75
+
+
+def test_the_head_has_the_models_dropout_before_its_last_layer(task):
+    head = task.head(dataclasses.replace(TINY_MODEL, dropout=0.5)).train()
+    x = torch.randn(1, TINY_MODEL.hidden)
+    assert not torch.equal(head(x), head(x))
+    assert torch.equal(head.eval()(x), head(x))
+
+
 def test_the_official_accuracy_normalises_and_the_soft_score_does_not(task, tmp_path, samples):
     write_vqa(tmp_path / "vqa", "train2014", {10: ["Left"] * 9 + ["the left"], 20: ["yes"] * 10})
     (row,) = predicted(task, [asked(task, samples)], [3])
@@ -266,32 +284,34 @@ def test_empty_and_endless_questions_are_left_out_of_training_and_asked_where_al
     assert trained.samples.tolist() == [1, 3]
     assert trained.left_out == (
         "question 11 of train2014: it has no words",
-        "question 20 of train2014: it has 600 word pieces, more than task.question_length = 506",
+        "question 20 of train2014: it has 600 word pieces, more than task.question_length = 58",
     )
     held_out = task.questions(urls(samples), "train2014")
     assert [ask.question_id for ask in held_out.asks] == [10, 11, 20, 30]
-    assert held_out.left_out == tuple(f"{line}; it is answered all the same" for line in trained.left_out)
+    assert (held_out.left_out, held_out.flawed, trained.flawed) == ((), trained.left_out, ())
     write_vqa(tmp_path / "vqa", "train2014", SAID, dict.fromkeys(SAID, ""))
-    with pytest.raises(ValueError, match="no question of train2014 can be asked: question 10 of train2014: it has no"):
+    with pytest.raises(
+        ValueError, match="none of the 4 questions of train2014 of .* question 10 of train2014: it has no"
+    ):
         task.questions(urls(samples), None)
     seen = view(samples[1], TINY_MODEL.regions, False)
     empty, endless = (task.example(samples[1], seen, held_out.asks[i], np.random.default_rng(0)) for i in (1, 2))
     assert WORDS.decode(empty.words.tokens) == "[CLS] [SEP] [MASK] [SEP]"
-    assert len(endless.words.tokens) == 506 + 4
+    assert len(endless.words.tokens) == ROOM + 4
     assert WORDS.decode(endless.words.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
-    assert endless.words.targets["answer_here"].tolist() == [False] * 508 + [True, False]
+    assert endless.words.targets["answer_here"].tolist() == [False] * (ROOM + 2) + [True, False]
 
 
-def test_the_longest_question_fits_a_model_of_512_positions(task, samples):
-    shorter = changed(task, question_length=TINY_MODEL.max_positions - 6)
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), shorter).eval()
+def test_the_longest_question_fits_and_a_model_with_less_room_is_refused_at_once(task, samples):
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
     seen = view(samples[1], TINY_MODEL.regions, False)
-    endless = shorter.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
+    endless = task.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
     assert model.predict(collate([endless]))[0]["said"] in ANSWERS
-    longer = changed(task, question_length=TINY_MODEL.max_positions - 5)
-    endless = longer.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
-    with pytest.raises(ValueError, match="positions"):
-        model.predict(collate([endless]))
+    with pytest.raises(ValueError, match="task.question_length is 59, the model has room for 58: set that"):
+        TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, question_length=59))
+    for wrong in ({"question_length": 0}, {"answers": 0}):
+        with pytest.raises(ValueError, match=f"{min(wrong)} is 0; it must be at least 1"):
+            VQASettings(**wrong)
 
 
 def test_a_persons_own_question_is_asked_like_any(task, samples):
@@ -304,7 +324,7 @@ def test_a_persons_own_question_is_asked_like_any(task, samples):
     assert (row["truth"], row["score"]) == (None, None)
     with pytest.raises(ValueError, match="VQA answers from its own list"):
         task.ask("Is it?", choices=("yes", "no"))
-    for text, told in ((" ", "has no words"), (LONG, "has 600 word pieces")):
+    for text, told in ((" ", "has no words"), ("\u200b", "has no words"), (LONG, "has 600 word pieces")):
         with pytest.raises(ValueError, match=f"cannot be asked: it {told}"):
             task.ask(text)
 
@@ -393,6 +413,7 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
     for before, after, told in (
         ("question_id", "id", r"annotations\[0\]: KeyError"),
         ("answer_type", "type", r"annotations\[0\]: KeyError"),
+        ('"question_id": 10', '"question_id": [10]', r"annotations\[0\]: TypeError"),
         ('"multiple_choice_answer": "yes"', '"multiple_choice_answer": 1', r"annotations\[0\]: .* no text"),
     ):
         annotations.write_text(whole.replace(before, after))
@@ -404,6 +425,7 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
     annotations.write_text(whole)
     asked = questions.read_text()
     for before, after, told in (
+        ('"image_id": 1', '"image_id": 2', r"questions\[0\]: .*it is about image 2, its annotation about 1"),
         ("image_id", "image", r"questions\[0\]: KeyError\('image_id'\)"),
         ('"Is it on the left, 10?"', "7", r"questions\[0\]: .*the question is no text: 7"),
         ('"questions"', '"rows"', "questions: no such list"),

@@ -50,6 +50,8 @@ def test_only_answers_on_which_annotators_differ_are_normalised():
     assert accuracy("Yes", ["yes"] * 10) == 0
     assert accuracy("Yes", ["yes"] * 9 + ["no"]) == 1
     assert accuracy(" yes\n", ["yes", "yes\t"] * 5) == 1, "blanks at the ends are no difference"
+    assert accuracy("on\nit", ["on it"] * 5 + ["on\tit"] * 5) == 1, "lines and tabs are blanks"
+    assert accuracy("on\nit", ["on it"] * 10) == accuracy("on it", ["on\tit"] * 10) == 1
     assert accuracy("the", ["a"] * 5 + ["dog"] * 5) == 1, "both are nothing"
     assert accuracy("two", ["2"] * 3 + ["dog"] * 7) == pytest.approx(0.9)
 
@@ -76,6 +78,16 @@ def test_scores_are_rounded_as_the_official_code_rounds():
     assert found.per_question_type == {"all": 0.13}
 
 
+def test_annotators_who_cannot_be_told_apart_are_left_out_together():
+    row = {"question_id": 1, "answer_type": "x", "question_type": "x"}
+    for ids, expected in (((1, 2, 3), 66.67), ((1, 1, 1), 0.0), ((1, 1, 2), 44.44)):
+        answers = [{"answer": answer, "answer_id": i} for answer, i in zip(("Yes", "yes", "yes,"), ids, strict=True)]
+        found = score([{"question_id": 1, "answer": "yes"}], [row | {"answers": answers}])
+        assert found.overall == expected, "compared as they are when normalised"
+    with pytest.raises(ValueError, match="nothing can be scored"):
+        score([], [])
+
+
 def test_ids_of_results_must_match_exactly():
     said = {1: ["x"] * 10, 2: ["x"] * 10}
     for results, told in (({1: "x"}, "miss in the results, such as 2"), ({1: "x", 2: "", 3: ""}, "are not in the ann")):
@@ -90,12 +102,16 @@ def test_the_answer_list_holds_what_enough_questions_have_as_their_answer(tmp_pa
     for split, part in (("train2014", answers[::2]), ("val2014", answers[1::2])):
         write_vqa(tmp_path, split, {i: [answer] * 10 for i, answer in enumerate(part)})
     main([str(tmp_path), str(tmp_path / "list.txt"), "--splits", "train2014", "val2014"])
-    assert "3 answers, those of 28 of 36 questions (77.8%); set task.answers=3" in capsys.readouterr().out
+    assert (
+        "3 answers; in 13 of 36 questions (36.1%) an annotator wrote one of them; set task.answers=3"
+        in capsys.readouterr().out
+    )
     assert read_answers(tmp_path / "list.txt", 3) == ["dog", "2", "zebra"]
     main([str(tmp_path), str(tmp_path / "list.json"), "--least", "8"])
     assert read_answers(tmp_path / "list.json", 4) == ["dog", "2", "zebra", "cat"]
     rows = [{"multiple_choice_answer": answer} for answer in answers]
     assert frequent_answers(rows) == ["dog", "2", "zebra"]
+    assert frequent_answers([{"multiple_choice_answer": "the"}] * 9) == [], "nothing is no answer"
     for arguments, told in (
         (["--least", "11"], "no answer is that of 11 of 36 questions"),
         (["--splits", "test2015"], "test2015 has no annotations"),
@@ -111,6 +127,7 @@ def test_a_results_file_without_an_answer_is_named(tmp_path):
     for text, told in (
         ('[{"question_id": 1, "answer": "x"}, {"question_id": 2}]', "row 1: .*no text as its answer"),
         ('{"question_id": 1}', "row 0"),
+        ('[{"question_id": [1], "answer": "x"}]', "row 0"),
         ("[", "is not JSON, or is torn"),
     ):
         file.write_text(text)

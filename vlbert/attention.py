@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
+from vlbert.drawing import colour_of, data_uri, draw_boxes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,15 +106,14 @@ def draw_figure(prediction: "Prediction", attention: Attention, heads: Sequence[
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     picture = figure.add_subplot(grid[:, 0])
-    boxes = numbered_boxes(prediction)
-    picture.imshow(draw_boxes(prediction.sample, [boxes[n - 1] for n in shown[::-1] if n > 0], 700))
+    picture.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, shown.tolist()), 700))
     picture.set_axis_off()
-    picture.set_title(_title(attention, len(shown)), fontsize=9, wrap=True)
-    thumbnails = _thumbnails(prediction, shown)
+    picture.set_title(title(attention, shown.tolist()), fontsize=9, wrap=True)
+    crops = thumbnails(prediction, shown.tolist())
     for place, ((layer, head), panel) in enumerate(zip(heads, panels, strict=True)):
         axes = figure.add_subplot(grid[place // columns, 1 + place % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=10)
-        _draw_panel(axes, attention, panel[:, shown], shown, thumbnails)
+        _draw_panel(axes, attention, panel[:, shown], shown, crops)
     figure.savefig(file, dpi=100)
 
 
@@ -126,25 +125,27 @@ def strengths(attention: Attention, heads: Sequence[tuple[int, int]]) -> np.ndar
     return np.stack([looks[layer, head] for layer, head in heads])
 
 
-def numbered_boxes(prediction: "Prediction") -> list[tuple[np.ndarray, tuple[int, int, int], str]]:
-    """The regions as `draw_boxes` takes them, by their numbers."""
-    regions = zip(prediction.sample.regions.boxes, prediction.names, strict=True)
-    return [(box, colour_of(row), name.split()[0]) for row, (box, name) in enumerate(regions, 1)]
+def numbered_boxes(
+    prediction: "Prediction", shown: Sequence[int] | None = None
+) -> list[tuple[np.ndarray, tuple[int, int, int], str]]:
+    """The regions of the numbers `shown`, or all, as `draw_boxes` takes them, the first on top; the whole image, 0, has
+    no box."""
+    boxes = prediction.sample.regions.boxes
+    numbers = range(1, 1 + len(boxes)) if shown is None else [number for number in shown if number]
+    return [(boxes[number - 1], colour_of(number), str(number)) for number in reversed(numbers)]
 
 
-def colour_of(region: int) -> tuple[int, int, int]:
-    """The colour of a region's box and lines."""
-    return BOX_COLOURS[region % len(BOX_COLOURS)]
-
-
-def _title(attention: Attention, shown: int) -> str:
+def title(attention: Attention, shown: Sequence[int]) -> str:
+    """What the figure shows: how many of the regions, whether the whole image, which words."""
+    count, regions = sum(number > 0 for number in shown), len(attention.regions) - 1
+    of = f"{count} of {regions} regions" if count < regions else f"{count} regions"
+    whole = " and the whole image" if 0 in shown else ""
     more = len(attention.words) - MOST_WORDS
     cut = f"; the first {MOST_WORDS} of {len(attention.words)} word pieces" if more > 0 else ""
-    of = f"{shown} of {len(attention.regions)} regions" if shown < len(attention.regions) else f"{shown} regions"
-    return f"{of}{cut}"
+    return f"{of}{whole}{cut}"
 
 
-def _thumbnails(prediction: "Prediction", shown: np.ndarray) -> list[np.ndarray]:
+def thumbnails(prediction: "Prediction", shown: Sequence[int]) -> list[np.ndarray]:
     """What each region looks like, region 0 being the whole image."""
     picture = draw_boxes(prediction.sample, [], 400)
     factor = 400 / max(prediction.sample.width, prediction.sample.height)
@@ -160,7 +161,7 @@ def _thumbnails(prediction: "Prediction", shown: np.ndarray) -> list[np.ndarray]
 
 
 def _draw_panel(
-    axes: "Axes", attention: Attention, panel: np.ndarray, shown: np.ndarray, thumbnails: Sequence[np.ndarray]
+    axes: "Axes", attention: Attention, panel: np.ndarray, shown: np.ndarray, crops: Sequence[np.ndarray]
 ) -> None:
     """Words left, regions right, a line for each pair: panel [T, shown]."""
     from matplotlib.collections import LineCollection
@@ -170,7 +171,7 @@ def _draw_panel(
     word_heights, region_heights = (1 - (np.arange(n) + 0.5) / n for n in (len(words), len(shown)))
     for word, height in zip(words, word_heights, strict=True):
         axes.text(0.28, height, word, ha="right", va="center", fontsize=8, parse_math=False)
-    for number, height, thumbnail in zip(shown, region_heights, thumbnails, strict=True):
+    for number, height, thumbnail in zip(shown, region_heights, crops, strict=True):
         edge = {"edgecolor": np.array(colour_of(number)) / 255}
         image = OffsetImage(thumbnail, zoom=22 / max(thumbnail.shape[:2]))
         axes.add_artist(AnnotationBbox(image, (0.74, height), pad=0.15, bboxprops=edge))

@@ -1,6 +1,7 @@
 """Models in folders, and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
 
 config.json  model.safetensors  vocab.txt     a model: what from_pretrained and start_from read
+task.json                                     what the outputs of its task's head mean, where the task keeps that
 ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
 """
 
@@ -22,7 +23,7 @@ from vlbert.text import Vocabulary
 
 CHECKPOINT_VERSION = 2
 _COUNTER = ".num_batches_tracked"
-CONFIG, MODEL, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
+CONFIG, MODEL, VOCABULARY, TASK = "config.json", "model.safetensors", "vocab.txt", "task.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Checkpoint:
     vocab_size: int
     vocabulary: Vocabulary | None
     model: dict[str, Tensor]
+    kept: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
     state: dict = field(default_factory=dict)  # state.json: step, seed, samples consumed, the shards that were read
 
     @property
@@ -88,6 +90,8 @@ def save_checkpoint(
     about |= {"detector": detector} if detector else {}
     files = model_files(model.state_dict(), recipe.model, len(vocabulary), vocabulary, about)
     files["optimizer.safetensors"] = save(optimizer_tensors(model, optimizer))
+    kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
+    files |= {TASK: _json(kept)} if kept else {}
     files["state.json"] = _json({"version": CHECKPOINT_VERSION, "step": step} | state)
     for name, data in files.items():
         objects.put(f"{folder}/{name}", data)
@@ -96,27 +100,46 @@ def save_checkpoint(
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The model at a path: ROOT/runs/RUN/step-*, the newest of ROOT/runs/RUN, or any local folder that holds one."""
+    objects, folder = find_checkpoint(path)
+    return read_checkpoint(objects, folder) if folder else _read(objects, "", {})
+
+
+def find_checkpoint(path: str) -> tuple[Objects, str]:
+    """Where what open_checkpoint reads lies, nothing of it read; ValueError where there is no such thing."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
             raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
-        return read_model(path)
+        objects = LocalObjects(path)
+        _check_there(objects, "")
+        return objects, ""
     objects = open_objects(root, write=False)
     if "/" in rest:
-        return read_checkpoint(objects, f"runs/{rest}")
+        _check_whole(objects, f"runs/{rest}")
+        return objects, f"runs/{rest}"
     saved = checkpoints(objects, rest)
     if not saved:
         raise ValueError(f"{objects.where(f'runs/{rest}')} has no whole checkpoint; name another run")
-    return read_checkpoint(objects, saved[-1])
+    return objects, saved[-1]
 
 
 def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
     """A whole checkpoint; ValueError says what is missing or of another version."""
+    _check_whole(objects, folder)
+    return _read(objects, folder, read_state(objects, folder))
+
+
+def _check_whole(objects: Objects, folder: str) -> None:
     if not objects.exists(f"{folder}/state.json"):
         raise ValueError(
             f"{objects.where(folder)} is no whole checkpoint: it has no state.json; name a step-* folder of a run"
         )
-    return _read(objects, folder, read_state(objects, folder))
+
+
+def _check_there(objects: Objects, inside: str) -> None:
+    for name in (CONFIG, MODEL):
+        if not objects.exists(inside + name):
+            raise ValueError(f"{objects.where(inside.rstrip('/')).rstrip('/')} holds no model: it has no {name}")
 
 
 def read_model(folder: str | Path) -> Checkpoint:
@@ -126,9 +149,7 @@ def read_model(folder: str | Path) -> Checkpoint:
 
 def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
     where, inside = objects.where(folder).rstrip("/"), f"{folder}/" if folder else ""
-    for name in (CONFIG, MODEL):
-        if not objects.exists(inside + name):
-            raise ValueError(f"{where} holds no model: it has no {name}")
+    _check_there(objects, inside)
     config = read_config(objects.get(inside + CONFIG), f"{where}/{CONFIG}")
     try:
         tensors = load(objects.get(inside + MODEL))
@@ -152,8 +173,45 @@ def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
         model=tensors,
+        kept=_read_kept(objects.get(inside + TASK), f"{where}/{TASK}") if objects.exists(inside + TASK) else {},
         state=state,
     )
+
+
+def _read_kept(data: bytes, where: str) -> dict:
+    try:
+        kept = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{where} is torn or no JSON ({error}); copy it again") from error
+    if not isinstance(kept, dict) or not all(isinstance(value, list) for value in kept.values()):
+        raise ValueError(
+            f"{where} does not say what a head's outputs mean: an object of lists is needed; copy it again"
+        )
+    return kept
+
+
+def take_kept(task: Any, checkpoint: Checkpoint) -> None:
+    """Let the outputs of the task's head mean what they meant when the checkpoint was trained, whatever its files say
+    now."""
+    for name in getattr(task, "kept", ()):
+        if name in checkpoint.kept:
+            setattr(task, name, checkpoint.kept[name])
+
+
+def check_kept(task: Any, checkpoint: Checkpoint) -> None:
+    """ValueError where the outputs of the task's head mean something else than when the checkpoint was trained."""
+    for name in getattr(task, "kept", ()):
+        now, before = getattr(task, name), checkpoint.kept.get(name)
+        if before is None or now == before:  # it may be older than the file, or converted
+            continue
+        at = next((i for i, pair in enumerate(zip(now, before, strict=False)) if pair[0] != pair[1]), None)
+        told = f"there are {len(before)} there and {len(now)} here"
+        if at is not None:
+            told = f"number {at} is {before[at]!r} there and {now[at]!r} here"
+        raise ValueError(
+            f"{checkpoint.where}/{TASK} has other {name} than {getattr(task.settings, 'folder', 'the task')} now: "
+            f"{told}; put those back that it was trained with, or start another run, and not from it"
+        )
 
 
 def read_config(data: bytes, where: str) -> dict:

@@ -17,21 +17,30 @@ BAR = 120  # pixels of a probability of 1
 GREEN = (27, 175, 122)  # the object that is meant
 RED = (227, 73, 72)  # a wrong choice
 OTHERS = (255, 255, 255)  # the rest
+# Of regions, by their numbers (`colour_of`).
 BOX_COLOURS = ((42, 120, 214), (235, 104, 52), (27, 175, 122), (232, 123, 164), (74, 58, 167), (237, 161, 0))
 
 
+def colour_of(region: int) -> tuple[int, int, int]:
+    """The colour of a region's box, name and lines, by its number from 1; 0 is the whole image."""
+    return BOX_COLOURS[(region - 1) % len(BOX_COLOURS)]
+
+
 def draw_boxes(
-    sample: Sample, boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]], side: int = PICTURE_SIDE
+    sample: Sample,
+    boxes: Sequence[tuple[np.ndarray, tuple[int, int, int], str]],
+    side: int = PICTURE_SIDE,
+    thin: int = 0,
 ) -> Image.Image:
     """The picture, its longer side `side` pixels, with (box in its pixels, colour, name or "") drawn on, the last on
-    top."""
+    top; the first `thin` of them with thin lines."""
     factor = side / max(sample.width, sample.height)
     width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
     picture = Image.open(io.BytesIO(sample.image)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(NAME_SIZE)
     scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
-    for (x1, y1, x2, y2), (_, colour, _) in zip(scaled, boxes, strict=True):
-        line = 2 if colour == OTHERS else 4
+    for place, ((x1, y1, x2, y2), (_, colour, _)) in enumerate(zip(scaled, boxes, strict=True)):
+        line = 2 if colour == OTHERS or place < thin else 4
         # A dark rim on both sides parts the line from any colour below it.
         for grow, outline, thickness in ((1, (0, 0, 0), line + 2), (0, colour, line)):
             left, right = (min(max(0, x), width - 1) for x in (x1 - grow, x2 + grow))

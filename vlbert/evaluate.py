@@ -7,6 +7,7 @@ RECIPE is the one that CHECKPOINT was trained by; its data is read. CHECKPOINT i
 answers and of rationales. SPLIT is named as in the task's files (val2014, testA, ...); a task without splits takes the
 name of a dataset. Fields are the recipe's; data.root is the checkpoint's where it is not given, the task's settings are
 those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to FOLDER (s3:// too).
+An evaluation that is there already, by the same settings, is left as it is, but for --again.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from detectors.distributed import World, from_first, gather_on_first
 from detectors.fields import differing_fields, from_json, override
 from detectors.loop import find_recipe, run_in_world
 from storage.objects import Objects, open_objects
-from vlbert.checkpoint import Checkpoint, load_model, open_checkpoint, vocabulary_of
+from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data import ValidationData, open_cache, open_samples
 from vlbert.model import TaskModel, VLBert
 from vlbert.recipes import RECIPES
-from vlbert.results import PAGE, Answered, find_place, name_of, results, say, write
+from vlbert.results import PAGE, Answered, find_place, name_of, results, say, write, written
 from vlbert.tasks import make_task, settings_named, task_of, validation_split
 from vlbert.validate import ask, because_of
 
@@ -43,8 +44,9 @@ def load_task_model(
     """The model of vlbert.checkpoint.open_checkpoint with its head, in eval mode, and the recipe that it belongs to.
 
     That recipe is `recipe` or, where it is None, the one that the checkpoint was trained by; its task and model are
-    always those that the checkpoint was trained with, but for what `overrides` ("task.folder=vqa") say. ValueError
-    where the checkpoint has no head, or is one of another task or architecture than `recipe`.
+    always those that the checkpoint was trained with, but for what `overrides` ("task.folder=vqa") say; what the head's
+    outputs mean (`kept` of the task) is as it was in training. ValueError where the checkpoint has no head, or is one
+    of another task or architecture than `recipe` with the overrides.
     """
     config, where = checkpoint.config, checkpoint.where
     if not any(name.startswith("head.") for name in checkpoint.model):
@@ -61,42 +63,62 @@ def load_task_model(
     settings = from_json(kind, checkpoint.task_settings, f"{where}/config.json")
     if recipe is None:
         values = config.get("recipe", {"name": Path(where).name}) | {"task": settings}
-        recipe = from_json(Recipe, values, f"{where}/config.json")
-    else:
-        wanted = override(recipe, list(overrides)).model
-        differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
-        if differing:
-            name, here, there = differing[0]
-            raise ValueError(
-                f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
-                "here; name the recipe that it was trained by, with its model.* overrides"
-            )
+        recipe = replace(from_json(Recipe, values, f"{where}/config.json"), model=checkpoint.model_config)
+    wanted = override(recipe, list(overrides)).model
+    differing = differing_fields(architecture(wanted), architecture(checkpoint.model_config))
+    if differing:
+        name, here, there = differing[0]
+        raise ValueError(
+            f"{where} has another architecture than recipe {recipe.name}: model.{name} is {there} there and {here} "
+            "here; name the recipe that it was trained by, with its model.* overrides"
+        )
     recipe = override(replace(recipe, task=settings, model=checkpoint.model_config), list(overrides))
     task = make_task(recipe.task, vocabulary_of(checkpoint, recipe.vocabulary), checkpoint.num_classes)
+    take_kept(task, checkpoint)
     model = TaskModel(VLBert(recipe.model, checkpoint.vocab_size, task.vocabulary), task)
     load_model(model, checkpoint.model, where)
     return model.eval(), recipe
 
 
 def evaluate(
-    recipe: Recipe, paths: Sequence[str], split: str, overrides: Sequence[str], out: str | None, world: World
+    recipe: Recipe,
+    paths: Sequence[str],
+    split: str,
+    overrides: Sequence[str],
+    out: str | None,
+    world: World,
+    again: bool = False,
 ) -> dict[str, Any]:
     """Ask each checkpoint of `paths` every question of the split; what metrics.json holds, on rank 0, elsewhere {}.
 
+    What is there already by the same settings is returned as it is, without a look at the model, unless `again`.
     ValueError names what does not fit: a checkpoint of another task, a split that is not there, a place that holds an
     evaluation by other settings.
     """
-    checkpoints = [_open(path, world) for path in paths]
-    root = override(recipe, list(overrides)).data.root or checkpoints[0].where.rpartition("/runs/")[0]
+    most = 2 if getattr(task_of(recipe.task), "joins", False) else 1
+    if len(paths) > most:
+        raise ValueError(f"CHECKPOINT names {len(paths)} checkpoints; recipe {recipe.name} takes {most} at most")
+    places = [_find(path, world) for path in paths]
+    root = override(recipe, list(overrides)).data.root or places[0].rpartition("/runs/")[0]
     if not root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     inputs = {
         "recipe": recipe.name,
-        "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
+        "checkpoints": [name_of(place) for place in places],
         "split": split,
         "overrides": [one for one in overrides if not one.startswith("data.root=")],
     }
-    objects, folder = find_place(out, checkpoints, split, inputs) if world.first else (None, "")
+    objects, folder = find_place(out, places, split, inputs) if world.first else (None, "")
+    done = None if again else from_first(world.first and written(objects, folder), world)
+    if done:
+        if world.first:
+            place = objects.where(folder.rstrip("/")) if folder else str(out)
+            print(f"evaluated already, by the same settings: {place}; --again does it once more", flush=True)
+            say(done, place)
+        return done if world.first else {}
+    checkpoints = [open_checkpoint(place) for place in places]
+    if len(checkpoints) == 2 and checkpoints[0].task_settings == checkpoints[1].task_settings:
+        raise ValueError(f"{' and '.join(places)} answer the same: name one of them, or two runs that join")
     changed = [f"task.{name}={_text(value)}" for name, value in getattr(task_of(recipe.task), "evaluation", {}).items()]
     overrides = [*changed, *overrides, f"data.root={root}"]
     answered = [_ask_all(recipe, checkpoint, split, overrides, world) for checkpoint in checkpoints]
@@ -115,11 +137,12 @@ def evaluate(
     return about
 
 
-def _open(path: str, world: World) -> Checkpoint:
-    """The checkpoint, the same on every rank: a run that trains on may write a newer one meanwhile."""
-    found = open_checkpoint(path) if world.first else None
-    where = from_first(found and found.where, world)
-    return found or open_checkpoint(where)
+def _find(path: str, world: World) -> str:
+    """Where the checkpoint lies, the same on every rank: a run that trains on may write a newer one meanwhile."""
+    if not world.first:
+        return from_first(None, world)
+    objects, folder = find_checkpoint(path)
+    return from_first(objects.where(folder).rstrip("/"), world)
 
 
 def _text(value: object) -> str:
@@ -140,7 +163,7 @@ def _ask_all(recipe: Recipe, checkpoint: Checkpoint, split: str, overrides: Sequ
     data = ValidationData(samples, questions, model.task, config, recipe.model.regions, world, None, together)
     if world.first:
         print(
-            f"{name_of(checkpoint)}: {len(questions)} questions of {split} on {len(samples)} samples of "
+            f"{name_of(checkpoint.where)}: {len(questions)} questions of {split} on {len(samples)} samples of "
             f"{dataset}/{pinned['stage']} (snapshot {pinned['snapshot']}), on {world.size} x {world.device.type}",
             flush=True,
         )
@@ -189,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("split", metavar="SPLIT", nargs="?", help="as the task's files name it")
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     parser.add_argument("--out", metavar="FOLDER", help="where to write; needed where CHECKPOINT belongs to no run")
+    parser.add_argument("--again", action="store_true", help="also where it is done already, by the same settings")
     options = parser.parse_intermixed_args(arguments)
     name = f"{parser.prog} {options.recipe}"
     try:
@@ -200,8 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         override(recipe, options.overrides)
     except ValueError as error:
         sys.exit(f"{name}: {error}")
-    paths = options.checkpoint.split(",")
-    run_in_world(name, lambda world: evaluate(recipe, paths, options.split, options.overrides, options.out, world))
+    paths, given = options.checkpoint.split(","), (options.split, options.overrides, options.out)
+    run_in_world(name, lambda world: evaluate(recipe, paths, *given, world, options.again))
 
 
 if __name__ == "__main__":

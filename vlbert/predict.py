@@ -5,7 +5,7 @@
     python -m vlbert.predict CHECKPOINT photo.jpg --hide 2,5            # ... and regions whose pixels are hidden
     python -m vlbert.predict CHECKPOINT photo.jpg "what is on the table?"                          # VQA
     python -m vlbert.predict CHECKPOINT photo.jpg "the left cup"                                   # RefCOCO+
-    python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does [0] laugh?" \\
+    python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does [1] laugh?" \\
         --choices "..." "..." "..." "..." --rationales "..." "..." "..." "..."                     # VCR
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/step-*, or any folder with a model and its task's head. Writes a
@@ -14,7 +14,6 @@ picture beside IMAGE and says where. docs/predict.md tells more.
 
 import argparse
 import functools
-import io
 import sys
 import time
 import warnings
@@ -28,19 +27,21 @@ from PIL import Image
 
 from detectors.described import described_detector, detector_of_file
 from detectors.detect import FasterRCNNDetector
-from storage.normalise import ImageSettings, Refused, normalise
-from storage.sample import Regions, Sample, sample_key
+from detectors.loop import find_recipe
+from storage.sample import Regions, Sample
+from vlbert.attention import attention_of, chosen_heads, write_attention
 from vlbert.batch import Batch, collate
-from vlbert.checkpoint import Checkpoint, open_checkpoint
-from vlbert.drawing import BOX_COLOURS, draw_boxes, write_below
+from vlbert.checkpoint import CONFIG, Checkpoint, find_checkpoint, open_checkpoint, read_config
+from vlbert.config import Recipe
+from vlbert.drawing import colour_of, draw_boxes, write_below
 from vlbert.evaluate import load_task_model
 from vlbert.model import Encoded
+from vlbert.photo import read_image
 from vlbert.pictures import view
-from vlbert.tasks.vcr import VCR
+from vlbert.recipes import RECIPES
 
+KINDS = ("answer", "rationale")  # of what a model for VCR judges
 SIDE = 800  # pixels of the longer side of what is drawn
-# As at ingest, but for the size of the file: cameras write larger ones than a caption list's server should send.
-IMAGES = ImageSettings(max_bytes=200 * 2**20)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Prediction:
     """What a model says about a picture.
 
     sample    the picture as it would be stored, with its regions
-    names     of the regions, in their order: number and, where the detector knows it, class
+    names     of the regions, in their order: number, from 1, and, where the detector knows it, class
     row       what the task's `predictions` say (vlbert/tasks/__init__.py); None where nothing was asked
     pieces    the word pieces that the model read, special tokens included
     encoded   with attention maps, where they were asked for; one row, or one a choice
@@ -79,8 +80,12 @@ class Prediction:
             return [(f"{len(self.names)} regions: {', '.join(self.names)}", None)]
         row = self.row
         told = [(row["asked"], None)] if row["asked"] else []
+        told += [] if row["truth"] is None else [(f"right would be: {row['truth']}", None)]
         if "[UNK]" in self.pieces[self.chosen]:
             told.append((f"read as: {' '.join(self.pieces[self.chosen])}", None))
+        seen, found = int(self.batch.region_mask[self.chosen].sum()) - 1, len(self.names)
+        if seen < found:
+            told.append((f"{seen} of {found} regions were seen: the text leaves no room for more", None))
         told += [(one["said"], one["probability"]) for one in row["ranking"]]
         masks = row.get("masks", [])
         for number, mask in enumerate(masks if len(masks) > 1 else [], 1):
@@ -92,14 +97,17 @@ class Prediction:
         return told
 
     def draw(self) -> Image.Image:
-        """The picture with the boxes that the answer names (where nothing was asked, with all), and the answer below
-        it."""
-        if self.row is None:
-            boxes = list(zip(self.sample.regions.boxes, self.names, strict=True))[::-1]  # the likeliest on top
+        """The picture with what was said below it and the boxes that the answer names, those that it was chosen among
+        thinly; where nothing was asked, with all regions."""
+        boxes, row, thin = self.sample.regions.boxes, self.row, []
+        if row is None:
+            drawn = [(box, colour_of(number), self.names[number - 1]) for number, box in enumerate(boxes, 1)][::-1]
         else:
-            boxes = [(np.array(box["box"], np.float32), box["name"]) for box in self.row["boxes"]]
-        coloured = [(box, BOX_COLOURS[i % len(BOX_COLOURS)], name) for i, (box, name) in enumerate(boxes)]
-        return write_below(draw_boxes(self.sample, coloured, SIDE), self.lines())
+            drawn = [(np.array(box["box"], np.float32), colour_of(box["region"]), box["name"]) for box in row["boxes"]]
+            others = {one.get("region", 0): None for one in row["ranking"]}  # in the order of the ranking
+            others = [number for number in others if number and number not in {box["region"] for box in row["boxes"]}]
+            thin = [(boxes[number - 1], colour_of(number), str(number)) for number in reversed(others)]
+        return write_below(draw_boxes(self.sample, [*thin, *drawn], SIDE, len(thin)), self.lines())
 
 
 class Predictor:
@@ -109,12 +117,19 @@ class Predictor:
         print(predictor("photo.jpg", "a red [MASK]").said)
 
     detector: a weight file, where the one that the checkpoint learned from is not where it was. overrides: fields of
-    the checkpoint's recipe, such as "task.folder=vqa". ValueError where the checkpoint is none that can be asked.
+    the checkpoint's recipe, such as "task.folder=vqa". recipe: its own, for a task that this package does not know.
+    ValueError where the checkpoint is none that can be asked.
     """
 
-    def __init__(self, checkpoint: str, detector: str | Path | None = None, overrides: Sequence[str] = ()):
+    def __init__(
+        self,
+        checkpoint: str,
+        detector: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        recipe: Recipe | None = None,
+    ):
         self.checkpoint = open_checkpoint(str(checkpoint))
-        self.model, self.recipe = load_task_model(self.checkpoint, overrides)
+        self.model, self.recipe = load_task_model(self.checkpoint, overrides, recipe)
         self.task = self.model.task
         if not hasattr(self.task, "ask"):
             raise ValueError(
@@ -126,7 +141,13 @@ class Predictor:
     @functools.cached_property
     def detector(self) -> FasterRCNNDetector:
         """That whose regions the checkpoint learned from, made again from its description."""
-        return remade_detector(self.checkpoint, self._detector_file, self.recipe.model.regions.weights)
+        return remade_detector(self.checkpoint, self._detector_file)
+
+    @property
+    def judges(self) -> str | None:
+        """What a model for VCR chooses, "answer" or "rationale"; None of other tasks."""
+        judges = getattr(self.recipe.task, "question", None)
+        return judges if judges in KINDS else None
 
     def see(self, image: str | Path | bytes) -> Sample:
         """The picture of a file (or of its bytes) as it would be stored, with its regions."""
@@ -150,19 +171,22 @@ class Predictor:
         choices, answer and hide are for the tasks that take them. Without a text and regions to hide, the prediction
         has the regions alone. ValueError where the image is no such thing, or the task cannot ask this.
         """
+        if text is None and (choices or answer):
+            raise ValueError("choices and answers belong to a question; give a text")
+        if text is not None and not text.strip() and not hide:
+            raise ValueError("the text is empty; ask something, or leave it out to see the regions")
         started = time.monotonic()
         sample = image if isinstance(image, Sample) else self.see(image)
         seconds = {"detector": time.monotonic() - started}
         classes = self.detector.about.get("classes")
-        names = region_names(sample.regions, classes, first=0 if isinstance(self.task, VCR) else 1)
+        names = region_names(sample.regions, classes)
         if text is None and not hide:
             return Prediction(sample, names, seconds=seconds)
-        if not (text or "").strip() and not hide:
-            raise ValueError("the text is empty; ask something, or leave it out to see the regions")
         started = time.monotonic()
         ask = self.task.ask(text or "", choices, answer, hide)
         seen = view(sample, self.recipe.model.regions, flip=False)
         batch = collate([self.task.example(sample, seen, ask, np.random.default_rng(0))])
+        self._check_room(batch.tokens.shape[1])
         with torch.inference_mode():
             encoded = self.model.vlbert(batch, attentions=attentions)
             (row,) = self.task.predictions(self.model.vlbert, self.model.head, encoded, batch)
@@ -172,57 +196,26 @@ class Predictor:
             [vocabulary.pieces[token] for token in tokens[mask].tolist()]
             for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
         ]
-        return Prediction(sample, names, with_class_names(row, classes), batch, pieces, encoded, seconds)
+        return Prediction(sample, names, with_class_names(row, names, classes), batch, pieces, encoded, seconds)
+
+    def _check_room(self, pieces: int) -> None:
+        room = self.recipe.model.max_positions - 2  # less that of all regions, and [END]'s
+        if pieces > room:
+            raise ValueError(
+                f"the text is too long: it has {pieces} word pieces with [CLS] and [SEP], the model has room for "
+                f"{room} (max_positions); shorten it"
+            )
 
 
-def read_image(image: str | Path | bytes) -> Sample:
-    """A file's picture as ingest would store it: upright, RGB or grey, JPEG. ValueError says why it cannot be one."""
-    name = "the image" if isinstance(image, bytes) else str(image)
-    try:
-        data = image if isinstance(image, bytes) else Path(image).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
-    try:
-        picture = normalise(_common(data), IMAGES)
-    except Refused as refused:
-        raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
-    return Sample(
-        key=sample_key(name, ""),
-        image=picture.image,
-        caption="",
-        url=name,
-        width=picture.width,
-        height=picture.height,
-        sha256=picture.sha256,
-        flags=picture.flags,
-    )
-
-
-def _common(data: bytes) -> bytes:
-    """The file itself or, of a format that Pillow knows and ingest does not take, such as TIFF, a PNG of it."""
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            width, height = opened.size
-            # Of what is too large, no more than the header: normalise refuses it by that.
-            if opened.format in ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP") or width * height > IMAGES.max_pixels:
-                return data
-            file = io.BytesIO()
-            plain = opened.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-            (opened if plain else opened.convert("RGB")).save(file, "PNG", exif=opened.getexif(), compress_level=1)
-            return file.getvalue()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return data  # normalise says what is wrong with it
-
-
-def remade_detector(checkpoint: Checkpoint, file: str | Path | None, trained_from: str | None) -> FasterRCNNDetector:
+def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRCNNDetector:
     """The detector whose regions a checkpoint learned from or, where it names none, the network of `file`.
 
-    file: its weights; where None, those that the model's Fast R-CNN started from, `trained_from`, if they are the same.
+    file: its weights; where None, those that the model's Fast R-CNN started from, if they are the same.
     """
     recorded = checkpoint.config.get("detector") or {}
     about = recorded.get("about") or {}
     if "network" in about and about["boxes"] != "given":
-        return described_detector(recorded, file or trained_from, checkpoint.where)
+        return described_detector(recorded, file or _trained_from(checkpoint.config), checkpoint.where)
     why = f"its regions came from {about['backend']} boxes" if about else "it carries no detector's description"
     if file is None:
         raise ValueError(f"{checkpoint.where} finds no regions by itself: {why}; name a detector: --detector FILE")
@@ -230,14 +223,36 @@ def remade_detector(checkpoint: Checkpoint, file: str | Path | None, trained_fro
     return detector_of_file(file, keep_features=checkpoint.model_config.regions.features == "precomputed")
 
 
-def region_names(regions: Regions, classes: Sequence[str] | None, first: int) -> list[str]:
-    """Number and class of each region. Numbers begin with `first`: VCR counts its objects from 0, all else from 1."""
+def _trained_from(config: dict) -> str | None:
+    """The weight file that a model's Fast R-CNN started from, or that of the run that it started from itself."""
+    weights, before = config["model"]["regions"]["weights"], config.get("recipe", {}).get("start_from")
+    if weights or not before:
+        return weights
+    try:
+        objects, folder = find_checkpoint(before)
+        file = f"{folder}/{CONFIG}" if folder else CONFIG
+        return _trained_from(read_config(objects.get(file), objects.where(file)))
+    except (ValueError, OSError):  # that run is gone
+        return None
+
+
+def region_names(regions: Regions, classes: Sequence[str] | None) -> list[str]:
+    """Number, from 1, and class of each region."""
     labels = (regions.labels_background_first() - 1).tolist()
-    return [f"{number} {classes[label]}" if classes else str(number) for number, label in enumerate(labels, first)]
+    return [f"{number} {classes[label]}" if classes else str(number) for number, label in enumerate(labels, 1)]
 
 
-def with_class_names(row: dict, classes: Sequence[str] | None) -> dict:
-    """A pre-training's row with the names of the classes beside their numbers, which are background first."""
+def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | None) -> dict:
+    """A row with the names of the detector's classes where it speaks of regions: of those that it ranks (their `region`
+    is a number from 1), and of those that pre-training hid, whose class is a number, background first."""
+    numbers = {one["said"]: one["region"] for one in row["ranking"] if one.get("region")}
+    called = {said: names[number - 1] for said, number in numbers.items()} if classes else {}
+    boxes = [{"region": numbers.get(box["name"], 0)} | box for box in row["boxes"]]
+    row = row | {
+        "said": called.get(row["said"], row["said"]),
+        "ranking": [one | {"said": called.get(one["said"], one["said"])} for one in row["ranking"]],
+        "boxes": [box | {"name": called.get(box["name"], box["name"])} for box in boxes],
+    }
     if "hidden_regions" not in row:
         return row
 
@@ -256,7 +271,8 @@ def with_class_names(row: dict, classes: Sequence[str] | None) -> dict:
         box | {"name": f"{region['region']}: {region['guesses'][0]['said']}?"}
         for box, region in zip(row["boxes"], hidden, strict=True)
     ]
-    return row | {"hidden_regions": hidden, "boxes": boxes}
+    said = row["said"] if row["masks"] or not hidden else hidden[0]["guesses"][0]["said"]
+    return row | {"said": said, "hidden_regions": hidden, "boxes": boxes}
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -273,9 +289,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("text", nargs="?", help="what is asked; without it the regions are drawn with their numbers")
     parser.add_argument("--hide", type=_numbers, default=(), metavar="2,5", help="regions to be hidden, and guessed")
     parser.add_argument("--choices", nargs="+", default=(), help="VCR: the answers to choose from")
-    parser.add_argument("--answer", default="", help="VCR, rationales alone: the answer that they are to explain")
+    parser.add_argument(
+        "--answer", default="", help="VCR, --rationales alone: the answer to explain; VQA: the right one"
+    )
     parser.add_argument("--rationales", nargs="+", default=(), help="VCR: the rationales to choose from")
     parser.add_argument("--detector", type=Path, metavar="FILE", help="the weights of the detector")
+    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="the recipe of a task of your own")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="such as task.folder=vqa")
     parser.add_argument("--out", type=Path, help="the picture to write (beside IMAGE)")
     parser.add_argument("--attention", action="store_true", help="also draw which regions each word looks at")
@@ -299,18 +318,52 @@ def predictions_asked(options: argparse.Namespace) -> tuple[list[Prediction], fl
     names = options.checkpoint.split(",")
     if len(names) > 2 or (len(names) == 2 and not (options.choices and options.rationales)):
         raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
-    if len(names) == 1 and options.choices and options.rationales:
-        raise ValueError("answers and rationales are chosen by two runs: name both checkpoints, joined by a comma")
-    predictors = [Predictor(name, options.detector, options.set) for name in names]
+    recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
+    predictors = [Predictor(name, options.detector, options.set, recipe) for name in names]
+    _check_used(options, [predictor.judges for predictor in predictors])
     predictors[0].detector  # noqa: B018  loaded here, for the time that is told
     loading = time.monotonic() - started
     choices = options.choices or options.rationales
     found = [predictors[0](options.image, options.text, choices, options.answer, options.hide, attentions)]
     if len(predictors) == 2:
-        predictors[1].detector = predictors[0].detector
-        answer = options.choices[found[0].chosen]  # as it was written: what is said has names in place of [0]
+        _share_detector(*predictors)
+        answer = options.choices[found[0].chosen]  # as it was written: what is said has names in place of [1]
         found.append(predictors[1](found[0].sample, options.text, options.rationales, answer, (), attentions))
     return found, loading
+
+
+def _check_used(options: argparse.Namespace, judges: Sequence[str | None]) -> None:
+    """ValueError where an option is not for what these checkpoints judge, and would be passed over."""
+    given = [name for name in ("choices", "answer", "rationales") if getattr(options, name)]
+    if given and options.text is None:
+        raise ValueError(f"--{given[0]}: to which question? Give a text")
+    if len(judges) == 2 and tuple(judges) != KINDS:
+        if tuple(judges) == KINDS[::-1]:
+            raise ValueError("the checkpoints are the other way round: name that for answers first")
+        raise ValueError("2 checkpoints: VCR takes one for answers and one for rationales, in this order")
+    if len(judges) == 2:
+        takes = {"choices", "rationales"}
+    elif {"choices", "rationales"} <= {*given}:
+        raise ValueError("answers and rationales are chosen by two runs: name both checkpoints, joined by a comma")
+    else:  # what another task takes it says itself, but for rationales
+        takes = {"answer": {"choices"}, "rationale": {"answer", "rationales"}}.get(judges[0], {"choices", "answer"})
+    unused = [name for name in given if name not in takes]
+    if unused:
+        what = {"answer": "judges answers", "rationale": "judges rationales"}.get(judges[0], "is none for VCR")
+        way = f"; give {' and '.join(f'--{name}' for name in sorted(takes))}" if judges[0] in KINDS else ""
+        raise ValueError(f"--{unused[0]}: this checkpoint {what}{way}")
+
+
+def _share_detector(first: Predictor, second: Predictor) -> None:
+    """Both speak of the same regions, by the same numbers: those of the first one's detector."""
+    theirs, its = ((one.checkpoint.config.get("detector") or {}).get("id") for one in (first, second))
+    if theirs != its:
+        warnings.warn(
+            f"{second.checkpoint.where} learned from the regions of detector {its}; it is asked about those of "
+            f"{theirs}, as {first.checkpoint.where} is",
+            stacklevel=2,
+        )
+    second.detector = first.detector
 
 
 def output_files(options: argparse.Namespace, count: int) -> list[Path]:
@@ -346,6 +399,9 @@ def ask_and_draw(options: argparse.Namespace) -> dict[str, float]:
     work = {"loading": loading}
     work |= {name: sum(one.seconds.get(name, 0.0) for one in found) for name in ("detector", "model")}
     started = time.monotonic()
+    if options.heads:
+        for prediction in found:
+            chosen_heads(attention_of(prediction), options.heads)  # an error, before anything is told
     for prediction, file in zip(found, files, strict=False):
         for text, probability in prediction.lines():
             print(text if probability is None else f"  {probability:.3f}  {text}")
@@ -353,8 +409,6 @@ def ask_and_draw(options: argparse.Namespace) -> dict[str, float]:
         print(f"drawn: {file}")
     work["drawing"] = time.monotonic() - started
     if options.attention or options.heads:
-        from vlbert.attention import write_attention
-
         for prediction, file in zip(found, files, strict=False):
             for line in write_attention(prediction, file, options.heads):
                 print(line)

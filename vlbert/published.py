@@ -31,7 +31,7 @@ from vlbert.model import VLBert
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRHead, VCRSettings
-from vlbert.tasks.vqa import VQA, VQASettings
+from vlbert.tasks.vqa import OTHERS, VQA, VQASettings
 from vlbert.text import Vocabulary
 
 REPORT = "published.json"
@@ -251,11 +251,13 @@ def _task(shapes: dict[str, tuple[int, ...]]) -> Any:
     outputs, _ = _matrix(shapes, last)
     contextual = _any(shapes, "cnn_loss_reg.")
     appearance = _any(shapes, "image_feature_extractor.regularizing_predictor.")
+    positions, _ = _matrix(shapes, "vlbert.position_embeddings.weight")
     if outputs > 1:
-        return VQASettings(answers=outputs, classifier=kind)
+        return VQASettings(answers=outputs, classifier=kind, question_length=min(512, positions) - OTHERS)
     if kind == "regions" and not contextual and not appearance:
         return RefCOCOSettings(whole_image_competes=True)
     return VCRSettings(
+        max_pieces=min(VCRSettings.max_pieces, positions - 5),
         pooled=_any(shapes, "vlbert.pooler."),
         classifier=kind,
         classifier_width=_matrix(shapes, "final_mlp.1.weight")[0] if kind == "two_layers" else 1024,

@@ -16,10 +16,10 @@ from storage.reading import ShardSamples
 from vlbert.batch import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
-from vlbert.tasks import Questions, Task, validation_split
+from vlbert.tasks import Questions, Task, splits_of, validation_split
 from vlbert.validate import metrics_of
 
-METRICS, PREDICTIONS, NOT_ASKED, PAGE = "metrics.json", "predictions.parquet", "not_asked.jsonl", "index.html"
+METRICS, PREDICTIONS, FLAWS, PAGE = "metrics.json", "predictions.parquet", "flaws.jsonl", "index.html"
 
 # The columns that the predictions of every task have (vlbert.tasks.Task.predictions).
 _COLUMNS = {
@@ -56,30 +56,41 @@ class Answered:
     @property
     def name(self) -> str:
         """RUN/step-*, or the folder."""
-        return name_of(self.checkpoint)
+        return name_of(self.checkpoint.where)
 
     @property
-    def learned_from(self) -> str | None:
+    def learned_from(self) -> list[str]:
         """What it was trained on: the splits or, where the task has none, the dataset."""
         if validation_split(self.recipe.task) is not None:
-            return ", ".join(self.checkpoint.task_settings.get("train_on", ()))
-        return self.checkpoint.config.get("recipe", {}).get("data", {}).get("dataset")
+            return list(self.checkpoint.task_settings.get("train_on", ()))
+        dataset = self.checkpoint.config.get("recipe", {}).get("data", {}).get("dataset")
+        return [dataset] if dataset else []
+
+    def learned(self, split: str) -> bool:
+        """Whether it was trained on a part of the split."""
+        before = {part for one in self.learned_from for part in splits_of(self.recipe.task, one)}
+        return not before.isdisjoint(splits_of(self.recipe.task, split))
+
+    @property
+    def scored_of_missing(self) -> float:
+        """How many of the missing would have a score: as large a share as of the others, since a picture's questions
+        are missing together (VCR asks rationales behind wrong answers, which nobody scores)."""
+        scored = sum(row["score"] is not None for row in self.rows)
+        return len(self.missing) * (scored / len(self.rows) if self.rows else 1)
 
 
-def name_of(checkpoint: Checkpoint) -> str:
-    """RUN/step-*, or the folder."""
-    return checkpoint.where.rpartition("/runs/")[2]
+def name_of(where: str) -> str:
+    """RUN/step-* of a checkpoint, or the folder."""
+    return where.rpartition("/runs/")[2]
 
 
-def find_place(out: str | None, checkpoints: Sequence[Checkpoint], split: str, inputs: dict) -> tuple[Objects, str]:
+def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[Objects, str]:
     """Where the files go, found writable: the objects, and the names' beginning. ValueError where an evaluation with
     other inputs is there."""
     if out is None:
-        root, separator, name = checkpoints[0].where.rpartition("/runs/")
+        root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
-            raise ValueError(
-                f"{checkpoints[0].where} belongs to no run, whose folder would be the place: give --out FOLDER"
-            )
+            raise ValueError(f"{checkpoints[0]} belongs to no run, whose folder would be the place: give --out FOLDER")
         run, _, step = name.partition("/")
         others = "".join(f"-with-{name_of(checkpoint).replace('/', '-')}" for checkpoint in checkpoints[1:])
         objects, folder = open_objects(root), f"runs/{run}/evaluations/{split}-{step}{others}/"
@@ -117,9 +128,11 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
     scores = [row["score"] for row in rows if row["score"] is not None]
     counts = {"all": sum(len(one.questions) for one in answered), "asked": len(rows), "unreadable": unreadable}
     counts["left_out"] = sum(len(one.questions.left_out) for one in answered)
-    not_asked = [line for one in answered for line in _not_asked(one)]
-    if not_asked:
-        files[NOT_ASKED] = "".join(json.dumps(line) + "\n" for line in not_asked).encode()
+    counts["flawed"] = sum(len(one.questions.flawed) for one in answered)
+    flaws = [line for one in answered for line in flaws_of(one)]
+    if flaws:
+        files[FLAWS] = "".join(json.dumps(line) + "\n" for line in flaws).encode()
+    lost = sum(one.scored_of_missing for one in answered)
     refused = None
     try:
         submission = task.submission(rows) if hasattr(task, "submission") else {}
@@ -130,9 +143,9 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
         "paper": task.reported(split) if hasattr(task, "reported") else {},
         "questions": counts,
         "mean_score": sum(scores) / len(scores) if scores else None,
-        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + unreadable) if scores else None,
-        "trained_on": [one.learned_from for one in answered],
-        "trained_on_this_split": any(split in (one.learned_from or "").split(", ") for one in answered),
+        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + lost) if scores else None,
+        "trained_on": [", ".join(one.learned_from) or None for one in answered],
+        "trained_on_this_split": any(one.learned(split) for one in answered),
         "untrained_detector": any(one.pinned["untrained"] for one in answered),
         "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
         "settings": [to_json(one.recipe.task) for one in answered],
@@ -142,10 +155,12 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
     return about, files | submission
 
 
-def _not_asked(one: Answered) -> list[dict[str, str | None]]:
-    """The lines of not_asked.jsonl: what could not be read, then what the task left out."""
-    lines = [{"checkpoint": one.name, "key": reason.key, "reason": reason.reason} for _, reason in one.missing]
-    return lines + [{"checkpoint": one.name, "key": None, "reason": line} for line in one.questions.left_out]
+def flaws_of(one: Answered) -> list[dict[str, str | bool | None]]:
+    """The lines of flaws.jsonl: what could not be read, what the task left out, and what it asked all the same."""
+    told = [(False, reason.key, reason.reason) for _, reason in one.missing]
+    told += [(False, None, line) for line in one.questions.left_out]
+    told += [(True, None, line) for line in one.questions.flawed]
+    return [{"checkpoint": one.name, "asked": asked, "key": key, "reason": line} for asked, key, line in told]
 
 
 def _parquet(rows: Sequence[dict], task: str) -> bytes:
@@ -198,13 +213,18 @@ def warnings(about: dict[str, Any]) -> list[str]:
     if counts["unreadable"]:
         found.append(
             f"{counts['unreadable']} of {counts['all']} questions could not be read: the metrics are over the others, "
-            f"see {NOT_ASKED}"
+            f"see {FLAWS}"
         )
         if about["mean_score"] is not None:
             wrong = about["mean_score_unreadable_wrong"]
             found[-1] += f"; counted as wrong, they take the mean score from {about['mean_score']:.4f} to {wrong:.4f}"
     if counts["left_out"]:
-        found.append(f"{counts['left_out']} questions of the files cannot be asked, see {NOT_ASKED}")
+        found.append(f"{counts['left_out']} questions of the files are not asked, see {FLAWS}")
+    if counts.get("flawed"):  # an evaluation that is there already may be older than that count
+        found.append(
+            f"{counts['flawed']} of {counts['all']} questions are asked although something is wrong with them, see "
+            f"{FLAWS}"
+        )
     if about["submission_refused"]:
         found.append(f"no submission file: {about['submission_refused']}")
     return found

@@ -23,7 +23,15 @@ from storage.order import mix
 from storage.reading import ShardSamples
 from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
-from vlbert.checkpoint import Checkpoint, load_model, open_checkpoint, read_checkpoint, save_checkpoint, vocabulary_of
+from vlbert.checkpoint import (
+    Checkpoint,
+    check_kept,
+    load_model,
+    open_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+    vocabulary_of,
+)
 from vlbert.config import Recipe, architecture
 from vlbert.data import (
     Stretch,
@@ -38,7 +46,7 @@ from vlbert.data import (
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
-from vlbert.tasks import Questions, Task, make_task, validation_split
+from vlbert.tasks import Questions, Task, make_task, splits_of, validation_split
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
 from vlbert.validate import autocast, validate
@@ -306,6 +314,7 @@ def make_model(
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
+        check_kept(task, resumed)
         load_model(model, resumed.model, resumed.where)
         return model
     if recipe.model.regions.weights and not start_from:
@@ -328,6 +337,7 @@ def make_model(
         )
         say(f"VL-BERT from {start_from.where}, of its head {taken}")
         if taken == "all":
+            check_kept(task, start_from)
             return model
     if hasattr(task, "begin"):
         task.begin(model.vlbert, model.head, start_from.config.get("task") if start_from else None)
@@ -387,10 +397,13 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "the fine-tuning has no model to start from; give start_from=CHECKPOINT or bert=FOLDER, or say that it "
             "shall start from random weights: from_scratch=true"
         )
-    if recipe.data.held_out and validation_split(recipe.task) in getattr(recipe.task, "train_on", ()):
+    held_out = validation_split(recipe.task) if recipe.data.held_out else None
+    learned = {part for split in getattr(recipe.task, "train_on", ()) for part in splits_of(recipe.task, split)}
+    if held_out is not None and not learned.isdisjoint(splits_of(recipe.task, held_out)):
         raise ValueError(
-            f"task.validate_on={recipe.task.validate_on} is one of task.train_on: validation would measure "
-            "memory; name another split, or train without validation: data.held_out=none"
+            f"task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
+            "questions with one: validation would measure memory; name another split, or train without validation: "
+            "data.held_out=none"
         )
     if not resumed:
         return

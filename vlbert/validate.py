@@ -75,12 +75,12 @@ def validate(
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
-    """A task's metrics. One that shuffles gets each a second time, `<name>_shuffled`, each text with the picture of
-    another, and `<name>_grounding`, the difference: what the model got from this picture, and not from habits of text
-    or pictures."""
+    """A task's metrics. One that shuffles gets each but `chance*`, which no picture changes, a second time:
+    `<name>_shuffled`, each text with the picture of another, and `<name>_grounding`, the difference: what the model got
+    from this picture, and not from habits of text or pictures."""
     metrics = task.metrics(rows)
     if shuffled:
-        others = task.metrics(shuffled)
+        others = {name: value for name, value in task.metrics(shuffled).items() if not name.startswith("chance")}
         metrics |= {f"{name}_shuffled": value for name, value in others.items()}
         metrics |= {f"{name}_grounding": metrics[name] - value for name, value in others.items()}
     return metrics

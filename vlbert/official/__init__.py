@@ -4,7 +4,7 @@ Nothing here needs an image, a model or torch: annotations can be read, and pred
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,17 @@ def read_json(file: Path, settings: str) -> Any:
         raise ValueError(f"{file} is not JSON, or is torn: {error}; fetch it again") from error
 
 
+def read_text(file: Path) -> str:
+    """What a text file holds, without a mark of its encoding; ValueError names it where it is not UTF-8."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
+
+
 def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], found_in: str, expected_in: str) -> None:
     """ValueError names the first ids that stand twice in either, or in one alone, and how many those are."""
-    counts = {name: Counter(ids) for name, ids in ((found_in, found), (expected_in, expected))}
+    counts = {name: Counter(iter(ids)) for name, ids in ((found_in, found), (expected_in, expected))}
     for name, ids in counts.items():
         _complain([one for one, count in ids.items() if count > 1], f"of {name} stand there more than once")
     _complain(
@@ -45,12 +53,22 @@ def _complain(ids: Sequence[Hashable], what: str) -> None:
 
 
 def find_samples(samples: "Samples", images: Sequence[str], whose: str) -> np.ndarray:
-    """int64: the number of the sample of each image, by the file name at the end of its URL."""
-    number = {Path(unquote(urlsplit(url).path)).name: i for i, url in enumerate(samples.urls)}
-    missing = sorted(set(images) - number.keys())
+    """int64: the number of the sample of each image, by the file name at the end of its URL. ValueError where that is
+    no sample's, or more than one's."""
+    wanted, numbers = set(images), defaultdict(list)
+    for i, url in enumerate(samples.urls):
+        numbers[Path(unquote(urlsplit(url).path)).name].append(i)
+    missing = sorted(wanted - numbers.keys())
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(set(images))} images of {whose} are in no region shard, such as {missing[0]}; "
             "collect and detect them first"
         )
-    return np.array([number[image] for image in images], np.int64)
+    again = sorted(image for image in wanted if len(numbers[image]) > 1)
+    if again:
+        of = ", ".join(samples.urls[i] for i in numbers[again[0]][:3])
+        raise ValueError(
+            f"{len(again)} of {len(wanted)} images of {whose} are of several samples, such as {again[0]} of {of}; name "
+            " a dataset that holds each once: data.dataset, data.held_out"
+        )
+    return np.array([numbers[image][0] for image in images], np.int64)

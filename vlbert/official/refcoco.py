@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vlbert.official import read_json
+from vlbert.official import check_ids, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
@@ -22,10 +22,18 @@ Convention = Literal["mattnet", "published", "plain"]
 # MAttNet's evaluation, the authors' of VL-BERT, and the overlap itself. They part at the border: of two boxes one of
 # which is half the other, `published` says 0.50 and a little more, `plain` misses where the others hit.
 CONVENTIONS = ("mattnet", "published", "plain")
-# Table 3 of the paper, % of expressions: track -> split -> VL-BERT's base, large.
+# Table 3 of the paper, % of expressions: track -> split -> VL-BERT's. It does not say how overlaps count there.
 REPORTED = {
-    "ground_truth": {"val": (79.88, 80.31), "testA": (82.40, 83.62), "testB": (75.01, 75.45)},
-    "detected": {"val": (71.60, 72.59), "testA": (77.72, 78.57), "testB": (60.99, 62.30)},
+    "ground_truth": {
+        "val": "79.88 base, 80.31 large",
+        "testA": "82.40 base, 83.62 large",
+        "testB": "75.01 base, 75.45 large",
+    },
+    "detected": {
+        "val": "71.60 base, 72.59 large",
+        "testA": "77.72 base, 78.57 large",
+        "testB": "60.99 base, 62.30 large",
+    },
 }
 _NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p ships them; fetch it again"
 
@@ -34,8 +42,8 @@ _NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p 
 class Expression:
     """One sentence that refers to one object.
 
-    `flaw` says why it cannot be asked fairly: its text is empty, or its object has no area inside the picture. Of a
-    person's own question nobody knows the object.
+    `flaw` says why it cannot be asked fairly: its object has no area inside the picture. Of a person's own question
+    nobody knows the object.
     """
 
     sentence_id: int
@@ -90,16 +98,40 @@ def _sizes(boxes: np.ndarray) -> np.ndarray:
     return np.round(boxes[..., 2:] - boxes[..., :2], 9)
 
 
-def judge(convention: Convention, expression: Expression, box: np.ndarray | None) -> dict:
-    """What choosing a box, or none, is worth: iou and hit, None where nobody knows the object, and box_xywh, the choice
-    as the data set writes boxes, zeros for none."""
-    found = np.zeros(4) if box is None else box
-    iou = hit = None
-    if expression.box:
-        iou = 0.0 if box is None else float(overlap(convention, box, expression.box)[0])
-        hit = box is not None and bool(is_hit(convention, iou))
-    xywh = [*found[:2].tolist(), *_sizes(found).tolist()]
-    return {"iou": iou, "iou_convention": convention, "hit": hit, "box_xywh": xywh}
+def named(row: int | None) -> str:
+    """How a row of the boxes is called: row 0 is the whole image, then come the regions."""
+    return "no region" if row is None else f"region {row}" if row else "the whole image"
+
+
+def judge(convention: Convention, one: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool) -> dict:
+    """What a prediction says of choosing a row of the boxes [1 + r, 4], or none, for an expression: the columns that
+    all tasks have, iou and hit, and box_xywh, the choice as the data set writes boxes, zeros for none.
+
+    truth, score, iou, hit and exact are None where nobody knows the object. `annotated`: the regions are the annotated
+    objects, and exact says whether the choice is the very one.
+    """
+    box = np.zeros(4) if chosen is None else boxes[chosen]
+    truth = iou = hit = exact = None
+    if one.box:
+        right = 1 + one.object if annotated and one.object is not None else None
+        truth = named(right) if right else "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
+        iou = 0.0 if chosen is None else float(overlap(convention, box, one.box)[0])
+        hit = chosen is not None and bool(is_hit(convention, iou))
+        exact = right is not None and chosen == right if annotated else None
+    return {
+        "asked": one.text,
+        "said": named(chosen),
+        "truth": truth,
+        "score": None if hit is None else float(hit),
+        "sentence_id": one.sentence_id,
+        "ref_id": one.ref_id,
+        "region": -1 if chosen is None else chosen - 1,
+        "iou": iou,
+        "iou_convention": convention,
+        "hit": hit,
+        "exact": exact,
+        "box_xywh": [*box[:2].tolist(), *_sizes(box).tolist()],
+    }
 
 
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
@@ -115,8 +147,12 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def submission(rows: Sequence[dict]) -> dict[str, bytes]:
-    """For scorers of one's own, as no leaderboard takes one: a list of {sent_id, ref_id, box_xywh}."""
+def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
+    """For scorers of one's own, as no leaderboard takes one: a list of {sent_id, ref_id, box_xywh}. ValueError where an
+    expression of the rows' splits has none."""
+    splits = sorted({row["split"] for row in rows})
+    wanted = [one.sentence_id for split in splits for _, one in of_split(expressions, split, folder)]
+    check_ids((row["sentence_id"] for row in rows), wanted, "the predictions", ", ".join(splits))
     found = [{"sent_id": r["sentence_id"], "ref_id": r["ref_id"], "box_xywh": r["box_xywh"]} for r in rows]
     return {"predictions.json": json.dumps(found).encode()}
 
@@ -129,12 +165,12 @@ def of_split(expressions: Expressions, split: str, folder: Path) -> list[tuple[s
     return [(file, one) for name in names for file, ones in expressions[name].items() for one in ones]
 
 
-def read_expressions(folder: Path) -> Expressions:
-    """split -> image file -> its expressions, from refs(unc).p and instances.json."""
-    for name in FILES:
-        if not (folder / name).is_file():
-            raise ValueError(f"there is no {folder / name}; set task.folder to the RefCOCO+ folder that holds it")
-    refs, instances = (folder / name for name in FILES)
+def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
+    """split -> image file -> its expressions, from a refs file and instances.json."""
+    refs, instances = folder / refs, folder / FILES[1]
+    for file in (refs, instances):
+        if not file.is_file():
+            raise ValueError(f"there is no {file}; set task.folder to the RefCOCO+ folder that holds it")
     images, annotations = _read_instances(instances)
     objects, place = defaultdict(list), {}
     for number, (image, box) in annotations.items():
@@ -161,7 +197,7 @@ def read_expressions(folder: Path) -> Expressions:
                     (entry["width"], entry["height"]),
                     of_image.get(image, ()),
                     place.get(annotation),
-                    _flaw(box, entry) if sentence["sent"].strip() else "its text is empty",
+                    _flaw(box, entry),
                 )
             )
     return {split: dict(by_file) for split, by_file in expressions.items()}
@@ -214,16 +250,21 @@ def read_plain_pickle(file: Path) -> Any:
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
     """(image id -> its entry, with file_name, width and height; annotation id -> the id of its image, its box)."""
     data = read_json(file, "task.folder")
-    images, annotations = {}, {}
+    images, annotations, names = {}, {}, set()
     for kind in ("images", "annotations"):
         if not isinstance(data, dict) or not isinstance(data.get(kind), list):
             raise ValueError(f"{file} has no list of {kind}; it must be in COCO's format, as RefCOCO+ ships it")
         for number, entry in enumerate(data[kind]):
             try:
+                if entry["id"] in (images if kind == "images" else annotations):
+                    raise ValueError(f"id {entry['id']} stands there twice")
                 if kind == "images":
                     sizes = _field(entry, "width", int), _field(entry, "height", int)
                     if min(sizes) < 1 or not _field(entry, "file_name", str):
                         raise ValueError(f"a picture of {sizes[0]} x {sizes[1]} pixels")
+                    if entry["file_name"] in names:
+                        raise ValueError(f"file_name {entry['file_name']} stands there twice")
+                    names.add(entry["file_name"])
                     images[entry["id"]] = entry
                 elif entry["image_id"] in images:
                     annotations[entry["id"]] = entry["image_id"], _corners(entry["bbox"])
@@ -241,13 +282,19 @@ def _read_refs(file: Path) -> list[dict]:
     refs = read_plain_pickle(file)
     if not isinstance(refs, list):
         raise ValueError(f"{file} holds a {type(refs).__name__}; {_NO_REFS}")
+    seen = set()
     for number, ref in enumerate(refs):
         try:
             for name, kind in (("ref_id", int), ("image_id", int), ("ann_id", int), ("split", str)):
                 _field(ref, name, kind)
+            ids = [("ref_id", ref["ref_id"])]
             for sentence in _field(ref, "sentences", list):
-                _field(sentence, "sent_id", int)
+                ids.append(("sent_id", _field(sentence, "sent_id", int)))
                 _field(sentence, "sent", str)
+            for name, one in ids:  # a reference is in one split, a sentence in one reference
+                if (name, one) in seen:
+                    raise ValueError(f"its {name} {one} stands there twice")
+                seen.add((name, one))
         except ValueError as error:
             raise ValueError(f"{file}: reference {number}: {error}; {_NO_REFS}") from error
     return refs

@@ -6,6 +6,7 @@ A ValueError names the file, the place in it and the way out.
 import csv
 import io
 import json
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vlbert.official import read_json
+from vlbert.official import check_ids, read_json, read_text
 
 CHOICES = 4
 _OBJECTS = (
@@ -29,6 +30,16 @@ OBJECTS = _OBJECTS.split()  # COCO's classes as VCR writes them, in the order of
 CLASSES = 1 + len(OBJECTS)  # class 0 is none of them: that of the whole image
 
 Text = Sequence[str | Sequence[int]]  # words, and lists of objects that are mentioned, by their numbers from 0
+
+# Table 1 of the paper, %: split -> metric -> VL-BERT's.
+REPORTED = {
+    "val": {
+        "answer_accuracy": "73.8 base, 75.5 large",
+        "rationale_accuracy": "74.4 base, 77.9 large",
+        "joint_accuracy": "55.2 base, 58.9 large",
+    },
+    "test": {"answer_accuracy": "75.8 large", "rationale_accuracy": "78.4 large", "joint_accuracy": "59.7 large"},
+}
 
 _LABELS = ("answer_label", "rationale_label")
 _GROUPS = ["answer_{}", *(f"rationale_conditioned_on_a{answer}_{{}}" for answer in range(CHOICES))]
@@ -51,13 +62,6 @@ class Item:
     @property
     def where(self) -> str:
         return f"{self.file} line {self.number}"
-
-    @property
-    def not_learnt(self) -> str | None:
-        """Why nothing can be learnt from it."""
-        if self.labels is None:
-            return f"{self.where} has no labels"
-        return f"{self.where} has no word in its {self.wordless}" if self.wordless else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,7 @@ def read_scene(file: Path) -> Scene:
         unknown = set(names) - set(OBJECTS)
         if unknown:
             raise ValueError(f"it has an object of class {min(unknown)}")
-        if min(size) < 1:
+        if not all(1 <= side < math.inf for side in size):
             raise ValueError(f"its picture is {size[0]} x {size[1]} pixels")
         classes = [1 + OBJECTS.index(name) for name in names]
         boxes = np.array([box[:4] for box in found["boxes"]], np.float64).reshape(-1, 4)
@@ -180,10 +184,19 @@ def _item(line: str, file: Path, number: int) -> Item:
         beyond = [i for i in mentioned if type(i) is not int or not 0 <= i < len(found["objects"])]
         if beyond:
             raise ValueError(f"its {name} mentions object {beyond[0]} of {len(found['objects'])}")
-        if not any(token.strip() if isinstance(token, str) else token for token in text):
+        if not any(_has_words(token) if isinstance(token, str) else token for token in text):
             wordless = name
-    image, metadata = Path(found["img_fn"]).name, file.parent / "vcr1images" / found["metadata_fn"]
+    metadata = Path(found["metadata_fn"])
+    if metadata.is_absolute() or ".." in metadata.parts:
+        raise ValueError(f"its metadata_fn, {metadata}, is not below vcr1images")
+    if not isinstance(found["annot_id"], str | int):
+        raise ValueError(f"its annot_id is {found['annot_id']!r}")
+    image, metadata = Path(found["img_fn"]).name, file.parent / "vcr1images" / metadata
     return Item(line, file, number, str(found["annot_id"]), image, metadata, labels or None, wordless)
+
+
+def _has_words(text: str) -> bool:
+    return any(letter.isprintable() and not letter.isspace() for letter in text)
 
 
 def _texts(item: dict) -> Iterator[tuple[str, Text]]:
@@ -192,31 +205,34 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
         yield from ((f"{name}[{i}]", text) for i, text in enumerate(item[name]))
 
 
-def submission(rows: Iterable[Mapping[str, Any]]) -> bytes:
+def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
     """The leaderboard's csv: a line an item, in the order of its jsonl file; numbers come back exactly.
 
-    A row has the `annot_id` and `line` of an item, and the `probabilities` of four answers or, where it is
-    `conditioned_on` one (else -1), of the rationales behind it. ValueError where an item lacks some.
+    A row has the `split` and `annot_id` of an item, and the `probabilities` of four answers or, where it is
+    `conditioned_on` one (else -1), of the rationales behind it. ValueError where an item of the split lacks some.
     """
-    given, lines, again = {}, {}, []
+    given, splits, again = {}, set(), []
     for row in rows:
         place = row["annot_id"], row["conditioned_on"]
         again += [row["annot_id"]] * (place in given)
-        given[place], lines[row["annot_id"]] = row["probabilities"], row["line"]
+        given[place] = row["probabilities"]
+        splits.add(row["split"])
     if again:
         raise ValueError(f"{len(again)} questions were asked twice, such as one of {again[0]}; name each run once")
-    missing = [(item, answer) for item in lines for answer in range(-1, CHOICES) if (item, answer) not in given]
+    items = [item.annot_id for split in sorted(splits) for item in read_items(folder / f"{split}.jsonl")]
+    check_ids({item for item, _ in given}, items, "the predictions", ", ".join(sorted(splits)))
+    missing = [(item, answer) for item in items for answer in range(-1, CHOICES) if (item, answer) not in given]
     if missing:
         lack = {"answer" if answer < 0 else "rationale" for _, answer in missing}
         raise ValueError(
-            f"{len({item for item, _ in missing})} of {len(lines)} items, such as {missing[0][0]}, lack probabilities "
+            f"{len({item for item, _ in missing})} of {len(items)} items, such as {missing[0][0]}, lack probabilities "
             f"of {' and '.join(f'{kind}s' for kind in sorted(lack))}; the leaderboard wants answers, and rationales "
             "behind every answer: evaluate both runs at once, CHECKPOINT,CHECKPOINT, with task.every_answer=true"
         )
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
-    for item in sorted(lines, key=lines.get):
+    for item in items:
         numbers = np.array([given[item, answer] for answer in range(-1, CHOICES)], np.float64)
         if fault := _not_probabilities(numbers):
             raise ValueError(f"{item}: {fault}")
@@ -233,7 +249,7 @@ def read_submission(file: Path) -> dict[str, np.ndarray]:
     if not file.is_file():
         raise ValueError(f"there is no {file}")
     found, faults = {}, []
-    with open(file, newline="", encoding="utf-8") as lines:
+    with io.StringIO(read_text(file), newline="") as lines:
         table = csv.DictReader(lines)
         differing = set(COLUMNS) ^ set(table.fieldnames or [])
         if differing or len(table.fieldnames) != len(COLUMNS):
@@ -281,7 +297,7 @@ def hits(items: Path, submission: Path) -> list[dict]:
     unlabelled = [item for item in asked if item.labels is None]
     if unlabelled:
         raise ValueError(f"{unlabelled[0].where} has no labels: only the leaderboard can score it")
-    check_ids((item.annot_id for item in asked), given, f"{submission}", f"{items}")
+    check_ids(given, (item.annot_id for item in asked), f"{submission}", f"{items}")
     found = []
     for item in asked:
         answer, rationale = item.labels
@@ -317,13 +333,3 @@ def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         found["joint_accuracy"] = float(np.mean([answers[one] * rationales[one] for one in both]))
         found["joint_chance"] = CHOICES**-2
     return found
-
-
-def check_ids(wanted: Iterable[str], given: Iterable[str], whose: str, of: str) -> None:
-    """ValueError where `whose` ids are not exactly those `of` something."""
-    wanted, given = dict.fromkeys(wanted), dict.fromkeys(given)
-    missing, additional = ([one for one in a if one not in b] for a, b in ((wanted, given), (given, wanted)))
-    if missing or additional:
-        parts = [f"{len(missing)} ids are missing, such as {missing[0]}"] if missing else []
-        parts += [f"{len(additional)} are of no item, such as {additional[0]}"] if additional else []
-        raise ValueError(f"{whose} does not fit {of}: {' and '.join(parts)}")

@@ -15,7 +15,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from vlbert.official import check_ids, read_json
+from vlbert.official import check_ids, read_json, read_text
 
 UNKNOWN = "<unk>"  # a line of some answer lists: stands for all other answers, and is never right
 LEAST = 9  # questions that an answer must be the answer of, to be one to choose from
@@ -40,6 +40,10 @@ _CONTRACTIONS = {
     for place, letter in enumerate(word)
     if letter == "'"
 } | {"somebody'd": "somebodyd"}  # the table has it the wrong way round
+
+
+# Table 2 of the paper, % by the official accuracy: split -> VL-BERT's. It reports nothing on val2014.
+REPORTED = {"test-dev2015": "71.16 base, 71.79 large", "test2015": "72.22 large (test-std)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +99,20 @@ def normalise(answer: str) -> str:
     return without_articles(without_punctuation(answer))
 
 
-def accuracy(said: str, answers: Sequence[str]) -> float:
+def accuracy(said: str, answers: Sequence[str], annotators: Sequence[Any] = ()) -> float:
     """The official accuracy, 0 to 1: min(1, n / 3), n of the others giving what was said, averaged over leaving each
-    annotator out. Answers are normalised only where the annotators' differ."""
+    annotator out. Answers are normalised only where the annotators' differ.
+
+    annotators  what else is said of each answer; who cannot be told apart by it and the answer are left out together
+    """
     said, *answers = (answer.replace("\n", " ").replace("\t", " ").strip() for answer in (said, *answers))
     if len(set(answers)) > 1:
         said, *answers = map(normalise, (said, *answers))
-    count = answers.count(said)
-    given, not_given = min(1.0, (count - 1) / 3), min(1.0, count / 3)
-    return _in_turn(given if answer == said else not_given for answer in answers) / len(answers)
+    agree = [i for i, answer in enumerate(answers) if answer == said]
+    left = [len(agree)] * len(answers)
+    for i in agree:
+        left[i] -= sum(annotators[i] == annotators[j] for j in agree) if annotators else 1
+    return _in_turn(min(1.0, count / 3) for count in left) / len(answers)
 
 
 def soft_score(count: int, annotators: int) -> float:
@@ -113,11 +122,22 @@ def soft_score(count: int, annotators: int) -> float:
     return (count * given + (annotators - count) * not_given) / annotators
 
 
+def judge(said: str, answers: Sequence[str], soft: float, best: float) -> dict[str, float | None]:
+    """What a prediction's answer is worth, given what the annotators said; None where nobody did.
+
+    soft, best  what training gives the answer, and the best one of the list
+    """
+    worth = (accuracy(said, answers), soft, best) if answers else (None, None, None)
+    return dict(zip(("score", "soft_score", "reachable"), worth, strict=True))
+
+
 def score(results: Sequence[dict], annotations: Sequence[dict]) -> Scores:
     """The official scores of results, rows of question_id and answer, in the order and the digits of the official code.
 
-    ValueError where the ids do not match those of the annotations exactly.
+    ValueError where the ids do not match those of the annotations exactly, or there are none.
     """
+    if not annotations:
+        raise ValueError("there are no annotations: nothing can be scored")
     check_ids(
         (row["question_id"] for row in results),
         (row["question_id"] for row in annotations),
@@ -127,7 +147,8 @@ def score(results: Sequence[dict], annotations: Sequence[dict]) -> Scores:
     said = {row["question_id"]: row["answer"] for row in results}
     per_question, by_answer, by_question = {}, defaultdict(list), defaultdict(list)
     for row in annotations:
-        found = accuracy(said[row["question_id"]], [given["answer"] for given in row["answers"]])
+        annotators = [{**given, "answer": None} for given in row["answers"]]
+        found = accuracy(said[row["question_id"]], [given["answer"] for given in row["answers"]], annotators)
         per_question[row["question_id"]] = found
         by_answer[row["answer_type"]].append(found)
         by_question[row["question_type"]].append(found)
@@ -170,7 +191,7 @@ def read_answers(file: Path, count: int) -> list[str]:
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"{file} is no list of answers: a JSON list of strings is needed")
     else:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = read_text(file).replace("\r\n", "\n").split("\n")
         lines = lines[:-1] if lines[-1] == "" else lines  # behind the last line's end
     if len(lines) != count:
         raise ValueError(
@@ -185,10 +206,13 @@ def frequent_answers(annotations: Iterable[dict], least: int = LEAST) -> list[st
     """The answers to choose from: normalised, what at least `least` questions have as their multiple_choice_answer (the
     one that the data set chose of the ten), the most frequent first and else in the order of the alphabet.
 
-    Nine questions of train2014 and val2014 together: so the published lists of 3,129 answers came about.
+    Nine questions of train2014 and val2014 together: so the published lists of 3,129 answers came about. Soft targets,
+    as published, look for the annotators' answers as they wrote them: what differs from its normal form is not found.
     """
     counts = Counter(normalise(row["multiple_choice_answer"]) for row in annotations)
-    return sorted((answer for answer, count in counts.items() if count >= least), key=lambda one: (-counts[one], one))
+    return sorted(
+        (answer for answer, count in counts.items() if answer and count >= least), key=lambda one: (-counts[one], one)
+    )
 
 
 def question_files(split: str) -> tuple[str, ...]:
@@ -197,14 +221,15 @@ def question_files(split: str) -> tuple[str, ...]:
     return files[:1] if split.startswith("test") else files
 
 
-def read_annotations(file: Path) -> list[dict]:
-    """What the annotators said, in the order of the file, checked."""
+def read_annotations(file: Path, chosen: bool = False) -> list[dict]:
+    """What the annotators said, in the order of the file, checked; `chosen`: and which answer the data set chose."""
     rows = _rows(read_json(file, "task.folder, or the splits"), "annotations", file)
     for number, row in enumerate(rows):
         try:
-            texts = [row["multiple_choice_answer"], *(given["answer"] for given in row["answers"])]
-            whole = len(texts) > 1 and all(isinstance(text, str) for text in texts)
-            row["question_id"], row["answer_type"], row["question_type"]
+            texts = [given["answer"] for given in row["answers"]]
+            whole = bool(texts) and all(isinstance(text, str) for text in texts)
+            whole &= not chosen or isinstance(row["multiple_choice_answer"], str)
+            hash(row["question_id"]), row["answer_type"], row["question_type"]
         except (KeyError, TypeError) as error:
             raise _misshapen(file, f"annotations[{number}]", repr(error)) from error
         if not whole:
@@ -216,7 +241,11 @@ def read_results(file: Path) -> list[dict]:
     """Rows of question_id and answer, as the server takes them."""
     rows = read_json(file, "the results")
     for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        if not isinstance(row, dict) or "question_id" not in row or not isinstance(row.get("answer"), str):
+        if not (
+            isinstance(row, dict)
+            and isinstance(row.get("question_id"), str | int)
+            and isinstance(row.get("answer"), str)
+        ):
             raise _misshapen(file, f"row {number}", f"{str(row)[:80]} has no question_id, or no text as its answer")
     return rows
 
@@ -263,14 +292,17 @@ def join_questions(asked_in: Path, answered_in: Path | None, split: str) -> list
     """The questions of one file with the annotations of another, whose ids must be the same."""
     asked = read_json(asked_in, "task.folder, or the splits")
     rows = _rows(asked, "questions", asked_in)
-    said = read_annotations(answered_in) if answered_in else []
+    said = read_annotations(answered_in, chosen=True) if answered_in else []
     said_of = {row["question_id"]: row for row in said}
     questions = []
     for number, row in enumerate(rows):
         try:
             # test-dev is a part of test, and its pictures are named so
             image = f"COCO_{asked['data_subtype'].replace('test-dev', 'test')}_{row['image_id']:012d}.jpg"
-            known = _known(said_of[row["question_id"]]) if row["question_id"] in said_of else ()
+            answered = said_of.get(row["question_id"], {})
+            if answered.get("image_id", row["image_id"]) != row["image_id"]:
+                raise ValueError(f"it is about image {row['image_id']}, its annotation about {answered['image_id']}")
+            known = _known(answered) if answered else ()
             questions.append(Question(row["question_id"], split, row["question"], image, *known))
             if not isinstance(row["question"], str):
                 raise TypeError(f"the question is no text: {row['question']!r}")
@@ -307,19 +339,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--least", type=int, default=LEAST, help=f"questions that have it as their answer, {LEAST}")
     given = parser.parse_args(arguments)
     try:
-        annotations = [row for split in given.splits for row in read_annotations(_annotations(given.folder, split))]
+        files = [_annotations(given.folder, split) for split in given.splits]
+        annotations = [row for file in files for row in read_annotations(file, chosen=True)]
     except ValueError as error:
         raise SystemExit(str(error)) from error
     answers = frequent_answers(annotations, given.least)
     chosen = set(answers)
-    covered = sum(normalise(row["multiple_choice_answer"]) in chosen for row in annotations)
+    covered = sum(any(said["answer"] in chosen for said in row["answers"]) for row in annotations)
     if not answers:
         raise SystemExit(f"no answer is that of {given.least} of {len(annotations)} questions; give a lower --least")
     text = json.dumps(answers) if given.out.suffix == ".json" else "".join(f"{answer}\n" for answer in answers)
     given.out.write_text(text, encoding="utf-8")
     print(
-        f"{given.out}: {len(answers)} answers, those of {covered} of {len(annotations)} questions "
-        f"({covered / len(annotations):.1%}); set task.answers={len(answers)}"
+        f"{given.out}: {len(answers)} answers; in {covered} of {len(annotations)} questions "
+        f"({covered / len(annotations):.1%}) an annotator wrote one of them; set task.answers={len(answers)}"
     )
 
 

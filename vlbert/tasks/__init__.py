@@ -15,6 +15,7 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example
 from vlbert.config import ModelConfig
 from vlbert.model import Encoded, VLBert
+from vlbert.official import find_samples
 from vlbert.pictures import View
 from vlbert.text import Vocabulary
 
@@ -26,15 +27,45 @@ if TYPE_CHECKING:
 class Questions:
     """What one epoch asks: question i is about sample `samples[i]`, and `asks[i]` is what is asked (None: no more).
 
-    left_out  one line for each that the files hold and that cannot be asked: which, and why
+    left_out  one line for each that the files hold and that is not asked: which, and why
+    flawed    one line for each that is asked all the same, though something is wrong with it: which, and what
     """
 
     samples: np.ndarray
     asks: Sequence[Any] | None = None
     left_out: tuple[str, ...] = ()
+    flawed: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+def questions_of(
+    samples: "Samples", found: Sequence[tuple[Any, str, str, str]], learning: bool, whose: str
+) -> Questions:
+    """What is asked of `found`, each (ask, its name, image file, flaw or ""): nothing is learned from what has a flaw;
+    held out, where all must be answered, it is asked like the others.
+
+    `whose` says in errors where they come from. ValueError where none is left, or an image is in no sample.
+    """
+    told = tuple(f"{name}: {flaw}" for _, name, _, flaw in found if flaw)
+    fit = [(ask, image) for ask, _, image, flaw in found if not (learning and flaw)]
+    if not fit:
+        raise ValueError(
+            f"none of the {len(found)} questions of {whose} can be asked; {told[0] if told else 'it is empty'}"
+        )
+    where = find_samples(samples, [image for _, image in fit], whose)
+    return Questions(where, [ask for ask, _ in fit], *((told, ()) if learning else ((), told)))
+
+
+def flaw_in(text: str, setting: str, most: int, vocabulary: Vocabulary) -> str:
+    """Why nothing can be asked with a text, of `most` word pieces by a setting of this name; empty: it is fit."""
+    if len(text) <= most and text.isascii() and text.isprintable() and text.strip():
+        return ""  # a piece is a letter or more: most texts need not be cut into pieces to know
+    pieces = len(vocabulary.encode(text))
+    if not pieces:
+        return "it has no words"
+    return f"it has {pieces} word pieces, more than task.{setting} = {most}" if pieces > most else ""
 
 
 class Task(Protocol):
@@ -47,6 +78,11 @@ class Task(Protocol):
     submission(rows) -> name -> bytes   the files that a leaderboard takes; ValueError where the rows are not all of it
     reported(split) -> metric -> text   what the paper reports for a metric on that split, such as "79.88 base"
     evaluation                          fields of `settings` that vlbert.evaluate changes, name -> value
+    kept                                names of attributes, lists, that say what the head's outputs mean, as VQA's
+                                        `answers`: they go with the checkpoint, and come from there
+    splits_of(split) -> splits          a static method: those that the one of this name consists of, where it may be
+                                        several, as RefCOCO+'s test
+    joins                               True: the rows of two runs belong together, as VCR's answers and rationales
     ask(text, choices, answer, hide)    what `example` takes for a person's own question (vlbert.predict)
     """
 
@@ -78,6 +114,8 @@ class Task(Protocol):
         truth        str    the right answer; None where nobody says
         score        float  what the answer is worth, 0 to 1; None likewise
         boxes        list   of {"name", "box"}, to be drawn: x1 y1 x2 y2 in pixels of the stored picture. May be empty
+
+        What is ranked or drawn may have `region`, the number of the sample's region that it is: from 1, 0 none of them.
         """
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
@@ -109,6 +147,12 @@ def _tasks() -> dict[type, type[Task]]:
 
 
 TASKS: dict[type, type[Task]] = {}  # those of your own: the type of the settings -> the task
+
+
+def splits_of(settings: Any, split: str) -> set[str]:
+    """The splits that one consists of: of most tasks itself."""
+    find = getattr(task_of(settings), "splits_of", None)
+    return set(find(split)) if find else {split}
 
 
 def validation_split(settings: Any) -> str | None:

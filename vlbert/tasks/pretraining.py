@@ -108,7 +108,7 @@ class Pretraining:
         tokens, count = self._cut(text, len(sample.regions))
         regions = sample.regions.take(np.arange(count))
         if ask is not None:
-            check_fits(ask, int((text[len(tokens) :] == self.vocabulary.mask).sum()), count, len(sample.regions))
+            check_fits(ask, len(text), len(tokens), count, len(sample.regions))
             hidden_words, asked_words = tokens, tokens == self.vocabulary.mask
             hidden_regions = asked_regions = np.isin(np.arange(1 + len(sample.regions)), ask.hide)
         else:
@@ -243,9 +243,11 @@ class Pretraining:
             hides[row].append((number, seen, guesses))
         for row, about in enumerate(batch.about):
             to_stored = np.array((*about.get("scale", (1, 1)),) * 2)
-            drawn = [(f"{number}: class {g[0][0]}", boxes[row][number] / to_stored) for number, _, g in hides[row]]
+            drawn = [
+                (number, f"{number}: class {g[0][0]}", boxes[row][number] / to_stored) for number, _, g in hides[row]
+            ]
             yield self._row(tokens[row][: lengths[row]], masks[row], hides[row], not about.get("own", False)) | {
-                "boxes": [{"name": name, "box": box.tolist()} for name, box in drawn]
+                "boxes": [{"name": name, "box": box.tolist(), "region": number} for number, name, box in drawn]
             }
 
     def _row(self, text: list[int], asked: list[_Guessed], hidden: list[_Guessed], known: bool) -> dict:
@@ -290,13 +292,14 @@ class Pretraining:
         return {f"{name}_accuracy": right[name] / asked[name] for name in names if asked[name]}
 
 
-def check_fits(ask: Masks, cut: int, count: int, regions: int) -> None:
-    """ValueError where `cut` of the [MASK]s do not fit into the model, or regions are hidden that do not or are none.
-
-    Of so many `regions` the first `count` fit.
+def check_fits(ask: Masks, pieces: int, kept: int, count: int, regions: int) -> None:
+    """ValueError where the model has room for no more than `kept` of the text's pieces, or regions are hidden that do
+    not fit or are none. Of so many `regions` the first `count` fit.
     """
-    if cut:
-        raise ValueError(f"the text is too long: {cut} of its [MASK]s would be cut off with its end; shorten it")
+    if kept < pieces:
+        raise ValueError(
+            f"the text is too long: it has {pieces} word pieces, and {kept} fit beside the picture; shorten it"
+        )
     absent = [number for number in ask.hide if not 1 <= number <= count]
     if absent:
         beside = f", of which the first {count} fit beside the text" if count < regions else ""

@@ -21,10 +21,10 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, Encoded, VLBert
-from vlbert.official import find_samples, refcoco
+from vlbert.official import refcoco
 from vlbert.official.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
 from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions
+from vlbert.tasks import Questions, flaw_in, questions_of
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -65,12 +65,20 @@ class Question:
     expression: Expression
     regions: Sequence[Box] | np.ndarray | None
     held_out: bool
+    split: str = ""  # as it was asked for; a person's own has none
     flaw: str = ""
 
 
 class RefCOCO:
     shuffles = False
-    paper = "79.88 val, 82.40 testA, 75.01 testB (base, ground-truth regions, table 3)"
+    paper = "table 3, ground-truth regions: " + "; ".join(
+        f"{split} {found}" for split, found in refcoco.REPORTED["ground_truth"].items()
+    )
+
+    @staticmethod
+    def splits_of(split: str) -> tuple[str, ...]:
+        """`test` is testA and testB, as official.refcoco.of_split has it."""
+        return (split, "testA", "testB") if split == "test" else (split,)
 
     def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings, self.vocabulary, self.folder = settings, vocabulary, Path(settings.folder)
@@ -85,39 +93,36 @@ class RefCOCO:
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
-        """An expression that cannot be asked is left out of what is learned; held out, it keeps its place and is wrong.
-        Either way it is named."""
-        splits, held_out = self.settings.train_on if split is None else (split,), split is not None
-        whose = f"{', '.join(splits)} of {self.folder}"
-        found = [pair for name in splits for pair in refcoco.of_split(self.expressions, name, self.folder)]
-        asks = [(image, self._question(image, expression, held_out)) for image, expression in found]
-        left_out = [f"sentence {a.expression.sentence_id} of {whose}: {a.flaw}" for _, a in asks if a.flaw]
-        kept = [(image, ask) for image, ask in asks if held_out or not ask.flaw]
-        if not kept or len(left_out) == len(asks):
-            raise ValueError(f"none of {len(asks)} expressions of {whose} can be asked; {'; '.join(left_out[:1])}")
-        return Questions(find_samples(samples, [i for i, _ in kept], whose), [a for _, a in kept], tuple(left_out))
+        """Held out, an expression with a flaw keeps its place and is wrong."""
+        splits = self.settings.train_on if split is None else (split,)
+        found = []
+        for name in splits:
+            for image, one in refcoco.of_split(self.expressions, name, self.folder):
+                ask = self._question(image, one, name, split is not None)
+                found.append((ask, f"sentence {one.sentence_id} of {name}", image, ask.flaw))
+        if found and all(flaw for *_, flaw in found):
+            raise ValueError(
+                f"none of {len(found)} expressions of {', '.join(splits)} can be asked; {found[0][1]}: {found[0][3]}"
+            )
+        return questions_of(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
 
-    def _question(self, image: str, expression: Expression, held_out: bool) -> Question:
-        flaw, regions = expression.flaw or self._too_long(expression.text), None
+    def _question(self, image: str, expression: Expression, split: str, held_out: bool) -> Question:
+        flaw, regions = self._flaw(expression.text) or expression.flaw, None
         if self.settings.regions == "ground_truth":
             regions = expression.objects
         elif self.detections:
             regions = self.detections.boxes.get(image, np.zeros((0, 4)))
             flaw = flaw or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
-        return Question(expression, regions, held_out, flaw)
+        return Question(expression, regions, held_out, split, flaw)
 
-    def _too_long(self, text: str) -> str:
-        most = self.settings.expression_length
-        if len(text) <= most or (pieces := len(self.vocabulary.encode(text))) <= most:  # a piece is a letter or more
-            return ""
-        return f"it has {pieces} word pieces, more than task.expression_length = {most}"
+    def _flaw(self, text: str) -> str:
+        return flaw_in(text, "expression_length", self.settings.expression_length, self.vocabulary)
 
     def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
         """A person's own expression, about the regions of the sample."""
         if choices or answer or hide:
             raise ValueError("RefCOCO+ takes an expression and finds its region: give no choices, answer or regions")
-        flaw = self._too_long(text) if text.strip() else "it is empty; say which object is meant"
-        if flaw:
+        if flaw := self._flaw(text):
             raise ValueError(f"the expression {text[:60]!r} cannot be asked: {flaw}")
         return Question(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
@@ -139,7 +144,7 @@ class RefCOCO:
             seen = view.place(np.array([one.box]) * to_stored)[0]
             right = candidate & (overlap(self.settings.iou, view.boxes, seen) > 0.5)
         boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
-        about = {"expression": one, "boxes": boxes, "to_stored": to_stored}
+        about = {"expression": one, "split": ask.split, "boxes": boxes, "to_stored": to_stored}
         text = "" if ask.flaw else swap_sides(one.text) if view.flipped else one.text
         picture = view.picture(targets={"candidate": candidate, "right": right})
         return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
@@ -181,43 +186,25 @@ class RefCOCO:
         return [self._row(*row) for row in columns]
 
     def _row(self, key: str, about: dict, order: list[int], sure: list[float], candidates: int) -> dict:
-        one, chosen = about["expression"], order[0] if candidates else None
-        box, exact, truth = None if chosen is None else about["boxes"][chosen], None, None
-        drawn = [] if chosen is None else [(_named(chosen), box)]
-        if one.box:
-            truth = "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
-            drawn.append(("truth", np.array(one.box)))
-            if self.settings.regions == "ground_truth":
-                right = None if one.object is None else 1 + one.object
-                exact, truth = chosen is not None and chosen == right, _named(right) if right else truth
-        judged = refcoco.judge(self.settings.iou, one, box)
+        one, boxes, chosen = about["expression"], about["boxes"], order[0] if candidates else None
+        drawn = [] if chosen is None else [(refcoco.named(chosen), boxes[chosen])]
+        drawn += [("truth", np.array(one.box))] * bool(one.box)
+        ranking = [{"said": refcoco.named(i), "probability": sure[i], "region": i} for i in order[:candidates]]
         return {
             "key": key,
-            "asked": one.text,
-            "said": _named(chosen),
+            "split": about["split"],
             "probability": 0.0 if chosen is None else sure[chosen],
-            "ranking": [{"said": _named(row), "probability": sure[row]} for row in order[:candidates]],
-            "truth": truth,
-            "score": None if judged["hit"] is None else float(judged["hit"]),
+            "ranking": ranking,
             "boxes": [{"name": name, "box": (box * about["to_stored"]).tolist()} for name, box in drawn],
-            "sentence_id": one.sentence_id,
-            "ref_id": one.ref_id,
-            "region": -1 if chosen is None else chosen - 1,
-            "exact": exact,
             "candidates": candidates,
-        } | judged
+        } | refcoco.judge(self.settings.iou, one, boxes, chosen, self.settings.regions == "ground_truth")
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         return refcoco.metrics(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        return refcoco.submission(rows)
+        return refcoco.submission(self.expressions, rows, self.folder)
 
     def reported(self, split: str) -> dict[str, str]:
-        """Table 3, of the track. The paper does not say how overlaps count there."""
         found = refcoco.REPORTED[self.settings.regions].get(split)
-        return {f"accuracy_{self.settings.iou}": "{:.2f} base, {:.2f} large".format(*found)} if found else {}
-
-
-def _named(row: int | None) -> str:
-    return "no region" if row is None else f"region {row}" if row else "the whole image"
+        return {f"accuracy_{self.settings.iou}": found} if found else {}

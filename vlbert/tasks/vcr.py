@@ -20,24 +20,25 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Picture, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Pooler, VLBert, initialise_head
-from vlbert.official import find_samples
-from vlbert.official.vcr import CHOICES, CLASSES, Scene, Text, accuracies, submission
-from vlbert.pictures import View
-from vlbert.tasks import Questions
-from vlbert.tasks.vcr_questions import PEOPLE, Ask, Tagged, cut, neutral_names, own_question, read_asks, tag
+from vlbert.official import vcr
+from vlbert.official.vcr import CHOICES, CLASSES, Scene, Text
+from vlbert.pictures import View, swap_sides
+from vlbert.tasks import Questions, questions_of
+from vlbert.tasks.vcr_questions import (
+    PEOPLE,
+    Ask,
+    Tagged,
+    check_fits,
+    cut,
+    neutral_names,
+    own_question,
+    read_asks,
+    tag,
+)
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
     from vlbert.data import Samples
-
-_REPORTED = {  # table 1
-    "val": {
-        "answer_accuracy": "73.8 base, 75.5 large",
-        "rationale_accuracy": "74.4 base, 77.9 large",
-        "joint_accuracy": "55.2 base, 58.9 large",
-    },
-    "test": {"answer_accuracy": "75.8 large", "rationale_accuracy": "78.4 large", "joint_accuracy": "59.7 large"},
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class VCR:
     they come from (a shard of the annotated backend could not give the texts' numbering and polygons)."""
 
     shuffles = False
-    paper = "73.8 Q->A, 74.4 QA->R, 55.2 Q->AR (base, val); 75.5, 77.9, 58.9 (large, val), table 1"
+    paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
+    joins = True
     evaluation: ClassVar = {"every_answer": True}
 
     def __init__(self, settings: VCRSettings, vocabulary: Vocabulary, num_classes: int):
@@ -92,16 +94,16 @@ class VCR:
         self.vocabulary = vocabulary
 
     def questions(self, samples: "Samples", split: str | None) -> Questions:
-        folder = Path(self.settings.folder)
-        splits = self.settings.train_on if split is None else (split,)
-        asks, left_out = read_asks(folder, splits, split is None, self.settings.question, self.settings.every_answer)
-        return Questions(find_samples(samples, [ask.item.image for ask in asks], str(folder)), asks, left_out)
+        splits, settings = self.settings.train_on if split is None else (split,), self.settings
+        asks = read_asks(Path(settings.folder), splits, split is None, settings.question, settings.every_answer)
+        found = [(ask, ask.name, ask.item.image, ask.flaw) for ask in asks]
+        return questions_of(samples, found, split is None, f"{', '.join(splits)} of {settings.folder}")
 
     def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Ask:
         """What `example` takes for a question of one's own about the sample's regions: its four choices or, of a model
         for rationales, the answer and four rationales.
 
-        Regions are mentioned by their numbers, from 0 on: "Why is [0] near [1,2]?" A sample does not say what they are
+        Regions are mentioned by their numbers, from 1 on: "Why is [1] near [2,3]?" A sample does not say what they are
         called, so the words read "object", with the region's look, and each region fills its box.
         """
         if hide:
@@ -115,18 +117,22 @@ class VCR:
             # Held out, all questions about a picture use the same names, in every process and on every machine.
             first = zlib.crc32(ask.item.image.encode()) if ask.held_out else int(rng.integers(len(PEOPLE)))
             names = neutral_names(names, first)
-        before, most = [self.tagged(text, names) for text in asked], self.settings.max_pieces
+        before, most = [self.tagged(text, names, view.flipped) for text in asked], self.settings.max_pieces
+        behind = [self.tagged(choice, names, view.flipped) for choice in choices]
+        if ask.own:
+            check_fits(before, behind, most)
         texts = [
-            self.words(*cut(before, self.tagged(choice, names), most), right=number == ask.label)
-            for number, choice in enumerate(choices)
+            self.words(*cut(before, choice, most), right=number == ask.label) for number, choice in enumerate(behind)
         ]
         boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
         picture = self._picture(scene, boxes, view, None if ask.held_out else rng)
         about = ask.about(scene, asked, choices, boxes)
         return Example(sample.key, texts[0], picture, about, more=tuple(texts[1:]))
 
-    def tagged(self, text: Text, names: Sequence[str]) -> Tagged:
-        """Its pieces and what they look at."""
+    def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> Tagged:
+        """Its pieces and what they look at; of a mirrored picture with left for right."""
+        if flipped:
+            text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         pieces, regions = tag(text, names, self.vocabulary)
         return pieces, regions * (self.settings.mentions_look_at == "object")
 
@@ -162,15 +168,15 @@ class VCR:
             raise ValueError(
                 f"task.mask_size is {side}, the model's res5 gives {cells} x {cells} cells; set it to {cells}"
             )
+        room = config.max_positions - 5  # less [CLS], two [SEP], the regions and [END]
+        if self.settings.max_pieces > room:
+            raise ValueError(f"task.max_pieces is {self.settings.max_pieces}, the model has room for {room}: set that")
         return VCRHead(config, self.settings)
 
     @torch.no_grad()
     def begin(self, vlbert: VLBert, head: nn.Module, started_from: str | None) -> None:
         """Last preparation of a new run, its weights loaded from a run of the task with the settings `started_from`:
         segment B, which pre-training never met, starts as segment A (VCRSettings.copies_segment)."""
-        room = vlbert.config.max_positions - 5  # less [CLS], two [SEP], the regions and [END]
-        if self.settings.max_pieces > room:
-            raise ValueError(f"task.max_pieces is {self.settings.max_pieces}, the model has room for {room}: set that")
         if self.settings.copies_segment and started_from == "PretrainingSettings":
             segments = vlbert.embedding.segments.weight
             segments[1] = segments[0]
@@ -219,14 +225,13 @@ class VCR:
         return found
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        return accuracies(rows)
+        return vcr.accuracies(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        return {"vcr_submission.csv": submission(rows)}
+        return {"vcr_submission.csv": vcr.submission(Path(self.settings.folder), rows)}
 
     def reported(self, split: str) -> dict[str, str]:
-        """Table 1."""
-        return _REPORTED.get(split, {})
+        return vcr.REPORTED.get(split, {})
 
 
 class VCRHead(nn.Module):

@@ -35,17 +35,34 @@ class Ask:
             return None
         return self.item.labels[self.answer >= 0]
 
+    @property
+    def name(self) -> str:
+        """Where it stands."""
+        return f"{self.item.where}, rationales of answer {self.answer}" if self.answer >= 0 else self.item.where
+
+    @property
+    def flaw(self) -> str:
+        """Why nothing can be learned from it; empty: something can."""
+        if self.item.labels is None and not self.held_out:
+            return "it has no labels"
+        return f"it has no word in its {self.item.wordless}" if self.item.wordless else ""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a question of one's own."""
+        return self.item.metadata is None
+
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
         """The objects, the question (for a rationale, and its answer), and the choices. ValueError where the files do
         not fit together, and where an object without area would be learnt from."""
         item = json.loads(self.item.line)
         asked = [item["question"]] if self.answer < 0 else [item["question"], item["answer_choices"][self.answer]]
         choices = item["answer_choices" if self.answer < 0 else "rationale_choices"]
-        if self.item.metadata is None:  # of one's own, about the sample's regions; each fills its box
+        if self.own:  # about the sample's regions; each fills its box
             boxes, size = sample.regions.boxes, (sample.width, sample.height)
             beyond = [i for i in mentioned([*asked, *choices]) if i >= len(boxes)]
             if beyond:
-                raise ValueError(f"region {beyond[0]} is mentioned, of {len(boxes)}, which are numbered from 0")
+                raise ValueError(f"region {beyond[0] + 1} is mentioned; the picture has {len(boxes)}, from 1")
             return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), asked, choices
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
@@ -60,43 +77,41 @@ class Ask:
         """What a prediction says beside the model's numbers; boxes [r, 4] of the objects, in the stored picture."""
         return {
             "annot_id": self.item.annot_id,
-            "line": self.item.number,
+            "split": self.item.file.stem,
             "question": "answer" if self.answer < 0 else "rationale",
             "conditioned_on": self.answer,
             "asked": " ".join(readable(text, scene.names) for text in asked),
             "choices": [readable(choice, scene.names) for choice in choices],
             "label": self.label,
             "boxes": [
-                {"name": f"{scene.names[i]} {i}", "box": boxes[i].tolist()} for i in mentioned([*asked, *choices])
+                {"name": f"{scene.names[i]} {i + 1}", "box": boxes[i].tolist(), "region": i + 1}
+                for i in mentioned([*asked, *choices])
             ],
         }
 
 
 def read_asks(
     folder: Path, splits: Sequence[str], learning: bool, question: Literal["answer", "rationale"], every_answer: bool
-) -> tuple[list[Ask], tuple[str, ...]]:
-    """All that the splits ask, and what `learning` leaves out of it, a line each. ValueError where nothing is left, and
-    where metadata are missing."""
+) -> list[Ask]:
+    """All that the splits ask. ValueError where the metadata of something without a flaw are missing."""
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
-    left_out = tuple(item.not_learnt for item in items if learning and item.not_learnt)
-    if len(left_out) == len(items):
-        raise ValueError(f"nothing can be learnt from {', '.join(splits)} of {folder}: {left_out[0]}")
-    items = [item for item in items if not (learning and item.not_learnt)]
-    without = sorted(file for file in {item.metadata for item in items} if not file.is_file())
-    if without:
-        raise ValueError(f"{len(without)} metadata files are missing, such as {without[0]}; fetch vcr1images")
 
     def answers(item: Item) -> Sequence[int]:
         if question == "answer":
             return (-1,)
         return range(CHOICES) if item.labels is None or (every_answer and not learning) else item.labels[:1]
 
-    return [Ask(item, answer, not learning) for item in items for answer in answers(item)], left_out
+    asks = [Ask(item, answer, not learning) for item in items for answer in answers(item)]
+    needed = {ask.item.metadata for ask in asks if not (learning and ask.flaw)}
+    if without := sorted(file for file in needed if not file.is_file()):
+        raise ValueError(f"{len(without)} metadata files are missing, such as {without[0]}; fetch vcr1images")
+    return asks
 
 
 def own_question(kind: Literal["answer", "rationale"], text: str, choices: Sequence[str], answer: str) -> Ask:
-    """A question of one's own, with its choices, which are of that kind. Texts mention regions by their numbers, as in
-    "[0]" or "[1,2]". ValueError where there are not four choices, one has no word, or the answer does not fit."""
+    """A question of one's own, with its choices, which are of that kind. Texts mention regions by numbers from 1, as in
+    "[1]" or "[1,2]". ValueError where there are not four choices, one has no word or mentions what is no number, or the
+    answer does not fit."""
     if bool(answer.strip()) != (kind == "rationale"):
         needs = "give the answer that they are for" if kind == "rationale" else "give no answer beside the choices"
         raise ValueError(f"this model judges {kind}s; {needs}")
@@ -112,8 +127,12 @@ def own_question(kind: Literal["answer", "rationale"], text: str, choices: Seque
 
 
 def _from_person(text: str) -> Text:
-    parts = re.split(r"\[(\d+(?:\s*,\s*\d+)*)\]", text)  # words, numbers, words, ...
-    tokens = [[[int(n) for n in part.split(",")]] if i % 2 else part.split() for i, part in enumerate(parts)]
+    """Its words, and the objects that it mentions by numbers from 1, here from 0 as in the files."""
+    parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
+    stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
+    if stray:
+        raise ValueError(f"{stray[0]!r} in {text[:60]!r} names no region: write numbers, from 1, as in [1] or [1,2]")
+    tokens = [[[int(n) - 1 for n in part.split(",")]] if i % 2 else part.split() for i, part in enumerate(parts)]
     return [token for part in tokens for token in part]
 
 
@@ -123,8 +142,8 @@ def mentioned(texts: Sequence[Text]) -> list[int]:
 
 
 def readable(text: Text, names: Sequence[str]) -> str:
-    """The text with its objects as "person 0": the class, and the number that the files give it."""
-    words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i}" for i in token) for token in text]
+    """The text with its objects as "person 1": the class, and the number, from 1 as in all that people see."""
+    words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i + 1}" for i in token) for token in text]
     return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
 
 
@@ -167,3 +186,13 @@ def cut(asked: Sequence[Tagged], choice: Tagged, most: int) -> tuple[Tagged, Tag
         sizes[longest] -= 1
     *parts, choice = ((pieces[:size], regions[:size]) for (pieces, regions), size in zip(texts, sizes, strict=True))
     return joined(parts), choice
+
+
+def check_fits(asked: Sequence[Tagged], choices: Sequence[Tagged], most: int) -> None:
+    """ValueError where a choice, with all that stands before it, has more than `most` pieces."""
+    before, longest = sum(len(pieces) for pieces, _ in asked), max(len(pieces) for pieces, _ in choices)
+    if before + longest > most:
+        raise ValueError(
+            f"the text is too long: {before} word pieces before the choices and {longest} in the longest of them, more "
+            f"than task.max_pieces = {most}; shorten it"
+        )

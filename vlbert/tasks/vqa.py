@@ -21,20 +21,17 @@ from storage.sample import Sample
 from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
 from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
-from vlbert.official import find_samples, vqa
+from vlbert.official import vqa
 from vlbert.official.vqa import Question
 from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions
+from vlbert.tasks import Questions, flaw_in, questions_of
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
     from vlbert.data import Samples
 
 RANKED = 5  # answers that a prediction names
-REPORTED = {
-    "test-dev2015": "71.16 base, 71.79 large",
-    "test2015": "test-dev 71.16 base, 71.79 large; test-std 72.22 large",
-}
+OTHERS = 6  # positions that are not the question's: of [CLS], two [SEP], [MASK], the regions and [END]
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,8 @@ class VQASettings:
     validate_on: str = "val2014"
     answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line, or a JSON list
     answers: int = 3129  # how many those are
-    question_length: int = (
-        506  # word pieces: of BERT's 512 positions, six are others'. Training leaves longer questions
-    )
-    #                             out and names them; where all must be answered, they lose their end
+    # Word pieces that BERT's 512 positions leave. Longer questions are not learned from, and held out lose their end.
+    question_length: int = 512 - OTHERS
     loss: Literal["bce", "cross_entropy"] = "bce"  # each answer by itself, to its soft score; or the best one of all
     classifier: ClassifierKind = "words"  # behind [MASK]: with the transform of pre-training's word classifier, ...
     answers_from_words: bool = True  # an answer's weights start as the mean embedding of its word pieces
@@ -57,10 +52,16 @@ class VQASettings:
         """What `folder` must hold."""
         return self.answer_list, *(file for s in (*self.train_on, self.validate_on) for file in vqa.question_files(s))
 
+    def __post_init__(self):
+        for name in ("answers", "question_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
 
 class VQA:
     shuffles = False
-    paper = "71.16 test-dev (base); 71.79 test-dev, 72.22 test-std (large), table 2; none on val2014"
+    kept = ("answers",)
+    paper = f"table 2: {'; '.join(f'{split} {found}' for split, found in vqa.REPORTED.items())}; none on val2014"
 
     def __init__(self, settings: VQASettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
@@ -88,26 +89,11 @@ class VQA:
                 f"no question of {', '.join(splits)} has an answer of {self.settings.answer_list}; name the list that "
                 f"belongs to {self.settings.folder}: task.answer_list"
             )
-        held_out = split is not None
-        fit, left_out = [], []
-        for ask in asks:
-            if flaw := self._flaw(ask.text):
-                told = f"question {ask.question_id} of {ask.split}: {flaw}"
-                left_out.append(f"{told}; it is answered all the same" if held_out else told)
-            if held_out or not flaw:
-                fit.append(ask)
-        if not fit:
-            raise ValueError(f"no question of {', '.join(splits)} can be asked: {(*left_out, 'there is none')[0]}")
-        where = find_samples(samples, [ask.image for ask in fit], f"{self.settings.folder}, {', '.join(splits)}")
-        return Questions(where, fit, tuple(left_out))
+        found = [(a, f"question {a.question_id} of {a.split}", a.image, self._flaw(a.text)) for a in asks]
+        return questions_of(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
 
     def _flaw(self, text: str) -> str:
-        """Why nothing can be learned from a question; empty: it is fit."""
-        if not text.strip():
-            return "it has no words"
-        most = self.settings.question_length
-        pieces = len(self.vocabulary.encode(text)) if len(text) > most else 0  # a piece is a letter or more
-        return f"it has {pieces} word pieces, more than task.question_length = {most}" if pieces > most else ""
+        return flaw_in(text, "question_length", self.settings.question_length, self.vocabulary)
 
     def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
         """A person's own question; `answer`, where it is given, is the right one. Its answers are those of the list."""
@@ -144,6 +130,11 @@ class VQA:
         return Words(tokens, segments, np.zeros(len(tokens), np.int64), targets={"answer_here": here}, asked=asked)
 
     def head(self, config: ModelConfig) -> nn.Module:
+        room = config.max_positions - OTHERS
+        if self.settings.question_length > room:
+            raise ValueError(
+                f"task.question_length is {self.settings.question_length}, the model has room for {room}: set that"
+            )
         return Classifier(config, self.settings.answers, self.settings.classifier, dropout=config.dropout)
 
     @torch.no_grad()
@@ -193,21 +184,15 @@ class VQA:
         rows = []
         for key, about, classes, shares, soft, best in columns:
             ranking = [{"said": self.answers[i], "probability": p} for i, p in zip(classes, shares, strict=True)]
-            known = bool(about["answers"])
-            score = vqa.accuracy(ranking[0]["said"], about["answers"]) if known else None
-            worth = {"score": score, "soft_score": soft if known else None, "reachable": best if known else None}
+            worth = vqa.judge(ranking[0]["said"], about["answers"], soft, best)
             rows.append({"key": key, **about, **ranking[0], "ranking": ranking, "boxes": [], **worth})
         return rows
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """accuracy: the official one, also of each answer type and question type; soft_accuracy: mean soft score;
-        reachable: that of the best answers that the list holds; chance: official, where all say the commonest truth."""
         return vqa.means(rows)
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
-        """What the server takes; ValueError where a question of the split has no row."""
         return vqa.submission(self.folder, rows)
 
     def reported(self, split: str) -> dict[str, str]:
-        """What table 2 reports: nothing on val2014."""
-        return {"accuracy": REPORTED[split]} if split in REPORTED else {}
+        return {"accuracy": vqa.REPORTED[split]} if split in vqa.REPORTED else {}

@@ -1,0 +1,77 @@
+"""A picture file of one's own, as ingest would store it."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from storage.normalise import ImageSettings, Refused, normalise
+from storage.sample import Sample, sample_key
+
+# As at ingest, but for the size of the file: cameras write larger ones than a caption list's server should send.
+IMAGES = ImageSettings(max_bytes=200 * 2**20)
+
+
+def read_image(image: str | Path | bytes) -> Sample:
+    """A file's picture: upright, RGB or grey, JPEG. ValueError says why it cannot be one."""
+    name = "the image" if isinstance(image, bytes) else str(image)
+    try:
+        data = image if isinstance(image, bytes) else Path(image).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+    try:
+        try:
+            picture = normalise(data, IMAGES)
+        except Refused as refused:
+            if refused.status != "not_image":
+                raise
+            picture = normalise(_as_png(data), IMAGES)
+    except Refused as refused:
+        raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
+    return Sample(
+        key=sample_key(name, ""),
+        image=picture.image,
+        caption="",
+        url=name,
+        width=picture.width,
+        height=picture.height,
+        sha256=picture.sha256,
+        flags=picture.flags,
+    )
+
+
+def _as_png(data: bytes) -> bytes:
+    """A PNG of a file in a format that Pillow knows and ingest does not take, such as TIFF; Refused where it is none,
+    or holds pixels that nobody can bring to 8 bits."""
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            width, height = opened.size
+            if width * height > IMAGES.max_pixels:  # before any of it is decoded
+                raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
+            file = io.BytesIO()
+            _plain(opened).save(file, "PNG", exif=opened.getexif(), compress_level=1)
+            return file.getvalue()
+    except UnidentifiedImageError as error:
+        formats = "JPEG, PNG, GIF, WebP, BMP, TIFF, JPEG 2000"
+        told = f"{len(data)} bytes, first {data[:16]!r}"
+        raise Refused("not_image", f"none of {formats} or what else Pillow reads: {told}") from error
+    except Image.DecompressionBombError as error:
+        raise Refused("too_many_pixels", str(error)) from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Refused("truncated", f"{type(error).__name__}: {error}") from error
+
+
+def _plain(opened: Image.Image) -> Image.Image:
+    """The picture in a mode that a PNG holds, its grey of 16 bits where it has more than 8."""
+    if opened.mode == "F":
+        raise Refused("not_image", "its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
+    if opened.mode in ("I", "I;16B", "I;16L", "I;16N"):
+        values = np.asarray(opened)
+        if values.min() < 0 or values.max() > 65535:
+            raise Refused(
+                "not_image",
+                f"its pixels are 32-bit numbers, {values.min()} to {values.max()}; save it with 8 or 16 bits a channel",
+            )
+        return Image.fromarray(values.astype(np.uint16))
+    return opened if opened.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else opened.convert("RGB")
