@@ -22,7 +22,7 @@ PROJECT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     settings = WorldSettings(
-        train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0
+        train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=24, task_held_out=0
     )
     return draw_world(tmp_path_factory.mktemp("world"), settings)
 

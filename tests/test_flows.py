@@ -386,7 +386,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         assert (second.name, second.tags) == (first.name, first.tags)
         assert [run.name for run in below(client, second)] == [run.name for run in stages[:-1]]
         # Of the whole road, nothing was left to collect: what collecting has as tasks is of the first run alone.
-        assert tasks_of(client, *below(client, second)) == ["captions", "held-out", "coco"]
+        assert tasks_of(client, *below(client, second)) == ["captions", "coco", "held-out"]
         shown_again = set(artifacts_of(client, second, *below(client, second)))
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
         assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
@@ -405,7 +405,7 @@ def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[
     assert [(stage.name, stage.tags) for stage in stages] == [
         ("collect captions from train.tsv", ["dataset:captions"]),
         ("collect held-out from held_out.tsv", ["dataset:held-out"]),
-        ("collect coco from images", ["dataset:coco"]),
+        ("collect coco from coco", ["dataset:coco"]),
         (f"detect captions by {scenes}", ["dataset:captions", f"detector:{scenes}"]),
         (f"detect held-out by {scenes}", ["dataset:held-out", f"detector:{scenes}"]),
         (f"detect coco by {things}", ["dataset:coco", f"detector:{things}"]),
@@ -418,7 +418,7 @@ def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[
     # Four shards of captions in groups of two, one group held out, one imported.
     assert tasks_of(client, *stages) == [
         *("captions", "captions from 00000", "captions from 00002"),
-        *("held-out", "held-out from 00000", "coco", "coco from 00000"),
+        *("coco", "coco from 00000", "held-out", "held-out from 00000"),
     ]
 
 

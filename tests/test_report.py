@@ -284,8 +284,8 @@ def test_the_numbers_of_the_page_are_those_of_the_files(page: Page):
         *("43.8", "43.8"),
         *("75.0", "25.0"),
     ]
-    assert "79.88 val" in got.partition("VQA")[0]
-    assert "71.16 test-dev" in got.partition("VQA")[2]
+    assert "val 79.88 base" in got.partition("VQA")[0]
+    assert "test-dev2015 71.16 base" in got.partition("VQA")[2]
     assert "6 held-out questions" in helped
     assert "0.84 mAP@0.5 Of the detector on 10 held-out scenes, 4 classes." in page.text
     table = page.between("best and worst classes", "How it learned")
