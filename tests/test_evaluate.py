@@ -52,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """RefCOCO+ on twelve drawn samples, half of them val; `tuned` was trained on train, `memory` on val."""
     folder = tmp_path_factory.mktemp("evaluate")
     samples = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
-    commit_samples(folder / "root", "refcoco+", samples)
+    commit_samples(folder / "storage", "refcoco+", samples)
     write_refcoco(folder / "refcoco+", samples)
     train(a_recipe(folder, "tuned"), ALONE)
     memory = dataclasses.replace(
@@ -64,10 +64,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
     return tiny_recipe(
-        folder / "root",
+        folder / "storage",
         run=run,
         task=RefCOCOSettings(str(folder / "refcoco+"), **task),
-        data=DataConfig(root=str(folder / "root"), dataset="refcoco+", held_out="refcoco+", batch=4, workers=0),
+        data=DataConfig(root=str(folder / "storage"), dataset="refcoco+", held_out="refcoco+", batch=4, workers=0),
         vocabulary=None,
         vocabulary_size=60,
         steps=2,
@@ -87,7 +87,7 @@ def evaluated(
 ) -> dict:
     given = [f"task.folder={folder / 'refcoco+'}", *overrides]
     recipe = dataclasses.replace(a_recipe(folder), data=dataclasses.replace(a_recipe(folder).data, root=""))
-    return evaluate(recipe, [f"{folder}/root/runs/{run}"], split, given, out and str(out), ALONE, again)
+    return evaluate(recipe, [f"{folder}/storage/runs/{run}"], split, given, out and str(out), ALONE, again)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -99,7 +99,7 @@ def rows_in(folder: Path) -> list[dict]:
 
 
 def test_the_papers_number_for_the_split_of_validation_is_found_from_a_checkpoint_alone(world):
-    assert reported(f"{world}/root/runs/tuned/step-0000002") == {"accuracy_published": "79.88 base, 80.31 large"}
+    assert reported(f"{world}/storage/runs/tuned/step-0000002") == {"accuracy_published": "79.88 base, 80.31 large"}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_papers_number_for_the_split_of_validation_is_found_from_a_checkpoin
     ],
 )
 def test_a_checkpoint_of_another_version_of_this_code_is_said_to_be_one(world, tmp_path, changes, message):
-    folder = copied(world, tmp_path) / "root/runs/tuned/step-0000002"
+    folder = copied(world, tmp_path) / "storage/runs/tuned/step-0000002"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     for read in (reported, lambda path: load_task_model(open_checkpoint(path))):
@@ -146,10 +146,10 @@ def test_a_split_is_asked_whole_in_its_own_order_and_scored_as_the_task_does(wor
 
 def test_it_goes_beside_the_run_that_it_is_of_and_the_same_again_is_the_same_to_the_byte(world, tmp_path):
     folder = copied(world, tmp_path)
-    run = folder / "root/runs/tuned"
+    run = folder / "storage/runs/tuned"
     shutil.copytree(run / "step-0000002", run / "step-0000001")
     evaluated(folder)
-    place = folder / "root/runs/tuned/evaluations/val-step-0000002"
+    place = folder / "storage/runs/tuned/evaluations/val-step-0000002"
     before = contents(place)
     (place / "predictions.parquet").unlink()
     evaluated(folder, again=True)
@@ -164,9 +164,9 @@ def test_what_is_done_already_by_the_same_settings_is_left_as_it_is_without_a_lo
 ):
     folder = copied(world, tmp_path)
     about = evaluated(folder)
-    place = folder / "root/runs/tuned/evaluations/val-step-0000002"
+    place = folder / "storage/runs/tuned/evaluations/val-step-0000002"
     before = contents(place)
-    (folder / "root/runs/tuned/step-0000002/model.safetensors").write_bytes(b"torn")
+    (folder / "storage/runs/tuned/step-0000002/model.safetensors").write_bytes(b"torn")
     capsys.readouterr()
     assert evaluated(folder) == json.loads(json.dumps(about))
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -213,7 +213,7 @@ def test_without_metrics_an_evaluation_is_not_whole(world, tmp_path):
 
 def test_of_several_detectors_it_reads_the_regions_that_it_was_trained_on(world, tmp_path):
     folder = copied(world, tmp_path)
-    regions = folder / "root" / "refcoco+" / "regions"
+    regions = folder / "storage" / "refcoco+" / "regions"
     shutil.copytree(regions / DETECTOR, regions / "00000000dead")
     about = evaluated(folder, "tuned", "val", tmp_path / "out")
     assert about["data"]["stage"] == f"regions/{DETECTOR}"
@@ -261,10 +261,10 @@ def test_the_worst_are_the_surest_of_the_wrong(scores, worst, best):
 
 def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path, capsys):
     folder = copied(world, tmp_path)
-    shutil.rmtree(folder / "root" / "refcoco+")
+    shutil.rmtree(folder / "storage" / "refcoco+")
     samples = [tiny_sample(i, regions=2 + i % 2) for i in range(12)]
     commit_samples(
-        folder / "root", "refcoco+", [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(samples)]
+        folder / "storage", "refcoco+", [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(samples)]
     )
     about = evaluated(folder, out=tmp_path / "out")
     assert about["questions"] == {"all": 12, "asked": 10, "unreadable": 2, "left_out": 0, "flawed": 0}
@@ -281,8 +281,8 @@ def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path
         if sample.key in drawn:
             assert_same_picture(drawn[sample.key], sample)
 
-    shutil.rmtree(folder / "root" / "refcoco+")
-    commit_samples(folder / "root", "refcoco+", [torn(sample) for sample in samples])
+    shutil.rmtree(folder / "storage" / "refcoco+")
+    commit_samples(folder / "storage", "refcoco+", [torn(sample) for sample in samples])
     with pytest.raises(ValueError, match=r"none of the 12 questions can be asked; the last because .* does not decode"):
         evaluated(folder, out=tmp_path / "none")
 
@@ -311,7 +311,7 @@ def test_what_is_left_out_and_what_is_asked_with_a_flaw_are_told_apart_everywher
     assert told in (out / "index.html").read_text()
 
     questions = Questions(np.arange(1), None, ("one of no use",), ("a bad one",))
-    one = Answered(open_checkpoint(f"{world}/root/runs/tuned"), None, None, None, {}, questions, [], [], [], [])
+    one = Answered(open_checkpoint(f"{world}/storage/runs/tuned"), None, None, None, {}, questions, [], [], [], [])
     assert [(line["asked"], line["reason"]) for line in flaws_of(one)] == [
         (False, "one of no use"),
         (True, "a bad one"),
@@ -342,7 +342,7 @@ def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsy
     ],
 )
 def test_a_split_shares_questions_with_those_that_it_consists_of(world, train_on, split, learned):
-    checkpoint = open_checkpoint(f"{world}/root/runs/tuned")
+    checkpoint = open_checkpoint(f"{world}/storage/runs/tuned")
     checkpoint.task_settings["train_on"] = list(train_on)
     one = Answered(checkpoint, a_recipe(world), None, None, {}, None, [], [], [], [])
     assert one.learned(split) == learned
@@ -372,7 +372,7 @@ def test_two_processes_write_what_one_writes_to_the_byte(world, tmp_path):
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     for processes, done in ((1, 0), (2, 0), (2, 1)):
         command = [sys.executable, "-m", *(launch if processes == 2 else [])]
-        command += ["vlbert.evaluate", "finetune_refcoco_base", f"{world}/root/runs/tuned", "val", *given]
+        command += ["vlbert.evaluate", "finetune_refcoco_base", f"{world}/storage/runs/tuned", "val", *given]
         ended = subprocess.run(
             [*command, "--out", str(tmp_path / str(processes))],
             cwd=HOUSE,
@@ -392,7 +392,7 @@ def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """VCR with a run of answers and one of rationales."""
     folder = tmp_path_factory.mktemp("vcr")
     samples = [tiny_sample(i) for i in range(6)]
-    commit_samples(folder / "root", "vcr", samples)
+    commit_samples(folder / "storage", "vcr", samples)
     write_vcr(folder / "vcr", samples)
     (folder / "vcr" / "val.jsonl").write_text((folder / "vcr" / "train.jsonl").read_text())
     for kind in ("answer", "rationale"):
@@ -402,16 +402,18 @@ def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vcr_recipe(folder: Path, kind: str) -> Recipe:
     settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_pieces=40, question=kind)
-    data = DataConfig(root=str(folder / "root"), dataset="vcr", held_out=None, batch=4, workers=0)
+    data = DataConfig(root=str(folder / "storage"), dataset="vcr", held_out=None, batch=4, workers=0)
     fresh = {"vocabulary": None, "vocabulary_size": 90, "steps": 1, "save_every": 1, "from_scratch": True}
-    return tiny_recipe(folder / "root", run=kind, task=settings, data=data, **fresh)
+    return tiny_recipe(folder / "storage", run=kind, task=settings, data=data, **fresh)
 
 
 def test_of_what_could_not_be_read_only_what_would_have_a_score_counts_as_wrong(vcr, tmp_path):
     folder = copied(vcr, tmp_path)
-    shutil.rmtree(folder / "root" / "vcr")
-    commit_samples(folder / "root", "vcr", [torn(s) if i == 1 else s for i, s in enumerate(map(tiny_sample, range(6)))])
-    paths = [f"{folder}/root/runs/{kind}" for kind in ("answer", "rationale")]
+    shutil.rmtree(folder / "storage" / "vcr")
+    commit_samples(
+        folder / "storage", "vcr", [torn(s) if i == 1 else s for i, s in enumerate(map(tiny_sample, range(6)))]
+    )
+    paths = [f"{folder}/storage/runs/{kind}" for kind in ("answer", "rationale")]
     about = evaluate(vcr_recipe(folder, "answer"), paths, "val", [], str(tmp_path / "out"), ALONE)
     rows = rows_in(tmp_path / "out")
     scores = [row["score"] for row in rows if row["score"] is not None]
@@ -421,7 +423,7 @@ def test_of_what_could_not_be_read_only_what_would_have_a_score_counts_as_wrong(
 
 
 def test_two_checkpoints_are_one_evaluation_only_of_a_task_that_joins_them(world, vcr, tmp_path):
-    paths = [f"{world}/root/runs/{run}" for run in ("tuned", "memory")]
+    paths = [f"{world}/storage/runs/{run}" for run in ("tuned", "memory")]
     with pytest.raises(ValueError, match=r"CHECKPOINT names 2 checkpoints; recipe \w+ takes 1 at most"):
         evaluate(a_recipe(world), paths, "val", [], str(tmp_path / "out"), ALONE)
     for count, message in (
@@ -429,16 +431,16 @@ def test_two_checkpoints_are_one_evaluation_only_of_a_task_that_joins_them(world
         (2, "answer the same: name one of them, or"),
     ):
         with pytest.raises(ValueError, match=message):
-            evaluate(vcr_recipe(vcr, "answer"), [f"{vcr}/root/runs/answer"] * count, "val", [], None, ALONE)
+            evaluate(vcr_recipe(vcr, "answer"), [f"{vcr}/storage/runs/answer"] * count, "val", [], None, ALONE)
 
 
 def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
-    paths = [f"{vcr}/root/runs/{kind}" for kind in ("answer", "rationale")]
+    paths = [f"{vcr}/storage/runs/{kind}" for kind in ("answer", "rationale")]
     about = evaluate(vcr_recipe(vcr, "answer"), paths, "val", [], None, ALONE)
     assert {"answer_accuracy", "rationale_accuracy", "joint_accuracy"} <= about["metrics"].keys()
     assert about["paper"]["joint_accuracy"].startswith("55.2")
     assert [settings["question"] for settings in about["settings"]] == ["answer", "rationale"]
-    place = vcr / "root/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
+    place = vcr / "storage/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
     rows = rows_in(place)
     assert [row["question"] for row in rows] == ["answer"] * 5 + ["rationale"] * 20, "behind every answer"
     assert about["questions"] == {"all": 25, "asked": 25, "unreadable": 0, "left_out": 0, "flawed": 0}
@@ -457,7 +459,7 @@ def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
 
 
 def test_a_task_model_is_that_of_its_checkpoint(world):
-    checkpoint = open_checkpoint(f"{world}/root/runs/memory")
+    checkpoint = open_checkpoint(f"{world}/storage/runs/memory")
     model, recipe = load_task_model(checkpoint)
     assert recipe == dataclasses.replace(
         a_recipe(world, "memory", train_on=("val",)), data=dataclasses.replace(a_recipe(world).data, held_out=None)
@@ -476,7 +478,7 @@ def test_a_task_model_is_that_of_its_checkpoint(world):
 
 @pytest.mark.parametrize("override", ["model.heads=1", "model.geometry=corners", "model.layers=J"])
 def test_an_override_runs_no_other_network_than_the_one_that_was_trained(world, override):
-    checkpoint, field = open_checkpoint(f"{world}/root/runs/tuned"), override.partition("=")[0]
+    checkpoint, field = open_checkpoint(f"{world}/storage/runs/tuned"), override.partition("=")[0]
     for recipe in (None, a_recipe(world)):
         with pytest.raises(ValueError, match=f"has another architecture than recipe .*: {field} is .* there"):
             load_task_model(checkpoint, [override], recipe)
@@ -484,7 +486,7 @@ def test_an_override_runs_no_other_network_than_the_one_that_was_trained(world, 
 
 def test_a_converted_model_has_no_recipe_and_brings_the_settings_of_its_task(world, tmp_path):
     folder = tmp_path / "converted"
-    shutil.copytree(world / "root/runs/tuned/step-0000002", folder)
+    shutil.copytree(world / "storage/runs/tuned/step-0000002", folder)
     config = json.loads((folder / "config.json").read_text())
     config["settings"] = config.pop("recipe")["task"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -507,21 +509,21 @@ def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))
     four = [tiny_sample(i) for i in range(4)]
     pictures = [picture for split in ("train2014", "val2014") for picture in coco(four, split)]
-    commit_samples(folder / "root", "vqa", pictures)
+    commit_samples(folder / "storage", "vqa", pictures)
     train(vqa_recipe(folder), ALONE)
     return folder
 
 
 def vqa_recipe(folder: Path, **changes: object) -> Recipe:
     settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
-    data = DataConfig(root=str(folder / "root"), dataset="vqa", held_out=None, batch=4, workers=0)
+    data = DataConfig(root=str(folder / "storage"), dataset="vqa", held_out=None, batch=4, workers=0)
     fresh = {"vocabulary": None, "vocabulary_size": 60, "steps": 1, "save_every": 1, "from_scratch": True}
-    return tiny_recipe(folder / "root", **fresh | {"run": "tuned", "task": settings, "data": data} | changes)
+    return tiny_recipe(folder / "storage", **fresh | {"run": "tuned", "task": settings, "data": data} | changes)
 
 
 def vqa_evaluated(folder: Path, out: Path) -> list[tuple]:
     recipe = vqa_recipe(folder, data=dataclasses.replace(vqa_recipe(folder).data, held_out="vqa"))
-    evaluate(recipe, [f"{folder}/root/runs/tuned"], "val2014", [f"task.folder={folder}/vqa"], str(out), ALONE)
+    evaluate(recipe, [f"{folder}/storage/runs/tuned"], "val2014", [f"task.folder={folder}/vqa"], str(out), ALONE)
     return [(row["question_id"], row["said"], row["probability"], row["score"]) for row in rows_in(out)]
 
 
@@ -533,16 +535,16 @@ def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp
     assert vqa_evaluated(folder, tmp_path / "reversed") == before
     answers.unlink()
     assert vqa_evaluated(folder, tmp_path / "none") == before
-    model, _ = load_task_model(open_checkpoint(f"{folder}/root/runs/tuned"), ["task.folder=nowhere"])
+    model, _ = load_task_model(open_checkpoint(f"{folder}/storage/runs/tuned"), ["task.folder=nowhere"])
     assert model.task.answers == LISTED
 
 
 def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_trained_with(vqa, tmp_path):
     folder = copied(vqa, tmp_path)
-    shutil.rmtree(folder / "root" / "runs")
+    shutil.rmtree(folder / "storage" / "runs")
     train(vqa_recipe(folder), ALONE)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join([*LISTED[:2], *LISTED[:1:-1]]))
-    start = f"{folder}/root/runs/tuned/step-0000001"
+    start = f"{folder}/storage/runs/tuned/step-0000001"
     told = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left' here"
     with pytest.raises(ValueError, match=re.escape(told)):
         train(vqa_recipe(folder, steps=2), ALONE)
@@ -554,7 +556,7 @@ def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_t
 
 
 def test_a_checkpoint_whose_list_of_answers_is_torn_says_so(vqa, tmp_path):
-    folder = copied(vqa, tmp_path) / "root/runs/tuned/step-0000001"
+    folder = copied(vqa, tmp_path) / "storage/runs/tuned/step-0000001"
     whole = (folder / "task.json").read_text()
     for torn_one, message in ((whole[:20], "task.json is torn or no JSON"), ('{"answers": 3}', "an object of lists")):
         (folder / "task.json").write_text(torn_one)
@@ -610,17 +612,22 @@ def refused(*arguments: str) -> str:
     ],
 )
 def test_what_does_not_fit_is_one_line(world, tmp_path, arguments, message):
-    folder, step = tmp_path / "other", world / "root/runs/tuned/step-0000002"
+    folder, step = tmp_path / "other", world / "storage/runs/tuned/step-0000002"
     for name in ("plain", "wordless"):
         shutil.copytree(step, folder / name)
     (folder / "wordless" / "vocab.txt").unlink()
     load_task_model(open_checkpoint(str(step)))[0].vlbert.save_pretrained(folder / "headless")
     (folder / "file").touch()
     if "data.held_out=elsewhere" in arguments:
-        commit_samples(world / "root", "elsewhere", [tiny_sample(99)])
-    names = {"ROOT": world / "root", "RUN": world / "root/runs/tuned", "FILE": folder / "file", "OUT": folder / "out"}
+        commit_samples(world / "storage", "elsewhere", [tiny_sample(99)])
+    names = {
+        "ROOT": world / "storage",
+        "RUN": world / "storage/runs/tuned",
+        "FILE": folder / "file",
+        "OUT": folder / "out",
+    }
     names |= {"PLAIN": folder / "plain", "HEADLESS": folder / "headless", "WORDLESS": folder / "wordless"}
-    given = [str(names.get(word, word)).replace("ROOT/", f"{world}/root/") for word in arguments]
+    given = [str(names.get(word, word)).replace("ROOT/", f"{world}/storage/") for word in arguments]
     if given[0] == "REFCOCO":
         base = RECIPES["finetune_refcoco_base"]()
         tiny = [one for one in as_overrides(a_recipe(world), base) if not one.startswith("data.held_out")]
