@@ -591,7 +591,7 @@ def refused(*arguments: str) -> str:
         (["REFCOCO", "RUN", "val", "task.nothing=1"], "RefCOCOSettings has no field 'nothing'"),
         (["REFCOCO", "ROOT/runs/nothing", "val"], "/runs/nothing has no whole checkpoint; name another run"),
         (["REFCOCO", "ROOT/runs/tuned/step-0000009", "val"], "step-0000009 is no whole checkpoint"),
-        (["REFCOCO", "ROOT", "val"], "root holds no model: it has no config.json"),
+        (["REFCOCO", "ROOT", "val"], "storage holds no model: it has no config.json"),
         (["REFCOCO", "RUN", "testC"], "has no split testC"),
         (["REFCOCO", "RUN", "val", "task.folder=nowhere"], "there is no nowhere/"),
         (["REFCOCO", "RUN", "val", "data.held_out=nothing"], "nothing/regions holds no region shards"),
