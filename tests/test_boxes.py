@@ -2,13 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlbert.boxes import flip_horizontally, geometry_embedding, hidden_pixels, iou
-
-
-def test_iou_of_known_boxes():
-    boxes = np.array([[0, 0, 10, 10], [5, 5, 15, 15], [20, 20, 20, 20]], float)
-    expected = [[1, 25 / 175, 0], [25 / 175, 1, 0], [0, 0, 0]]
-    np.testing.assert_allclose(iou(boxes, boxes), expected)
+from vlbert.boxes import flip_horizontally, geometry_embedding, hidden_pixels
 
 
 def test_hidden_pixels_are_exactly_those_that_a_hidden_box_touches():

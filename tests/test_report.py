@@ -25,9 +25,8 @@ from storage.catalog import OK, Catalog, Row
 from storage.download import read_captions
 from storage.objects import open_objects
 from storage.sample import Sample, sample_key
-from vlbert.boxes import iou
 from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
-from vlbert.official.refcoco import read_expressions
+from vlbert.official.refcoco import overlap, read_expressions
 from vlbert.official.vqa import read_questions
 
 TINY = WorldSettings(
@@ -130,7 +129,7 @@ def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[d
     rows = []
     for (file, (expression,)), how in zip(read_expressions(world.refcoco)["val"].items(), choose, strict=False):
         sample = samples[file]
-        overlaps = iou(sample.regions.boxes, np.array([expression.box]))[:, 0]
+        overlaps = overlap("plain", sample.regions.boxes, np.array(expression.box))
         region = int(overlaps.argmax() if how == "right" else overlaps.argmin())
         boxes = {f"region {1 + region}": sample.regions.boxes[region].tolist(), "truth": list(expression.box)}
         rows.append(

@@ -25,17 +25,6 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
     return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 
 
-def iou(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Intersection over union of every box with every other: [a, 4], [b, 4] -> float [a, b]; 0 where both are empty."""
-    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
-    intersection = np.prod(np.clip(high - low, 0, None), axis=2)
-    area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-    other_area = np.prod(others[:, 2:] - others[:, :2], axis=1)
-    union = area[:, None] + other_area[None] - intersection
-    return np.divide(intersection, union, out=np.zeros_like(intersection), where=union > 0)
-
-
 def hidden_pixels(boxes: Tensor, hidden: Tensor, height: int, width: int) -> Tensor:
     """Which pixels lie in a hidden region: boxes [P, R, 4], hidden bool [P, R] -> bool [P, height, width].
 
