@@ -122,6 +122,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=5),
         steps=STEPS,
+        precision="fp32",
         vocabulary=str(root / "text" / "vocab.txt"),
         log_every=1,
         validate_every=5,

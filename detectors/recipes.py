@@ -133,19 +133,24 @@ class DetectorRecipe:
     start_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
     from_scratch: bool = False  # start from random weights: said in so many words, or refused
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
-    precision: Literal["fp32", "bf16"] = "fp32"  # autocast on GPUs; the CPU always computes in fp32
+    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
+    spike: float | None = (
+        5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
+    )
+    most_skipped: int = 10  # so many steps left out in a row, for a spike or a loss that is no number, end the run
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
     half: bool = False  # weights.safetensors in float16; it is read as float32
     log_every: int = 20  # steps between progress lines
     validate_every: int = 20_000  # steps between validations; the last step always validates
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # older ones are removed
+    keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed
 
     def __post_init__(self):
         check_choices(self)
         check(self, self.steps > 0, "steps", "at least 1")
-        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
+        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped"):
             check(self, getattr(self, every) > 0, every, "at least 1")
+        check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
         check(self, not (self.from_scratch and self.start_from), "from_scratch", "false with start_from")

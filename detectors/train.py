@@ -65,8 +65,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
     def losses_of(model: nn.Module, batch: Batch) -> loop.Losses:
         bad.extend(batch.bad)
-        bf16 = recipe.precision == "bf16" and world.device.type == "cuda"
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
             return model([example.target(world.device) for example in batch.examples])
 
     def validate_now() -> tuple[dict[str, float], list[dict]]:

@@ -152,7 +152,7 @@ def means(held_out: Drawn) -> dict[tuple[str, str], dict[str, float]]:
     means = {}
     for hide, names in {"pixels": list(ASKED), "features": ["as usual", "without a word"]}.items():
         config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, hide=hide))
-        recipe = Recipe("learns", LEARNS, config, data, validation_samples=None)
+        recipe = Recipe("learns", LEARNS, config, data, precision="fp32", validation_samples=None)
         runs = {name: [] for name in names}
         for seed in SEEDS:
             torch.manual_seed(seed)

@@ -120,6 +120,7 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=2),
         steps=6,
+        precision="fp32",
         vocabulary=str(root / "text" / "vocab.txt"),
         log_every=1,
         validate_every=100,

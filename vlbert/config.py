@@ -184,20 +184,29 @@ class Recipe:
     from_scratch: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
     vocabulary: str | None = None  # vocab.txt; None: that of start_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
-    precision: Literal["fp32", "bf16"] = "bf16"  # autocast on GPUs; the CPU always computes in fp32
+    # What matrix products and convolutions are computed in, on any device: fp32; tf32, which rounds what goes into them
+    # to 10 bits (GPUs; CPUs compute fp32); or bf16, with weights, norms, losses and RoIAlign in fp32 (CPUs want AMX).
+    precision: Literal["fp32", "tf32", "bf16"] = "bf16"
+    recompute: bool = False  # keep no activations but compute them again in the backward pass: less memory, 1.3 x time
+    compile: bool = False  # torch.compile: worth its minutes at the start in a long run on a GPU
+    spike: float | None = (
+        5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
+    )
+    most_skipped: int = 10  # so many steps left out in a row, for a spike or a loss that is no number, end the run
     log_every: int = 20  # steps between progress lines
     validate_every: int = 5_000  # steps between validations; the last step always validates
     validation_samples: int | None = 10_000  # at most so many held-out examples a validation; None: all
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # older ones are removed
+    keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed
 
     def __post_init__(self):
         check_choices(self)
         check_choices(self.task)
         check(self, self.steps > 0, "steps", "at least 1")
-        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints"):
+        for every in ("log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped"):
             check(self, getattr(self, every) > 0, every, "at least 1")
         check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
+        check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         late = [at for at in self.optimizer.decay_at if at >= self.steps]
         if late:
             raise ValueError(

@@ -306,6 +306,7 @@ def pretrain_vlbert_demo() -> Recipe:
         optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warm_up=50, weight_decay=1e-2),
         steps=600,
         vocabulary_size=500,
+        precision="fp32",
         log_every=20,
         validate_every=150,
         validation_samples=300,
@@ -324,6 +325,7 @@ def finetune_refcoco_demo() -> Recipe:
             learning_rate=5e-4, region_learning_rate=1e-4, warm_up=20, weight_decay=1e-2, clip=1.0
         ),
         steps=70,
+        precision="fp32",
         log_every=10,
         validate_every=35,
         validation_samples=None,

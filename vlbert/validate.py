@@ -87,10 +87,8 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
 
 
 def autocast(recipe: Recipe, world: World) -> torch.autocast:
-    """bf16 on GPUs where the recipe says so; the CPU computes in fp32."""
-    return torch.autocast(
-        world.device.type, torch.bfloat16, enabled=world.device.type == "cuda" and recipe.precision == "bf16"
-    )
+    """bf16 where the recipe says so."""
+    return torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
 
 
 def because_of(left_out: Sequence[Unreadable]) -> str:
