@@ -40,6 +40,7 @@ from storage.sample import Regions, Sample, sample_key
 if TYPE_CHECKING:  # the harness itself needs no torch
     from torch import Tensor
 
+    from detectors.distributed import World
     from vlbert.batch import Batch
     from vlbert.config import Recipe
 
@@ -50,6 +51,7 @@ BATCH, STEPS, SAVE_EVERY = 12, 24, 3  # of 2, 3, 4 and 1 processes; an epoch of 
 COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the border
 WAIT = 120.0  # seconds for a training to come to the step at which it is to be killed, or to its end
 RUN = "training"
+CLOCKED = ("samples_per_second", "data_wait", "memory_gb")  # of a line of metrics.jsonl
 Say = Callable[[str], None]
 
 
@@ -135,23 +137,24 @@ def recipe(root: Path, workers: int) -> "Recipe":
 
 def trained(root: Path, seen: Path, workers: int) -> None:
     """What each rank does: train, and write down what every step is computed from, before it is."""
-    from detectors import distributed
+    from detectors.loop import run_in_world
     from vlbert.train import train
 
-    world = distributed.start()
-    seen.mkdir(parents=True, exist_ok=True)
-    (seen / f"{world.rank}.pid").write_text(str(os.getpid()))
+    def work(world: "World") -> None:
+        seen.mkdir(parents=True, exist_ok=True)
+        (seen / f"{world.rank}.pid").write_text(str(os.getpid()))
 
-    def observe(step: int, parts: "Sequence[Batch]") -> None:
-        if step == COMMITS_AT and world.first:
-            commit(root, "captions", 90, range(FIRST, FIRST + MORE))
-        line = {"step": step, "batches": [batch_digest(part) for part in parts]}
-        line["samples"] = [[key, *digest] for part in parts for key, *digest in sample_digests(part)]
-        with open(seen / f"{world.rank}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        def observe(step: int, parts: "Sequence[Batch]") -> None:
+            if step == COMMITS_AT and world.first:
+                commit(root, "captions", 90, range(FIRST, FIRST + MORE))
+            line = {"step": step, "batches": [batch_digest(part) for part in parts]}
+            line["samples"] = [[key, *digest] for part in parts for key, *digest in sample_digests(part)]
+            with open(seen / f"{world.rank}.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
 
-    train(recipe(root, workers), world, observe)
-    distributed.stop(world)
+        train(recipe(root, workers), world, observe)
+
+    run_in_world("killed_training", work)
 
 
 def digest(*arrays: "Tensor") -> str:
@@ -182,8 +185,7 @@ def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
         parts += [batch.boxes[row][regions], batch.region_hidden[row][regions], next(classes)]
         picture = int(batch.picture_of[row])
         if picture >= 0:
-            width, height = batch.picture_sizes[picture].tolist()
-            parts.append(batch.pixels[picture, :, :height, :width])
+            parts.append(batch.picture(picture))
         yield key, digest(*parts)
 
 
@@ -225,14 +227,49 @@ class Attempt:
 
     def kill_at(self, step: int, rank: int | None, delay: float) -> str | None:
         """SIGKILL for this rank, or for torchrun and all ranks, so many seconds after `step` began."""
+        problem = self.came_to(step)
+        if problem:
+            return problem
+        time.sleep(delay)
+        return self.kill(rank)
+
+    def kill_in_save(self, root: Path, step: int) -> str | None:
+        """SIGKILL for torchrun and all ranks, once the writing of a checkpoint has begun after `step` has."""
+        problem = self.came_to(step)
+        if problem:
+            return problem
+        before, end = half_written(root), time.monotonic() + WAIT
+        while not half_written(root) - before:  # without a pause: it takes milliseconds
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill(None)
+                return f"{self.folder}: was to be killed in a save after step {step}: {self.last_words()}"
+        return self.kill(None)
+
+    def stop_at(self, step: int, rank: int | None, delay: float) -> str | None:
+        """SIGTERM for this rank, or for torchrun, so many seconds after `step` began; all must end, and say why."""
+        problem = self.came_to(step)
+        if problem:
+            return problem
+        time.sleep(delay)
+        os.kill(self.process.pid if rank is None else int((self.folder / f"{rank}.pid").read_text()), signal.SIGTERM)
+        try:
+            code = self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            self.kill(None)
+            return f"{self.folder}: goes on {WAIT:g} s after SIGTERM: {self.last_words()}"
+        if code == 0 or "; the next start goes on from " not in (self.folder / "log.txt").read_text():
+            return f"{self.folder}: ended with {code} after SIGTERM: {self.last_words()}"
+        return None
+
+    def came_to(self, step: int) -> str | None:
+        """Wait for a step to begin; what went wrong, where it does not."""
         end = time.monotonic() + WAIT
         while self.step() < step:
             if self.process.poll() is not None or time.monotonic() > end:
                 self.kill(None)
-                return f"{self.folder}: was to be killed in step {step} and came to {self.step()}: {self.last_words()}"
+                return f"{self.folder}: was to be ended in step {step} and came to {self.step()}: {self.last_words()}"
             time.sleep(0.01)
-        time.sleep(delay)
-        return self.kill(rank)
+        return None
 
     def kill(self, rank: int | None) -> str | None:
         """Now; what went wrong, where torchrun does not end the ranks that are left and itself."""
@@ -262,13 +299,22 @@ def run_killed(root: Path, worlds: Sequence[int], draw: random.Random, say: Say)
         if step is None:
             problem = attempts[-1].wait()
         else:
-            rank = draw.choice([None, draw.randrange(size)])
-            problem = attempts[-1].kill_at(step, rank, draw.uniform(0, 0.1))
+            rank, delay = draw.choice([None, draw.randrange(size)]), draw.uniform(0, 0.1)
+            saving = rank is None and step < STEPS - SAVE_EVERY  # before the last save
+            problem = attempts[-1].kill_in_save(root, step) if saving else attempts[-1].kill_at(step, rank, delay)
             said = "torchrun and all ranks" if rank is None else f"rank {rank}"
-            say(f"{root.name}: {size} processes, {workers} workers each: {said} killed in step {attempts[-1].step()}")
+            half = f", while it saved: {', '.join(half_written(root)) or 'none'} half written" if saving else ""
+            at = attempts[-1].step()
+            say(f"{root.name}: {size} processes, {workers} workers each: {said} killed in step {at}{half}")
         if problem:
             return attempts, [problem]
     return attempts, []
+
+
+def half_written(root: Path) -> set[str]:
+    """The checkpoints that are not whole, of which some file is there, under its name or not yet."""
+    folders = (root / "runs" / RUN).glob("step-*")
+    return {folder.name for folder in folders if not (folder / "state.json").exists() and any(folder.iterdir())}
 
 
 def in_order(attempt: Attempt) -> dict[int, list[tuple[str, str]]]:
@@ -323,7 +369,7 @@ def last_checkpoint(root: Path) -> Path:
 def measured(root: Path) -> list[dict]:
     """metrics.jsonl without what a clock says."""
     lines = (root / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKED} for line in lines]
 
 
 def unequal(before: Path, after: Path) -> list[str]:
@@ -363,6 +409,28 @@ def check(
         say(f"{name}: {'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - began:.0f} s)")
         faults += found
     return faults
+
+
+def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say) -> list[str]:
+    """Train in `folder` on so many processes: undisturbed, and told to stop by SIGTERM in a random step. What was
+    wrong, if anything."""
+    draw = random.Random(seed)
+    whole, stopped = folder / "whole", folder / "stopped"
+    make_root(whole)
+    make_root(stopped)
+    first = Attempt(whole, 0, size, 1)
+    problem = first.wait()
+    if problem:
+        return [problem]
+    second = Attempt(stopped, 0, size, 1)
+    problem = second.stop_at(draw.randrange(1, STEPS - 2), rank, draw.uniform(0, 0.1))
+    say(f"{'torchrun' if rank is None else f'rank {rank}'} of {size} told to stop in step {second.step()}")
+    saved = [int(file.parent.name[5:]) for file in (stopped / "runs" / RUN).glob("step-*/state.json")]
+    if not problem and max(saved, default=0) not in (second.step(), second.step() + 1):
+        problem = f"{stopped}: the last checkpoint is of step {max(saved, default=0)}"
+    third = Attempt(stopped, 1, size, 0)
+    problem = problem or third.wait()
+    return [problem] if problem else differences(first, [second, third]) + unequal(whole, stopped)
 
 
 def main() -> None:

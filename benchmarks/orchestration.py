@@ -361,7 +361,7 @@ def project(home: Path, database: Database) -> list[Kept]:
     times = [step / recipe.steps * seconds for step in steps]
     log = paced(logged.append, clock=clock)
     for step, clock.now in zip(steps, times, strict=True):
-        log(f"step {step}/{recipe.steps}  {SAID}  242.1 samples/s  31:12:11 left")
+        log(f"step {step}/{recipe.steps}  {SAID}  242.1 samples/s  data wait 1 %  0:05 gone  31:12:11 left")
     watch = Watch("pretrain", "", recipe.name, "")
     tables, pictures = moments(watch.progress, times), moments(watch.curves, times)
     # Of twenty at even distances in their order; the last is the largest.

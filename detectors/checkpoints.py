@@ -1,17 +1,33 @@
 """The checkpoints of a run: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
 
-Files are safetensors and JSON, never pickles; which ones, vlbert/checkpoint.py and detectors/train.py say.
+Files are safetensors and JSON, never pickles; which ones, vlbert/checkpoint.py and detectors/train.py say. Kept are the
+newest, and the best: ROOT/runs/<run>/best.json names it.
 """
 
 import json
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from detectors.record import read_metrics
+from detectors.writer import Writer
 from storage.objects import Objects
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the highest value of a metric; the path of its folder is relative to the root."""
+
+    step: int
+    metric: str
+    value: float
+    checkpoint: str
 
 
 def checkpoints(objects: Objects, run: str) -> list[str]:
@@ -21,11 +37,71 @@ def checkpoints(objects: Objects, run: str) -> list[str]:
     return sorted(path.removesuffix("/state.json") for path in found)
 
 
-def remove_old(objects: Objects, run: str, keep: int) -> None:
-    """Delete all but the `keep` newest; state.json goes first, so that no half checkpoint looks whole."""
-    for folder in checkpoints(objects, run)[:-keep]:
-        objects.delete(f"{folder}/state.json")
-        for info in list(objects.list(f"{folder}/")):
+def folder_of(run: str, step: int) -> str:
+    return f"runs/{run}/step-{step:07d}"
+
+
+def write_checkpoint(
+    writer: Writer,
+    run: str,
+    step: int,
+    steps: int,
+    files: Mapping[str, bytes | Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
+    metric: str | None,
+) -> str:
+    """Have the checkpoint of step `step` of `steps` written, state.json last, and then those removed that are not to be
+    kept; returns its path when its tensors are copied, long before it is whole."""
+    folder = folder_of(run, step)
+
+    def tell() -> None:
+        best = settle(writer.objects, run, keep, metric)
+        so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
+        writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
+
+    writer.checkpoint(folder, {**files, "state.json": as_json(dict(state))}, tell)
+    return folder
+
+
+def settle(objects: Objects, run: str, keep: int, metric: str | None) -> Best | None:
+    """Name the best checkpoint in best.json, and remove all but that and the `keep` newest."""
+    best = find_best(objects, run, metric) if metric else None
+    path = f"runs/{run}/best.json"
+    if best:
+        data = as_json(asdict(best))
+        if not objects.exists(path) or objects.get(path) != data:
+            objects.put(path, data)
+    remove_old(objects, run, keep, best)
+    return best
+
+
+def find_best(objects: Objects, run: str, metric: str) -> Best | None:
+    """The best of the whole checkpoints of which a validation after the same step found the metric, the oldest among
+    equals; None where there is none."""
+    lines = read_metrics(objects, run, "validation")
+    values = {folder_of(run, line["step"]): (line["step"], line[metric]) for line in lines if metric in line}
+    found = [(folder, *values[folder]) for folder in checkpoints(objects, run) if folder in values]
+    found = [Best(step, metric, value, folder) for folder, step, value in found if math.isfinite(value)]
+    return max(found, key=lambda best: best.value, default=None)
+
+
+def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None:
+    """Delete all checkpoints but the `keep` newest and the best, and what was never finished before the newest.
+
+    state.json goes first, so that no half checkpoint looks whole.
+    """
+    whole = checkpoints(objects, run)
+    if not whole:
+        return
+    kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
+    for folder in whole:
+        if folder not in kept:
+            objects.delete(f"{folder}/state.json")
+    pattern = re.compile(rf"(runs/{re.escape(run)}/step-\d{{7}})/.+")
+    for info in list(objects.list(f"runs/{run}/step-")):
+        found = pattern.fullmatch(info.path)
+        if found and found[1] not in kept and found[1] < whole[-1]:
             objects.delete(info.path)
 
 
@@ -48,9 +124,13 @@ def load_optimizer(objects: Objects, folder: str, model: nn.Module, optimizer: t
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """ "<parameter>/<quantity>" -> tensor."""
+    """ "<parameter>/<quantity>" -> tensor, the optimizer's own."""
     return {
-        f"{name}/{quantity}": value.detach().cpu().contiguous()
+        f"{name}/{quantity}": value
         for name, parameter in model.named_parameters()
         for quantity, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def as_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -29,6 +29,7 @@ from detectors.faster_rcnn import (
     resized_size,
     to_input,
 )
+from detectors.precision import float32_products
 from detectors.select import SelectionSettings, select_regions
 from storage.sample import Regions, Sample
 
@@ -98,17 +99,13 @@ class DetectorSettings:
 @contextmanager
 def running(settings: DetectorSettings) -> Iterator[None]:
     """Torch with these threads and this precision of float32 on GPUs, and afterwards as it was."""
-    convolutions, products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
-    before = torch.get_num_threads(), convolutions.fp32_precision, products.fp32_precision
+    before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
-    # Said outright, because torch's own default for convolutions is TF32.
-    convolutions.fp32_precision = "tf32" if settings.tf32 else "ieee"
-    products.fp32_precision = "ieee"
     try:
-        yield
+        with float32_products(convolutions="tf32" if settings.tf32 else "ieee", matrices="ieee"):
+            yield
     finally:
-        threads, convolutions.fp32_precision, products.fp32_precision = before
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, eq=False)

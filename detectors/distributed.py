@@ -5,11 +5,27 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+# That ranks wait for one another. One alone may build a vocabulary of all captions, wait out a storage that is away, or
+# write the last checkpoint (10 minutes at most); who has not come by then hangs.
+TIME_LIMIT = timedelta(minutes=30)
+
+# How gloo and nccl tell that another rank is the one who failed.
+_OF_ANOTHER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out",
+    "timeout",
+    "remote process exited",
+)
 
 _PARENT = os.getppid()  # as early as this: the imports take seconds, in which torchrun may be killed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,10 +44,11 @@ class World:
         return self.rank == 0
 
 
-def start() -> World:
+def start(limit: timedelta = TIME_LIMIT) -> World:
     """Join the world that torchrun describes in the environment (nccl on GPUs, gloo on CPUs), or be alone.
 
-    A process of torchrun ends with it, on Linux.
+    limit: how long ranks wait for one another. A process of torchrun ends with it, on Linux. ValueError where torchrun
+    is to start ranks again and could not.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         _end_with_parent()
@@ -41,8 +58,20 @@ def start() -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        _check_restarts()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     return World(rank, size, device)
+
+
+def _check_restarts() -> None:
+    """torchrun lends its ranks a store of its own, in which those of a restart would find the addresses of the dead
+    (https://github.com/pytorch/pytorch/issues/135712)."""
+    lent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if lent and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise ValueError(
+            "torchrun cannot start these processes again after one died (--max-restarts), because it lends them its "
+            "store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, with --standalone or --rdzv-backend=c10d"
+        )
 
 
 def _end_with_parent() -> None:
@@ -50,6 +79,17 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != _PARENT:  # it ended before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fault_of_another(error: BaseException) -> str | None:
+    """What an error says of another rank that is gone or did not come; None where it is this one's own."""
+    words = next((words for words in _OF_ANOTHER if words in str(error)), None)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return words or str(error).partition("\n")[0]
+    of_a_collective = isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+    return words if of_a_collective else None
 
 
 def stop(world: World) -> None:
@@ -64,6 +104,12 @@ def sum_over_ranks(numbers: list[float], world: World) -> list[float]:
     total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def add_over_ranks(numbers: Tensor, world: World) -> None:
+    """Sum a tensor in place over all ranks, as `sum_over_ranks`, but without waiting for the device."""
+    if world.size > 1:
+        dist.all_reduce(numbers)
 
 
 def gather_rows(rows: list[Any], world: World) -> list[Any]:

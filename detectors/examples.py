@@ -29,6 +29,8 @@ class TooManyBadImages(ValueError):
 class Example:
     """One image of a batch, before it goes to the device."""
 
+    image: str
+    """Its id."""
     pixels: np.ndarray
     """BGR [H, W, 3], resized: uint8, or float32 of 0..255."""
     boxes: np.ndarray
@@ -90,6 +92,7 @@ def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool,
     for row, numbers in zip(attributes, image.attributes, strict=True):
         row[list(numbers) or [config.num_attributes]] = 1
     return Example(
+        image=image.id,
         pixels=np.ascontiguousarray(pixels),
         boxes=boxes,
         labels=image.labels[~image.crowd],

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
+from detectors.roi_align import roi_align
 from detectors.roi_pool import roi_pool_chunks
 
 STRIDE = 16
@@ -382,7 +383,7 @@ class FasterRCNN(nn.Module):
         size = self.config.pool_size
         if self.config.roi_op == "pool":
             return torchvision.ops.roi_pool(c4, rois, size, spatial_scale=1 / STRIDE)
-        return torchvision.ops.roi_align(c4, rois, size, spatial_scale=1 / STRIDE, sampling_ratio=1, aligned=False)
+        return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
         """Features [sum of K, D], the means over the maps that res5 puts out, of boxes [K, 4] (input pixels), one

@@ -6,30 +6,35 @@ What a step computes, validates and saves is the caller's: vlbert/train.py and d
 import argparse
 import contextlib
 import importlib
+import itertools
 import math
+import os
 import signal
 import sys
-from collections import Counter
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from detectors import distributed
 from detectors.distributed import World
 from detectors.fields import override
+from detectors.measures import Losses, Since, Step, Totals, timed
 from detectors.record import Record
+from detectors.skipping import LiveNorms, Skipping
+from detectors.stopping import Stop, Stopped, obey_the_loader_alone
+from detectors.writer import PATIENCE, STOPPED_PATIENCE
 from storage.objects import ObjectMissing, StorageUnreachable
-
-# Name -> (sum over this process's part of a batch, by how many to divide it): so that any number of processes adds up
-# to the same.
-Losses = dict[str, tuple[Tensor, int]]
 
 # What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
+STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
+_BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
 
 
 def train_steps(
@@ -43,80 +48,118 @@ def train_steps(
     record: Record | None,
     prepare: Callable[[int], None],
     losses_of: Callable[[nn.Module, Any], Losses],
+    keys_of: Callable[[Any], Sequence[str]],
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None,
-    save: Callable[[int], None],
-    on_log: Callable[[], Mapping[str, float] | None] = lambda: None,
+    save: Callable[[int, dict[str, Any]], None],
+    finish: Callable[[float], None] = lambda patience: None,
+    on_log: Callable[[], Mapping[str, int] | None] = lambda: None,
     weights: Mapping[str, float] | None = None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Take these steps of a run; the metrics of the last validation.
 
-    recipe: of its fields, steps, log_every, validate_every, save_every and optimizer.clip count. batches: for each step
-    this process's parts, whose gradients are added. prepare(step) comes before a step, losses_of(model, part) is its
-    forward pass, on_log before each line of the log, which tells the counts that it returns, save(steps done) on the
-    first process alone. weights: of losses by name, where not 1. FloatingPointError where a gradient is not finite:
-    nothing is changed by it.
-    """
-    parallel = DistributedDataParallel(model) if world.size > 1 else model
-    since_log, metrics = Counter(), {}
-    for step, parts in zip(steps, batches, strict=True):
-        prepare(step)
-        for number, part in enumerate(parts):
-            syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
-            with contextlib.nullcontext() if syncs else parallel.no_sync():
-                loss = mean_losses(losses_of(parallel, part), world, since_log, weights or {}) / len(parts)
-                (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip or math.inf)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of step {step + 1} is not finite; nothing was changed by it. The run's last checkpoint "
-                "is whole: start another run from it (run=NAME start_from=...), with a lower optimizer.learning_rate"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    recipe: of its fields, steps, log_every, validate_every, save_every, spike, most_skipped and optimizer.clip count.
+    batches: for each step this process's parts, whose gradients are added. prepare(step) comes before a step,
+    losses_of(model, part) is its forward pass, keys_of(part) names its samples; on_log comes before each line of the
+    log, which tells the counts that it returns. On the first process alone, save(steps done, state of this loop)
+    begins a checkpoint, and finish(patience) returns when it is whole (detectors/writer.py). weights: of losses by
+    name, where not 1. resumed: the state in the checkpoint that goes on; None where that has none.
 
-        done = step + 1
-        last = done == recipe.steps
-        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-        if saves or done % recipe.log_every == 0:
-            averages = average_losses(since_log, world)
-            since_log.clear()
-            counts = on_log() or {}
+    FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after a SIGTERM.
+    """
+    # Gradients as views of what is sent: no second copy of them, in memory or in time.
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.size > 1 else model
+    resumed, weights, metrics = resumed or {}, weights or {}, {}
+    skipping, since = Skipping(recipe.spike, resumed.get("skipping")), Since(resumed.get("since"))
+    norms = LiveNorms(model)
+    with Stop() as stop, record.running() if record else contextlib.nullcontext():
+        for step, (parts, waited) in zip(steps, timed(batches), strict=True):
+            prepare(step)
+            norms.keep()
+            totals = add_gradients(parallel, parts, losses_of, weights, world, stop, waited)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip or math.inf)
+            found, done = Step.of(totals, norm, weights, world), step + 1
+            why = skipping.why(found)
+            if why is None:
+                optimizer.step()
+            else:
+                norms.put_back()
+                tell_skipped(done, why, found, [key for part in parts for key in keys_of(part)], world, record)
+            optimizer.zero_grad(set_to_none=True)
+            since.add(found, taken=why is None)
             if record:
-                record.training(done, averages, optimizer.param_groups[0]["lr"], counts)
-        if validates and validate:
-            metrics, rows = validate()
-            if record:
-                record.validation(done, metrics, rows)
-        if saves:
-            if record:
-                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-                save(done)
-            distributed.wait_for_all(world)
-    if record:
-        record.close()
+                record.step(done)
+            if skipping.in_a_row >= recipe.most_skipped:
+                raise too_many_skipped(skipping.in_a_row, done, why, world, record)
+
+            last, told = done == recipe.steps, found.told
+            saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
+            if saves or done % recipe.log_every == 0:
+                since.counts.update(on_log() or {})
+                line = since.line(world.device)
+                if record:
+                    record.training(done, line, optimizer.param_groups[0]["lr"])
+            if validates and validate:
+                with since.paused(), record.during("validating") if record else contextlib.nullcontext():
+                    metrics, rows = validate()
+                if record:
+                    record.validation(done, metrics, rows)
+                told = any(distributed.gather_rows([told or stop.told], world))
+            stops = told and not last
+            if stops:
+                since.counts.update(on_log() or {})  # they wait for the next line in the state
+            if record and (saves or stops):
+                with since.paused(), record.during("saving"):
+                    record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
+                    save(done, {"skipping": skipping.state, "since": since.state})
+                    if last or stops:
+                        finish(STOPPED_PATIENCE if stops else PATIENCE)
+            if stops:
+                checkpoint = distributed.from_first(record and record.checkpoint, world)
+                raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
+        distributed.wait_for_all(world)
     return metrics
 
 
-def mean_losses(losses: Losses, world: World, since_log: Counter, weights: Mapping[str, float]) -> Tensor:
-    """This rank's share of the weighted losses, each divided by what was asked over all ranks; notes sums and counts.
+def add_gradients(
+    parallel: nn.Module,
+    parts: Sequence[Any],
+    losses_of: Callable[[nn.Module, Any], Losses],
+    weights: Mapping[str, float],
+    world: World,
+    stop: Stop,
+    waited: float,
+) -> list[Totals]:
+    """The forward and backward passes of a step; of each part what it came to over all ranks, and with the last
+    whether any was told to stop."""
+    totals = []
+    for number, part in enumerate(parts):
+        syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
+        with contextlib.nullcontext() if syncs else parallel.no_sync():
+            losses = losses_of(parallel, part)
+            totals.append(Totals.of(losses, world, stop.told, waited))
+            loss = totals[-1].mean(losses, weights) / len(parts)
+            (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
+    return totals
 
-    A loss that nobody was asked about in this step is 0, not NaN.
-    """
-    counts = distributed.sum_over_ranks([count for _, count in losses.values()], world)
-    total = 0.0
-    for (name, (loss, count)), everywhere in zip(losses.items(), counts, strict=True):
-        total = total + weights.get(name, 1.0) * loss / max(1, everywhere)
-        since_log[name, "sum"] += loss.detach().double()
-        since_log[name, "count"] += count
-    return total
+
+def tell_skipped(done: int, why: str, found: Step, keys: list[str], world: World, record: Record | None) -> None:
+    """Write down that a step was left out, and the samples of all ranks in it."""
+    keys = distributed.gather_rows(keys, world)
+    if record:
+        record.skipped(done, why, found, keys)
 
 
-def average_losses(since_log: Counter, world: World) -> dict[str, float]:
-    """Losses since the last log, without weights, each over what was asked, on all ranks."""
-    names = sorted({name for name, _ in since_log})
-    sums = distributed.sum_over_ranks([float(since_log[name, "sum"]) for name in names], world)
-    counts = distributed.sum_over_ranks([float(since_log[name, "count"]) for name in names], world)
-    return {name: s / c for name, s, c in zip(names, sums, counts, strict=True) if c}
+def too_many_skipped(number: int, done: int, why: str, world: World, record: Record | None) -> FloatingPointError:
+    """The error that ends a run whose steps teach nothing any more, the same on every rank."""
+    names, checkpoint = distributed.from_first(record and (record.where("skipped.jsonl"), record.checkpoint), world)
+    return FloatingPointError(
+        f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
+        + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved before. ")
+        + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
+        "(run=NAME, start_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
+        "from, allow them: spike=FACTOR, or spike=none"
+    )
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
@@ -131,12 +174,37 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         # Forked workers share what the data has read already; to others it would be copied.
         multiprocessing_context="fork" if workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_one_thread if workers else None,
+        worker_init_fn=_start_worker if workers else None,
     )
-    for found in loader:
+    for found in copied_ahead(loader, device) if device.type == "cuda" else loader:
         if isinstance(found, EXPECTED):
             raise found
         yield found
+
+
+def copied_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """The items on the device, each copied there while it computes from the one before."""
+    streams = torch.get_device_module(device)
+    copying = streams.Stream()
+
+    def copies() -> Iterator[tuple[Any, Any]]:
+        for item in items:
+            # Memory of older items, which is written over now, may still be read by what was asked for until here.
+            copying.wait_stream(streams.current_stream())
+            with streams.stream(copying):
+                copied = _moved(item, device)
+            yield copied, copying.record_event()
+
+    for (item, is_there), _ in itertools.pairwise(itertools.chain(copies(), [None])):
+        streams.current_stream().wait_event(is_there)
+        yield item
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    """The item with all that has a method `to`, in lists and tuples too, on the device."""
+    if isinstance(item, list | tuple):
+        return type(item)(_moved(part, device) for part in item)
+    return item.to(device) if hasattr(item, "to") else item
 
 
 class _Caught(Dataset):
@@ -152,8 +220,9 @@ class _Caught(Dataset):
             return error
 
 
-def _one_thread(worker: int) -> None:
+def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    obey_the_loader_alone()
 
 
 def _as_it_is(item: Any) -> Any:
@@ -204,15 +273,36 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]]) -> Callable
     return getattr(found, function)
 
 
-def run_in_world(name: str, work: Callable[[World], Any]) -> None:
-    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line."""
+def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
+    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line.
+
+    What another rank did wrong is left to that one to say, and a bug keeps its traceback. Where the run was told to
+    stop, each rank ends with the status STOPPED.
+    """
+    world = None
     try:
-        world = distributed.start()
+        world = distributed.start(limit)
         try:
             work(world)
-        except EXPECTED as error:
-            sys.exit(f"{name}: {'' if world.first else f'rank {world.rank}: '}{error}")
+        except Stopped as stopped:
+            if world.first:
+                print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
+            distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
+            sys.exit(STOPPED)
+    except EXPECTED as error:
+        sys.exit(f"{name}: {_rank(world)}{error}")
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        fault = distributed.fault_of_another(error)
+        if fault is None:
+            raise
+        # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
+        time.sleep(_BEFORE_ANOTHERS_FAILURE)
+        sys.exit(f"{name}: {_rank(world)}another rank is gone or hangs ({fault}); its error stands above, or there")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+
+
+def _rank(world: World | None) -> str:
+    return "" if world is None or world.first else f"rank {world.rank}: "

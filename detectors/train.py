@@ -16,26 +16,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from detectors import distributed, loop
-from detectors.checkpoints import checkpoints, load_optimizer, optimizer_tensors, read_state, remove_old
+from detectors.checkpoints import (
+    as_json,
+    checkpoints,
+    load_optimizer,
+    optimizer_tensors,
+    read_state,
+    settle,
+    write_checkpoint,
+)
 from detectors.distributed import World
 from detectors.examples import Batch, TooManyBadImages, TrainingImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.fields import differing_fields, flat, to_json
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
+from detectors.precision import autocast, in_precision_of
 from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
 from detectors.record import Record, last_metrics, read_metrics
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights import COUNTER, write_weights
+from detectors.writer import Writer
 from storage.objects import Objects, open_objects
 from storage.order import mix
 
 CHECKPOINT_VERSION = 1
+BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +59,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     truth: GroundTruth
     bad: set[str]  # ids of images that could not be read
+    loop: dict | None  # the state of the loop in the checkpoint that goes on
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
@@ -58,14 +70,14 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run.step >= recipe.steps:
         return last_metrics(run.objects, recipe.run_name)
-    record = None
+    record, writer = None, Writer(run.objects)
     if world.first:
-        record = Record(run.objects, recipe.run_name, run.step, recipe.steps, recipe.data.batch)
+        record = Record(writer, recipe.run_name, run.step, recipe.steps, recipe.data.batch, world.size)
     bad: list[tuple[str, str]] = []
 
     def losses_of(model: nn.Module, batch: Batch) -> loop.Losses:
         bad.extend(batch.bad)
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+        with autocast(recipe, world):
             return model([example.target(world.device) for example in batch.examples])
 
     def validate_now() -> tuple[dict[str, float], list[dict]]:
@@ -76,21 +88,25 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
     run.network.train()
     steps = range(run.step, recipe.steps)
     data = TrainingImages(run.truth.train, recipe.network, recipe.data, world)
-    metrics = loop.train_steps(
-        recipe,
-        world,
-        Losses(run.network, recipe.sampling),
-        run.optimizer,
-        steps,
-        ([batch] for batch in loop.batches(data, steps, recipe.data.workers, world.device)),
-        record=record,
-        prepare=lambda step: prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer),
-        losses_of=losses_of,
-        validate=validate_now if run.truth.held_out else None,
-        save=lambda done: save_checkpoint(run, recipe, done),
-        on_log=lambda: note_bad(run, recipe, bad, world),
-        weights={"attributes": recipe.sampling.attribute_weight},
-    )
+    with in_precision_of(recipe), writer:
+        metrics = loop.train_steps(
+            recipe,
+            world,
+            Losses(run.network, recipe.sampling),
+            run.optimizer,
+            steps,
+            ([batch] for batch in loop.batches(data, steps, recipe.data.workers, world.device)),
+            record=record,
+            prepare=lambda step: prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer),
+            losses_of=losses_of,
+            keys_of=lambda batch: [example.image for example in batch.examples],
+            validate=validate_now if run.truth.held_out else None,
+            save=lambda done, state: save_checkpoint(run, writer, recipe, done, state),
+            finish=writer.finish,
+            on_log=lambda: note_bad(run, recipe, bad, world),
+            weights={"attributes": recipe.sampling.attribute_weight},
+            resumed=run.loop,
+        )
     if world.first:
         print(write_result(run, recipe, recipe.steps, metrics), flush=True)
     return metrics
@@ -124,7 +140,9 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     optimizer = make_optimizer(network, recipe.optimizer)
     if saved:
         load_optimizer(objects, saved[-1], network, optimizer)
-    run = Run(objects, state["step"], network, optimizer, truth, set(state["bad"]))
+    if saved and world.first:  # it may have been killed before it came to that
+        settle(objects, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
+    run = Run(objects, state["step"], network, optimizer, truth, set(state["bad"]), state.get("loop"))
     _describe(run, recipe, world, say)
     if run.step >= recipe.steps:
         say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
@@ -197,26 +215,22 @@ def note_bad(run: Run, recipe: DetectorRecipe, bad: list[tuple[str, str]], world
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run: Run, recipe: DetectorRecipe, done: int) -> None:
-    """Write the checkpoint of step `done`, state.json last, and remove those that are too old to keep."""
-    folder = f"runs/{recipe.run_name}/step-{done:07d}"
+def save_checkpoint(run: Run, writer: Writer, recipe: DetectorRecipe, done: int, loop_state: dict) -> None:
+    """Have the checkpoint of step `done` written; `loop_state` is what the loop wants back when the run goes on."""
     state = {
         "version": CHECKPOINT_VERSION,
         "step": done,
         "steps": recipe.steps,
         "data": run.truth.hash,
         "bad": sorted(run.bad),
+        "loop": loop_state,
     }
     files = {
-        "config.json": json.dumps(to_json(recipe), indent=1, sort_keys=True).encode(),
-        "model.safetensors": save({name: _plain(tensor) for name, tensor in run.network.state_dict().items()}),
-        "optimizer.safetensors": save(optimizer_tensors(run.network, run.optimizer)),
-        "state.json": json.dumps(state, indent=1).encode(),
+        "config.json": as_json(to_json(recipe)),
+        "model.safetensors": run.network.state_dict(),
+        "optimizer.safetensors": optimizer_tensors(run.network, run.optimizer),
     }
-    for name, data in files.items():
-        run.objects.put(f"{folder}/{name}", data)
-    remove_old(run.objects, recipe.run_name, recipe.keep_checkpoints)
-    print(f"step {done}/{recipe.steps}  saved {run.objects.where(folder)}", flush=True)
+    write_checkpoint(writer, recipe.run_name, done, recipe.steps, files, state, recipe.keep_checkpoints, BEST_BY)
 
 
 def _plain(tensor: Tensor) -> Tensor:

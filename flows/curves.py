@@ -16,7 +16,8 @@ _KINDS = {"_shuffled": "--", "_grounding": ":"}  # a number's name may end so: w
 def curves(objects: Objects, run: str) -> str | None:
     """A data: URI with the run's curves as far as it is; None before it has logged anything.
 
-    Above the training losses, below what validations found (accuracies, and how much of them comes from looking).
+    Above the training losses and accuracies, below what validations found (accuracies, and how much of them comes from
+    looking).
     """
     training, validation = (read_metrics(objects, run, kind) for kind in ("training", "validation"))
     if not training:
@@ -30,6 +31,8 @@ def draw(run: str, training: Sequence[dict[str, float]], validation: Sequence[di
     from matplotlib.figure import Figure
 
     panels = [("training loss", training, _series(training, "loss_"))]
+    if accuracies := _series(training, "accuracy"):
+        panels.append(("training accuracy", training, accuracies))
     if validation:
         panels.append(("validation", validation, _series(validation, *_WORTH_A_CURVE)))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": run, "font.size": 9}):

@@ -1,6 +1,7 @@
 """What the stages are told: typed, frozen, checked when made, and shown as a form in the flow UI."""
 
 import dataclasses
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from flows.supervisor import GRACE
 from storage.download import DownloadSettings
 
 # For pydantic, with which Prefect reads parameters: a name that is no field is an error, and the UI's form shows the
@@ -185,16 +187,27 @@ class Processes:
     """Seconds that the training may take."""
     silence: float | None = 3600.0
     """Seconds without a line of output after which it hangs and is ended."""
+    restarts: int = 0
+    """How often torchrun starts all of them again, from the last checkpoint, when one has died. What data or settings
+    did wrong comes again each time."""
+    grace: float = GRACE
+    """Seconds between SIGTERM, at which a training saves, and SIGKILL, where the flow ends first. A cancelled run may
+    leave its processes behind for as long."""
 
     def __post_init__(self):
-        if self.count < 1:
-            raise ValueError(f"Processes.count is {self.count}; it must be at least 1")
+        for name, least in (("count", 1), ("restarts", 0), ("grace", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Processes.{name} is {getattr(self, name)}; it must be at least {least}")
 
     @property
     def environment(self) -> dict[str, str]:
-        """For torchrun, which would otherwise give each of several processes one thread."""
+        """For torchrun, which would otherwise give each of several processes one thread, and 30 s to save."""
         threads = self.threads or max(1, len(os.sched_getaffinity(0)) // self.count)
-        return {"OMP_NUM_THREADS": str(threads)}
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace))),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart fails: see detectors/distributed.py
+        }
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,21 @@ from detectors.record import last_metrics
 from flows.artifacts import Live, name_run, publish, reporting, table_of_evaluation, table_of_metrics, table_of_progress
 from flows.curves import curves
 from flows.settings import Processes
-from flows.supervisor import Finished, run_child
+from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.objects import open_objects
 
 # What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
 _PROGRESS = re.compile(
-    r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  (?P<left>\S+) left$"
+    r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  data wait (?P<wait>\d+ %)"
+    r"  (?P<gone>\S+) gone  (?P<left>\S+) left$"
 )
 _READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
+# What detectors.loop prints of a run that was told to stop.
+_STOPPED = re.compile(r"torchrun -m \S+ \S+: stopped: (?P<saved>.*)$")
+
+
+class TrainingStopped(RuntimeError):
+    """A training was told to stop (SIGTERM), not by its flow, and has saved: run again, it goes on."""
 
 
 @dataclass(frozen=True)
@@ -135,28 +142,42 @@ def torchrun(
     say: Callable[[str], None],
     watch: Callable[[str], None],
 ) -> Finished:
-    """`torchrun -m PROGRAM RECIPE ... field=value ...` to its end; ChildFailed carries its last words.
+    """`torchrun -m PROGRAM RECIPE ... field=value ...` to its end; ChildFailed carries its last words, TrainingStopped
+    what a run saved that was told to stop.
 
     Fields that are None are left to the recipe, `overrides` win over all. `say` gets what a log keeps, each line with
     the run's name before it; `watch` gets every line as it is.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
+    command.append(f"--max-restarts={processes.restarts}")
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
     command += ["-m", program, *named, *given, *overrides]
     # Some lines begin with the run's name as it is.
     log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 
+    saved: list[str] = []
+
     def on_line(line: str) -> None:
         log(line)
         watch(line)
+        if stopped := _STOPPED.match(line):
+            saved.append(stopped["saved"])
 
-    return run_child(
-        command,
-        on_line,
-        timeout=processes.timeout,
-        silence=processes.silence,
-        environment=processes.environment,
-    )
+    try:
+        return run_child(
+            command,
+            on_line,
+            timeout=processes.timeout,
+            silence=processes.silence,
+            grace=processes.grace,
+            environment=processes.environment,
+        )
+    except ChildTimedOut:  # it stopped because of us
+        raise
+    except ChildFailed as error:
+        if not saved:
+            raise
+        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM): {saved[-1]}") from error
 
 
 def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:
@@ -188,6 +209,8 @@ class Watch:
                     "step": f"{progress['step']} of {progress['steps']}",
                     "loss": progress["losses"],
                     "samples/s": progress["rate"],
+                    "data wait": progress["wait"],
+                    "time gone": progress["gone"],
                     "time left": progress["left"],
                 }
                 self.progress.show(table_of_progress(facts))

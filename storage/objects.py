@@ -4,14 +4,17 @@ A put is atomic: readers see the whole object or none. `put(..., if_absent=True)
 on: of any number of writers, on any number of machines, exactly one is told True.
 """
 
+import bisect
 import contextlib
 import functools
+import io
+import itertools
 import os
 import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -21,6 +24,10 @@ from typing import Any, BinaryIO, Protocol
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
 _REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
+
+
+# What can be put: bytes, the content of a file, or views of bytes, one after the other, never joined in memory.
+Content = bytes | Path | Sequence[memoryview]
 
 
 class ObjectMissing(KeyError):
@@ -62,8 +69,8 @@ class Objects(Protocol):
 
     root: str
 
-    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
-        """Write the bytes, or the content of a file, at once; False (only with if_absent): it was there already.
+    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
+        """Write this at once; False (only with if_absent): it was there already.
 
         StorageUnreachable, and nothing changed, where it cannot be written.
         """
@@ -172,11 +179,11 @@ class LocalObjects:
                 if os.path.lexists(file):
                     file.unlink()
 
-    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
         with _changing(file := self._file(path)):
             return self._put(file, data, if_absent)
 
-    def _put(self, file: Path, data: bytes | Path, if_absent: bool) -> bool:
+    def _put(self, file: Path, data: Content, if_absent: bool) -> bool:
         if if_absent and file.exists():
             return False
         _make_folder(file.parent)
@@ -189,7 +196,8 @@ class LocalObjects:
                         while block := source.read(1 << 20):
                             out.write(block)
                 else:
-                    out.write(data)
+                    for part in [data] if isinstance(data, bytes) else data:
+                        out.write(part)
                 out.flush()
                 os.fsync(out.fileno())
             if if_absent:
@@ -334,6 +342,36 @@ def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
     return data
 
 
+class _Joined(io.RawIOBase):
+    """Parts as one file to read from."""
+
+    def __init__(self, parts: Sequence[memoryview]):
+        self._parts, self._place = parts, 0
+        self._starts = list(itertools.accumulate(map(len, parts), initial=0))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = (0, self._place, self._starts[-1])[whence] + offset
+        return self._place
+
+    def readinto(self, target: memoryview) -> int:
+        """Fill it, over the borders of parts, as long as there is something: who uploads takes less for the end."""
+        written = 0
+        while written < len(target) and self._place < self._starts[-1]:
+            number = bisect.bisect_right(self._starts, self._place) - 1
+            start = self._place - self._starts[number]
+            piece = self._parts[number][start : start + len(target) - written]
+            target[written : written + len(piece)] = piece
+            written += len(piece)
+            self._place += len(piece)
+        return written
+
+
 class S3Objects:
     """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...)."""
 
@@ -395,34 +433,35 @@ class S3Objects:
             "writers could overwrite each other's commits. Use an endpoint with conditional writes"
         )
 
-    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
+    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
         key = self._key(path)
         if if_absent:
             return self._put_if_absent(path, data)
-        if isinstance(data, Path):
-            from boto3.exceptions import S3UploadFailedError
-            from botocore.exceptions import BotoCoreError, ClientError
-
-            try:
-                self._client().upload_file(str(data), self.bucket, key)  # in parts where it is large
-            except (S3UploadFailedError, BotoCoreError, ClientError) as error:
-                raise self._lost("upload_file", path, error) from error
-        else:
+        if isinstance(data, bytes):
             self._call("put_object", path, Key=key, Body=data)
+            return True
+        from boto3.exceptions import S3UploadFailedError
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            with data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
+                self._client().upload_fileobj(file, self.bucket, key)  # in parts where it is large
+        except (S3UploadFailedError, BotoCoreError, ClientError) as error:
+            raise self._lost("upload", path, error) from error
         return True
 
-    def _put_if_absent(self, path: str, data: bytes | Path) -> bool:
+    def _put_if_absent(self, path: str, data: Content) -> bool:
         """One PUT with `If-None-Match: *`, repeated where S3 could not decide between two that came together."""
         # Botocore repeats a request whose answer was lost, and then finds its own object there: the mark tells.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
             try:
-                if isinstance(data, Path):
-                    with data.open("rb") as file:
-                        self._call("put_object", path, Body=file, **arguments)
-                else:
+                if isinstance(data, bytes):
                     self._call("put_object", path, Body=data, **arguments)
+                else:
+                    with data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
+                        self._call("put_object", path, Body=file, **arguments)
                 return True
             except StorageUnreachable as error:
                 if error.http_status == 412:

@@ -40,14 +40,13 @@ def test_rows_keep_their_content_and_padding_is_marked():
     assert batch.tokens[0].tolist() == [1, 2, 3, 0, 0]
     assert batch.region_mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert batch.boxes[2, 2].tolist() == [8, 9, 10, 11]
-    assert batch.picture_rows.tolist() == [0, 2]
-    assert batch.picture_of.tolist() == [0, -1, 1]
+    assert batch.picture_rows.tolist() == [2, 0], "the tall picture is of the first group"
+    assert batch.picture_of.tolist() == [1, -1, 0]
     assert batch.region_classes.tolist() == [[0, 0, 0]] * 3
     assert (batch.features.numel(), batch.cells.numel()) == (0, 0)
-    assert batch.picture_sizes.tolist() == [[6, 4], [2, 5]], "(width, height)"
-    assert tuple(batch.pixels.shape) == (2, 3, 5, 6)
-    assert batch.pixels[0, 0].sum() == 2 * 4 * 6
-    assert batch.pixels[1, 0, :, 2:].sum() == 0
+    assert batch.picture_sizes.tolist() == [[2, 5], [6, 4]], "(width, height)"
+    assert [tuple(group.shape) for group in batch.pixels] == [(1, 3, 5, 2), (1, 3, 4, 6)]
+    assert (batch.picture(0).unique().tolist(), batch.picture(1).unique().tolist()) == ([3], [2])
     assert batch.targets["word_asked"].nonzero().tolist() == [[0, 1], [1, 0], [1, 4]]
     assert batch.asked["words"].tolist() == [1, 0, 4], "in the order of the rows, as the mask finds them"
     assert batch.targets["region_asked"].nonzero().tolist() == [[0, 1], [2, 1]]
@@ -55,10 +54,57 @@ def test_rows_keep_their_content_and_padding_is_marked():
 
 def test_a_batch_of_text_alone_has_no_pictures():
     batch = collate([Example("a", words(3, [1])), Example("b", words(2, [0]))])
-    assert tuple(batch.pixels.shape) == (0, 3, 0, 0)
+    assert batch.pixels == ()
     assert tuple(batch.region_mask.shape) == (2, 0)
     assert tuple(batch.boxes.shape) == (2, 0, 4)
     assert (batch.picture_of.tolist(), len(batch.picture_rows), len(batch.features)) == ([-1, -1], 0, 0)
+
+
+def test_pictures_of_similar_shape_share_a_tensor_padded_with_zeros():
+    sizes = [(8, 12), (12, 8), (9, 12), (12, 7), (7, 11)]  # height, width
+    batch = collate([Example(str(n), words(1, []), picture(n + 1, *size)) for n, size in enumerate(sizes)])
+    assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 12, 8), (3, 3, 9, 12)]
+    assert batch.picture_rows.tolist() == [1, 3, 0, 2, 4], "in each group in the order of the rows"
+    assert batch.picture_of.tolist() == [2, 0, 3, 1, 4]
+    for row, (height, width) in enumerate(sizes):
+        number = batch.picture_of[row]
+        assert batch.picture_sizes[number].tolist() == [width, height]
+        assert torch.equal(batch.picture(number), torch.full((3, height, width), row + 1, dtype=torch.uint8))
+    assert sum(int(group.sum()) for group in batch.pixels) == 3 * sum((n + 1) * h * w for n, (h, w) in enumerate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([(6, 9)], 1),
+        ([(6, 9)] * 3, 1),
+        ([(12, 18), (13, 18), (12, 19)], 1),  # two would save 7 %
+        ([(6, 9), (6, 9), (9, 6)], 2),
+        ([(6, 9), (6, 30)], 2),
+        ([(6, 9), (9, 6), (9, 9)], 2),
+        ([(6, 9), (9, 6), (30, 3), (3, 30)], 2),
+    ],
+)
+def test_pictures_are_in_two_groups_only_where_that_saves_a_tenth_of_the_pixels(sizes, groups):
+    def padded(numbers) -> int:
+        return len(numbers) * max(sizes[n][0] for n in numbers) * max(sizes[n][1] for n in numbers) if numbers else 0
+
+    examples = [Example(str(n), words(1, []), picture(1, *size)) for n, size in enumerate(sizes)]
+    batch = collate(examples)
+    assert len(batch.pixels) == groups
+    everyone = range(len(sizes))
+    ways = [[[n for n in everyone if way >> n & 1 == side] for side in (0, 1)] for way in range(2 ** len(sizes))]
+    best = min(sum(padded(group) for group in way) for way in ways)
+    found = sum(group.shape[0] * group.shape[2] * group.shape[3] for group in batch.pixels)
+    assert found == best if groups == 2 else best > 0.9 * padded(everyone) == 0.9 * found
+    backwards = collate(examples[::-1])
+    assert [group.shape for group in backwards.pixels] == [group.shape for group in batch.pixels]
+
+
+def test_pictures_without_pixels_stay_in_the_order_of_the_rows():
+    pictures = [dataclasses.replace(precomputed(2), size=size) for size in ((9, 6), (6, 9))]
+    batch = collate([Example(str(n), words(1, []), p) for n, p in enumerate(pictures)])
+    assert (batch.pixels, batch.picture_rows.tolist()) == ((), [0, 1])
 
 
 def test_texts_about_one_picture_are_rows_that_share_it():
@@ -67,9 +113,9 @@ def test_texts_about_one_picture_are_rows_that_share_it():
     assert len(batch) == 5
     assert (batch.keys, batch.about) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
     assert batch.text_mask.sum(1).tolist() == [2, 3, 2, 4, 1]
-    assert batch.picture_of.tolist() == [-1, 0, 0, 0, 1]
-    assert batch.picture_rows.tolist() == [1, 4]
-    assert len(batch.pixels) == len(batch.picture_sizes) == 2
+    assert batch.picture_of.tolist() == [-1, 1, 1, 1, 0]
+    assert batch.picture_rows.tolist() == [4, 1]
+    assert sum(len(group) for group in batch.pixels) == len(batch.picture_sizes) == 2
     assert batch.region_mask.sum(1).tolist() == [0, 2, 2, 2, 3]
     assert torch.equal(batch.boxes[1], batch.boxes[3])
     assert batch.targets["region_asked"].sum(1).tolist() == [0, 1, 1, 1, 1], "what a picture asks is asked of each text"
@@ -85,7 +131,7 @@ def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_o
     assert tuple(batch.cells.shape) == (5, 3, 3)
     np.testing.assert_array_equal(batch.cells[:2], cells)
     assert batch.region_classes.tolist() == [[0, 7, 0], [0, 7, 0], [0, 0, 0]]
-    assert tuple(batch.pixels.shape) == (2, 3, 0, 0)
+    assert batch.pixels == ()
 
 
 @pytest.mark.parametrize("name", ["pixels", "features", "cells"])
@@ -104,7 +150,7 @@ def test_examples_that_ask_for_different_things_do_not_mix():
 
 def test_moving_a_batch_keeps_pixels_as_bytes():
     batch = collate([Example("a", words(3, [1]), picture(2, 4, 6))]).to(torch.device("cpu"))
-    assert batch.pixels.dtype == torch.uint8
+    assert [group.dtype for group in batch.pixels] == [torch.uint8]
     assert batch.asked["words"].tolist() == [1]
 
 

@@ -4,6 +4,7 @@ It is made by `python tests/test_checkpoint.py` (only when the format gets a new
 docs/formats.md.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load
 
 from detectors.checkpoints import checkpoints, load_optimizer, remove_old
 from detectors.resnet import ResNetConfig
+from detectors.writer import Writer
 from storage.objects import open_objects
 from vlbert.checkpoint import CHECKPOINT_VERSION, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
@@ -82,7 +84,8 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
 
 def test_todays_code_writes_the_golden_bytes(tmp_path):
     model, optimizer = model_and_optimizer()
-    folder = save_checkpoint(open_objects(str(tmp_path)), "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
+    with Writer(open_objects(str(tmp_path))) as writer:
+        folder = save_checkpoint(writer, "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
     assert folder == FOLDER
     for file in ("vocab.txt", "state.json", "model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / folder / file).read_bytes() == (GOLDEN / "checkpoint" / folder / file).read_bytes(), file
@@ -95,13 +98,15 @@ def test_todays_code_writes_the_golden_bytes(tmp_path):
 def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
     objects = open_objects(str(tmp_path))
     model, optimizer = model_and_optimizer()
-    for step in (1, 2, 3):
-        save_checkpoint(objects, "run", step, RECIPE, model, optimizer, WORDS, 3, STATE)
+    recipe = dataclasses.replace(RECIPE, keep_checkpoints=3)
+    with Writer(objects) as writer:
+        for step in (1, 2, 3):
+            save_checkpoint(writer, "run", step, recipe, model, optimizer, WORDS, 3, STATE)
     objects.delete("runs/run/step-0000003/state.json")
     assert checkpoints(objects, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
     with pytest.raises(ValueError, match="is no whole checkpoint: it has no state.json"):
         read_checkpoint(objects, "runs/run/step-0000003")
-    remove_old(objects, "run", keep=1)
+    remove_old(objects, "run", 1, best=None)
     assert checkpoints(objects, "run") == ["runs/run/step-0000002"]
     assert not list(objects.list("runs/run/step-0000001/"))
 
@@ -163,5 +168,5 @@ def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, fil
 if __name__ == "__main__":
     shutil.rmtree(GOLDEN / "checkpoint", ignore_errors=True)
     golden_model, golden_optimizer = model_and_optimizer()
-    objects = open_objects(str(GOLDEN / "checkpoint"))
-    save_checkpoint(objects, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)
+    with Writer(open_objects(str(GOLDEN / "checkpoint"))) as writer:
+        save_checkpoint(writer, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)

@@ -63,7 +63,7 @@ def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
     rows, picture_of = [], {row: i for i, row in enumerate(batch.picture_rows.tolist())}
     for i, key in enumerate(batch.keys):
         words, regions = batch.text_mask[i], batch.region_mask[i]
-        pixels = batch.pixels[picture_of[i]].sum().item() if i in picture_of else 0
+        pixels = batch.picture(picture_of[i]).sum().item() if i in picture_of else 0
         row = (
             batch.tokens[i][words].tolist(),
             batch.targets["word_asked"][i][words].tolist(),

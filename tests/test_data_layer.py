@@ -182,7 +182,7 @@ def test_the_whole_images_feature_is_the_mean_of_what_is_not_hidden(flip, number
 def test_the_network_sees_the_authors_pixels(flip, number):
     """Blue, green, red in this order, the mean off, masked regions at zero: those that were cut away, too."""
     theirs, batch = of("e2e", flip, number), collate([example("e2e", flip, number)])
-    mine = FastRCNN(config("e2e")).network_input(batch)[0]
+    mine = FastRCNN(config("e2e")).network_input(batch)[0][0]
     assert list(mine.shape) == theirs("image_shape").tolist()
     mine, picture = mine[:, ::4, ::4].numpy(), theirs("image_sub4")
     hole = (picture == 0).all(axis=0)

@@ -401,8 +401,8 @@ def stopped_after(step: int, recipe: DetectorRecipe) -> None:
     """A run that ends as Ctrl-C would end it, right after it saved this step."""
     save = detectors.train.save_checkpoint
 
-    def save_and_stop(run: Any, recipe: DetectorRecipe, done: int) -> None:
-        save(run, recipe, done)
+    def save_and_stop(run: Any, writer: Any, recipe: DetectorRecipe, done: int, *state: Any) -> None:
+        save(run, writer, recipe, done, *state)
         if done == step:
             raise KeyboardInterrupt
 

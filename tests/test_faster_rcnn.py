@@ -31,7 +31,7 @@ from detectors.faster_rcnn import (
     resized_size,
     to_input,
 )
-from detectors.resnet import RESNET101, FrozenNorm, Res5, ResNetC4, ResNetConfig
+from detectors.resnet import RESNET101, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig
 from detectors.select import SelectionSettings
 from detectors.weights import load_resnet, load_weights, weights_hash
 from storage.sample import Sample
@@ -119,21 +119,22 @@ def test_our_resnet_computes_what_torchvisions_does():
         theirs = reference.layer3(
             reference.layer2(reference.layer1(reference.maxpool(reference.relu(reference.bn1(reference.conv1(x))))))
         )
-        torch.testing.assert_close(c4(x), theirs)
-        torch.testing.assert_close(res5(theirs), reference.layer4(theirs))
+        # A norm that is folded into a convolution rounds elsewhere: compared with the largest value.
+        for found, expected in ((c4(x), theirs), (res5(theirs), reference.layer4(theirs))):
+            torch.testing.assert_close(found / expected.max(), expected / expected.max(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_norm_is_a_batch_norm_in_eval_mode_also_while_training():
     live = torch.nn.BatchNorm2d(6)
     for tensor in (live.weight.data, live.bias.data, live.running_mean, live.running_var):
         tensor.uniform_(0.5, 2)
-    frozen = FrozenNorm.of(live).train()
-    x = torch.randn(2, 6, 3, 3)
-    torch.testing.assert_close(frozen(x), live.eval()(x))
-    before = {name: tensor.clone() for name, tensor in frozen.state_dict().items()}
-    frozen(x)
-    assert all(torch.equal(before[name], tensor) for name, tensor in frozen.state_dict().items())
-    assert not list(frozen.parameters())
+    conv = NormedConv(4, 6, kernel=3, stride=1, dilation=1, norm="frozen").train()
+    conv.norm = FrozenNorm.of(live)
+    x = torch.randn(2, 4, 3, 3)
+    before = {name: tensor.clone() for name, tensor in conv.state_dict().items()}
+    torch.testing.assert_close(conv(x), live.eval()(torch.nn.functional.conv2d(x, conv.weight, padding=1)))
+    assert all(torch.equal(before[name], tensor) for name, tensor in conv.state_dict().items())
+    assert not list(conv.norm.parameters())
 
 
 def test_freezing_stops_learning_in_the_first_stages_only():

@@ -308,7 +308,7 @@ def test_an_untrained_detector_is_named_loudly(world: World, root: str):
 def test_progress_lines_are_passed_on_now_and_then_and_all_others_always():
     heard = []
     on_line = paced(heard.append)
-    progress = [f"step {i}/100  words 1.000  10.0 samples/s  0:10 left" for i in range(5)]
+    progress = [f"step {i}/100  words 1.000  10.0 samples/s  data wait 1 %  0:05 gone  0:10 left" for i in range(5)]
     rest = ["step 4/100  validation  words_accuracy 0.500", "step 4/100  saved runs/x/step-0000004", "x is complete"]
     for line in progress + rest:
         on_line(line)

@@ -34,6 +34,7 @@ from vlbert.validate import validate
 ALONE = World(0, 1, torch.device("cpu"))
 SEEDS = (0, 1, 2)
 STEPS = 80
+DATA = DataConfig(batch=32, workers=0)
 WARM = {"red": (220, 30, 30), "yellow": (230, 200, 30), "pink": (240, 130, 180)}
 COLD = {"green": (30, 160, 60), "blue": (40, 60, 220), "cyan": (60, 210, 220)}
 COLOURS = WARM | COLD
@@ -122,14 +123,15 @@ def drawn(number: int) -> Sample:
     return Sample(key, file.getvalue(), caption, url, *picture.size, sha256="0" * 64, regions=regions)
 
 
-def learn(model: TaskModel, batches: Sequence[Batch], steps: int, rate: float) -> None:
+def learn(model: TaskModel, batches: Sequence[Batch], steps: int, rate: float, precision: str = "fp32") -> None:
     """Optimizer steps on these batches in turn."""
     config = OptimizerConfig(learning_rate=rate, warm_up=10)
     optimizer = make_optimizer(model, config)
     model.train()
     for step in range(steps):
         prepare_step(optimizer, step, steps, config)
-        losses = model(batches[step % len(batches)])
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            losses = model(batches[step % len(batches)])
         optimizer.zero_grad()
         sum(total / max(1, count) for total, count in losses.values()).backward()
         optimizer.step()
@@ -142,22 +144,28 @@ def held_out() -> Drawn:
 
 
 @pytest.fixture(scope="module")
-def means(held_out: Drawn) -> dict[tuple[str, str], dict[str, float]]:
+def training() -> list[Batch]:
+    """Made once: the same for every model."""
+    task = Pretraining(LEARNS, WORDS, len(COLOURS))
+    drawings = Drawn(range(512))
+    data = TrainingData(drawings, task.questions(drawings, None), task, DATA, MODEL.regions, ALONE)
+    return [data[step][0] for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def means(held_out: Drawn, training: list[Batch]) -> dict[tuple[str, str], dict[str, float]]:
     """By what is hidden (pixels or features) and what is asked: each metric's mean over three first weights."""
     task = Pretraining(LEARNS, WORDS, len(COLOURS))
-    drawings, data = Drawn(range(512)), DataConfig(batch=32, workers=0)
-    training = TrainingData(drawings, task.questions(drawings, None), task, data, MODEL.regions, ALONE)
-    batches = [training[step][0] for step in range(STEPS)]  # made once: they are the same for every model
     print()
     means = {}
     for hide, names in {"pixels": list(ASKED), "features": ["as usual", "without a word"]}.items():
         config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, hide=hide))
-        recipe = Recipe("learns", LEARNS, config, data, precision="fp32", validation_samples=None)
+        recipe = Recipe("learns", LEARNS, config, DATA, precision="fp32", validation_samples=None)
         runs = {name: [] for name in names}
         for seed in SEEDS:
             torch.manual_seed(seed)
             model = TaskModel(VLBert(config, len(WORDS)), task)
-            learn(model, batches, STEPS, rate=1e-2)
+            learn(model, training, STEPS, rate=1e-2)
             for name in names:
                 model.task = Pretraining(ASKED[name], WORDS, len(COLOURS))
                 questions = model.task.questions(held_out, "val")
@@ -299,3 +307,21 @@ def test_only_what_another_picture_takes_away_is_grounding(means):
     assert blind["words_accuracy"] > 0.75, "most words are told by their places"
     assert abs(blind["words_accuracy_grounding"]) < 0.02
     assert abs(blind["watched_accuracy_grounding"]) < 0.05
+
+
+@pytest.mark.slow
+def test_in_bf16_it_learns_as_in_fp32(means: dict, held_out: Drawn, training: list[Batch], commonest: float):
+    task = Pretraining(ASKED["as usual"], WORDS, len(COLOURS))
+    recipe = Recipe("learns", LEARNS, MODEL, DATA, precision="bf16", validation_samples=None)
+    runs = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = TaskModel(VLBert(MODEL, len(WORDS)), task)
+        learn(model, training, STEPS, rate=1e-2, precision="bf16")
+        runs.append(validate(model, recipe, held_out, task.questions(held_out, "val"), ALONE)[0])
+    half = {metric: float(np.mean([run[metric] for run in runs])) for metric in runs[0]}
+    whole = means["pixels", "as usual"]
+    print(f"\nbf16: {', '.join(f'{metric} {value:.3f}' for metric, value in half.items())}")
+    assert half["watched_accuracy"] > commonest + 0.2
+    for metric in ("words_accuracy", "watched_accuracy", "regions_accuracy"):
+        assert half[metric] == pytest.approx(whole[metric], abs=0.05), metric

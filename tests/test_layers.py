@@ -25,7 +25,9 @@ KNOW_DETECTORS = {
     "vlbert/train.py",  # starts from a detector's weights
 }
 # How any model of ours is trained: settings, processes, log and checkpoints of a run. Not about detectors.
-TRAINING = {f"detectors.{name}" for name in ("fields", "distributed", "loop", "record", "checkpoints")}
+TRAINING = {
+    f"detectors.{name}" for name in ("fields", "distributed", "loop", "precision", "record", "checkpoints", "writer")
+}
 FILES = sorted(path.relative_to(ROOT) for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
 HOUSE = {*MAY_IMPORT, "demo", "benchmarks", "tests"}
 

@@ -23,6 +23,7 @@ from released import WORDS, needs_key_lists, save_released, small_state
 from tiny import TINY_MODEL, tiny_recipe
 
 from detectors.fields import override
+from detectors.writer import Writer
 from storage.objects import open_objects
 from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
 from vlbert.checkpoint import load_model, read_model, save_checkpoint
@@ -121,9 +122,9 @@ def test_what_the_encoder_says_has_the_shapes_that_it_promises(model):
 def test_a_checkpoint_of_a_run_loads_like_any_model(model, tmp_path):
     recipe = tiny_recipe(tmp_path)
     task_model = TaskModel(model, make_task(recipe.task, WORDS, 8))
-    objects = open_objects(str(tmp_path))
     optimizer = make_optimizer(task_model, recipe.optimizer)
-    path = save_checkpoint(objects, "run", 3, recipe, task_model, optimizer, WORDS, 8, {})
+    with Writer(open_objects(str(tmp_path))) as writer:
+        path = save_checkpoint(writer, "run", 3, recipe, task_model, optimizer, WORDS, 8, {})
     loaded = VLBert.from_pretrained(tmp_path / path)
     assert equal(loaded, model)
     assert loaded.vocabulary.pieces == WORDS.pieces

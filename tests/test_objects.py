@@ -17,7 +17,7 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from s3 import environment
 
-from storage.objects import LocalObjects, ObjectMissing, Objects, S3Objects, StorageUnreachable, open_objects
+from storage.objects import Content, LocalObjects, ObjectMissing, Objects, S3Objects, StorageUnreachable, open_objects
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -37,15 +37,17 @@ def test_what_is_put_is_got_whole_and_in_ranges(objects, tmp_path):
     (tmp_path / "file").write_bytes(data)
     assert objects.put("a/bytes", data) is True
     assert objects.put("a/file", tmp_path / "file") is True
-    for path in ("a/bytes", "a/file"):
+    assert objects.put("a/views", [memoryview(data)[:7], memoryview(b""), memoryview(data)[7:]]) is True
+    for path in ("a/bytes", "a/file", "a/views"):
         assert objects.get(path) == data
         assert objects.get_range(path, 0, len(data)) == data
         assert objects.get_range(path, 255, 3) == b"\xff\x00\x01"
         assert objects.get_range(path, len(data) - 1, 1) == b"\xff"
         assert objects.get_range(path, 5, 0) == b""
         assert objects.exists(path)
-    objects.put("a/bytes", b"")
-    assert objects.get("a/bytes") == b""
+    for nothing in (b"", []):
+        objects.put("a/bytes", nothing)
+        assert objects.get("a/bytes") == b""
 
 
 def test_a_range_past_the_end_is_an_error_and_not_less(objects):
@@ -78,11 +80,13 @@ def test_a_file_that_cannot_be_read_is_told_from_a_missing_one_and_named(tmp_pat
                 read(path)
 
 
-@pytest.mark.parametrize("form", ["bytes", "file"])
+@pytest.mark.parametrize("form", ["bytes", "file", "views"])
 def test_put_if_absent_never_changes_what_is_there(objects, tmp_path, form):
-    def content(data: bytes) -> bytes | Path:
+    def content(data: bytes) -> Content:
         if form == "bytes":
             return data
+        if form == "views":
+            return [memoryview(data)[:2], memoryview(data)[2:]]
         (tmp_path / "file").write_bytes(data)
         return tmp_path / "file"
 

@@ -28,7 +28,7 @@ def test_the_log_of_a_long_training_is_short_and_never_silent_for_long():
     clock, heard = Clock(), []
     log = paced(lambda line: heard.append((clock.now, line)), clock=clock)
     for clock.now in range(0, DAY_AND_A_HALF, 2):
-        log(f"step {clock.now}/100000  words 1.000  10.0 samples/s  0:10 left")
+        log(f"step {clock.now}/100000  words 1.000  10.0 samples/s  data wait 1 %  0:05 gone  0:10 left")
     times = [time for time, _ in heard]
     assert times[:4] == [0, 6, 12, 18]  # the first lines after five seconds
     assert len(times) < 700

@@ -25,6 +25,7 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_shard
 from detectors.select import SelectionSettings
 from detectors.weights import load_weights, read_config
+from detectors.writer import Writer
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Sample
@@ -80,8 +81,8 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
     made = make_task(task, WORDS, 36)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), made)
     optimizer = make_optimizer(model, recipe.optimizer)
-    objects = open_objects(str(root))
-    folder = save_checkpoint(objects, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
+    with Writer(open_objects(str(root)), say=lambda line: None) as writer:
+        folder = save_checkpoint(writer, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
     return root / folder
 
 

@@ -105,7 +105,10 @@ def test_words_of_captions_and_of_text_alone_are_counted_apart():
     batch = collate([example(task(), 1), text, example(task(), 2)])
     losses = model(batch)
     captions = len(tiny_sample(1).caption.split()) + len(tiny_sample(2).caption.split())
-    assert {name: count for name, (_, count) in losses.items()} == {"words": captions, "text_words": 3, "regions": 4}
+    counts = {"words": captions, "text_words": 3, "regions": 4}
+    assert {name: count for name, (_, count) in losses.items()} == counts | {
+        f"{k}_accuracy": n for k, n in counts.items()
+    }
     # A model that knows nothing is wrong by about ln(size).
     assert float(losses["words"][0].detach()) / captions == pytest.approx(np.log(len(WORDS)), rel=0.3)
 
@@ -121,6 +124,7 @@ def test_whatever_is_not_asked_has_a_loss_of_zero_and_harms_nothing(losses_over,
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking)
     rows = [asking.text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))]
     losses = model(collate([*([example(asking, 1, 3)] if pictures else []), *rows, *rows]))
+    losses = {name: loss for name, loss in losses.items() if loss[0].requires_grad}
     expected = {"words": pictures and words, "text_words": words, "regions": pictures and regions}
     for name, (loss, count) in losses.items():
         assert (count > 0) == (float(loss.detach()) > 0) == bool(expected.pop(name)), name
@@ -135,6 +139,7 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
     silent = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
     batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(silent, 3), text])
     words, regions = (torch.randn(len(batch.asked[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
+    words[torch.arange(0, 18, 2), batch.asked["words"][::2]] = 9.0  # every second one is guessed
     head = Oracle(lambda _: words, lambda _: regions)
     each = F.cross_entropy(words, batch.asked["words"], reduction="none")
     each_region = F.cross_entropy(regions, batch.asked["region_classes"], reduction="none")
@@ -144,6 +149,8 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
     for name, all_of_it in (("words", captions), ("text_words", texts), ("regions", each_region)):
         total, count = losses["questions"][name]
         torch.testing.assert_close((total, count), (all_of_it.sum(), len(all_of_it)))
+    guessed = [losses["questions"][f"{name}_accuracy"] for name in ("words", "text_words")]
+    assert [(int(right), asked) for right, asked in guessed] == [(2 + 5, 14), (1 + 1, 4)]
     by_row = {
         "words": [each[:3], each[5:16]],
         "text_words": [each[3:5], each[16:]],
@@ -202,6 +209,11 @@ def test_accuracy_counts_words_watched_words_and_hidden_regions():
     assert metrics["watched_accuracy"] == pytest.approx(reds / (reds + squares))
     assert metrics["regions_accuracy"] == 0, "a region left in sight is no question of language"
     assert 0 < int(hidden.sum()) < len(hidden)
+    losses = counting.losses(None, head, None, batch)
+    right, asked = losses["words_accuracy"]
+    assert (int(right), asked) == (len(truth) - squares, len(truth))
+    right, asked = losses["regions_accuracy"]
+    assert (int(right), asked) == (int((~hidden).sum()), len(hidden)), "training looks at what it learns from"
 
 
 def test_a_watched_word_that_the_vocabulary_lacks_is_named():

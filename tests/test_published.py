@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 from detectors.fields import differing_fields
+from detectors.writer import Writer
 from storage.objects import open_objects
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
@@ -362,8 +363,9 @@ def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_pat
     recipe = Recipe(name="run", task=PretrainingSettings(), model=model)
     for classes in (1600, 8):
         whole = TaskModel(VLBert(model, len(WORDS)), make_task(recipe.task, WORDS, classes))
-        objects, optimizer = open_objects(str(tmp_path)), make_optimizer(whole, recipe.optimizer)
-        path = save_checkpoint(objects, "run", classes, recipe, whole, optimizer, WORDS, classes, {})
+        optimizer = make_optimizer(whole, recipe.optimizer)
+        with Writer(open_objects(str(tmp_path))) as writer:
+            path = save_checkpoint(writer, "run", classes, recipe, whole, optimizer, WORDS, classes, {})
         if classes == 8:
             with pytest.raises(ValueError, match=r"head.region_classifier.bias as \(9,\), the model as \(1601,\)"):
                 to_theirs(tmp_path / path, tmp_path / "small.model")

@@ -590,7 +590,15 @@ def test_the_loss_is_over_candidates_alone(task, samples):
     batch = collate([example(task, sample, ask) for sample, ask in zip(samples[:2], questions, strict=True)])
     scores = torch.tensor([[9.0, -5, -6, 9], [9, -7, -5, -6]])
     encoded = Encoded(torch.zeros(1), scores[..., None], appearance=torch.zeros(0))
-    loss, count = task.losses(None, torch.nn.Identity(), encoded, batch)["regions"]
+    losses = task.losses(None, torch.nn.Identity(), encoded, batch)
+    loss, count = losses["regions"]
+    right, asked = losses["accuracy"]
+    assert (int(right), asked) == (0, 2)
+    other = torch.tensor([[9.0, -6, -5, 9], [9, -7, -6, -5]])
+    right, asked = task.losses(
+        None, torch.nn.Identity(), dataclasses.replace(encoded, regions=other[..., None]), batch
+    )["accuracy"]
+    assert (int(right), asked) == (2, 2)
     assert count == 5, "neither padding nor the whole image is scored"
     right = torch.tensor([0.0, 1, 0, 0, 1])
     kept = torch.tensor([-5.0, -6, -7, -5, -6])

@@ -226,7 +226,9 @@ class Seen:
     def __call__(self, step: int, parts: Sequence[Batch]) -> None:
         if step == self.at:
             commit_more(self.root, "00009", range(100, 108))
-        self.steps[step] = [(batch.keys, batch.tokens.tolist(), batch.pixels.sum().item()) for batch in parts]
+        self.steps[step] = [
+            (batch.keys, batch.tokens.tolist(), sum(int(group.sum()) for group in batch.pixels)) for batch in parts
+        ]
 
 
 def losses(root: Path, name: str) -> list[tuple]:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from detectors.distributed import World
 from detectors.loop import batches
+from detectors.measures import Line
 from detectors.record import Record, read_metrics
+from detectors.writer import Writer
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import Sample
 from vlbert.batch import Batch, Example, collate, void
@@ -417,18 +419,18 @@ def test_ranks_that_hold_a_place_compute_what_one_process_computes(tmp_path):
 
 
 def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path, capsys):
-    objects = open_objects(str(tmp_path))
-    record = Record(objects, "run", 0, 10, 1)
+    writer = Writer(open_objects(str(tmp_path)))
+    record = Record(writer, "run", 0, 10, 1)
     record.unreadable([])
     record.close()
     assert not (tmp_path / "runs" / "run" / "unreadable.jsonl").exists()
-    record = Record(objects, "run", 0, 10, 1)
+    record = Record(writer, "run", 0, 10, 1)
     record.unreadable({"step": step, "reason": f"reason {step % 5}"} for step in range(1, 8))
     assert "5 samples cannot be read, and count for nothing: reason 1; reason 2; reason 3; and 2 more" in (
         capsys.readouterr().out
     )
     record.close()
-    record = Record(objects, "run", 3, 10, 1)
+    record = Record(writer, "run", 3, 10, 1)
     record.unreadable([{"step": 4, "reason": "reason 4"}, {"step": 5, "reason": "reason 1"}])
     record.close()
     lines = (tmp_path / "runs" / "run" / "unreadable.jsonl").read_text().splitlines()
@@ -437,16 +439,16 @@ def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path
 
 def test_a_record_that_goes_on_replaces_a_file_at_once_and_only_where_lines_go(tmp_path):
     """Whoever had it open still reads all of it: a kill halfway leaves one or the other."""
-    objects = open_objects(str(tmp_path))
-    record = Record(objects, "run", 0, 10, 1)
+    writer = Writer(open_objects(str(tmp_path)))
+    record = Record(writer, "run", 0, 10, 1)
     for step in (1, 2, 3):
-        record.training(step, {"all": 1.0}, 0.1)
+        record.training(step, Line({"all": 1.0}, {}, {}, {}, steps=1, seconds=1.0, data_wait=0.0, memory=0), 0.1)
     record.close()
     file = tmp_path / "runs" / "run" / "metrics.jsonl"
     before, inode = file.read_text(), file.stat().st_ino
-    Record(objects, "run", 3, 10, 1).close()
+    Record(writer, "run", 3, 10, 1).close()
     assert (file.read_text(), file.stat().st_ino) == (before, inode)
     with file.open() as old:
-        Record(objects, "run", 2, 10, 1).close()
+        Record(writer, "run", 2, 10, 1).close()
         assert old.read() == before
     assert file.read_text() == "".join(before.splitlines(keepends=True)[:2])

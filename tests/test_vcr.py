@@ -296,6 +296,8 @@ def test_the_answer_losses_are_those_of_their_names(task, samples):
     assert float(loss / count) == pytest.approx(float(torch.nn.BCEWithLogitsLoss()(scores, right)))
     loss, count = changed(alone, loss="softmax").losses(None, First(), encoded, batch)["answers"]
     assert float(loss / count) == pytest.approx(float(torch.nn.CrossEntropyLoss()(scores, torch.tensor([2, 2]))))
+    known, asked = alone.losses(None, First(), encoded, batch)["accuracy"]
+    assert (int(known), asked) == (1, 2)
     rows = task.predictions(None, First(), encoded, batch)
     assert [(row["annot_id"], row["score"], row["label"]) for row in rows] == [("a-0", 0, 2), ("a-1", 1, 2)]
     assert rows[0]["probabilities"] == pytest.approx(scores[0].softmax(0).tolist())

@@ -167,6 +167,10 @@ def test_losses_are_finite_and_those_of_the_rule_that_is_set(task, samples):
     right = logits.log_softmax(1)[[0, 1, 2], [3, 2, 1]]
     assert count == 3, "the last question has no answer of the list"
     assert float(loss) == pytest.approx(-float(right.sum()))
+    for settings in ({}, {"loss": "cross_entropy"}):
+        worth, count = changed(task, **settings).losses(None, torch.nn.Identity(), encoded, batch)["accuracy"]
+        best = [float(scores[row, logits[row].argmax()]) for row in range(4)]
+        assert (float(worth), count) == (pytest.approx(sum(best)), 4)
     for settings in ({}, {"loss": "cross_entropy", "classifier": "linear"}, {"classifier": "two_layers"}):
         model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, **settings))
         loss, _ = model(batch)["answers"]

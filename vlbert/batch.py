@@ -4,12 +4,12 @@ Legend of shape letters, used in every file of vlbert/:
 
     N  rows of a batch (one caption, choice or expression each)        t, T  word pieces of a row; of the longest row
     P  pictures of a batch (rows without a picture have none)          r, R  regions of a row; of the row with most
-    H, W  height and width of the padded pictures, pixels              K     regions that are there, over all pictures
+    H, W  height and width of a group's padded pictures, pixels        K     regions that are there, over all pictures
     C  channels of the model (hidden size)                             M     things asked for, over all rows
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,8 @@ class Batch:
     text_mask      bool [N, T]                     region_mask     bool [N, R]  all False in a row without a picture
     segments       int64 [N, T]                    region_hidden   bool [N, R]
     looks_at       int64 [N, T]                    region_classes  int64 [N, R]  see Picture.classes
-    pixels         uint8 [P, 3, H, W]  H = W = 0 where features are precomputed
+    pixels         uint8 [p, 3, H, W] of each group of pictures of similar shape; () where features are precomputed.
+                   Pictures are numbered group by group, in each in the order of the rows: this is picture order
     picture_sizes  int64 [P, 2]        (width, height) of each picture without its padding
     covered        float32 [P, h, 4]   see Picture.covered; covered_mask, bool [P, h], says which are there
     picture_of     int64 [N]           the picture of each row; -1: none. Rows of one picture have the same regions
@@ -127,7 +128,7 @@ class Batch:
     region_mask: Tensor
     region_hidden: Tensor
     region_classes: Tensor
-    pixels: Tensor
+    pixels: tuple[Tensor, ...]
     picture_sizes: Tensor
     covered: Tensor
     covered_mask: Tensor
@@ -144,6 +145,11 @@ class Batch:
         """N, the number of rows."""
         return len(self.tokens)
 
+    def picture(self, number: int) -> Tensor:
+        """uint8 [3, h, w]: the pixels of a picture without its padding."""
+        width, height = self.picture_sizes[number].tolist()
+        return [picture for group in self.pixels for picture in group][number][:, :height, :width]
+
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`; pixels travel as uint8."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -156,6 +162,8 @@ class Batch:
         def changed(value: Any) -> Any:
             if isinstance(value, dict):
                 return {name: changed(v) for name, v in value.items()}
+            if isinstance(value, tuple):
+                return tuple(changed(v) for v in value)
             return change(value) if isinstance(value, Tensor) else value
 
         return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
@@ -184,8 +192,9 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     """Pad the texts of some examples to one Batch. ValueError where they carry different targets or features."""
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     words = [text for e in examples for text in e.texts]
-    pictures = [e.picture for e in examples if e.picture is not None]
-    number = {i: p for p, i in enumerate(i for i, e in enumerate(examples) if e.picture is not None)}
+    groups = _groups_of_shape({i: e.picture for i, e in enumerate(examples) if e.picture is not None})
+    number = {i: p for p, i in enumerate(i for group in groups for i in group)}
+    pictures = [examples[i].picture for i in number]
     rows = [row for row, i in enumerate(owners) if i in number]  # those with a picture
     shown = [examples[owners[row]].picture for row in rows]
     n, t, r = len(words), max(len(w.tokens) for w in words), max((len(p.boxes) for p in pictures), default=0)
@@ -206,7 +215,7 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
         region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
         region_hidden=_pad([p.hidden for p in shown], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
-        pixels=_pad_pixels([p.pixels for p in pictures if p.pixels is not None], len(pictures)),
+        pixels=_pad_pixels([[examples[i].picture for i in group] for group in groups]),
         picture_sizes=torch.tensor([p.size for p in pictures], dtype=torch.int64).reshape(-1, 2),
         covered=_pad(covered, range(len(pictures)), len(pictures), h, like=np.zeros((0, 4), np.float32)),
         covered_mask=_pad([np.ones(len(c), bool) for c in covered], range(len(pictures)), len(pictures), h, like=none),
@@ -221,15 +230,49 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     )
 
 
-def _pad_pixels(pictures: Sequence[Tensor], count: int) -> Tensor:
-    """uint8 [count, 3, H, W] with each picture in its upper left corner, zeros elsewhere; H = W = 0 without any."""
-    if len(pictures) not in (0, count):
-        raise ValueError(f"{count - len(pictures)} of {count} pictures of one batch have no pixels")
-    height, width = (max((p.shape[axis] for p in pictures), default=0) for axis in (1, 2))
-    pixels = torch.zeros(count, 3, height, width, dtype=torch.uint8)
-    for padded, picture in zip(pixels, pictures, strict=False):
-        padded[:, : picture.shape[1], : picture.shape[2]] = picture
-    return pixels
+def _groups_of_shape(pictures: Mapping[int, Picture]) -> list[list[int]]:
+    """The keys of some pictures in one group or, where this saves a tenth of the padded pixels, two.
+
+    Wide and tall pictures in one tensor would be padded to squares: a batch of 32 web photos has 1.8 times as many
+    pixels as the photos in one group, 1.16 times in two, 1.10 times in three. Without pixels there is nothing to save.
+    """
+    in_order = list(pictures)
+    if any(picture.pixels is None for picture in pictures.values()):
+        return [in_order]
+    by_shape = sorted(pictures, key=lambda key: pictures[key].size[0] - pictures[key].size[1])  # tall ones first
+    sizes = [pictures[key].size for key in by_shape]
+    areas = [tall + wide for tall, wide in zip(_padded_areas(sizes), _padded_areas(sizes[::-1])[::-1], strict=True)]
+    if not areas or min(areas) > 0.9 * areas[0]:
+        return [in_order]
+    tall = set(by_shape[: areas.index(min(areas))])
+    return [[key for key in in_order if key in tall], [key for key in in_order if key not in tall]]
+
+
+def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """The pixels of a group of the first 0, 1, ... of some sizes."""
+    areas, widest, highest = [0], 0, 0
+    for count, (width, height) in enumerate(sizes, 1):
+        widest, highest = max(widest, width), max(highest, height)
+        areas.append(count * widest * highest)
+    return areas
+
+
+def _pad_pixels(groups: Sequence[Sequence[Picture]]) -> tuple[Tensor, ...]:
+    """Of each group uint8 [p, 3, H, W] with each picture in its upper left corner, zeros elsewhere; () without any."""
+    pictures = [picture for group in groups for picture in group]
+    missing = sum(picture.pixels is None for picture in pictures)
+    if missing == len(pictures):
+        return ()
+    if missing:
+        raise ValueError(f"{missing} of {len(pictures)} pictures of one batch have no pixels")
+    padded = []
+    for group in groups:
+        height, width = (max(picture.pixels.shape[axis] for picture in group) for axis in (1, 2))
+        pixels = torch.zeros(len(group), 3, height, width, dtype=torch.uint8)
+        for place, picture in zip(pixels, group, strict=True):
+            place[:, : picture.pixels.shape[1], : picture.pixels.shape[2]] = picture.pixels
+        padded.append(pixels)
+    return tuple(padded)
 
 
 def _of_all_pictures(pictures: Sequence[Picture], name: str, axes: int) -> Tensor:

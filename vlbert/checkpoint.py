@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from detectors.checkpoints import checkpoints, optimizer_tensors, read_state
+from detectors.checkpoints import Best, as_json, checkpoints, optimizer_tensors, read_state, write_checkpoint
 from detectors.fields import from_json, to_json
+from detectors.writer import Writer
 from storage.objects import LocalObjects, Objects, open_objects
 from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
@@ -61,16 +62,21 @@ def model_files(
     about: dict | None = None,
 ) -> dict[str, bytes]:
     """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*", `about` adds to config.json."""
+    model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return _model_files(config, vocab_size, vocabulary, about) | {MODEL: model}
+
+
+def _model_files(
+    config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, about: dict | None
+) -> dict[str, bytes]:
+    """All but the tensors."""
     plain = {"version": CHECKPOINT_VERSION, "model": to_json(config), "vocab_size": vocab_size}
-    files = {
-        CONFIG: _json(plain | (about or {})),
-        MODEL: save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}),
-    }
+    files = {CONFIG: as_json(plain | (about or {}))}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
 def save_checkpoint(
-    objects: Objects,
+    writer: Writer,
     run: str,
     step: int,
     recipe: Recipe,
@@ -81,25 +87,29 @@ def save_checkpoint(
     state: dict[str, Any],
     detector: dict | None = None,
 ) -> str:
-    """Write runs/<run>/step-<step>/ and return its path; state.json goes last, and makes it whole.
+    """Have runs/<run>/step-<step>/ written, and return its path: write_checkpoint tells when it is whole.
 
     detector: id and description of that whose regions the run learns from (vlbert.train.detector_of).
     """
-    folder = f"runs/{run}/step-{step:07d}"
     about = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     about |= {"detector": detector} if detector else {}
-    files = model_files(model.state_dict(), recipe.model, len(vocabulary), vocabulary, about)
-    files["optimizer.safetensors"] = save(optimizer_tensors(model, optimizer))
+    files = _model_files(recipe.model, len(vocabulary), vocabulary, about)
     kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
-    files |= {TASK: _json(kept)} if kept else {}
-    files["state.json"] = _json({"version": CHECKPOINT_VERSION, "step": step} | state)
-    for name, data in files.items():
-        objects.put(f"{folder}/{name}", data)
-    return folder
+    files |= {TASK: as_json(kept)} if kept else {}
+    tensors = {MODEL: model.state_dict(), "optimizer.safetensors": optimizer_tensors(model, optimizer)}
+    state = {"version": CHECKPOINT_VERSION, "step": step} | state
+    keep, metric = recipe.keep_checkpoints, best_by(model.task, recipe.task)
+    return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
+
+
+def best_by(task: Any, settings: Any) -> str | None:
+    """The metric by which checkpoints of a task, or of its class, are compared; None where it names none."""
+    return task.best(settings) if hasattr(task, "best") else None
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """The model at a path: ROOT/runs/RUN/step-*, the newest of ROOT/runs/RUN, or any local folder that holds one."""
+    """The model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, the newest of ROOT/runs/RUN, or any local folder
+    that holds one."""
     objects, folder = find_checkpoint(path)
     return read_checkpoint(objects, folder) if folder else _read(objects, "", {})
 
@@ -114,13 +124,29 @@ def find_checkpoint(path: str) -> tuple[Objects, str]:
         _check_there(objects, "")
         return objects, ""
     objects = open_objects(root, write=False)
-    if "/" in rest:
+    run, _, named = rest.partition("/")
+    if named == "best":
+        return objects, _find_best(objects, run)
+    if named:
         _check_whole(objects, f"runs/{rest}")
         return objects, f"runs/{rest}"
-    saved = checkpoints(objects, rest)
+    saved = checkpoints(objects, run)
     if not saved:
-        raise ValueError(f"{objects.where(f'runs/{rest}')} has no whole checkpoint; name another run")
+        raise ValueError(f"{objects.where(f'runs/{run}')} has no whole checkpoint; name another run")
     return objects, saved[-1]
+
+
+def _find_best(objects: Objects, run: str) -> str:
+    """What the run's best.json names."""
+    path = f"runs/{run}/best.json"
+    if not objects.exists(path):
+        raise ValueError(
+            f"{objects.where(path)} is not there: no validation of {run} has measured a checkpoint yet, or its task "
+            f"compares none; name {objects.where(f'runs/{run}')} for the newest"
+        )
+    best = Best(**json.loads(objects.get(path)))
+    _check_whole(objects, best.checkpoint)
+    return best.checkpoint
 
 
 def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
@@ -273,7 +299,3 @@ def check_tensors(wanted: dict[str, Tensor], tensors: dict[str, Tensor], where: 
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{where} does not fit the model: it {'; '.join(problems[:5])}{more}")
-
-
-def _json(value: dict) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

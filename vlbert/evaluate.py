@@ -3,10 +3,11 @@
     torchrun --nproc-per-node N -m vlbert.evaluate RECIPE CHECKPOINT SPLIT [field=value ...] [--out FOLDER]
 
 RECIPE is the one that CHECKPOINT was trained by; its data is read. CHECKPOINT is ROOT/runs/RUN/step-*, ROOT/runs/RUN
-(the newest of the run) or a local folder with a model and its task's head; two, joined by a comma, are VCR's runs of
-answers and of rationales. SPLIT is named as in the task's files (val2014, testA, ...); a task without splits takes the
-name of a dataset. Fields are the recipe's; data.root is the checkpoint's where it is not given, the task's settings are
-those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to FOLDER (s3:// too).
+(the newest of the run), ROOT/runs/RUN/best or a local folder with a model and its task's head; two, joined by a comma,
+are VCR's runs of answers and of rationales. SPLIT is named as in the task's files (val2014, testA, ...); a task without
+splits takes the name of a dataset. Fields are the recipe's; data.root is the checkpoint's where it is not given, the
+task's settings are those of the training. Writes to ROOT/runs/RUN/evaluations/SPLIT-step-*, metrics.json last, or to
+FOLDER (s3:// too).
 An evaluation that is there already, by the same settings, is left as it is, but for --again.
 """
 

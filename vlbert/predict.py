@@ -8,8 +8,8 @@
     python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does [1] laugh?" \\
         --choices "..." "..." "..." "..." --rationales "..." "..." "..." "..."                     # VCR
 
-CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/step-*, or any folder with a model and its task's head. Writes a
-picture beside IMAGE and says where. docs/predict.md tells more.
+CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model and its task's
+head. Writes a picture beside IMAGE and says where. docs/predict.md tells more.
 """
 
 import argparse

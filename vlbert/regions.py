@@ -1,10 +1,12 @@
 """Fast R-CNN: from pixels and boxes to one feature vector a region, trained end to end (paper 3.2 and 3.3)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torchvision.ops import roi_align
 
 from detectors.resnet import Res5, ResNetC4
+from detectors.roi_align import roi_align
 from vlbert.batch import Batch
 from vlbert.boxes import hidden_pixels
 from vlbert.config import RegionConfig
@@ -31,36 +33,42 @@ class FastRCNN(nn.Module):
         """The K real regions of the batch's pictures, in picture order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
-    def appearance(self, pixels: Tensor, batch: Batch) -> Tensor:
-        """The same from pixels that are normalised already: float [P, 3, H, W] -> [K, D]."""
-        maps = self.backbone(pixels)  # (P, C4, H/16, W/16)
+    def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The same from pixels that are normalised already: float [p, 3, H, W] of each group -> [K, D]."""
+        maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         mask = batch.region_mask[batch.picture_rows]  # (P, R)
         pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
         boxes = batch.boxes[batch.picture_rows][mask]  # (K, 4)
         rois = torch.cat([pictures[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
-        with torch.autocast(maps.device.type, enabled=False):  # half precision would move the sampling points
-            cells = roi_align(
-                maps.float(), rois.float(), self.config.roi_size, 1 / STRIDE, sampling_ratio=1, aligned=False
-            )
+        with torch.autocast(boxes.device.type, enabled=False):  # half precision would move the sampling points
+            cells = roi_align([group.float() for group in maps], rois.float(), self.config.roi_size, 1 / STRIDE)
         cells = self.res5(cells)  # (K, D, S, S)
         if len(batch.cells):
             cells = cells * batch.cells[:, None]  # what is not the object counts as zero, in the mean too
         return cells.mean(dim=(2, 3))
 
-    def network_input(self, batch: Batch) -> Tensor:
-        """Pixels as the network takes them: float [P, 3, H, W], BGR, mean off, hidden regions and padding blank."""
-        pixels = (batch.pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
+    def network_input(self, batch: Batch) -> list[Tensor]:
+        """Pixels as the network takes them, one tensor a group of pictures: float [p, 3, H, W], BGR, mean off, hidden
+        regions and padding blank."""
+        numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
+        own = numbers.split([len(group) for group in batch.pixels])
+        return [self._normalised(*group, batch) for group in zip(batch.pixels, own, strict=True)]
+
+    def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
+        """One group of pictures, given with their numbers [p]."""
+        pixels = (pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
         height, width = pixels.shape[2:]
         if self.config.hide == "pixels":
-            rows = batch.picture_rows
-            boxes = torch.cat([batch.boxes[rows], batch.covered], dim=1)
-            hidden = torch.cat([batch.region_hidden[rows], batch.covered_mask], dim=1)
+            rows = batch.picture_rows[numbers]
+            boxes = torch.cat([batch.boxes[rows], batch.covered[numbers]], dim=1)
+            hidden = torch.cat([batch.region_hidden[rows], batch.covered_mask[numbers]], dim=1)
             hole = hidden_pixels(boxes, hidden, height, width)[:, None]
             blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
         # where a picture ends in a batch of larger ones, as in the authors' code; batches of one size avoid that.
-        inside_x = torch.arange(width, device=pixels.device) < batch.picture_sizes[:, :1]  # (P, W)
-        inside_y = torch.arange(height, device=pixels.device) < batch.picture_sizes[:, 1:]  # (P, H)
+        sizes = batch.picture_sizes[numbers]  # (p, 2)
+        inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
+        inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
         pixels = pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])
         return pixels.contiguous(memory_format=torch.channels_last)

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from detectors import distributed
-from detectors.checkpoints import checkpoints, load_optimizer, remove_old
+from detectors.checkpoints import checkpoints, load_optimizer, settle
 from detectors.distributed import World
 from detectors.fields import differing_fields, flat, to_json
 from detectors.loop import EXPECTED, Losses, batches, run_program, train_steps
+from detectors.precision import autocast, in_precision_of
 from detectors.record import Record, last_metrics
+from detectors.writer import Writer
 from storage.catalog import Catalog
 from storage.objects import Objects, open_objects
 from storage.order import mix
@@ -25,6 +27,7 @@ from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (
     Checkpoint,
+    best_by,
     check_kept,
     load_model,
     open_checkpoint,
@@ -43,13 +46,14 @@ from vlbert.data import (
     open_cache,
     open_samples,
 )
+from vlbert.execution import compiled_graphs, execute_as
 from vlbert.model import TaskModel, VLBert, count_parameters
 from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
-from vlbert.tasks import Questions, Task, make_task, splits_of, validation_split
+from vlbert.tasks import Questions, Task, make_task, splits_of, task_of, validation_split
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import TextCorpus, Vocabulary
-from vlbert.validate import autocast, validate
+from vlbert.validate import validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
 
@@ -68,6 +72,7 @@ class Run:
     num_classes: int
     pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
     detector: dict | None  # see detector_of
+    loop: dict | None  # the state of the loop in the checkpoint that goes on
     told: set[str] = field(default_factory=set)  # why new shards could not enter
 
 
@@ -80,10 +85,10 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
         return last_metrics(open_objects(recipe.data.root, write=False), recipe.run_name)
-    record = None
+    record, writer = None, Writer(run.objects)
     if world.first:
         samples = recipe.data.batch + recipe.data.text_batch
-        record = Record(run.objects, recipe.run_name, run.step, recipe.steps, samples)
+        record = Record(writer, recipe.run_name, run.step, recipe.steps, samples, world.size)
 
     unreadable: list[Unreadable] = []
 
@@ -103,20 +108,26 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
         return found
 
     run.model.train()
-    metrics = train_steps(
-        recipe,
-        world,
-        run.model,
-        run.optimizer,
-        range(run.step, recipe.steps),
-        all_batches(run, recipe, world, record, observe),
-        record=record,
-        prepare=prepare_one,
-        losses_of=losses_of,
-        validate=validate_now if run.held_out else None,
-        save=lambda done: save(run, recipe, done),
-        on_log=lambda: note_unreadable(unreadable, record, world),
-    )
+    with in_precision_of(recipe), writer:
+        metrics = train_steps(
+            recipe,
+            world,
+            run.model,
+            run.optimizer,
+            range(run.step, recipe.steps),
+            all_batches(run, recipe, world, record, observe),
+            record=record,
+            prepare=prepare_one,
+            losses_of=losses_of,
+            keys_of=lambda part: part.keys,
+            validate=validate_now if run.held_out else None,
+            save=lambda done, state: save(run, writer, recipe, done, state),
+            finish=writer.finish,
+            on_log=lambda: note_unreadable(unreadable, record, world),
+            resumed=run.loop,
+        )
+    if world.first and recipe.compile:
+        print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
     if world.first:
         print(f"on the real data: {run.data.asked.task.paper}", flush=True)
     return metrics
@@ -193,6 +204,9 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     resumed = read_checkpoint(objects, saved[-1]) if saved else None
     state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
     check_complete(recipe, resumed)
+    if resumed and world.first:  # it may have been killed before it came to that
+        metric = best_by(task_of(recipe.task), recipe.task)
+        settle(objects, recipe.run_name, recipe.keep_checkpoints, metric)
     if resumed and state["step"] >= recipe.steps:
         say(f"{recipe.run_name} is complete: {resumed.where} has step {state['step']} of {recipe.steps}")
         return None
@@ -228,6 +242,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             "files of the task have changed; put them back, or start another run: run=NAME"
         )
     model = make_model(recipe, task, vocabulary, start_from, resumed, say).to(world.device)
+    execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
         load_optimizer(objects, saved[-1], model, optimizer)
@@ -259,6 +274,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             "text": corpus.hash if corpus else None,
         },
         detector=detector_of(objects, pinned["dataset"], samples) if world.first else None,
+        loop=state.get("loop"),
     )
 
 
@@ -281,13 +297,13 @@ def stretches_of(resumed: Checkpoint) -> list[Stretch]:
     return [Stretch(**stretch) for stretch in resumed.state["data"]["snapshots"]]
 
 
-def save(run: Run, recipe: Recipe, done: int) -> None:
-    """Write the checkpoint of step `done`, and remove those that are too old to keep."""
+def save(run: Run, writer: Writer, recipe: Recipe, done: int, loop: dict) -> None:
+    """Have the checkpoint of step `done` written; `loop` is what the loop wants back when the run goes on."""
     consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
     data = run.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in run.data.stretches]}
-    state = run.pinned | {"data": data, "seed": recipe.data.seed} | consumed
-    folder = save_checkpoint(
-        run.objects,
+    state = run.pinned | {"data": data, "seed": recipe.data.seed, "loop": loop} | consumed
+    save_checkpoint(
+        writer,
         recipe.run_name,
         done,
         recipe,
@@ -298,8 +314,6 @@ def save(run: Run, recipe: Recipe, done: int) -> None:
         state,
         run.detector,
     )
-    remove_old(run.objects, recipe.run_name, recipe.keep_checkpoints)
-    print(f"step {done}/{recipe.steps}  saved {run.objects.where(folder)}", flush=True)
 
 
 def make_model(

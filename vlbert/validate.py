@@ -7,6 +7,7 @@ import torch
 
 from detectors.distributed import World, gather_rows, sum_over_ranks
 from detectors.loop import batches
+from detectors.precision import autocast, in_precision_of
 from vlbert.batch import Unreadable
 from vlbert.config import Recipe
 from vlbert.data import Samples, ValidationData
@@ -33,13 +34,15 @@ def ask(
     was_training = model.training
     model.eval()
     found = Answers()
-    for parts, numbers, unreadable in batches(data, range(len(data)), recipe.data.workers, world.device):
-        found.numbers += numbers
-        found.unreadable |= unreadable
-        for rows, batch in zip((found.rows, found.shuffled), parts, strict=False):  # without shuffling there is one
-            with autocast(recipe, world):
-                rows += model.predict(batch.to(world.device))
-        tell(len(found.numbers))
+    # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to make.
+    with in_precision_of(recipe), torch.compiler.set_stance("force_eager"):
+        for parts, numbers, unreadable in batches(data, range(len(data)), recipe.data.workers, world.device):
+            found.numbers += numbers
+            found.unreadable |= unreadable
+            for rows, batch in zip((found.rows, found.shuffled), parts, strict=False):  # without shuffling there is one
+                with autocast(recipe, world):
+                    rows += model.predict(batch.to(world.device))
+            tell(len(found.numbers))
     model.train(was_training)
     return found
 
@@ -84,11 +87,6 @@ def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> di
         metrics |= {f"{name}_shuffled": value for name, value in others.items()}
         metrics |= {f"{name}_grounding": metrics[name] - value for name, value in others.items()}
     return metrics
-
-
-def autocast(recipe: Recipe, world: World) -> torch.autocast:
-    """bf16 where the recipe says so."""
-    return torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
 
 
 def because_of(left_out: Sequence[Unreadable]) -> str:

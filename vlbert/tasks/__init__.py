@@ -82,6 +82,8 @@ class Task(Protocol):
                                         `answers`: they go with the checkpoint, and come from there
     splits_of(split) -> splits          a static method: those that the one of this name consists of, where it may be
                                         several, as RefCOCO+'s test
+    best(settings) -> metric            a static method: by which checkpoints are compared, the higher the better; of a
+                                        task without it only the newest are kept
     joins                               True: the rows of two runs belong together, as VCR's answers and rationales
     ask(text, choices, answer, hide)    what `example` takes for a person's own question (vlbert.predict)
     """
@@ -101,7 +103,11 @@ class Task(Protocol):
         """The parameters that the task adds."""
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Per loss its sum over what was asked and how many that were; the loop divides by the count over all ranks."""
+        """Per loss its sum over what was asked and how many that were; the loop divides by the count over all ranks.
+
+        What no gradient flows through, such as `accuracy` below, is measured alone: averaged and logged like a loss,
+        and not learned from.
+        """
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """One plain dict an example: what is written for submission, and what `metrics` needs. Every task's has
@@ -120,6 +126,11 @@ class Task(Protocol):
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Numbers over the predictions of the whole split; of rows without a truth none."""
+
+
+def accuracy(right: Tensor) -> tuple[Tensor, int]:
+    """How many of the answers [M] are right, bool or worth 0 to 1, as Task.losses returns it: to be watched alone."""
+    return right.detach().sum(), len(right)
 
 
 def make_task(settings: Any, vocabulary: Vocabulary, num_classes: int) -> Task:

@@ -23,7 +23,7 @@ from vlbert.config import ModelConfig
 from vlbert.masking import RegionMasking, WordMasking, mask_regions, mask_words
 from vlbert.model import Encoded, HeadTransform, Pooler, VLBert, initialise
 from vlbert.pictures import View
-from vlbert.tasks import Questions
+from vlbert.tasks import Questions, accuracy
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ class Masks:
 class Pretraining:
     shuffles = True
     paper = "no number in the paper; users of the authors' code: masked words 0.60, masked regions 0.70 (base)"
+
+    @staticmethod
+    def best(settings: PretrainingSettings) -> str:
+        return "words_accuracy"
 
     def __init__(self, settings: PretrainingSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
@@ -163,6 +167,7 @@ class Pretraining:
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         words, regions = head(vlbert, encoded, batch)
         word_losses = F.cross_entropy(words.float(), batch.asked["words"], reduction="none")  # (M,)
+        word_right = words.argmax(1) == batch.asked["words"]
         word_row, _ = batch.targets["word_asked"].nonzero(as_tuple=True)
         with_picture = batch.picture_of[word_row] >= 0
         region_classes, region_asked = self._regions(batch, regions)
@@ -172,6 +177,9 @@ class Pretraining:
             "words": self._total(word_losses[with_picture], word_row[with_picture], len(batch)),
             "text_words": self._total(word_losses[~with_picture], word_row[~with_picture], len(batch)),
             "regions": self._total(region_losses, region_row, len(batch)),
+            "words_accuracy": accuracy(word_right[with_picture]),
+            "text_words_accuracy": accuracy(word_right[~with_picture]),
+            "regions_accuracy": accuracy(regions.argmax(1) == region_classes.argmax(1)),  # also of those in sight
         }
         if self.settings.relationship and "related" in batch.asked:
             related = F.cross_entropy(head.related(encoded, batch).float(), batch.asked["related"], reduction="sum")

@@ -24,7 +24,7 @@ from vlbert.model import Classifier, Encoded, VLBert
 from vlbert.official import refcoco
 from vlbert.official.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
 from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, flaw_in, questions_of
+from vlbert.tasks import Questions, accuracy, flaw_in, questions_of
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class RefCOCO:
     def splits_of(split: str) -> tuple[str, ...]:
         """`test` is testA and testB, as official.refcoco.of_split has it."""
         return (split, "testA", "testB") if split == "test" else (split,)
+
+    @staticmethod
+    def best(settings: RefCOCOSettings) -> str:
+        return f"accuracy_{settings.iou}"
 
     def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings, self.vocabulary, self.folder = settings, vocabulary, Path(settings.folder)
@@ -166,10 +170,17 @@ class RefCOCO:
         return Classifier(config, outputs=1, kind="regions", dropout=0.0)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        candidate = batch.targets["candidate"]
-        scores, right = head(encoded.regions[candidate])[:, 0], batch.targets["right"][candidate]
+        candidate, right = batch.targets["candidate"], batch.targets["right"]
+        scores = head(encoded.regions[candidate])[:, 0].float()
+        ranked = torch.full(candidate.shape, -torch.inf, device=candidate.device)
+        ranked[candidate] = scores.detach()
+        found = (right & candidate).gather(1, ranked.argmax(1, keepdim=True))[:, 0]
         return {
-            "regions": (F.binary_cross_entropy_with_logits(scores.float(), right.float(), reduction="sum"), len(scores))
+            "regions": (
+                F.binary_cross_entropy_with_logits(scores, right[candidate].float(), reduction="sum"),
+                len(scores),
+            ),
+            "accuracy": accuracy(found[batch.counted]),
         }
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:

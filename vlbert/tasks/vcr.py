@@ -23,7 +23,7 @@ from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Poo
 from vlbert.official import vcr
 from vlbert.official.vcr import CHOICES, CLASSES, Scene, Text
 from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, questions_of
+from vlbert.tasks import Questions, accuracy, questions_of
 from vlbert.tasks.vcr_questions import (
     PEOPLE,
     Ask,
@@ -88,6 +88,10 @@ class VCR:
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joins = True
     evaluation: ClassVar = {"every_answer": True}
+
+    @staticmethod
+    def best(settings: VCRSettings) -> str:
+        return f"{settings.question}_accuracy"
 
     def __init__(self, settings: VCRSettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
@@ -197,8 +201,9 @@ class VCR:
             answers = F.binary_cross_entropy_with_logits(logits, right.float(), reduction="sum"), logits.numel()
         else:
             answers = F.cross_entropy(logits, right.int().argmax(1), reduction="sum"), len(logits)
+        watched = {"accuracy": accuracy(right.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.region_loss == "none":
-            return {"answers": answers}
+            return {"answers": answers} | watched
         classes = batch.region_classes
         asked = batch.targets.get("region_asked", batch.region_mask) & counted[:, None]
         mask = batch.region_mask
@@ -208,7 +213,7 @@ class VCR:
         else:
             seen = encoded.regions[asked]
         regions = F.cross_entropy(head.classes(seen).float(), classes[asked], reduction="sum")
-        return {"answers": answers, "regions": (regions, int(asked.sum()))}
+        return {"answers": answers, "regions": (regions, int(asked.sum()))} | watched
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         found = []

@@ -24,7 +24,7 @@ from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
 from vlbert.official import vqa
 from vlbert.official.vqa import Question
 from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, flaw_in, questions_of
+from vlbert.tasks import Questions, accuracy, flaw_in, questions_of
 from vlbert.text import Vocabulary
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class VQA:
     shuffles = False
     kept = ("answers",)
     paper = f"table 2: {'; '.join(f'{split} {found}' for split, found in vqa.REPORTED.items())}; none on val2014"
+
+    @staticmethod
+    def best(settings: VQASettings) -> str:
+        return "accuracy"
 
     def __init__(self, settings: VQASettings, vocabulary: Vocabulary, num_classes: int):
         self.settings = settings
@@ -161,10 +165,13 @@ class VQA:
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         logits, scores = self.logits(head, encoded, batch), batch.asked["scores"]
+        watched = {"accuracy": accuracy(scores.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.loss == "bce":
-            return {"answers": (F.binary_cross_entropy_with_logits(logits, scores, reduction="sum"), len(logits))}
-        known = scores.amax(dim=1) > 0  # the others have no answer among ours
-        return {"answers": (F.cross_entropy(logits[known], scores[known].argmax(1), reduction="sum"), int(known.sum()))}
+            loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
+        else:
+            logits, scores = (x[scores.amax(dim=1) > 0] for x in (logits, scores))  # others: no answer among ours
+            loss = F.cross_entropy(logits, scores.argmax(1), reduction="sum")
+        return {"answers": (loss, len(logits))} | watched
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Beside the columns of all tasks: score is the official accuracy, soft_score what training gives the answer,

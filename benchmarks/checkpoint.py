@@ -1,0 +1,144 @@
+"""For how long a training waits to be saved: written in the step, and beside it as detectors/writer.py does.
+
+    python -m benchmarks.checkpoint [temporary moto ...] [--recipe pretrain_vlbert_base] [--saves 3] [--json FILE]
+
+The model of a recipe with an optimizer that has taken steps, random numbers in all of it, is saved to each root in
+turns. ROOT is a folder, s3://bucket/prefix, `temporary` for a folder that goes again, or `moto` for an S3 server of its
+own. The share of time is that of a run with --step seconds a step and --save-every.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from benchmarks.killed_writer import s3_of_its_own
+from detectors.checkpoints import checkpoints, optimizer_tensors, remove_old, write_checkpoint
+from detectors.writer import Writer
+from storage.objects import Objects, open_objects
+from vlbert.model import TaskModel, VLBert
+from vlbert.optim import make_optimizer
+from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task
+from vlbert.text import SPECIALS, Vocabulary
+
+PIECES, CLASSES = 30_522, 1600  # of BERT's vocabulary and of Visual Genome
+RUN = "checkpoint"
+Files = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Medians of one way to save to one root, in seconds; cpu are those of this process over one save."""
+
+    root: str
+    way: str
+    waited: float
+    until_whole: float
+    cpu: float
+
+
+def trained(recipe_name: str, device: torch.device) -> Files:
+    """What a checkpoint of the recipe holds."""
+    recipe = RECIPES[recipe_name]()
+    words = Vocabulary([*SPECIALS, *(f"word{number}" for number in range(PIECES - len(SPECIALS)))])
+    model = TaskModel(VLBert(recipe.model, PIECES), make_task(recipe.task, words, CLASSES)).to(device)
+    optimizer = make_optimizer(model, recipe.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return {"model.safetensors": model.state_dict(), "optimizer.safetensors": optimizer_tensors(model, optimizer)}
+
+
+def in_the_step(objects: Objects, writer: Writer, step: int, files: Files) -> None:
+    """Serialised in memory and put, while the training waits."""
+    folder = f"runs/{RUN}/step-{step:07d}"
+    for name, tensors in files.items():
+        objects.put(f"{folder}/{name}", save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+    objects.put(f"{folder}/state.json", b"{}")
+    remove_old(objects, RUN, 1, best=None)
+
+
+def beside_it(objects: Objects, writer: Writer, step: int, files: Files) -> None:
+    write_checkpoint(writer, RUN, step, step, files, {}, 1, metric=None)
+
+
+WAYS = {"in the step": in_the_step, "beside it": beside_it}
+
+
+def measured(root: str, objects: Objects, files: Files, saves: int) -> list[Line]:
+    """Both ways in turns; the first save of each is not counted: it takes the memory that the others use again."""
+    writer, found = Writer(objects), {way: [] for way in WAYS}
+    for _ in range(1 + saves):
+        for way, saved in WAYS.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            saved(objects, writer, 1 + sum(map(len, found.values())), files)
+            waited = time.perf_counter() - began
+            writer.finish()
+            found[way].append((waited, time.perf_counter() - began, time.process_time() - cpu))
+            assert len(checkpoints(objects, RUN)) == 1
+    return [
+        Line(root, way, *(statistics.median(column) for column in zip(*rows[1:], strict=True)))
+        for way, rows in found.items()
+    ]
+
+
+@contextlib.contextmanager
+def opened(root: str) -> Iterator[Objects]:
+    if root == "moto":
+        with s3_of_its_own() as environment:
+            os.environ |= environment
+            yield open_objects("s3://bucket/root")
+    elif root == "temporary":
+        with tempfile.TemporaryDirectory() as folder:
+            yield open_objects(folder)
+    else:
+        yield open_objects(root)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("roots", nargs="*", metavar="ROOT", default=["temporary"])
+    parser.add_argument("--recipe", default="pretrain_vlbert_base", help="whose model is saved (%(default)s)")
+    parser.add_argument("--saves", type=int, default=3, help="of each way, to each root (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    parser.add_argument("--save-every", type=int, default=5000, help="steps between two saves (%(default)s)")
+    parser.add_argument("--step", type=float, default=0.512, help="seconds of a step: the goal's (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args(arguments)
+    files = trained(options.recipe, torch.device(options.device))
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    print(f"{options.recipe}: {size / 1e9:.2f} GB, of {options.device}, {os.cpu_count()} CPUs\n", flush=True)
+    print(f"{'to':<12}{'written':<14}{'step waits':>11}{'of the time':>13}{'until whole':>13}{'CPU':>9}")
+    lines = []
+    for root in options.roots:
+        with opened(root) as objects:
+            for line in measured(root, objects, files, options.saves):
+                share = line.waited / (line.waited + options.save_every * options.step)
+                print(
+                    f"{root[:11]:<12}{line.way:<14}{line.waited:>9.2f} s{100 * share:>11.3f} %"
+                    f"{line.until_whole:>11.2f} s{line.cpu:>7.2f} s",
+                    flush=True,
+                )
+                lines.append(line)
+    if options.json:
+        about = {"recipe": options.recipe, "bytes": size, "device": options.device, "cpus": os.cpu_count()}
+        options.json.write_text(json.dumps(about | {"lines": [asdict(line) for line in lines]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

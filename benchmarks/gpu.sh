@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Everything that is to be known of a GPU, in at most ten minutes:
+#
+#     bash benchmarks/gpu.sh            from the repository's root; results in $OUT, else in benchmarks/results/
+#
+# It needs torch >= 2.11, torchvision, transformers, numpy, pyarrow, msgpack and pillow, and nothing else. Each section has
+# a time limit; one that fails does not stop the others, and the summary at the end says which did. SECTIONS="base losses"
+# runs these alone; DEVICE=cpu GPU_SH_TINY=1 runs it in small, anywhere.
+set -u
+cd "$(dirname "$0")/.."
+DEVICE=${DEVICE:-cuda}
+TINY=${GPU_SH_TINY:-}
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results/$(date +%F)-gpu}
+BUDGET=${BUDGET:-590} # seconds in all
+mkdir -p "$OUT"
+SUMMARY=$OUT/summary.txt
+: > "$SUMMARY"
+
+# section NAME SECONDS COMMAND...: its output in NAME.txt, one line of the summary.
+section() {
+    local name=$1 limit=$2 left=$((BUDGET - SECONDS)) start=$SECONDS status
+    shift 2
+    [[ -n ${SECTIONS:-} && " $SECTIONS " != *" $name "* ]] && return 0
+    if ((left < 10)); then
+        echo "$name: left out, the time is over" | tee -a "$SUMMARY"
+        return 1
+    fi
+    echo "== $name"
+    timeout --kill-after=5 $((limit < left ? limit : left)) "$@" > "$OUT/$name.txt" 2>&1
+    status=$?
+    cat "$OUT/$name.txt"
+    case $status in
+        0) echo "$name: done in $((SECONDS - start)) s" ;;
+        124 | 137) echo "$name: failed, it took longer than $limit s" ;;
+        *) echo "$name: failed with status $status: $(tail -n 1 "$OUT/$name.txt")" ;;
+    esac | tee -a "$SUMMARY"
+    return $status
+}
+
+# step NAME SECONDS RECIPE PAIRS ARGUMENTS...: one table, and its JSON.
+step() {
+    local name=$1 limit=$2 recipe=$3 pairs=$4
+    shift 4
+    section "$name" "$limit" "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --recipe "$recipe" --pairs "$pairs" \
+        --batches 2 --rounds 5 --json "$OUT/$name.json" "$@" "${SMALL[@]}"
+}
+
+SMALL=()
+PAIRS=128 HALF=64 FEW=8 STEPS=200 WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 2))
+DETECT=(--device "$DEVICE" --batch 8 --workers "$WORKERS" --count 64)
+if [[ -n $TINY ]]; then
+    SMALL=(--rounds 1 --steps 1 model.layers=JJ model.hidden=32 model.heads=2 model.intermediate=64
+        model.geometry_channels=32 model.regions.resnet.blocks=1,1,1,1 model.regions.resnet.width=4
+        model.regions.roi_size=4 model.regions.short_side=48 model.regions.long_side=80)
+    PAIRS=2 HALF=2 FEW=2 STEPS=5 WORKERS=1
+    DETECT=(--preset demo --count 1 --rounds 1)
+fi
+
+section facts 60 "$PYTHON" - "$DEVICE" << 'FACTS'
+import importlib.metadata, os, sys, torch
+for package in ("torch", "torchvision", "transformers", "numpy", "pyarrow", "msgpack", "pillow"):
+    print(package, importlib.metadata.version(package))
+print("cores", os.cpu_count())
+if sys.argv[1] == "cuda":
+    about = torch.cuda.get_device_properties(0)
+    print(about.name, f"{about.total_memory / 1e9:.0f} GB", "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
+FACTS
+
+section check 80 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --check --precision fp32,tf32,bf16 \
+    --json "$OUT/check.json" "${SMALL[@]}"
+
+step base 130 pretrain_vlbert_base "$PAIRS" --workers "$WORKERS" ||
+    step base-half 90 pretrain_vlbert_base "$HALF" --workers "$WORKERS"
+step base-precomputed 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16,tf32,fp32
+section losses 110 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --losses "$STEPS" --pairs "$FEW" \
+    --workers "$WORKERS" --json "$OUT/losses.json" "${SMALL[@]}"
+section detect 60 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"
+step base-recompute 50 pretrain_vlbert_base "$PAIRS" --recompute --plain none
+step large 60 pretrain_vlbert_large "$HALF" --plain none
+step large-precomputed 40 pretrain_vlbert_large_precomputed "$PAIRS" --plain none
+step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16 --compile --plain none
+step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --compile --plain none
+
+# The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
+if "$PYTHON" -c "import pytest" 2> "$OUT/tests.txt"; then
+    section tests 60 "$PYTHON" -m pytest --noconftest -o addopts= -p no:cacheprovider -q -rs -k "a_gpu_" \
+        tests/test_faster_rcnn.py tests/test_train_step.py
+else
+    echo "tests: left out, pytest is not installed" | tee -a "$SUMMARY"
+fi
+
+echo
+echo "== summary ($SECONDS s, results in $OUT)"
+cat "$SUMMARY"
+! grep -q ": failed" "$SUMMARY"

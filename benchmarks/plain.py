@@ -1,0 +1,300 @@
+"""Pre-training as a straightforward program computes it, in plain fp32: the baseline of benchmarks/train_step.py, and
+the oracle that the fast path is held against (tests/test_train_step.py).
+
+It knows the model's configuration and the names of its weights, and shares no code with it: channels first;
+convolution, normalisation and ReLU apart; all pictures padded to one tensor; the rows of text and regions padded, and
+the encoder run over the padding; both heads at every position, asked for or not; attention written out; an optimizer
+that goes from parameter to parameter. Shape letters are those of vlbert/batch.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import roi_align
+
+from vlbert.batch import Example
+from vlbert.config import ModelConfig, OptimizerConfig
+from vlbert.model import TaskModel
+
+LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them
+
+NOT_ASKED = -100  # as a target
+_AS_PUBLISHED = {"visual_norm": "layer_norm", "special_tokens": "own", "hidden_region_token": True, "end_look": False}
+_AS_PUBLISHED |= {"visual_channels": None, "visual_activation": "relu", "visual_dropout": True}
+_AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
+
+
+@dataclass(frozen=True, eq=False)
+class PlainBatch:
+    """Padded examples, a row each; P rows come first that have a picture.
+
+    tokens, segments, looks_at, word_targets   int64 [N, T]    targets NOT_ASKED where nothing is asked
+    text_mask                                  bool [N, T]
+    pixels                                     float [P, 3, H, W]  BGR, normalised, hidden regions blank
+    boxes, region_mask, hidden                 float [P, R, 4], bool [P, R] twice
+    sizes                                      float [P, 2]        width and height of the pictures
+    features                                   float [P, R, D]     zeros end to end
+    region_targets                             float [P, R, 1 + classes]  zeros where nothing is asked
+    """
+
+    tokens: Tensor
+    segments: Tensor
+    looks_at: Tensor
+    word_targets: Tensor
+    text_mask: Tensor
+    pixels: Tensor
+    boxes: Tensor
+    region_mask: Tensor
+    hidden: Tensor
+    sizes: Tensor
+    features: Tensor
+    region_targets: Tensor
+
+    def to(self, device: torch.device) -> "PlainBatch":
+        return PlainBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
+    """One tensor each, examples with a picture first. ValueError where one has several texts or shares of cells."""
+    if any(e.more or (e.picture and e.picture.cells is not None) for e in examples):
+        raise ValueError("the plain path is of pre-training: one text an example, and no shares of cells")
+    examples = sorted(examples, key=lambda example: example.picture is None)  # a stable order
+    texts, pictures = [e.words for e in examples], [e.picture for e in examples if e.picture is not None]
+    n, p, t = len(texts), len(pictures), max(len(words.tokens) for words in texts)
+    r = max((len(picture.boxes) for picture in pictures), default=0)
+    classes = max((picture.asked["region_classes"].shape[1] for picture in pictures), default=1)
+    width, height = (max((q.size[side] for q in pictures if q.pixels is not None), default=0) for side in (0, 1))
+    batch = PlainBatch(
+        tokens=torch.zeros(n, t, dtype=torch.int64),
+        segments=torch.zeros(n, t, dtype=torch.int64),
+        looks_at=torch.zeros(n, t, dtype=torch.int64),
+        word_targets=torch.full((n, t), NOT_ASKED),
+        text_mask=torch.zeros(n, t, dtype=torch.bool),
+        pixels=torch.zeros(p, 3, height, width),
+        boxes=torch.zeros(p, r, 4),
+        region_mask=torch.zeros(p, r, dtype=torch.bool),
+        hidden=torch.zeros(p, r, dtype=torch.bool),
+        sizes=torch.tensor([picture.size for picture in pictures], dtype=torch.float32).view(-1, 2),
+        features=torch.zeros(p, r, config.regions.channels),
+        region_targets=torch.zeros(p, r, classes),
+    )
+    for row, words in enumerate(texts):
+        length = len(words.tokens)
+        for tensor, values in ((batch.tokens, words.tokens), (batch.segments, words.segments)):
+            tensor[row, :length] = torch.from_numpy(values)
+        batch.looks_at[row, :length] = torch.from_numpy(words.looks_at)
+        batch.text_mask[row, :length] = True
+        batch.word_targets[row, :length][words.targets["word_asked"]] = torch.from_numpy(words.asked["words"])
+    for row, picture in enumerate(pictures):
+        count = len(picture.boxes)
+        batch.boxes[row, :count] = torch.from_numpy(picture.boxes)
+        batch.hidden[row, :count] = torch.from_numpy(picture.hidden)
+        batch.region_mask[row, :count] = True
+        asked = torch.from_numpy(picture.asked["region_classes"])
+        batch.region_targets[row, :count][picture.targets["region_asked"]] = asked
+        if picture.features is not None:
+            batch.features[row, :count] = torch.from_numpy(picture.features)
+        if picture.pixels is not None:
+            mean = torch.tensor(config.regions.pixel_mean).view(3, 1, 1)
+            pixels = (picture.pixels.flip(0).float() - mean) / config.regions.pixel_std
+            hides = [*picture.boxes[picture.hidden], *(() if picture.covered is None else picture.covered)]
+            for x1, y1, x2, y2 in (box.astype(int) for box in hides):
+                pixels[:, y1 : y2 + 1, x1 : x2 + 1] = 0
+            batch.pixels[row, :, : pixels.shape[1], : pixels.shape[2]] = pixels
+    return batch
+
+
+class PlainPretraining:
+    """A copy of a pre-training model's weights, and what a plain program computes from them.
+
+    rows: "each" pads the text of a row to the longest text and its regions to the longest regions; "joint" lets regions
+    follow their text and pads the whole row, as published. ValueError where the model is none as published.
+    """
+
+    def __init__(self, model: TaskModel, rows: Literal["each", "joint"] = "each"):
+        self.config, self.rows, self.training = model.vlbert.config, rows, True
+        regions = self.config.regions
+        others = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
+        others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
+        others += [] if regions.hidden_pixels == "mean" else ["regions.hidden_pixels"]
+        others += [] if regions.features == "precomputed" or regions.hide == "pixels" else ["regions.hide"]
+        others += [] if model.task.settings.losses_over == "questions" else ["losses_over"]
+        if others:
+            raise ValueError(f"the plain path has the published model alone, and this one differs: {', '.join(others)}")
+        self.weights = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            self.weights[name].requires_grad_(parameter.requires_grad)
+
+    def parameters(self) -> list[Tensor]:
+        """Those that learn."""
+        return [weight for weight in self.weights.values() if weight.requires_grad]
+
+    def __call__(self, batch: PlainBatch) -> LossSums:
+        end_to_end = self.config.regions.features == "end_to_end" and len(batch.boxes)
+        appearance = self._appearance(batch) if end_to_end else batch.features
+        x, mask, first = self._embed(batch, appearance)
+        for layer in range(len(self.config.layers)):
+            x = self._layer(f"vlbert.encoder.layers.{layer}", x, mask)
+        return self._losses(batch, x, first)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], eps=1e-12)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def _conv(self, name: str, x: Tensor, stride: int = 1, dilation: int = 1) -> Tensor:
+        weight, norm = self.weights[f"{name}.weight"], f"{name}.norm"
+        x = F.conv2d(x, weight, stride=stride, padding=dilation * (weight.shape[2] // 2), dilation=dilation)
+        statistics = (self.weights[f"{norm}.running_mean"], self.weights[f"{norm}.running_var"])
+        affine = (self.weights[f"{norm}.weight"], self.weights[f"{norm}.bias"])
+        return F.batch_norm(x, *statistics, *affine, training=False, eps=1e-5)
+
+    def _stage(self, name: str, x: Tensor, blocks: int, stride: int, dilation: int = 1) -> Tensor:
+        for block in range(blocks):
+            here, step = f"{name}.{block}", stride if block == 0 else 1
+            first, second = (step, 1) if self.config.regions.resnet.stride_in_1x1 else (1, step)
+            y = self._conv(f"{here}.conv1", x, first).relu()
+            y = self._conv(f"{here}.conv2", y, second, dilation).relu()
+            y = self._conv(f"{here}.conv3", y)
+            if f"{here}.shortcut.weight" in self.weights:
+                x = self._conv(f"{here}.shortcut", x, step)
+            x = (x + y).relu()
+        return x
+
+    def _appearance(self, batch: PlainBatch) -> Tensor:
+        """[P, R, D], zeros where there is no region."""
+        config, resnet = self.config.regions, self.config.regions.resnet
+        x = self._conv("vlbert.fast_rcnn.backbone.stem.conv1", batch.pixels, 2).relu()
+        caffe = resnet.stem_pool == "caffe"
+        x = F.max_pool2d(x, 3, stride=2, padding=0 if caffe else 1, ceil_mode=caffe)
+        for number, stride in ((2, 1), (3, 2), (4, 2)):
+            x = self._stage(f"vlbert.fast_rcnn.backbone.res{number}", x, resnet.blocks[number - 2], stride)
+        boxes = [boxes[mask] for boxes, mask in zip(batch.boxes, batch.region_mask, strict=True)]
+        cells = roi_align(x, boxes, config.roi_size, 1 / 16, sampling_ratio=1, aligned=False)
+        stride, dilation = (1, 2) if resnet.res5_dilated else (2, 1)
+        cells = self._stage("vlbert.fast_rcnn.res5", cells, resnet.blocks[3], stride, dilation)
+        seen = cells.mean(dim=(2, 3))  # (K, D)
+        appearance = seen.new_zeros(*batch.region_mask.shape, seen.shape[1])
+        appearance[batch.region_mask] = seen
+        return appearance
+
+    def _geometry(self, batch: PlainBatch) -> Tensor:
+        """Centre and size of each box in hundredths of the picture, as sines and cosines: [P, R, channels]."""
+        x1, y1, x2, y2 = batch.boxes.unbind(dim=2)
+        width, height = batch.sizes[:, :1], batch.sizes[:, 1:]
+        n = self.config.geometry_channels // 8
+        wavelength = torch.tensor([1000 ** (i / n) for i in range(n)], device=x1.device)
+        places = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
+        angles = [100 * place[:, :, None] / wavelength for place in places]
+        return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=2)
+
+    def _embed(self, batch: PlainBatch, appearance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the encoder reads [N, S, C], which of it is real [N, S], and where the regions of each row begin [N]."""
+        table = {name: self.weights[f"vlbert.embedding.{name}.weight"] for name in ("words", "positions", "segments")}
+        one = {
+            name: self.weights[f"vlbert.embedding.{name}.weight"][0]
+            for name in ("region_token", "hidden_region_token", "end_token", "look_without_picture")
+        }
+        if self.config.regions.features == "precomputed":
+            blank = self.weights["vlbert.embedding.hidden_appearance.weight"][0]
+            appearance = torch.where(batch.hidden[:, :, None], blank, appearance)
+        looks = self._dropout(torch.cat([self._geometry(batch), appearance], dim=2))
+        looks = self._linear("vlbert.embedding.visual", looks).relu()  # (P, R, C)
+        (n, t), (p, r) = batch.tokens.shape, batch.region_mask.shape
+        lengths, regions = batch.text_mask.sum(dim=1), F.pad(batch.region_mask.sum(dim=1), (0, n - p))
+        of_words = torch.cat(
+            [
+                looks[torch.arange(p, device=looks.device)[:, None], batch.looks_at[:p]],
+                one["look_without_picture"].expand(n - p, t, -1),
+            ]
+        )
+        words = table["words"][batch.tokens] + self._norm("vlbert.embedding.look_of_words.norm", of_words)
+        words = words + table["positions"][:t] + table["segments"][batch.segments]
+        tokens = torch.where(batch.hidden[:, :, None], one["hidden_region_token"], one["region_token"])
+        boxes = tokens + self._norm("vlbert.embedding.look_of_regions.norm", looks)
+        boxes = boxes + table["positions"][lengths[:p]][:, None] + table["segments"][2]
+        ends = one["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
+
+        joint = self.rows == "joint"
+        first = lengths if joint else torch.full_like(lengths, t)
+        end = first + regions if joint else first + r
+        x = words.new_zeros(n, int(end.max()) + 1, words.shape[2])
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        row, place = batch.text_mask.nonzero(as_tuple=True)
+        x[row, place], mask[row, place] = words[row, place], True
+        row, place = batch.region_mask.nonzero(as_tuple=True)
+        x[row, first[row] + place], mask[row, first[row] + place] = boxes[row, place], True
+        row = torch.arange(n, device=x.device)
+        x[row, end], mask[row, end] = ends, True
+        return self._dropout(self._norm("vlbert.embedding.norm", x)), mask, first
+
+    def _layer(self, name: str, x: Tensor, mask: Tensor) -> Tensor:
+        n, s, c = x.shape
+        query, key, value = (
+            self._linear(f"{name}.{part}", x).view(n, s, self.config.heads, -1).transpose(1, 2)
+            for part in ("query", "key", "value")
+        )
+        scores = query @ key.transpose(2, 3) / (c / self.config.heads) ** 0.5  # (N, heads, S, S)
+        scores = scores - 10_000.0 * (~mask)[:, None, None, :]
+        attended = (self._dropout(scores.softmax(dim=3)) @ value).transpose(1, 2).reshape(n, s, c)
+        attended = self._dropout(self._linear(f"{name}.attention_output", attended))
+        x = self._norm(f"{name}.attention_norm", x + attended)
+        y = self._dropout(self._linear(f"{name}.output", F.gelu(self._linear(f"{name}.intermediate", x))))
+        return self._norm(f"{name}.output_norm", x + y)
+
+    def _losses(self, batch: PlainBatch, x: Tensor, first: Tensor) -> LossSums:
+        (_, t), (p, r) = batch.tokens.shape, batch.region_mask.shape
+        words = F.gelu(self._linear("head.word_transform.dense", x[:, :t]))
+        words = self._norm("head.word_transform.norm", words)
+        words = F.linear(words, self.weights["vlbert.embedding.words.weight"], self.weights["head.word_bias"])
+        losses = {}
+        for name, rows in (("words", slice(0, p)), ("text_words", slice(p, None))):
+            targets = batch.word_targets[rows].flatten()
+            loss = F.cross_entropy(words[rows].flatten(0, 1), targets, ignore_index=NOT_ASKED, reduction="sum")
+            losses[name] = (loss, int((targets != NOT_ASKED).sum()))
+        places = (first[:p, None] + torch.arange(r, device=x.device)).clamp(max=x.shape[1] - 1)
+        regions = x[:p].gather(1, places[:, :, None].expand(-1, -1, x.shape[2])) * batch.region_mask[:, :, None]
+        regions = F.gelu(self._linear("head.region_transform.dense", regions))
+        guesses = self._linear("head.region_classifier", regions).log_softmax(dim=2)
+        asked = int((batch.region_targets.sum(dim=2) > 0).sum())
+        if p:
+            losses["regions"] = (-(batch.region_targets * guesses).sum(), asked)
+        return losses
+
+
+def plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW that goes from parameter to parameter."""
+    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    return torch.optim.AdamW(
+        plain.parameters(), betas=config.betas, eps=config.epsilon, foreach=False, fused=False, **rates
+    )
+
+
+def total(losses: LossSums) -> Tensor:
+    """What is learned from: the mean of each loss, together. What carries no gradient is a measure, and no loss."""
+    return sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad)
+
+
+def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:
+    """By parameter, how far the model's gradient is from the plain one: norm of the difference over that of the latter.
+
+    A gradient that vanishes by the mathematics (the keys' biases) has nothing but rounding in it: no norm counts for
+    less than 1e-4 of all gradients' together. ValueError where one has a gradient that the other has not.
+    """
+    gradients = {name: weight.grad for name, weight in plain.weights.items() if weight.grad is not None}
+    ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    if ours.keys() != gradients.keys():
+        raise ValueError(f"a gradient on one side alone: {sorted(ours.keys() ^ gradients.keys())}")
+    least = 1e-4 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    return {
+        name: float((ours[name] - gradient).norm() / gradient.norm().clamp(min=least))
+        for name, gradient in gradients.items()
+    }

@@ -1,0 +1,222 @@
+"""The contenders of benchmarks/train_step.py: the fast path in one precision each, and plain fp32."""
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer, total
+from benchmarks.step_inputs import CLASSES, drawn_texts, made_up_vocabulary, masked_pairs
+from benchmarks.step_parts import Clock, marked
+from benchmarks.step_tables import PLAIN
+from detectors.distributed import World
+from detectors.fields import override
+from detectors.loop import batches, find_recipe
+from detectors.precision import autocast, in_precision_of
+from storage.sample import Sample
+from vlbert.batch import Batch, collate
+from vlbert.config import Recipe
+from vlbert.execution import execute_as
+from vlbert.model import TaskModel
+from vlbert.optim import make_optimizer
+from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.train import make_model
+
+
+class Fast:
+    """The model as training runs it, in one precision."""
+
+    def __init__(self, recipe: Recipe, model: TaskModel, world: World, prepared: Sequence[Batch]):
+        self.recipe, self.model, self.world, self.prepared = recipe, model, world, prepared
+        self.name, self.optimizer = recipe.precision, make_optimizer(model, recipe.optimizer)
+        self.ahead = iter(
+            batches(Prepared(prepared), range(sys.maxsize), 0, world.device)
+        )  # as training is handed them
+
+    def losses(self, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+        with autocast(self.recipe, self.world):
+            return self.model(batch)
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip or torch.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self, steps: int, learn: bool = True) -> None:
+        """The next so many steps, over the prepared batches in turn."""
+        with in_precision_of(self.recipe):
+            for _ in range(steps):
+                batch = next(self.ahead)[0].to(self.world.device)
+                total(self.losses(batch)).backward()
+                if learn:
+                    self.update()
+
+    def parts(self, step: int, clock: Clock) -> dict[str, float]:
+        """Milliseconds of each part of one step."""
+        last = "embedding" if self.model.vlbert.fast_rcnn is None else "backbone"
+        with in_precision_of(self.recipe), marked(self.model, clock):
+            clock.mark("")
+            batch = self.prepared[step % len(self.prepared)].to(self.world.device)
+            clock.mark("transfer")
+            loss = total(self.losses(batch))
+            clock.mark("heads")
+            loss.backward()
+            clock.mark(f"{last}, backward")
+            self.update()
+            clock.mark("optimizer")
+        return clock.milliseconds()
+
+
+class Plain:
+    """The plain path, in exact fp32; each step of it in parts, whose gradients are added."""
+
+    name = PLAIN
+
+    def __init__(self, recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[Sequence[PlainBatch]]):
+        self.recipe, self.plain, self.world = recipe, plain, world
+        self.optimizer, self.ahead = plain_optimizer(plain, recipe.optimizer), itertools.cycle(prepared)
+
+    def run(self, steps: int, learn: bool = True) -> None:
+        """As that of Fast."""
+        with in_precision_of(dataclasses.replace(self.recipe, precision="fp32")):
+            for _ in range(steps):
+                parts = next(self.ahead)
+                for part in parts:
+                    (total(self.plain(part.to(self.world.device))) / len(parts)).backward()
+                if learn:
+                    clip = self.recipe.optimizer.clip or torch.inf
+                    torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad(set_to_none=True)
+
+
+class Prepared(Dataset):
+    """Batches that are there already; that of a step is its only part."""
+
+    def __init__(self, prepared: Sequence[Batch]):
+        self.prepared = prepared
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        return [self.prepared[step % len(self.prepared)]]
+
+
+class Stored(Dataset):
+    """Batches made from stored samples when they are asked for: decoded, masked, collated."""
+
+    def __init__(self, recipe: Recipe, task: Any, samples: Sequence[Sample], pairs: int, texts: int):
+        self.recipe, self.task, self.samples, self.pairs, self.texts = recipe, task, samples, pairs, texts
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        first = step * self.pairs
+        samples = [self.samples[number % len(self.samples)] for number in range(first, first + self.pairs)]
+        examples = masked_pairs(self.task, self.recipe.model.regions, samples, seed=step)
+        texts = drawn_texts(self.task, range(step * self.texts, (step + 1) * self.texts))
+        return [collate(examples + texts)]
+
+
+def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
+    """The recipe with overrides, without files to start from, and with the picture in sight from the first step."""
+    recipe = override(find_recipe(name, RECIPES)(), options.overrides)
+    if not isinstance(recipe.task, PretrainingSettings):
+        raise ValueError(f"recipe {name} is no pre-training, whose steps are measured here")
+    regions = dataclasses.replace(recipe.model.regions, untrained=True, weights=None, pixel_std=60.0)
+    model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
+    changes = {"compile": True} if options.compile else {}
+    changes |= {"recompute": True} if options.recompute else {}
+    return dataclasses.replace(recipe, model=model, bert=None, **changes)
+
+
+def task_of(recipe: Recipe) -> Any:
+    return make_task(recipe.task, made_up_vocabulary(), CLASSES)
+
+
+def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
+    """Of random weights, the same at every call; ready to train."""
+    model = make_model(recipe, task_of(recipe), made_up_vocabulary(), None, None, lambda line: None)
+    execute_as(recipe, model.vlbert)
+    return model.to(device).train()
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def in_turns(
+    contenders: Sequence[Fast | Plain], device: torch.device, rounds: int, steps: int, learn: bool = True
+) -> dict[str, list[float]]:
+    """Name -> seconds a step, one a round."""
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            synchronise(device)
+            start = time.perf_counter()
+            contender.run(steps, learn)
+            synchronise(device)
+            times[contender.name].append((time.perf_counter() - start) / steps)
+    return times
+
+
+def warm_up(contender: Fast | Plain, steps: int, learn: bool = True) -> None:
+    """Whatever is done once: kernels chosen and compiled, moments made."""
+    contender.run(steps, learn)
+    print(f"{contender.name}: warm", file=sys.stderr, flush=True)
+
+
+def memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
+    """GB that a step takes beyond what is held between steps: those kept for its backward pass, and all at its peak."""
+    kept: dict[int, int] = {}
+    model = contender.model if isinstance(contender, Fast) else contender.plain
+    held = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        contender.run(1)
+    before = _peak_started(device)
+    contender.run(1)
+    peak = _peak(device)
+    return {
+        "kept for backward": sum(kept.values()) / 1e9,
+        "peak": None if before is None or peak is None else (peak - before) / 1e9,
+    }
+
+
+def _peak_started(device: torch.device) -> int | None:
+    """Bytes in use now, from which on the largest counts; None where the system does not tell."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # glibc's: what is free goes back to the system
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+    except (OSError, AttributeError):
+        return None
+    return _status("VmRSS")
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,0 +1,159 @@
+"""The tables of benchmarks/train_step.py, from what it measured: the JSON beside them holds the same, and more."""
+
+import statistics
+from typing import Any
+
+from benchmarks.step_parts import PARTS
+
+GOAL = 250  # pairs/s, BASE end to end on one H200
+PLAIN = "plain fp32"
+
+Table = list[list[str]]
+
+
+def parts_table(report: dict[str, Any], name: str) -> Table:
+    """Where the time of a step goes, in one precision."""
+    step = 1000 * statistics.median(report["seconds a step"][name])
+    best = report["matrix product"][name]
+    table = [["part", "ms", "share", "GFLOP", "TFLOP/s", "of a matrix product"]]
+    parts = report["parts"][name]
+    for part in PARTS:
+        milliseconds, flops = parts[part], report["flops"][part]
+        if not milliseconds and not flops:
+            continue
+        rate = flops / milliseconds * 1000 if flops and milliseconds else None
+        cells = [f"{flops / 1e9:,.1f}", f"{rate / 1e12:,.2f}", f"{rate / best:.0%}"] if rate else [""] * 3
+        table.append([part, f"{milliseconds:,.1f}", f"{milliseconds / step:.1%}", *cells])
+    explained, flops = sum(parts.values()), sum(report["flops"].values())
+    rate = flops / step * 1000
+    table.append(["all parts", f"{explained:,.1f}", f"{explained / step:.1%}", "", "", ""])
+    table.append(["unexplained", f"{step - explained:,.1f}", f"{1 - explained / step:.1%}", "", "", ""])
+    whole = [f"{flops / 1e9:,.1f}", f"{rate / 1e12:,.2f}", f"{rate / best:.0%}"]
+    table.append(["the step, without marks", f"{step:,.1f}", "100.0%", *whole])
+    return table
+
+
+def contenders_table(report: dict[str, Any]) -> Table:
+    """How fast each is, and what memory it takes."""
+    recipe = report["recipe"]
+    whole = recipe["steps"] * recipe["data"]["batch"] / 3600
+    plain = report["seconds a step"].get(PLAIN)
+    table = [["", "s a step", "pairs/s", "text/s", "hours of the recipe", "x plain", "GB kept for backward", "GB peak"]]
+    for name, seconds in report["seconds a step"].items():
+        step, memory_of = statistics.median(seconds), report["memory"][name]
+        peak = memory_of["peak"]
+        table.append(
+            [
+                name,
+                f"{step:.3f}",
+                f"{report['pairs'] / step:,.2f}",
+                f"{report['texts'] / step:,.2f}",
+                f"{whole * step / report['pairs']:,.0f}",
+                f"{statistics.median(plain) / step:.2f}" if plain else "",
+                f"{memory_of['kept for backward']:.2f}",
+                "" if peak is None else f"{peak:.2f}",
+            ]
+        )
+    return table
+
+
+def other_lines(report: dict[str, Any]) -> list[str]:
+    """What is said in words."""
+    load = report["loading"]
+    cores = GOAL * sum(load.values()) / 1000
+    rates = [f"{name} {rate / 1e12:,.2f}" for name, rate in report["matrix product"].items()]
+    lines = [
+        f"a pair takes {load['decode']:.1f} CPU-ms to decode and mask and {load['collate']:.1f} to collate: {GOAL} "
+        f"pairs/s take {cores:.1f} cores",
+        f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP a pair, with its share of text; a "
+        f"product of random matrices reaches {', '.join(rates)} TFLOP/s here",
+    ]
+    if report["compiled graphs"] is not None:
+        lines.append(f"torch.compile made {report['compiled graphs']} graphs")
+    if "with a loader" in report:
+        found = report["with a loader"]
+        lines.append(
+            f"with a loader of {found['workers']} workers: {found['pairs/s']:,.1f} pairs/s, data wait "
+            f"{found['data wait']:.1%}"
+        )
+    return [*lines, *report["notes"]]
+
+
+def shown(table: Table, markdown: bool) -> str:
+    if markdown:
+        head, *rows = ([*row] for row in table)
+        rule = ["---"] + ["---:"] * (len(head) - 1)
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in table
+    )
+
+
+def step_tables(report: dict[str, Any], markdown: bool) -> str:
+    where, recipe = report["machine"], report["recipe"]
+    settings = [name for name in ("compile", "recompute") if recipe[name]]
+    lines = [
+        f"{recipe['name']}: {report['pairs']} pairs and {report['texts']} text rows a step"
+        + (f", with {' and '.join(settings)}" if settings else ""),
+        f"{where['gpu'] or where['cpu']}, {where['cores']} cores, {where['threads']} threads, torch {where['torch']}, "
+        f"{where['date']}",
+        "",
+        shown(contenders_table(report), markdown),
+    ]
+    for name in report["parts"]:
+        lines += ["", f"{name}:", "", shown(parts_table(report, name), markdown)]
+    return "\n".join([*lines, "", *other_lines(report)])
+
+
+def authors_table(report: dict[str, Any]) -> Table:
+    names = list(report["shapes"][0]["seconds"])
+    table = [["forward and backward, s", "authors' code, fp32", *names]]
+    for shape in report["shapes"]:
+        kind = "precomputed" if shape["recipe"].endswith("precomputed") else "end to end"
+        seconds = [statistics.median(shape["seconds"][name]) for name in names]
+        table.append(
+            [
+                f"{kind}, {shape['pairs']} pairs, {shape['texts']} text rows",
+                f"{shape['theirs']:.2f}",
+                *(f"{each:.2f} ({shape['theirs'] / each:.1f} x)" for each in seconds),
+            ]
+        )
+    return table
+
+
+def check_table(report: dict[str, Any]) -> Table:
+    table = [["against plain fp32, relative", "losses", "at most", "gradients", "at most", "", "the worst"]]
+    for precision, found in report["apart"].items():
+        table.append(
+            [
+                precision,
+                f"{found['losses']:.1e}",
+                f"{found['losses at most']:g}",
+                f"{found['gradients']:.1e}",
+                f"{found['gradients at most']:g}",
+                "within" if found["within"] else "FAIL",
+                found["worst"],
+            ]
+        )
+    return table
+
+
+def losses_table(report: dict[str, Any]) -> Table:
+    """Means over each tenth of the steps."""
+    curves = report["losses"]
+    names = [name for name in next(iter(curves.values()))[0] if "accuracy" not in name]
+    table = [["steps", *(f"{name}, {precision}" for name in names for precision in curves)]]
+    steps = len(next(iter(curves.values())))
+    tenth = max(1, steps // 10)
+    for first in range(0, steps, tenth):
+        cells = [
+            f"{statistics.mean(step[name] for step in curve[first : first + tenth]):.3f}"
+            for name in names
+            for curve in curves.values()
+        ]
+        table.append([f"{first + 1} to {min(first + tenth, steps)}", *cells])
+    return table

@@ -1,0 +1,387 @@
+"""How long a step of pre-training takes, and what of: the fast path part by part, beside plain fp32 in the same run.
+
+    python -m benchmarks.train_step [--device cuda] [--recipe RECIPE] [--precision bf16,fp32] [field=value]
+    python -m benchmarks.train_step --as-the-authors        their four shapes on a CPU, beside their times
+    python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
+    python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
+
+Inputs are seeded and ragged (benchmarks/step_inputs.py); weights are random, of the recipe's sizes. The contenders take
+turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and held
+against the step without marks: what they do not explain is told. docs/performance.md says how to read the tables.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.plain import PlainPretraining, gradient_errors, padded, total
+from benchmarks.step_contenders import (
+    Fast,
+    Plain,
+    Stored,
+    in_turns,
+    measured_recipe,
+    memory,
+    new_model,
+    synchronise,
+    task_of,
+    warm_up,
+)
+from benchmarks.step_inputs import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
+from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
+from benchmarks.step_tables import authors_table, check_table, losses_table, shown, step_tables
+from detectors.distributed import World
+from detectors.fields import to_json
+from detectors.loop import batches
+from detectors.precision import in_precision_of
+from storage.sample import Sample
+from vlbert.batch import Example, collate
+from vlbert.config import Recipe
+from vlbert.execution import compiled_graphs
+from vlbert.optim import prepare_step
+
+PRECISIONS = ("bf16", "tf32", "fp32")
+# Seconds that the authors' code takes for a forward and a backward pass, fp32, on two threads of a CPU that others used
+# too (10 % more or less): recipe, pairs, text rows of 64 pieces. Pairs have 20 pieces and 36 regions, 800 x 600 pixels.
+AUTHORS = {
+    ("pretrain_vlbert_base_precomputed", 8, 0): 1.66,
+    ("pretrain_vlbert_base_precomputed", 8, 8): 3.9,
+    ("pretrain_vlbert_base", 1, 1): 5.2,
+    ("pretrain_vlbert_base", 2, 1): 10.0,
+}
+THEIR_SHAPE = {"shape": (800, 600), "regions": 36, "words": 18}  # with [CLS] and [SEP] 20 pieces
+LEARNING_RATE = 1e-4  # of --losses, where none is given: a few hundred steps from random weights show something
+# How far losses, and any parameter's gradient, may be from the plain path's, relative. fp32: the order of sums. bf16
+# keeps 8 bits, and a ReLU that falls on the other side of zero takes its gradient with it.
+LOSS_BOUND = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
+GRADIENT_BOUND = {"fp32": 1e-3, "tf32": 0.1, "bf16": 0.5}
+
+
+def loading(recipe: Recipe, samples: Sequence[Sample]) -> dict[str, float]:
+    """CPU-milliseconds a pair, on one thread: decoded, resized and masked; collated."""
+    task, threads = task_of(recipe), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        masked_pairs(task, recipe.model.regions, samples[:1])
+        start = time.process_time()
+        examples = masked_pairs(task, recipe.model.regions, samples)
+        decoded = time.process_time()
+        collate(examples)
+        return {
+            "decode": 1000 * (decoded - start) / len(samples),
+            "collate": 1000 * (time.process_time() - decoded) / len(samples),
+        }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def with_loader(
+    contender: Fast, samples: Sequence[Sample], pairs: int, texts: int, steps: int, workers: int
+) -> dict[str, float]:
+    """Pairs a second, and the share of the time that the step waits for data, when `workers` make every batch anew."""
+    recipe, device = contender.recipe, contender.world.device
+    data = Stored(recipe, task_of(recipe), samples, pairs, texts)
+    waited, start, warm = 0.0, 0.0, 3
+    ahead = iter(batches(data, range(warm + steps), workers, device))
+    with in_precision_of(recipe):
+        for step in range(warm + steps):
+            if step == warm:
+                synchronise(device)
+                waited, start = 0.0, time.perf_counter()
+            asked = time.perf_counter()
+            parts = next(ahead)
+            waited += time.perf_counter() - asked
+            loss = total(contender.losses(parts[0].to(device)))
+            loss.backward()
+            contender.update()
+            loss.item()  # as the loop, which looks at every loss
+    synchronise(device)
+    seconds = time.perf_counter() - start
+    return {"workers": workers, "pairs/s": steps * pairs / seconds, "data wait": waited / seconds}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where it was measured, and with what."""
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text().splitlines() if Path(file).exists() else []
+
+
+def step_report(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one recipe's step."""
+    device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
+    world, task = World(0, 1, device), task_of(recipe)
+    pairs = options.pairs or (64 if device.type == "cuda" else 2)
+    texts = options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
+    samples = drawn_samples(recipe.model.regions, range(pairs * options.batches))
+    prepared: list[list[Example]] = [
+        masked_pairs(task, recipe.model.regions, samples[first : first + pairs], seed=first)
+        + drawn_texts(task, range(first, first + texts))
+        for first in range(0, len(samples), pairs)
+    ]
+    collated = [collate(examples) for examples in prepared]
+    if device.type == "cuda":
+        collated = [batch.pin_memory() for batch in collated]
+    precisions = options.precision.split(",") if options.precision else [recipe.precision]
+    model = new_model(recipe, device)
+    contenders: list[Fast | Plain] = [
+        Fast(dataclasses.replace(recipe, precision=precision), model, world, collated) for precision in precisions
+    ]
+    for fast in contenders:
+        try:
+            warm_up(fast, options.batches)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{fast.name} does not fit; give --pairs less than {pairs} ({error})") from error
+    notes = []
+    if options.plain != "none":
+        contenders.append(warm_plain(recipe, PlainPretraining(model, options.plain), world, prepared, notes))
+    best, times, marks = {}, {}, {}
+    for number in range(options.rounds):  # one round of each at a time: what others do to the machine, they do to all
+        for name, seconds in in_turns(contenders, device, 1, options.steps).items():
+            times.setdefault(name, []).extend(seconds)
+        for precision in precisions:
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            with in_precision_of(dataclasses.replace(recipe, precision=precision)):
+                best.setdefault(precision, []).append(matrix_flops(device, dtype))
+        for fast in (one for one in contenders if isinstance(one, Fast)):
+            for step in range(number * options.steps, (number + 1) * options.steps):  # of those without marks
+                marks.setdefault(fast.name, []).append(fast.parts(step, Clock(device)))
+    flops = [counted_flops(recipe.model, examples, len(made_up_vocabulary()), CLASSES) for examples in prepared]
+    report = {
+        "machine": machine(device),
+        "recipe": to_json(recipe),
+        "pairs": pairs,
+        "texts": texts,
+        "batches": options.batches,
+        "rounds": options.rounds,
+        "steps a round": options.steps,
+        "plain rows": options.plain,
+        "flops": {part: statistics.mean(each.get(part, 0) for each in flops) for part in PARTS},
+        "seconds a step": times,
+        "parts": {name: _means(found) for name, found in marks.items()},
+        "matrix product": {name: statistics.median(found) for name, found in best.items()},
+        "memory": {contender.name: memory(contender, device) for contender in contenders},
+        "loading": loading(recipe, samples[: max(8, pairs)]),
+        "compiled graphs": compiled_graphs() if recipe.compile else None,
+        "notes": notes,
+    }
+    if options.workers:
+        fast = next(one for one in contenders if isinstance(one, Fast))
+        steps = max(10, options.steps * options.rounds)
+        report["with a loader"] = with_loader(fast, samples, pairs, texts, steps, options.workers)
+    if options.profile:
+        with torch.profiler.profile() as profile:
+            contenders[0].run(1)
+        profile.export_chrome_trace(str(options.profile))
+    return report
+
+
+def warm_plain(
+    recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[Sequence[Example]], notes: list[str]
+) -> Plain:
+    """The plain path, each step in as few parts as there is room for; `notes` gets how many, where not one."""
+    parts = 1
+    while True:
+        cut = [
+            [padded(examples[first::parts], recipe.model) for first in range(min(parts, len(examples)))]
+            for examples in prepared
+        ]
+        contender = Plain(recipe, plain, world, cut)
+        try:
+            warm_up(contender, len(prepared))
+        except torch.OutOfMemoryError:
+            if parts >= max(map(len, prepared)):
+                raise
+            parts *= 2
+            contender.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            continue
+        if parts > 1:
+            notes.append(f"{contender.name} takes each step in {parts} parts: a whole one does not fit")
+        return contender
+
+
+def _means(marks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Part -> milliseconds: of each part the median of all steps."""
+    return {part: statistics.median(found.get(part, 0.0) for found in marks) for part in PARTS}
+
+
+def authors_report(options: argparse.Namespace) -> dict[str, Any]:
+    """Forward and backward passes over the authors' four shapes."""
+    device = torch.device(options.device)
+    world, found = World(0, 1, device), []
+    for (name, pairs, texts), theirs in AUTHORS.items():
+        recipe = measured_recipe(options, name)
+        task = task_of(recipe)
+        samples = drawn_samples(recipe.model.regions, range(pairs), **THEIR_SHAPE)
+        examples = masked_pairs(task, recipe.model.regions, samples) + drawn_texts(task, range(texts))
+        model, batch = new_model(recipe, device), collate(examples)
+        contenders: list[Fast | Plain] = [
+            Fast(dataclasses.replace(recipe, precision=precision), model, world, [batch])
+            for precision in ("bf16", "fp32")
+        ]
+        contenders.append(
+            Plain(recipe, PlainPretraining(model, options.plain), world, [[padded(examples, recipe.model)]])
+        )
+        for contender in contenders:
+            warm_up(contender, 1, learn=False)
+        times = in_turns(contenders, device, options.rounds, options.steps, learn=False)
+        found.append({"recipe": name, "pairs": pairs, "texts": texts, "theirs": theirs, "seconds": times})
+    return {"machine": machine(device), "plain rows": options.plain, "shapes": found}
+
+
+def check_report(options: argparse.Namespace) -> dict[str, Any]:
+    """How far losses and gradients of the fast path are from the plain one's, without dropout, in each precision."""
+    device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0))
+    task, world, pairs = task_of(recipe), World(0, 1, device), options.pairs or 2
+    samples = drawn_samples(recipe.model.regions, range(pairs), shape=(800, 600))
+    texts = options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
+    examples = masked_pairs(task, recipe.model.regions, samples) + drawn_texts(task, range(texts))
+    model = new_model(recipe, device)
+    plain = PlainPretraining(model, "joint")
+    with in_precision_of(dataclasses.replace(recipe, precision="fp32")):
+        wanted = plain(padded(examples, recipe.model).to(device))
+        total(wanted).backward()
+    found = {}
+    for precision in options.precision.split(",") if options.precision else ("fp32", "bf16"):
+        model.zero_grad()
+        fast = Fast(dataclasses.replace(recipe, precision=precision), model, world, [])
+        with in_precision_of(fast.recipe):
+            losses = fast.losses(collate(examples).to(device))
+            total(losses).backward()
+        errors = gradient_errors(model, plain)
+        worst = max(errors, key=errors.get)
+        apart = max(
+            abs(float(losses[name][0].detach() / loss.detach()) - 1) for name, (loss, count) in wanted.items() if count
+        )
+        found[precision] = {
+            "losses": apart,
+            "losses at most": LOSS_BOUND[precision],
+            "gradients": errors[worst],
+            "gradients at most": GRADIENT_BOUND[precision],
+            "worst": worst,
+            "within": apart <= LOSS_BOUND[precision] and errors[worst] <= GRADIENT_BOUND[precision],
+        }
+    return {"machine": machine(device), "recipe": to_json(recipe), "apart": found}
+
+
+def losses_report(options: argparse.Namespace) -> dict[str, Any]:
+    """Losses of the same steps from the same weights, in each precision."""
+    device, base = torch.device(options.device), measured_recipe(options, options.recipe)
+    pairs = options.pairs or (32 if device.type == "cuda" else 2)
+    texts = options.texts if options.texts is not None else (pairs if base.data.text_batch else 0)
+    own = [one for one in options.overrides if one.startswith("optimizer.learning_rate=")]
+    rate = base.optimizer.learning_rate if own else LEARNING_RATE
+    rates = dataclasses.replace(base.optimizer, learning_rate=rate, warm_up=options.losses // 10)
+    base = dataclasses.replace(base, optimizer=rates)
+    samples = drawn_samples(base.model.regions, range(pairs * options.batches))
+    curves = {}
+    for precision in options.precision.split(",") if options.precision else ("fp32", "bf16"):
+        recipe = dataclasses.replace(base, precision=precision)
+        fast = Fast(recipe, new_model(recipe, device), World(0, 1, device), [])
+        data, curve = Stored(recipe, task_of(recipe), samples, pairs, texts), []
+        with in_precision_of(recipe):
+            for step, parts in enumerate(batches(data, range(options.losses), options.workers, device)):
+                prepare_step(fast.optimizer, step, options.losses, rates)
+                torch.manual_seed(step)
+                losses = fast.losses(parts[0].to(device))
+                total(losses).backward()
+                fast.update()
+                curve.append({name: float(loss.detach()) / max(1, count) for name, (loss, count) in losses.items()})
+        curves[precision] = curve
+    return {"machine": machine(device), "recipe": to_json(base), "pairs": pairs, "texts": texts, "losses": curves}
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--recipe", default="pretrain_vlbert_base", help="of pre-training (%(default)s)")
+    parser.add_argument("--precision", default="", help="one or more of bf16,tf32,fp32; else the recipe's")
+    parser.add_argument("--pairs", type=int, help="a step (2 on a CPU, 64 on a GPU)")
+    parser.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
+    parser.add_argument("--batches", type=int, default=4, help="different batches (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
+    parser.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
+    parser.add_argument("--compile", action="store_true", help="as the recipe's compile=true")
+    parser.add_argument("--recompute", action="store_true", help="as the recipe's recompute=true")
+    parser.add_argument(
+        "--plain",
+        choices=("each", "joint", "none"),
+        default="joint",
+        help="rows of the plain path: text and regions padded each, or as one, as published; none: leave it out "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="loading processes; 0: leave the loader out (%(default)s)"
+    )
+    parser.add_argument("--as-the-authors", action="store_true", help="the four shapes whose times are known")
+    parser.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
+    parser.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
+    parser.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    options = parser.parse_intermixed_args(arguments)
+    unknown = [name for name in options.precision.split(",") if name and name not in PRECISIONS]
+    if unknown:
+        parser.error(f"--precision {unknown[0]}: it is one or more of {','.join(PRECISIONS)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here")
+    if options.as_the_authors and options.plain == "none":
+        parser.error("--as-the-authors compares with the plain path; leave --plain none out")
+    options.steps = options.steps or (8 if options.device.startswith("cuda") else 1)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    kinds: dict[str, tuple[bool, Callable, Callable[[dict], str]]] = {
+        "authors": (
+            options.as_the_authors,
+            authors_report,
+            lambda report: shown(authors_table(report), options.markdown),
+        ),
+        "check": (options.check, check_report, lambda report: shown(check_table(report), options.markdown)),
+        "losses": (bool(options.losses), losses_report, lambda report: shown(losses_table(report), options.markdown)),
+        "step": (True, step_report, lambda report: step_tables(report, options.markdown)),
+    }
+    _, measure, tell = next(kind for kind in kinds.values() if kind[0])
+    try:
+        report = measure(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m benchmarks.train_step: {error}")
+    print(tell(report), flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(int(any(not found["within"] for found in report.get("apart", {}).values())))
+
+
+if __name__ == "__main__":
+    main()

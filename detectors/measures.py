@@ -1,0 +1,186 @@
+"""What a step of a training came to, over all ranks, and what the log says of the steps since its last line."""
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from detectors import distributed
+from detectors.distributed import World
+
+Item = TypeVar("Item")
+
+# Name -> (sum over this process's part of a batch, by how many to divide it): so that any number of processes adds up
+# to the same. What no gradient flows through, such as how many answers were right, is measured and not learned from.
+Losses = dict[str, tuple[Tensor, int]]
+
+_LOSS = "loss_"  # before the names of losses in the log: no measure has one
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """The losses and measures of one part of a step, over all ranks: `numbers`, float64 on the device, are the sums,
+    by how many to divide each, on how many ranks the run was told to stop, and the seconds that they waited for data.
+    """
+
+    names: tuple[str, ...]
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, losses: Losses, world: World, told: bool, waited: float) -> "Totals":
+        """Of all ranks: each must call it, with the same names. Nothing waits for the device."""
+        sums = torch.stack([value.detach().double() for value, _ in losses.values()])
+        others = [*(float(count) for _, count in losses.values()), float(told), waited]
+        numbers = torch.cat([sums, torch.tensor(others, dtype=torch.float64, device=sums.device)])
+        distributed.add_over_ranks(numbers, world)
+        return cls(tuple(_LOSS * value.requires_grad + name for name, (value, _) in losses.items()), numbers)
+
+    def mean(self, losses: Losses, weights: Mapping[str, float]) -> Tensor:
+        """This rank's share of the weighted losses, each divided by what was asked over all ranks.
+
+        A loss that nobody was asked about in this step is 0, not NaN.
+        """
+        asked = self.numbers[len(losses) :].clamp(min=1).float()
+        total = 0.0
+        for (name, (value, _)), count in zip(losses.items(), asked, strict=False):
+            if value.requires_grad:
+                total = total + weights.get(name, 1.0) * value / count
+        return total
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the forward and backward passes of one step came to, over all ranks."""
+
+    sums: dict[str, tuple[float, float]]
+    """By name the sum and by how many to divide it: of a loss `loss_<name>`, of a measure its own name."""
+    loss: float
+    """What is learned from: the weighted mean losses, added."""
+    norm: float
+    """Of the gradient, before it is clipped."""
+    waited: float
+    """Seconds that a rank waited for the step's data, in the mean."""
+    told: bool
+    """Whether a rank was told to stop."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Totals], norm: Tensor, weights: Mapping[str, float], world: World) -> "Step":
+        """Waits for the device, once a step."""
+        flat = iter(torch.cat([*(part.numbers for part in parts), norm.detach().double().reshape(1)]).tolist())
+        sums: dict[str, tuple[float, float]] = {}
+        loss, told, waited = 0.0, 0.0, 0.0
+        for part in parts:
+            totals = [next(flat) for _ in part.names]
+            for name, total, count in zip(part.names, totals, [next(flat) for _ in part.names], strict=True):
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + total, before[1] + count
+                if name.startswith(_LOSS):
+                    loss += weights.get(name.removeprefix(_LOSS), 1.0) * total / max(1.0, count) / len(parts)
+            told, waited = next(flat), next(flat)
+        return cls(sums, loss, next(flat), waited / world.size, told > 0)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """By name the mean of each loss."""
+        return {
+            name.removeprefix(_LOSS): total / max(1.0, count)
+            for name, (total, count) in self.sums.items()
+            if name.startswith(_LOSS)
+        }
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the log says of some steps."""
+
+    losses: dict[str, float]
+    """Means over what was asked, without weights."""
+    measures: dict[str, float]
+    """The same of what is not learned from, such as accuracies."""
+    norms: dict[str, float]
+    """`gradient_norm`, the mean, and `gradient_norm_max`, before clipping; none where all steps were left out."""
+    counts: dict[str, int]
+    """Of what was left out: `skipped` steps, and what the caller counts."""
+    steps: int
+    seconds: float
+    """Of training: those of validations and of saving are not in it."""
+    data_wait: float
+    """Share of these seconds in which the loop waited for the next batch."""
+    memory: int
+    """Bytes that this process held at most so far: on its GPU or, without one, in all."""
+
+
+class Since:
+    """What adds up since the last line. Its state is without times: trainings that compute the same have the same."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None):
+        state = state or {"sums": {}, "norms": [], "counts": {}}
+        self._sums, self._norms = dict(state["sums"]), list(state["norms"])
+        self.counts = Counter(state["counts"])
+        self._start()
+
+    def _start(self) -> None:
+        self._began, self._paused, self._steps, self._waited = time.monotonic(), 0.0, 0, 0.0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"sums": dict(self._sums), "norms": list(self._norms), "counts": dict(self.counts)}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in the block is no training."""
+        began = time.monotonic()
+        yield
+        self._paused += time.monotonic() - began
+
+    def add(self, step: Step, taken: bool) -> None:
+        """A step; of one that is left out its time alone."""
+        self._steps += 1
+        self._waited += step.waited
+        if not taken:
+            self.counts["skipped"] += 1
+            return
+        self._norms.append(step.norm)
+        for name, (total, count) in step.sums.items():
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = [before[0] + total, before[1] + count]
+
+    def line(self, device: torch.device) -> Line:
+        """All of it; the next line starts here."""
+        means = {name: total / count for name, (total, count) in sorted(self._sums.items()) if count}
+        norms = self._norms
+        seconds = time.monotonic() - self._began - self._paused
+        line = Line(
+            losses={name.removeprefix(_LOSS): mean for name, mean in means.items() if name.startswith(_LOSS)},
+            measures={name: mean for name, mean in means.items() if not name.startswith(_LOSS)},
+            norms={"gradient_norm": sum(norms) / len(norms), "gradient_norm_max": max(norms)} if norms else {},
+            counts=dict(self.counts),
+            steps=self._steps,
+            seconds=max(1e-9, seconds),
+            data_wait=self._waited / max(1e-9, seconds),
+            memory=_peak_memory(device),
+        )
+        self._sums, self._norms, self.counts = {}, [], Counter()
+        self._start()
+        return line
+
+
+def timed(items: Iterable[Item]) -> Iterator[tuple[Item, float]]:
+    """The items, each with the seconds that it took to come."""
+    began = time.monotonic()
+    for item in items:
+        yield item, time.monotonic() - began
+        began = time.monotonic()
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in kibibytes

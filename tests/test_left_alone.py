@@ -1,0 +1,435 @@
+"""Training that nobody watches: steps that are left out, SIGTERM, the heartbeat, and what the log measures."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_recipe, tiny_root
+from torch import nn
+
+from benchmarks.killed_training import CLOCKED, check_stopped
+from detectors.distributed import World
+from detectors.loop import Stopped, batches, train_steps
+from detectors.measures import Since, Step
+from detectors.record import Record, read_heartbeat, read_metrics
+from detectors.skipping import WINDOW, Skipping
+from detectors.stopping import Stop
+from detectors.writer import Writer
+from flows.training import _PROGRESS
+from storage.objects import Objects, open_objects
+from vlbert.batch import Batch
+from vlbert.train import train
+
+ALONE = World(0, 1, torch.device("cpu"))
+HOUSE = Path(__file__).parents[1]
+
+
+def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
+    return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, loss, norm, 0.0, False)
+
+
+# --- which steps are left out -----------------------------------------------------------------------------------------
+
+
+def test_a_spike_is_judged_by_the_last_hundred_steps_that_were_taken_and_not_before_there_are_so_many():
+    skipping = Skipping(5.0)
+    assert [skipping.why(step(1.0 if n else 50.0)) for n in range(WINDOW - 1)] == [None] * (WINDOW - 1)
+    assert skipping.why(step(1000.0)) is None, "99 came before it"
+    mean = (50 + 98 + 1000) / 100
+    for _ in range(2):  # what was left out is no part of the mean
+        why = "the loss (57.5) is over 5 times the mean of the last 100 (11.48)"
+        assert skipping.why(step(5 * mean + 0.1)) == why
+    assert skipping.why(step(5 * mean - 0.1)) is None
+    assert Skipping(None, skipping.state).why(step(1e9)) is None
+
+
+def test_what_is_not_finite_is_left_out_from_the_first_step_on_and_named():
+    skipping = Skipping(None)
+    why = skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
+    assert why == "the loss of regions (inf) is not finite"
+    assert skipping.why(step(1.0, math.nan, words=1.0)) == "the norm of the gradient (nan) is not finite"
+    assert skipping.in_a_row == 2
+    assert skipping.why(step(1.0, words=1.0)) is None
+    assert skipping.in_a_row == 0
+
+
+def test_a_run_that_goes_on_judges_as_one_that_never_stopped():
+    whole = Skipping(2.0)
+    losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
+    said = [whole.why(step(loss)) for loss in losses]
+    assert sum(map(bool, said)) == 2
+    for cut in (50, 120, 131):
+        before = Skipping(2.0)
+        first = [before.why(step(loss)) for loss in losses[:cut]]
+        after = Skipping(2.0, json.loads(json.dumps(before.state)))
+        assert first + [after.why(step(loss)) for loss in losses[cut:]] == said
+        assert after.state == whole.state
+
+
+# --- what a step that is left out leaves behind -----------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """With a norm that learns its statistics, as the demo's detector has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+        y = self.layers(rows[:, :3])
+        return {"size": ((rows[:, 3:] * y**2).sum(), len(y)), "positive": ((y > 0).sum(), len(y))}
+
+
+def parts_of(number: int, bad: Iterable[int] = (), spikes: Iterable[int] = ()) -> list[torch.Tensor]:
+    """Two parts of a step; in the steps of `bad` the second holds a value that is no number, in those of `spikes` each
+    row counts a million times."""
+    parts = list(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(number)))
+    for part in parts:
+        part[:, 3] = 1e6 if number in spikes else 1.0
+    if number in bad:
+        parts[1][2, 1] = torch.nan
+    return parts
+
+
+def taught(
+    objects: Objects,
+    steps: Sequence[int],
+    bad: Iterable[int] = (),
+    spikes: Iterable[int] = (),
+    resumed: dict | None = None,
+    rate: float = 0.1,
+    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
+    save: Callable[[int, dict], None] = lambda done, state: None,
+    **changes: Any,
+) -> tuple[Network, torch.optim.Optimizer]:
+    """Network after steps with these numbers, those of `bad` poisoned."""
+    settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
+    settings |= {"most_skipped": 2, "optimizer": SimpleNamespace(clip=1.0)}
+    network = Network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    with Writer(objects) as writer:
+        train_steps(
+            SimpleNamespace(**settings | changes),
+            ALONE,
+            network,
+            optimizer,
+            range(len(steps)),
+            [parts_of(number, bad, spikes) for number in steps],
+            record=Record(writer, "run", 0, len(steps), 10),
+            prepare=lambda step: None,
+            losses_of=lambda model, part: model(part),
+            keys_of=lambda part: [f"{float(row[0]):.3f}" for row in part],
+            validate=validate,
+            save=save,
+            resumed=resumed,
+        )
+    return network, optimizer
+
+
+def lines_of(objects: Objects, name: str) -> list[dict]:
+    path = f"runs/run/{name}"
+    return [json.loads(line) for line in objects.get(path).splitlines()] if objects.exists(path) else []
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_is_written_down_with_its_samples(tmp_path, capsys):
+    left_out, without = (open_objects(str(tmp_path / name)) for name in ("left-out", "without"))
+    network, optimizer = taught(left_out, [0, 1, 2, 3, 4], bad=[2])
+    as_if, other = taught(without, [0, 1, 3, 4])
+    # The statistics of the norm, and how many batches they are of, too.
+    torch.testing.assert_close(network.state_dict(), as_if.state_dict(), rtol=0, atol=0)
+    moments = zip(optimizer.state.values(), other.state.values(), strict=True)
+    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
+
+    (line,) = lines_of(left_out, "skipped.jsonl")
+    assert line.pop("keys") == [f"{float(row[0]):.3f}" for part in parts_of(2) for row in part]
+    assert line == {
+        "step": 3,
+        "why": "the loss of size (nan) is not finite",
+        "loss": None,
+        "gradient_norm": None,
+        "losses": {"size": None},
+    }
+    assert not lines_of(without, "skipped.jsonl")
+    logged = lines_of(left_out, "metrics.jsonl")
+    assert [one.get("skipped") for one in logged] == [None, 1, None]
+    assert all(math.isfinite(value) for one in logged for value in one.values() if isinstance(value, float))
+    said = capsys.readouterr().out.splitlines()
+    assert "step 3/5  left out: the loss of size (nan) is not finite" in said
+    assert re.match(r"step 4/5  size \d+\.\d{3}  skipped 1  \S+ samples/s", said[2])
+
+
+def test_so_many_steps_left_out_in_a_row_end_the_run_and_all_that_helps_is_named(tmp_path):
+    objects = open_objects(str(tmp_path))
+    taught(objects, range(6), bad=[1, 3])  # one at a time
+    with pytest.raises(FloatingPointError) as caught:
+        taught(objects, range(6), bad=[1, 3, 4])
+    said = str(caught.value)
+    assert said.startswith("2 steps in a row were left out, the last of them, 5, because the loss of size (nan)")
+    assert f"{tmp_path}/runs/run/skipped.jsonl names their samples; no checkpoint was saved before" in said
+    assert "spike=none" in said
+    assert [line["step"] for line in lines_of(objects, "skipped.jsonl")] == [2, 4, 5]
+    assert read_heartbeat(objects, "run")["state"] == "failed"
+    assert read_heartbeat(objects, "run")["step"] == 5
+
+
+def test_the_losses_by_which_a_spike_is_judged_come_from_the_checkpoint(tmp_path):
+    states = []
+    objects = open_objects(str(tmp_path / "before"))
+    taught(objects, range(WINDOW), rate=0, save=lambda done, state: states.append(state))
+    (state,) = (json.loads(json.dumps(state)) for state in states)
+    for name, resumed, left_out in (("after", state, [3]), ("new", None, [])):
+        objects = open_objects(str(tmp_path / name))
+        taught(objects, range(5), spikes=[2], resumed=resumed, rate=0)
+        assert [line["step"] for line in lines_of(objects, "skipped.jsonl")] == left_out
+
+
+def test_what_no_gradient_flows_through_is_measured_and_changes_nothing(tmp_path):
+    objects = open_objects(str(tmp_path))
+    network, _ = taught(objects, range(4), log_every=4)
+    (line,) = lines_of(objects, "metrics.jsonl")
+    assert 0 < line["positive"] < 1
+    assert "loss_positive" not in line
+    assert 0 < line["gradient_norm"] <= line["gradient_norm_max"]
+    assert 0 <= line["data_wait"] <= 1
+    assert line["memory_gb"] > 0.01
+
+    class Unmeasured(Network):
+        def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+            return {"size": super().forward(rows)["size"]}
+
+    plain = Unmeasured()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for number in range(4):
+        for part in parts_of(number):
+            (loss, count) = plain(part)["size"]
+            (loss / count / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_time_that_is_not_training_is_in_no_rate():
+    since = Since()
+    since.add(dataclasses.replace(step(1.0, words=2.0), waited=0.01), taken=True)
+    with since.paused():
+        time.sleep(0.3)
+    time.sleep(0.05)
+    line = since.line(ALONE.device)
+    assert 0.05 <= line.seconds < 0.3
+    assert line.data_wait == pytest.approx(0.01 / line.seconds)
+    assert line.losses == {"words": 2.0}
+    assert since.line(ALONE.device).losses == {}
+
+
+# --- in a whole run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_root(tmp_path_factory.mktemp("left-alone"))
+
+
+def unclocked(root: Path, run: str) -> list[dict]:
+    lines = (root / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
+
+
+def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
+    """To the bit: what they logged, their weights, moments and the state of their loops."""
+    assert unclocked(root, one) == unclocked(root, other)
+    folders = [root / "runs" / run / f"step-{last:07d}" for run in (one, other)]
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        first, second = (folder / name for folder in folders)
+        assert first.read_bytes() == second.read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_leaves_out_the_spike_that_it_would_have_left_out(root):
+    def spike(step: int, parts: Sequence[Batch]) -> None:
+        if step == 105:
+            parts[0].asked["region_classes"] *= 1000
+
+    recipe = tiny_recipe(root, steps=108, log_every=5, save_every=103, validate_every=1000)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None))
+    train(dataclasses.replace(recipe, run="whole"), ALONE, spike)
+    skipped = [json.loads(line) for line in (root / "runs/whole/skipped.jsonl").read_text().splitlines()]
+    assert [(line["step"], len(line["keys"])) for line in skipped] == [(106, 8 + 4)]
+    assert "times the mean of the last 100" in skipped[0]["why"]
+    assert [line.get("skipped") for line in unclocked(root, "whole")][-2:] == [None, 1]
+
+    train(dataclasses.replace(recipe, run="cut"), ALONE, spike)
+    (root / "runs/cut/step-0000108/state.json").unlink()  # as if it had been killed before that was whole
+    train(dataclasses.replace(recipe, run="cut"), ALONE, spike)
+    assert_equal_runs(root, "whole", "cut", 108)
+    assert (root / "runs/cut/skipped.jsonl").read_text() == (root / "runs/whole/skipped.jsonl").read_text()
+
+
+def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobody_had_stopped_it(root, capsys):
+    recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
+    train(dataclasses.replace(recipe, run="unstopped"), ALONE)
+
+    def stop(step: int, parts: Sequence[Batch]) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = dataclasses.replace(recipe, run="stopped")
+    folder = root / "runs" / "stopped" / "step-0000005"
+    with pytest.raises(Stopped, match=f"after step 5 of 8; the next start goes on from {folder}"):
+        train(stopped, ALONE, stop)
+    assert signal.getsignal(signal.SIGTERM) == before
+    objects = open_objects(str(root))
+    beat = read_heartbeat(objects, "stopped")
+    assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
+    train(stopped, ALONE)
+    assert_equal_runs(root, "unstopped", "stopped", 8)
+    assert [line["step"] for line in read_metrics(objects, "stopped", "training")] == [3, 6, 8]
+
+    progress = [line for line in capsys.readouterr().out.splitlines() if " samples/s " in line]
+    assert all(_PROGRESS.match(line) for line in progress)
+    assert len(progress) == 3 + 3
+    beat = read_heartbeat(objects, "stopped")
+    assert (beat["state"], beat["step"], beat["processes"], beat["pid"]) == ("done", 8, 1, os.getpid())
+    assert beat["losses"].keys() == {"words", "text_words", "regions"}
+    assert beat["seconds_left"] == 0
+    assert read_heartbeat(objects, "never") is None
+
+
+def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
+    recipe = tiny_recipe(root, run="old", steps=3, save_every=3)
+    train(recipe, ALONE)
+    file = root / "runs/old/step-0000003/state.json"
+    state = json.loads(file.read_text())
+    assert state.pop("loop")["skipping"]["in_a_row"] == 0
+    file.write_text(json.dumps(state))
+    train(dataclasses.replace(recipe, steps=4), ALONE)
+    assert [line["step"] for line in read_metrics(open_objects(str(root)), "old", "training")] == [1, 2, 3, 4]
+
+
+# --- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path):
+    objects, saved = open_objects(str(tmp_path)), []
+
+    def validate() -> tuple[dict[str, float], list[dict]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while (read_heartbeat(objects, "run") or {}).get("state") != "validating":  # a thread writes it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return {"accuracy": 1.0}, []
+
+    with pytest.raises(Stopped, match="after step 2 of 6"):
+        taught(objects, range(6), validate=validate, save=lambda done, state: saved.append(done), validate_every=2)
+    assert saved == [2]
+    assert [line["kind"] for line in lines_of(objects, "metrics.jsonl")] == ["training", "validation"]
+    assert read_heartbeat(objects, "run")["state"] == "stopped"
+
+
+def test_one_request_may_come_twice_and_a_handler_is_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Stop() as stop:
+        assert not stop.told
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.told
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+TWICE = """
+import os, signal, time
+from detectors.stopping import Stop
+
+with Stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_ends_at_once():
+    environment = os.environ | {"PYTHONPATH": str(HOUSE)}
+    assert subprocess.run([sys.executable, "-c", TWICE], env=environment, timeout=40).returncode == -signal.SIGTERM
+
+
+class Numbers(torch.utils.data.Dataset):
+    """The numbers, and who loads them."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, os.getpid()
+
+
+def test_a_loading_process_passes_over_sigterm_but_from_its_loader():
+    ahead = batches(Numbers(), range(40), 2, torch.device("cpu"))
+    _, worker = next(ahead)
+    subprocess.run(["kill", "-TERM", str(worker)], check=True)  # from another process, as a launcher does
+    time.sleep(0.2)
+    found = list(ahead)
+    assert [number for number, _ in found] == list(range(1, 40))
+    assert len({pid for _, pid in found}) == 2
+
+
+RANK = """
+import dataclasses, sys
+from pathlib import Path
+from tiny import TINY_MODEL, tiny_recipe
+from detectors import distributed
+from vlbert.train import train
+
+world = distributed.start()
+
+def poison(step, parts):
+    if step == 2 and world.rank == world.size - 1:
+        parts[-1].asked["region_classes"][-1] = float("nan")
+
+recipe = tiny_recipe(Path(sys.argv[1]), run=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
+train(recipe, world, poison)
+distributed.stop(world)
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_learn_from_all_leave_out(root, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests'}", "OMP_NUM_THREADS": "1"}
+    for run, processes in (("one", 1), ("two", 2)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        result = subprocess.run(
+            [*command, str(tmp_path / "rank.py"), str(root), run], env=environment, capture_output=True, timeout=240
+        )
+        assert result.returncode == 0, result.stderr[-3000:].decode()
+    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
+    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
+    assert sorted(one["keys"]) == sorted(two["keys"])
+    assert len(one["keys"]) == 8 + 4
+    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rank"), [(1, None), (2, 1)])
+def test_a_training_that_is_told_to_stop_goes_on_as_if_nothing_had_happened(tmp_path, size, rank):
+    """The launcher told, which tells its ranks; and one rank alone."""
+    said: list[str] = []
+    assert check_stopped(tmp_path, 7, size, rank, said.append) == []
+    assert sum(" told to stop in step " in line for line in said) == 1

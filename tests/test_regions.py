@@ -1,0 +1,104 @@
+"""Appearance of regions from batches whose pictures are in groups of shape."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from detectors.resnet import ResNetConfig
+from vlbert.batch import Batch, Example, Picture, Words, collate
+from vlbert.config import RegionConfig
+from vlbert.regions import FastRCNN
+
+CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, untrained=True)
+SIZES = [(96, 64), (64, 112), (90, 60), (48, 96), (96, 64)]  # width, height
+HIDES = pytest.mark.parametrize("hide", ["pixels", "features"])
+
+
+def network(hide: str = "pixels") -> FastRCNN:
+    torch.manual_seed(0)
+    made = FastRCNN(dataclasses.replace(CONFIG, hide=hide))
+    for name, tensor in made.named_buffers():
+        if name.endswith("running_mean"):
+            tensor.normal_(generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def examples() -> list[Example]:
+    """Pictures of two shapes among texts; each has regions, some of them hidden, and another box whose pixels are."""
+    generator = np.random.default_rng(0)
+    zeros = np.zeros(3, np.int64)
+    found = [Example("text", Words(zeros, zeros, zeros))]
+    for number, (width, height) in enumerate(SIZES):
+        low = generator.uniform(0, 0.6, (3 + number % 2, 2)) * (width, height)
+        sides = generator.uniform(0.2, 0.4, low.shape) * (width, height)
+        boxes = np.concatenate([low, low + sides], axis=1).astype(np.float32)
+        boxes[0] = 0, 0, width - 1, height - 1
+        picture = Picture(
+            boxes=boxes,
+            hidden=np.arange(len(boxes)) == 2,
+            size=(width, height),
+            pixels=torch.from_numpy(generator.integers(0, 256, (3, height, width), dtype=np.uint8)),
+            covered=boxes[1:2] / 2,
+            cells=generator.uniform(0, 1, (len(boxes), 3, 3)).astype(np.float32),
+        )
+        found.append(Example(str(number), Words(zeros, zeros, zeros), picture, more=(Words(zeros, zeros, zeros),)))
+    return found
+
+
+def of_each_row(seen: Tensor, batch: Batch) -> list[Tensor]:
+    """The regions of each row with a picture, from those of all pictures in picture order."""
+    pictures = seen.split(batch.region_mask[batch.picture_rows].sum(1).tolist())
+    return [pictures[number] for number in batch.picture_of.tolist() if number >= 0]
+
+
+@HIDES
+def test_a_region_looks_the_same_in_a_group_and_alone(hide):
+    sight, given = network(hide).eval(), examples()
+    batch = collate(given)
+    assert [len(group) for group in batch.pixels] == [2, 3]
+    with torch.no_grad():
+        inputs = sight.network_input(batch)
+        together = of_each_row(sight(batch), batch)
+        alone = [of_each_row(sight(one), one)[0] for one in (collate([e]) for e in given[1:]) for _ in range(2)]
+    pictures = [picture for group in inputs for picture in group]
+    for example in given[1:]:
+        row = batch.keys.index(example.key) * 2 - 1
+        own = sight.network_input(collate([example]))[0][0]
+        seen = pictures[batch.picture_of[row]]
+        height, width = own.shape[1:]
+        assert torch.equal(seen[:, :height, :width], own), "with the same pixels hidden"
+        assert not seen[:, height:].any()
+        assert not seen[:, :, width:].any()
+    same_size = [row for row, (width, height) in enumerate(np.repeat(SIZES, 2, axis=0).tolist()) if width == 96]
+    for row, (found, expected) in enumerate(zip(together, alone, strict=True)):
+        assert found.shape == expected.shape
+        # Cells near the border see where a picture ends among larger ones; the others must look as they do alone.
+        tolerance = 1e-5 if row in same_size else 0.35
+        assert (found - expected).norm() <= tolerance * expected.norm(), row
+        others = [other for n, other in enumerate(alone) if n // 2 != row // 2 and len(other) == len(found)]
+        assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
+    given = [example for example in examples() if example.picture is None or example.picture.size == (96, 64)]
+    batch = collate(given)
+    assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
+    apart = dataclasses.replace(batch, pixels=tuple(batch.pixels[0].split(1)))
+    sight = network()
+    found = []
+    for one in (batch, apart):
+        sight.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            seen = sight(one)
+        weights = torch.arange(seen.numel(), dtype=torch.float32).view(seen.shape) % 7
+        (seen.float() * weights).sum().backward()
+        gradients = [parameter.grad for parameter in sight.parameters() if parameter.requires_grad]
+        found.append([seen.detach().float(), *gradients])
+    for together, separate in zip(*found, strict=True):
+        scale = together.abs().max()
+        tolerance = 1e-5 if kind == torch.float32 else 2e-2
+        torch.testing.assert_close(separate / scale, together / scale, rtol=0, atol=tolerance)

@@ -1,0 +1,214 @@
+"""The convolutions with their frozen norms, ReLUs and sums in one: the same as one after the other, and no more."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detectors import resnet
+from detectors.resnet import BATCH_NORM_EPS, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig, conv_relu, fold_norms
+
+CONFIG = ResNetConfig(blocks=(1, 1, 2, 2), width=8)
+PRECISIONS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+WAYS = pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+
+
+def with_norms_that_do_something(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for norm in module.modules():
+        if isinstance(norm, FrozenNorm | nn.BatchNorm2d):
+            for tensor, low, high in (
+                (norm.weight, 0.5, 1.5),
+                (norm.bias, -0.5, 0.5),
+                (norm.running_mean, -0.5, 0.5),
+                (norm.running_var, 0.5, 2.0),
+            ):
+                tensor.data.uniform_(low, high, generator=generator)
+    return module
+
+
+def plain_conv(conv: NormedConv, x: Tensor) -> Tensor:
+    norm = conv.norm
+    y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation)
+    fixed = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    return F.batch_norm(y, *fixed, training=False, eps=BATCH_NORM_EPS)
+
+
+def plain_blocks(blocks: nn.Module, x: Tensor) -> Tensor:
+    for block in blocks.children():
+        y = F.relu(plain_conv(block.conv2, F.relu(plain_conv(block.conv1, x))))
+        shortcut = x if block.shortcut is None else plain_conv(block.shortcut, x)
+        x = F.relu(plain_conv(block.conv3, y) + shortcut)
+    return x
+
+
+def plain_c4(network: ResNetC4, images: Tensor) -> Tensor:
+    x = F.relu(plain_conv(network.stem.conv1, images))
+    x = F.max_pool2d(x, kernel_size=3, stride=2, ceil_mode=True)
+    for stage in (network.res2, network.res3, network.res4):
+        x = plain_blocks(stage, x)
+    return x
+
+
+def results(network: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, kind: torch.dtype) -> dict[str, Tensor]:
+    """Outputs, and the gradient of everything that has one, in float64; bfloat16 is that of autocast."""
+    half = kind == torch.bfloat16
+    network.to(torch.float32 if half else kind).zero_grad()
+    x = x.to(torch.float32 if half else kind, copy=True).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        y = compute(x)
+    assert y.dtype == kind
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(kind))
+    found = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.requires_grad}
+    return {name: tensor.detach().double() for name, tensor in (found | {"output": y, "input": x.grad}).items()}
+
+
+def check(network: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor, kind: torch.dtype) -> None:
+    """`network` does what `plain` does; in bfloat16, where rounding cuts other values at zero, about as precisely."""
+    exact = results(network, plain, x, torch.float64)
+
+    def off(compute: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        found = results(network, compute, x, kind)
+        assert found.keys() == exact.keys()
+        return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in found}
+
+    ours = off(network)
+    if kind != torch.bfloat16:
+        assert max(ours.values()) < {torch.float32: 1e-5, torch.float64: 1e-12}[kind], ours
+        return
+    theirs = off(plain)
+    ratios = {name: ours[name] / theirs[name] for name in ours}
+    assert max(ratios.values()) < 2, (ours, theirs)
+    assert sum(ratios.values()) / len(ratios) < 1.2, (ours, theirs)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dilated", [True, False])
+def test_res5_computes_what_its_parts_do_one_after_the_other(kind, layout, dilated):
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, res5_dilated=dilated, stride_in_1x1=not dilated)
+    network = with_norms_that_do_something(Res5(config)).to(memory_format=layout)
+    x = torch.randn(6, config.c4_channels, 7, 7).contiguous(memory_format=layout)
+    check(network, lambda x: plain_blocks(network, x), x, kind)
+
+
+@PRECISIONS
+def test_the_network_below_computes_what_its_parts_do_one_after_the_other(kind):
+    torch.manual_seed(0)
+    network = with_norms_that_do_something(ResNetC4(CONFIG))
+    check(network, lambda x: plain_c4(network, x), torch.randn(2, 3, 65, 96), kind)
+
+
+def test_in_bfloat16_other_devices_fold_too(monkeypatch):
+    monkeypatch.setattr(resnet, "_FUSED_DTYPES", ())  # they have no such kernels
+    torch.manual_seed(0)
+    network = with_norms_that_do_something(Res5(CONFIG))
+    x = torch.randn(6, CONFIG.c4_channels, 7, 7)
+    check(network, lambda x: plain_blocks(network, x), x, torch.bfloat16)
+    norms = []
+    for module in network.modules():
+        if isinstance(module, FrozenNorm):
+            module.register_forward_hook(lambda *call: norms.append(call))
+    with torch.autocast("cpu", torch.bfloat16):
+        network(x)
+    assert norms == []
+
+
+def test_in_float32_every_number_is_that_of_its_parts_to_the_bit():
+    torch.manual_seed(0)
+    network = with_norms_that_do_something(Res5(CONFIG))
+    x = torch.randn(6, CONFIG.c4_channels, 7, 7).contiguous(memory_format=torch.channels_last)
+    ours, theirs = (results(network, way, x, torch.float32) for way in (network, lambda x: plain_blocks(network, x)))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("shortcut", [False, True])
+@WAYS
+def test_the_gradient_is_zero_where_the_relu_cut(kind, shortcut):
+    conv = with_norms_that_do_something(NormedConv(4, 6, kernel=1, stride=1, dilation=1, norm="frozen")).to(kind)
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0)).to(kind)
+    beside = torch.randn(3, 6, 5, 5, generator=torch.Generator().manual_seed(1)).to(kind).requires_grad_()
+    y = conv_relu(conv, x, beside.clone() if shortcut else None)
+    y.sum().backward()
+    assert 0 < int((y == 0).sum()) < y.numel()
+    if shortcut:
+        torch.testing.assert_close(beside.grad, (y > 0).to(kind))
+    else:
+        assert beside.grad is None
+    scale = conv.norm.weight / (conv.norm.running_var + BATCH_NORM_EPS).sqrt()
+    expected = torch.einsum("nchw,nohw->oc", x, (y > 0).to(kind)) * scale[:, None]
+    torch.testing.assert_close(conv.weight.grad[:, :, 0, 0], expected)
+
+
+def test_a_norm_is_multiplied_in_float32_and_rounded_once():
+    conv = with_norms_that_do_something(NormedConv(4, 6, kernel=1, stride=1, dilation=1, norm="frozen"))
+    x = torch.eye(4).view(4, 4, 1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = conv(x)
+    weight, bias = conv.folded()
+    assert (weight.dtype, bias.dtype) == (torch.float32, torch.float32)
+    expected = weight[:, :, 0, 0].T.bfloat16().float() + bias.bfloat16().float()
+    torch.testing.assert_close(found[:, :, 0, 0].float(), expected.bfloat16().float(), rtol=2**-8, atol=0)
+
+
+def saved_by(compute: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, ...]]:
+    """The shapes of what is kept for the gradient of something computed from x."""
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: shapes.append(tensor.shape) or tensor, lambda t: t):
+        compute(x)
+    return [tuple(shape) for shape in shapes]
+
+
+@WAYS
+def test_frozen_stages_keep_nothing_and_get_no_gradient(kind):
+    network = with_norms_that_do_something(ResNetC4(CONFIG).freeze(2)).to(kind)
+    images = torch.randn(2, 3, 64, 64, dtype=kind)
+    asked = {}
+    for name, module in network.named_modules():
+        if isinstance(module, resnet.Stem | resnet.Bottleneck):
+            module.register_forward_hook(lambda module, given, y, name=name: asked.update({name: y.requires_grad}))
+    network(images).sum().backward()
+    assert asked == {"stem": False, "res2.0": False, "res3.0": True, "res4.0": True, "res4.1": True}
+    assert {name.split(".")[0] for name, p in network.named_parameters() if p.grad is not None} == {"res3", "res4"}
+    assert saved_by(nn.Sequential(network.stem, network.res2), images) == []
+    frozen = network.res2(network.stem(images))
+    assert sum(len(shape) == 4 and shape[2:] == frozen.shape[2:] for shape in saved_by(network.res3, frozen)) == 2, (
+        "its input, for the weights of two convolutions"
+    )
+
+
+def test_only_what_goes_in_and_comes_out_is_kept_of_a_convolution_with_its_relu():
+    if not resnet._FUSED_DTYPES:
+        pytest.skip("this CPU or PyTorch has no fused kernels")
+    conv = NormedConv(4, 6, kernel=3, stride=1, dilation=1, norm="frozen")
+    x, beside = torch.randn(2, 4, 5, 7, requires_grad=True), torch.randn(2, 6, 5, 7, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = saved_by(lambda x: conv_relu(conv, x, beside), x)
+    assert sorted(shape for shape in kept if shape[2:] == (5, 7)) == [(2, 4, 5, 7), (2, 6, 5, 7)]
+
+
+def test_a_folded_network_computes_the_same():
+    torch.manual_seed(0)
+    for norm in ("frozen", "batch"):
+        network = with_norms_that_do_something(Res5(dataclasses.replace(CONFIG, norm=norm))).eval()
+        x = torch.randn(2, CONFIG.c4_channels, 7, 7)
+        with torch.no_grad():
+            before = network(x)
+            fold_norms(network)
+            torch.testing.assert_close(network(x), before)
+        assert not any(parameter.requires_grad for parameter in network.parameters())
+
+
+def test_live_norms_go_on_learning():
+    torch.manual_seed(0)
+    network = Res5(dataclasses.replace(CONFIG, norm="batch")).train()
+    x = torch.randn(4, CONFIG.c4_channels, 7, 7)
+    network(x).sum().backward()
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(norm.weight.grad is not None and int(norm.num_batches_tracked) == 1 for norm in norms)
+    y = getattr(network, "0").conv1(x)
+    torch.testing.assert_close(y.mean(dim=(0, 2, 3)), torch.zeros(y.shape[1]), atol=1e-5, rtol=0)
