@@ -382,7 +382,9 @@ class FasterRCNN(nn.Module):
         pixels."""
         size = self.config.pool_size
         if self.config.roi_op == "pool":
-            return torchvision.ops.roi_pool(c4, rois, size, spatial_scale=1 / STRIDE)
+            with torch.autocast(c4.device.type, enabled=False):  # half precision would move the bins
+                c4 = c4.to(torch.promote_types(c4.dtype, torch.float32))
+                return torchvision.ops.roi_pool(c4, rois.to(c4.dtype), size, spatial_scale=1 / STRIDE)
         return roi_align([c4], rois, size, 1 / STRIDE)
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:

@@ -163,7 +163,8 @@ def too_many_skipped(number: int, done: int, why: str, world: World, record: Rec
 
 
 def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
-    """data[step] for every step, in order, made ahead of time by `workers` processes; their errors come out as ours."""
+    """data[step] for every step, in order, on the device, made ahead of time by `workers` processes; their errors come
+    out as ours."""
     loader = DataLoader(
         _Caught(data),
         sampler=steps,

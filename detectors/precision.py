@@ -1,7 +1,9 @@
 """What matrix products and convolutions are computed in: bfloat16 by autocast, and float32 on GPUs as it is said here.
 
-bfloat16 is for forward passes (their backward follows them); weights, optimizer, residual sums, norms and losses stay
-float32. A GPU may round what goes into a float32 product to 10 bits, TF32: torch's own default for convolutions.
+bfloat16 is for forward passes (their backward follows them); weights, optimizer, RoIAlign, LayerNorms, the encoder's
+sums and losses stay float32. Within the ResNet frozen norms are multiplied into the weights in float32, and what comes
+out of a block is bfloat16. A GPU may round what goes into a float32 product to 10 bits, TF32: torch's own default for
+convolutions.
 """
 
 from collections.abc import Iterator

@@ -95,18 +95,19 @@ class NormedConv(nn.Conv2d):
         self.norm = FrozenNorm(outputs) if norm == "frozen" else nn.BatchNorm2d(outputs, eps=BATCH_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.folds(x):
+        if not self.folds:
             return self.norm(super().forward(x))
         return F.conv2d(x, *self.folded(), self.stride, self.padding, self.dilation)
 
-    def folds(self, x: Tensor) -> bool:
+    @property
+    def folds(self) -> bool:
         """Whether the norm is multiplied into the weight: for good, or a frozen one in half precision.
 
         In float32 that would round in another order than the published program: what is zero to the last bit before a
         ReLU would not be any more, which moves gradients of single convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
-            return computed_in(self.weight, x).itemsize == 2
+            return computed_in(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -121,9 +122,9 @@ class NormedConv(nn.Conv2d):
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
-def computed_in(weight: Tensor, x: Tensor) -> torch.dtype:
-    """The type of numbers that a convolution of x computes in: autocast's, or the weight's."""
-    device = x.device.type
+def computed_in(weight: Tensor) -> torch.dtype:
+    """The type of numbers that a convolution computes in: autocast's, or the weight's."""
+    device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
@@ -159,8 +160,8 @@ class _FusedConvReLU(torch.autograd.Function):
 
 def conv_relu(conv: NormedConv, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """ReLU of what a convolution makes of x, plus `shortcut`."""
-    kind = computed_in(conv.weight, x)
-    if x.device.type != "cpu" or kind not in _FUSED_DTYPES or not conv.folds(x) or torch.compiler.is_compiling():
+    kind = computed_in(conv.weight)
+    if x.device.type != "cpu" or kind not in _FUSED_DTYPES or not conv.folds or torch.compiler.is_compiling():
         y = conv(x)  # a compiler fuses by itself what it can see
         return F.relu_(y if shortcut is None else y.add_(shortcut))
     weight, bias = conv.folded()

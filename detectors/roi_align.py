@@ -11,29 +11,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_MOST = 2**31 - 1  # numbers that one embedding bag may put out: on GPUs its gradient counts them in 32 bits
+
 
 def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -> Tensor:
-    """[K, C, S, S], channels last, from maps of one or more sizes, each group float32 [n, C, h, w].
+    """[K, C, S, S], channels last, from maps of one or more sizes, each group [n, C, h, w].
 
+    In float32 even under autocast: half precision would move the sampling points. float64 stays what it is.
     rois [K, 5]: number of the map, 0..N-1 over all groups; xyxy in input pixels. They get no gradient.
     scale: cells an input pixel.
     """
-    number, x1, y1, x2, y2 = rois.detach().to(groups[0].dtype).unbind(1)
-    first, height, width = _layout(groups)[number.long()].unbind(1)
+    kind = torch.promote_types(groups[0].dtype, torch.float32)
+    with torch.autocast(rois.device.type, enabled=False):
+        flat = [maps.to(kind).permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
+        flat = flat[0] if len(flat) == 1 else torch.cat(flat)  # (all cells, C)
+        layout, at_a_time = _layout(groups), max(1, _MOST // (size * size * flat.shape[1]))
+        samples = [_samples(flat, layout, some, size, scale) for some in rois.detach().to(kind).split(at_a_time)]
+    samples = samples[0] if len(samples) == 1 else torch.cat(samples)
+    return samples.view(-1, size, size, flat.shape[1]).permute(0, 3, 1, 2)
+
+
+def _samples(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float) -> Tensor:
+    """[K * S * S, C]."""
+    number, x1, y1, x2, y2 = rois.unbind(1)
+    first, height, width = layout[number.long()].unbind(1)
     down, rows = _neighbours(y1 * scale, y2 * scale, size, height[:, None])
     across, columns = _neighbours(x1 * scale, x2 * scale, size, width[:, None])
     shares = down[:, :, None, :, None] * across[:, None, :, None, :]  # (K, S, S, 2, 2)
     rows = first[:, None, None] + rows * width[:, None, None]
     cells = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (K, S, S, 2, 2)
-    flat = [maps.permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
-    flat = flat[0] if len(flat) == 1 else torch.cat(flat)  # (all cells, C)
-    samples = F.embedding_bag(cells.view(-1, 4), flat, per_sample_weights=shares.view(-1, 4), mode="sum")
-    return samples.view(-1, size, size, flat.shape[1]).permute(0, 3, 1, 2)
+    return F.embedding_bag(cells.view(-1, 4), flat, per_sample_weights=shares.view(-1, 4), mode="sum")
 
 
 def _layout(groups: Sequence[Tensor]) -> Tensor:
     """int64 [N, 3]: where the cells of each map begin among those of all, its height and its width."""
-    sizes = torch.tensor([maps.shape[2:] for maps in groups for _ in maps], device=groups[0].device)
+    sizes = torch.tensor([size for maps in groups for size in [maps.shape[2:]] * len(maps)], device=groups[0].device)
     areas = sizes.prod(dim=1, keepdim=True)
     return torch.cat([areas.cumsum(dim=0) - areas, sizes], dim=1)
 

@@ -346,6 +346,16 @@ def test_both_ways_of_pooling_read_the_box_where_it_is():
         assert network.pool(c4, outside).abs().max() == 0
 
 
+@pytest.mark.parametrize("roi_op", ["pool", "align1"])
+def test_in_half_precision_boxes_are_pooled_where_they_lie_in_float32(roi_op):
+    network = small_network(roi_op=roi_op)
+    c4 = torch.arange(64.0).expand(1, 64, 40, 64).contiguous().bfloat16()  # every cell holds its column
+    rois = torch.tensor([[0, 517.0, 100, 933, 600], [0, 641, 33, 1001, 500]])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network.pool(c4, rois)
+    torch.testing.assert_close(found, network.pool(c4.float(), rois), rtol=0, atol=0)
+
+
 def test_align1_does_not_shift_boxes_by_half_a_cell():
     c4 = torch.arange(14.0).expand(1, 64, 11, 14)  # every cell holds its column
     pooled = small_network(roi_op="align1").pool(c4, torch.tensor([[0, 32.0, 32, 64, 64]]))

@@ -102,3 +102,27 @@ def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
         scale = together.abs().max()
         tolerance = 1e-5 if kind == torch.float32 else 2e-2
         torch.testing.assert_close(separate / scale, together / scale, rtol=0, atol=tolerance)
+
+
+def test_live_norms_take_statistics_of_all_pictures_at_once():
+    resnet = dataclasses.replace(CONFIG.resnet, norm="batch")
+    torch.manual_seed(0)
+    made = FastRCNN(dataclasses.replace(CONFIG, resnet=resnet, frozen_stages=0)).train()
+    batch = collate(examples())
+    assert len(batch.pixels) == 2
+    norm, conv = made.backbone.stem.conv1.norm, made.backbone.stem.conv1
+    (pixels,) = made.network_input(batch)
+    expected = 0.1 * torch.nn.functional.conv2d(pixels, conv.weight, stride=2, padding=3).mean(dim=(0, 2, 3))
+    made(batch)
+    assert int(norm.num_batches_tracked) == 1
+    torch.testing.assert_close(norm.running_mean, expected, rtol=1e-4, atol=1e-4)
+    alone = of_each_row(made.eval()(batch), batch)
+    for row, example in zip(alone[::2], (e for e in examples() if e.picture), strict=True):
+        same = [e for e in examples() if e.key == example.key]
+        assert row.shape == made(collate(same)).shape
+
+
+def test_a_batch_without_pixels_is_refused_by_name():
+    given = [dataclasses.replace(e, picture=dataclasses.replace(e.picture, pixels=None)) for e in examples()[1:]]
+    with pytest.raises(ValueError, match=r"the batch with sample 0 has pixels of 0 of its 5 pictures, .*end_to_end"):
+        network()(collate(given))

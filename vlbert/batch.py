@@ -242,7 +242,7 @@ def _groups_of_shape(pictures: Mapping[int, Picture]) -> list[list[int]]:
     by_shape = sorted(pictures, key=lambda key: pictures[key].size[0] - pictures[key].size[1])  # tall ones first
     sizes = [pictures[key].size for key in by_shape]
     areas = [tall + wide for tall, wide in zip(_padded_areas(sizes), _padded_areas(sizes[::-1])[::-1], strict=True)]
-    if not areas or min(areas) > 0.9 * areas[0]:
+    if not sizes or min(areas) > 0.9 * areas[0]:
         return [in_order]
     tall = set(by_shape[: areas.index(min(areas))])
     return [[key for key in in_order if key in tall], [key for key in in_order if key not in tall]]

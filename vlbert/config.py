@@ -207,6 +207,11 @@ class Recipe:
             check(self, getattr(self, every) > 0, every, "at least 1")
         check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
+        check(
+            self, not (self.compile and self.precision == "tf32"), "compile", "false with tf32: torch refuses the two"
+        )
+        live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
+        check(self, not (self.compile and self.recompute and live), "compile", "false with recompute and live norms")
         late = [at for at in self.optimizer.decay_at if at >= self.steps]
         if late:
             raise ValueError(

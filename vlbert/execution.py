@@ -42,7 +42,7 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
 def recompute(block: nn.Module) -> None:
     """From now on, keep of the block's forward pass only what went in, and compute it again in the backward pass.
 
-    The second pass draws the same dropout, and live norms do not count it.
+    The second pass draws the same dropout, and live norms do not count it. The block cannot be copied or pickled then.
     """
     forward = block.forward
     norms = [part for part in block.modules() if isinstance(part, nn.BatchNorm2d)]

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detectors.resnet import Res5, ResNetC4
+from detectors.resnet import Res5, ResNetC4, computed_in
 from detectors.roi_align import roi_align
 from vlbert.batch import Batch
 from vlbert.boxes import hidden_pixels
@@ -30,7 +31,13 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The K real regions of the batch's pictures, in picture order: [K, D]."""
+        """The K real regions of the batch's pictures, in picture order: [K, D]. ValueError where it has no pixels."""
+        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.picture_sizes)
+        if shown != pictures:
+            raise ValueError(
+                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
+                "model sees pixels; read it with model.regions.features=end_to_end"
+            )
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -40,19 +47,25 @@ class FastRCNN(nn.Module):
         pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
         boxes = batch.boxes[batch.picture_rows][mask]  # (K, 4)
         rois = torch.cat([pictures[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
-        with torch.autocast(boxes.device.type, enabled=False):  # half precision would move the sampling points
-            cells = roi_align([group.float() for group in maps], rois.float(), self.config.roi_size, 1 / STRIDE)
+        # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 pictures.
+        cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(computed_in(self.pixel_mean))
         cells = self.res5(cells)  # (K, D, S, S)
         if len(batch.cells):
             cells = cells * batch.cells[:, None]  # what is not the object counts as zero, in the mean too
         return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> list[Tensor]:
-        """Pixels as the network takes them, one tensor a group of pictures: float [p, 3, H, W], BGR, mean off, hidden
-        regions and padding blank."""
+        """Pixels as the network takes them, one tensor a group of pictures, with live norms one of all: float
+        [p, 3, H, W], BGR, mean off, hidden regions and padding blank."""
         numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
         own = numbers.split([len(group) for group in batch.pixels])
-        return [self._normalised(*group, batch) for group in zip(batch.pixels, own, strict=True)]
+        groups = [self._normalised(*group, batch) for group in zip(batch.pixels, own, strict=True)]
+        if self.config.resnet.norm != "batch":
+            return groups
+        # Live norms take statistics of all pictures of a batch: one tensor, with more padding.
+        height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
+        alike = [F.pad(group, (0, width - group.shape[3], 0, height - group.shape[2])) for group in groups]
+        return [torch.cat(alike).contiguous(memory_format=torch.channels_last)]
 
     def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
         """One group of pictures, given with their numbers [p]."""

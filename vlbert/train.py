@@ -99,7 +99,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     def losses_of(model: torch.nn.Module, part: Batch) -> Losses:
         unreadable.extend(part.unreadable)
         with autocast(recipe, world):
-            return model(part.to(world.device))
+            return model(part)
 
     def validate_now() -> tuple[dict[str, float], list[dict]]:
         left_out = []  # those in `unreadable` are of training steps, and counted in its next line

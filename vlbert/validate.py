@@ -41,7 +41,7 @@ def ask(
             found.unreadable |= unreadable
             for rows, batch in zip((found.rows, found.shuffled), parts, strict=False):  # without shuffling there is one
                 with autocast(recipe, world):
-                    rows += model.predict(batch.to(world.device))
+                    rows += model.predict(batch)
             tell(len(found.numbers))
     model.train(was_training)
     return found
