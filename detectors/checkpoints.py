@@ -7,7 +7,7 @@ newest, and the best: ROOT/runs/<run>/best.json names it.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def write_checkpoint(
     folder = folder_of(run, step)
 
     def tell() -> None:
-        best = settle(writer.objects, run, keep, metric)
+        best = settle(writer.objects, run, keep, metric, writer.say)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
 
@@ -64,26 +64,53 @@ def write_checkpoint(
     return folder
 
 
-def settle(objects: Objects, run: str, keep: int, metric: str | None) -> Best | None:
-    """Name the best checkpoint in best.json, and remove all but that and the `keep` newest."""
-    best = find_best(objects, run, metric) if metric else None
-    path = f"runs/{run}/best.json"
-    if best:
-        data = as_json(asdict(best))
-        if not objects.exists(path) or objects.get(path) != data:
-            objects.put(path, data)
+def settle(
+    objects: Objects, run: str, keep: int, metric: str | None, say: Callable[[str], None] = print
+) -> Best | None:
+    """Name the best checkpoint in best.json, and remove all but that and the `keep` newest.
+
+    Where a garbled file hides which is the best this says so, and removes none: no run shall end over its log.
+    """
+    try:
+        before = named_best(objects, run)
+        best = find_best(objects, run, metric) if metric else None
+    except ValueError as error:
+        say(f"no checkpoint is removed, for the best is not known: {error}")
+        return None
+    if best and best != before:
+        objects.put(_path_of_best(run), as_json(asdict(best)))
     remove_old(objects, run, keep, best)
     return best
 
 
 def find_best(objects: Objects, run: str, metric: str) -> Best | None:
     """The best of the whole checkpoints of which a validation after the same step found the metric, the oldest among
-    equals; None where there is none."""
+    equals; None where there is none. What best.json says of one counts, too: metrics.jsonl may have lost its line."""
     lines = read_metrics(objects, run, "validation")
-    values = {folder_of(run, line["step"]): (line["step"], line[metric]) for line in lines if metric in line}
+    before = named_best(objects, run)
+    values = {before.checkpoint: (before.step, before.value)} if before and before.metric == metric else {}
+    values |= {folder_of(run, line["step"]): (line["step"], line[metric]) for line in lines if metric in line}
     found = [(folder, *values[folder]) for folder in checkpoints(objects, run) if folder in values]
     found = [Best(step, metric, value, folder) for folder, step, value in found if math.isfinite(value)]
     return max(found, key=lambda best: best.value, default=None)
+
+
+def named_best(objects: Objects, run: str) -> Best | None:
+    """What best.json names, be it there or not; None where there is no such file."""
+    path = _path_of_best(run)
+    if not objects.exists(path):
+        return None
+    try:
+        return Best(**json.loads(objects.get(path)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{objects.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
+            "start of the run"
+        ) from error
+
+
+def _path_of_best(run: str) -> str:
+    return f"runs/{run}/best.json"
 
 
 def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None:

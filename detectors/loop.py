@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,7 @@ from detectors.fields import override
 from detectors.measures import Losses, Since, Step, Totals, timed
 from detectors.record import Record
 from detectors.skipping import LiveNorms, Skipping
-from detectors.stopping import Stop, Stopped, obey_the_loader_alone
+from detectors.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_sigterm
 from detectors.writer import PATIENCE, STOPPED_PATIENCE
 from storage.objects import ObjectMissing, StorageUnreachable
 
@@ -73,6 +74,7 @@ def train_steps(
     skipping, since = Skipping(recipe.spike, resumed.get("skipping")), Since(resumed.get("since"))
     norms = LiveNorms(model)
     with Stop() as stop, record.running() if record else contextlib.nullcontext():
+        between = _Between(recipe, world, record, stop, skipping, since, on_log, validate, save, finish)
         for step, (parts, waited) in zip(steps, timed(batches), strict=True):
             prepare(step)
             norms.keep()
@@ -90,35 +92,61 @@ def train_steps(
             if record:
                 record.step(done)
             if skipping.in_a_row >= recipe.most_skipped:
-                raise too_many_skipped(skipping.in_a_row, done, why, world, record)
-
-            last, told = done == recipe.steps, found.told
-            saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-            if saves or done % recipe.log_every == 0:
-                since.counts.update(on_log() or {})
-                line = since.line(world.device)
-                if record:
-                    record.training(done, line, optimizer.param_groups[0]["lr"])
-            if validates and validate:
-                with since.paused(), record.during("validating") if record else contextlib.nullcontext():
-                    metrics, rows = validate()
-                if record:
-                    record.validation(done, metrics, rows)
-                told = any(distributed.gather_rows([told or stop.told], world))
-            stops = told and not last
-            if stops:
-                since.counts.update(on_log() or {})  # they wait for the next line in the state
-            if record and (saves or stops):
-                with since.paused(), record.during("saving"):
-                    record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-                    save(done, {"skipping": skipping.state, "since": since.state})
-                    if last or stops:
-                        finish(STOPPED_PATIENCE if stops else PATIENCE)
-            if stops:
-                checkpoint = distributed.from_first(record and record.checkpoint, world)
-                raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
+                raise too_many_skipped(skipping.in_a_row, done, why, world, record, finish)
+            validated = between.steps(done, found.told, optimizer.param_groups[0]["lr"])
+            metrics = metrics if validated is None else validated
         distributed.wait_for_all(world)
     return metrics
+
+
+@dataclass(frozen=True, eq=False)
+class _Between:
+    """What comes between two steps: a line of the log, a validation, a checkpoint, or the end of a run that was told to
+    stop. The fields are arguments and state of `train_steps`."""
+
+    recipe: Any
+    world: World
+    record: Record | None
+    stop: Stop
+    skipping: Skipping
+    since: Since
+    on_log: Callable[[], Mapping[str, int] | None]
+    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None
+    save: Callable[[int, dict[str, Any]], None]
+    finish: Callable[[float], None]
+
+    def steps(self, done: int, told: bool, learning_rate: float) -> dict[str, float] | None:
+        """Do what is due after so many steps; the metrics, where that was a validation.
+
+        told: whether any rank was told to stop. Then Stopped, when all is saved.
+        """
+        recipe, record, since, metrics = self.recipe, self.record, self.since, None
+        last = done == recipe.steps
+        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
+        if saves or done % recipe.log_every == 0:
+            since.counts.update(self.on_log() or {})
+            line = since.line(self.world.device)
+            if record:
+                record.training(done, line, learning_rate)
+        if validates and self.validate:
+            with since.paused(), record.during("validating") if record else contextlib.nullcontext():
+                metrics, rows = self.validate()
+            if record:
+                record.validation(done, metrics, rows)
+            told = any(distributed.gather_rows([told or self.stop.told], self.world))
+        stops = told and not last
+        if stops:
+            since.counts.update(self.on_log() or {})  # they wait for the next line in the state
+        if record and (saves or stops):
+            with since.paused(), record.during("saving"):
+                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
+                self.save(done, {"skipping": self.skipping.state, "since": since.state})
+                if last or stops:
+                    self.finish(STOPPED_PATIENCE if stops else PATIENCE)
+        if stops:
+            checkpoint = distributed.from_first(record and record.checkpoint, self.world)
+            raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
+        return metrics
 
 
 def add_gradients(
@@ -150,12 +178,18 @@ def tell_skipped(done: int, why: str, found: Step, keys: list[str], world: World
         record.skipped(done, why, found, keys)
 
 
-def too_many_skipped(number: int, done: int, why: str, world: World, record: Record | None) -> FloatingPointError:
+def too_many_skipped(
+    number: int, done: int, why: str, world: World, record: Record | None, finish: Callable[[float], None]
+) -> FloatingPointError:
     """The error that ends a run whose steps teach nothing any more, the same on every rank."""
+    if record:
+        # One that is being written may be the last good checkpoint. What is not saved, the writer says at its end.
+        with contextlib.suppress(StorageUnreachable):
+            finish(STOPPED_PATIENCE)
     names, checkpoint = distributed.from_first(record and (record.where("skipped.jsonl"), record.checkpoint), world)
     return FloatingPointError(
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
-        + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved before. ")
+        + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")
         + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
         "(run=NAME, start_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
         "from, allow them: spike=FACTOR, or spike=none"
@@ -172,7 +206,8 @@ def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.dev
         collate_fn=_as_it_is,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
-        # Forked workers share what the data has read already; to others it would be copied.
+        # Forked workers share what the data has read already; to others it would be copied. They take no lock that the
+        # writer's thread may hold meanwhile: clients of a bucket are made anew, and stdout is flushed before a fork.
         multiprocessing_context="fork" if workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker if workers else None,
@@ -286,6 +321,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         try:
             work(world)
         except Stopped as stopped:
+            pass_over_sigterm()
             if world.first:
                 print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
             distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it

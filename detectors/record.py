@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from detectors.lines import Board, Lines
 from detectors.stopping import Stopped
-from storage.objects import Objects
+from storage.objects import Objects, StorageUnreachable
 
 if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
     from detectors.measures import Line, Step
@@ -33,8 +34,6 @@ class Record:
     """
 
     def __init__(self, writer: "Writer", run: str, step: int, steps: int, samples_per_step: int, processes: int = 1):
-        from torch.utils.tensorboard import SummaryWriter
-
         objects = writer.objects
         self.writer, self.objects, self.run = writer, objects, run
         self.steps, self.samples_per_step = steps, samples_per_step
@@ -42,18 +41,18 @@ class Record:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._keep_until(step, "metrics.jsonl")
-        self._keep_until(step, "skipped.jsonl")
-        self._known = {line["reason"] for line in self._keep_until(step, "unreadable.jsonl")}
-        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115  closed in close()
-        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0)
-        self._began = time.monotonic()
+        kept = {name: self._keep_until(step, name) for name in ("metrics.jsonl", "skipped.jsonl", "unreadable.jsonl")}
+        self._known = {line["reason"] for line in kept["unreadable.jsonl"]}
+        self._lines = {name: Lines(self.folder / name, writer.say) for name in kept}
+        self._board = Board(self.folder / "tensorboard", step, writer.say)
+        self._began = self._line_began = time.monotonic()
+        self._save_waited = 0.0
         self._resumed = self.where(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
             "step": step,
             "steps": steps,
             "state": "starting",
-            **dict.fromkeys(("samples_per_second", "losses", "data_wait", "seconds_left")),
+            **dict.fromkeys(("samples_per_second", "losses", "data_wait", "save_wait", "seconds_left")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": processes,
@@ -74,18 +73,19 @@ class Record:
         path = f"runs/{self.run}/{name}"
         if not self.objects.exists(path):
             return []
-        lines = self.objects.get(path).decode().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        data = self.objects.get(path)
+        found = _parsed(data, self.objects.where(path))
+        kept = b"".join(line for line, said in found if said["step"] <= step)
         if self._temporary is not None:
-            (self.folder / name).write_text("".join(kept), encoding="utf-8")
-        elif kept != lines:
-            self.objects.put(path, "".join(kept).encode())  # at once: a kill must not cost the lines that stay
-        return [json.loads(line) for line in kept]
+            (self.folder / name).write_bytes(kept)
+        elif kept != data:
+            self.objects.put(path, kept)  # at once: a kill must not cost the lines that stay
+        return [said for _, said in found if said["step"] <= step]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the block trains; tells in the heartbeat how it ended, and closes."""
-        self._enter("training")
+        self._enter("starting")
         try:
             yield
         except BaseException as error:
@@ -104,7 +104,9 @@ class Record:
     def step(self, step: int) -> None:
         """So many steps are done."""
         self._beat["step"] = step
-        if time.monotonic() - self._beaten >= _BETWEEN_BEATS:
+        if self._beat["state"] == "starting":  # the first may have taken minutes: it compiles
+            self._enter("training")
+        elif time.monotonic() - self._beaten >= _BETWEEN_BEATS:
             self._put_beat()
 
     def _enter(self, state: str) -> None:
@@ -114,7 +116,7 @@ class Record:
     def _put_beat(self) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         beat = {"time": now} | self._beat | {"checkpoint": self.checkpoint}
-        self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode())
+        self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode(), urgent=True)
         self._beaten = time.monotonic()
 
     def training(self, step: int, line: "Line", learning_rate: float) -> None:
@@ -123,21 +125,28 @@ class Record:
         samples_per_second, left = rate * self.samples_per_step, (self.steps - step) / rate
         numbers = {f"loss_{name}": value for name, value in line.losses.items()}
         numbers |= line.measures | {"learning_rate": learning_rate, "samples_per_second": samples_per_second}
-        numbers |= line.norms | {"data_wait": line.data_wait, "memory_gb": line.memory / 1e9} | line.counts
+        waits = {"data_wait": line.data_wait, "save_wait": self._share_of_saving()}
+        numbers |= line.norms | waits | {"memory_gb": line.memory / 1e9} | line.counts
         said = [f"{k} {v:.3f}" for k, v in line.losses.items()] + [f"{k} {v}" for k, v in line.counts.items()]
         said += [f"{samples_per_second:.1f} samples/s", f"data wait {line.data_wait:.0%}".replace("%", " %")]
         said += [f"{_clock(time.monotonic() - self._began)} gone", f"{_clock(left)} left"]
         print("  ".join([f"step {step}/{self.steps}", *said]), flush=True)
         self._write("training", step, numbers)
         self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses}
-        self._beat |= {"data_wait": line.data_wait, "seconds_left": left}
+        self._beat |= waits | {"seconds_left": left}
+
+    def _share_of_saving(self) -> float:
+        """Of all the time since the last line, in how much saves held up the training."""
+        now, waited = time.monotonic(), self.writer.waited
+        share = (waited - self._save_waited) / max(1e-9, now - self._line_began)
+        self._line_began, self._save_waited = now, waited
+        return share
 
     def skipped(self, step: int, why: str, found: "Step", keys: Iterable[str]) -> None:
         """A step that was left out, and the samples of all ranks in it."""
         line = {"step": step, "why": why, "loss": _number(found.loss), "gradient_norm": _number(found.norm)}
         line |= {"losses": {name: _number(value) for name, value in found.losses.items()}, "keys": list(keys)}
-        with open(self.folder / "skipped.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._lines["skipped.jsonl"].add([line])
         print(f"step {step}/{self.steps}  left out: {why}", flush=True)
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
@@ -159,8 +168,7 @@ class Record:
                 new.setdefault(line["reason"], line)
         if new:
             self._known |= new.keys()
-            with open(self.folder / "unreadable.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in new.values())
+            self._lines["unreadable.jsonl"].add(new.values())
             more = f"; and {len(new) - 3} more, see unreadable.jsonl" if len(new) > 3 else ""
             print(
                 f"{len(new)} samples cannot be read, and count for nothing: {'; '.join(list(new)[:3])}{more}",
@@ -169,29 +177,40 @@ class Record:
 
     def event(self, kind: str, step: int, about: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl that is no measurement."""
-        self._metrics.write(json.dumps({"kind": kind, "step": step} | dict(about)) + "\n")
-        self._metrics.flush()
+        self._lines["metrics.jsonl"].add([{"kind": kind, "step": step} | dict(about)])
 
     def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         self.event(kind, step, numbers)
-        for name, value in numbers.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._board.add({f"{kind}/{name}": value for name, value in numbers.items()}, step)
 
     def publish(self) -> None:
-        """Have a bucket brought up to date; on a folder everything is there already."""
-        if self._temporary is not None:
-            for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-                # Read now: it grows while the writer writes.
-                self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file.read_bytes())
+        """Have a bucket brought up to date, or a folder's disk: before a checkpoint, which rests on metrics.jsonl."""
+        for lines in self._lines.values():
+            lines.write()
+        self._board.write()
+        if self._temporary is None:
+            metrics = self._lines["metrics.jsonl"]
+            self.writer.do(f"runs/{self.run}/metrics.jsonl", metrics.sync)
+            return
+        for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            # Read now: it grows while the writer writes.
+            self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file.read_bytes())
 
     def close(self, state: str = "done") -> None:
-        """The end, in this state."""
-        self._metrics.close()
-        self._board.close()
-        self.publish()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-        self._enter(state)
+        """The end, in this state; StorageUnreachable, and the state "failed", where lines are still not written."""
+        try:
+            self.publish()
+            lost = [str(lines.lost) for lines in self._lines.values() if lines.lost]
+            if lost:
+                raise StorageUnreachable("; ".join(lost))
+        except BaseException:
+            state = "failed" if state == "done" else state
+            raise
+        finally:
+            self._board.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+            self._enter(state)
 
 
 def read_heartbeat(objects: Objects, run: str) -> dict[str, Any] | None:
@@ -208,10 +227,29 @@ def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]
     path = f"runs/{run}/metrics.jsonl"
     if not objects.exists(path):
         return []
-    text = objects.get(path).decode()
-    whole = text[: text.rfind("\n") + 1]  # a run that writes just now, or was killed, may leave half a line
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return [said for _, said in _parsed(objects.get(path), objects.where(path)) if said.get("kind") == kind]
+
+
+def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file, each with what it says; ValueError names the one that cannot be read, and what to do.
+
+    The last may be half: a run writes it just now, or was killed. It is left out.
+    """
+    found = []
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            said = json.loads(line)
+        except ValueError:  # of json, or of UTF-8
+            said = None
+        if not isinstance(said, dict) or not isinstance(said.get("step"), int):
+            raise ValueError(
+                f"line {number} of {where} is no JSON object with a `step`: {line[:60]!r}. Remove that line alone; "
+                "where the training still runs, stop it first"
+            )
+        found.append((line, said))
+    return found
 
 
 def last_metrics(objects: Objects, run: str) -> dict[str, float]:

@@ -7,8 +7,10 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-# One request may come twice: to all processes of a group, and once more from the launcher among them.
+# One request may come more than once: to all processes of a group, and again from the launcher among them.
 _ONE_REQUEST = 5.0  # seconds
+# And once more when a rank has ended, while another still writes: so long after the last step it is passed over.
+_AFTER_TRAINING = 60.0  # seconds
 
 
 class Stopped(Exception):
@@ -16,11 +18,15 @@ class Stopped(Exception):
 
 
 class Stop:
-    """While it is entered, SIGTERM is noted in `told`, and ends the process only when it comes again later."""
+    """While it is entered, SIGTERM is noted in `told`, and ends the process only when it comes again later.
+
+    Behind a training that stopped, or was told to in its last step, it is passed over for a while: the writer and
+    other ranks may still be at work, and the exit status is to say how the training ended.
+    """
 
     def __init__(self) -> None:
         self.told = False
-        self._since = 0.0
+        self._passes_until = 0.0  # by time.monotonic()
         self._before = signal.SIG_DFL
 
     def __enter__(self) -> "Stop":
@@ -29,15 +35,22 @@ class Stop:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if isinstance(error, Stopped) or (self.told and error is None):
+            self.told, self._passes_until = True, time.monotonic() + _AFTER_TRAINING
+        elif threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.told and time.monotonic() - self._since > _ONE_REQUEST:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self.told:
+            self.told, self._passes_until = True, time.monotonic() + _ONE_REQUEST
+        elif time.monotonic() > self._passes_until:
+            signal.signal(signal.SIGTERM, self._before)
             signal.raise_signal(signal.SIGTERM)
-        elif not self.told:
-            self.told, self._since = True, time.monotonic()
+
+
+def pass_over_sigterm() -> None:
+    """From here to the end of the program, which is near; Python takes its own handlers away before that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def obey_the_loader_alone() -> None:

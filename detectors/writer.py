@@ -5,7 +5,8 @@ import json
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -16,6 +17,7 @@ from storage.objects import Objects, StorageUnreachable
 PATIENCE = 600.0  # seconds that storage may be away when a run has come to its end
 STOPPED_PATIENCE = 20.0  # the same when it was told to stop, or failed: who sends SIGTERM sends SIGKILL soon after
 _LONGEST_PAUSE = 60.0  # seconds between two attempts; the first is 1 s, and each is twice the one before
+_SILENCE = 90.0  # a request to S3 is given 60 s, and up to 7 such tries: an attempt may fail after 8 minutes only
 _CHECKPOINT = "checkpoint"
 _DTYPES = {  # of a safetensors file, in the order in which it holds them
     torch.int64: "I64",
@@ -39,27 +41,31 @@ class Writer:
     """Puts objects in the order in which they were given, one at a time, in a thread that lives while there is
     something to put.
 
-    While storage is away (unreachable, full, forbidden: StorageUnreachable) the thread tries again, with growing
-    pauses, and says so once; the training goes on. Meanwhile what is newer replaces what is older under the same path,
-    and a newer checkpoint an older one. Any other error comes out of the next call. At the end of `with` all is
-    written, or StorageUnreachable names what is not.
+    What storage does not take (unreachable, full, forbidden: StorageUnreachable) is tried again, with growing pauses in
+    which the others have their turn, and said once; the training goes on. So a checkpoint comes after what was given
+    before it, but does not wait for what fails: it is worth more than a line of the log. Meanwhile what is newer
+    replaces what is older under the same path, and a newer checkpoint an older one. Any other error drops what it was
+    about, and comes out of the next call. At the end of `with` all is written, or StorageUnreachable names what is not.
 
-    say     what tells people of it
-    saved   where the checkpoint is that became whole last; None before the first
-    waited  seconds for which `checkpoint` held up the caller, all in all
+    say      what tells people of it
+    silence  seconds without a byte taken, and without an error, after which storage counts as away too
+    saved    where the checkpoint is that became whole last; None before the first
+    waited   seconds for which `checkpoint` held up the caller, all in all
     """
 
-    def __init__(self, objects: Objects, say: Callable[[str], None] = _say):
-        self.objects, self.waited = objects, 0.0
+    def __init__(self, objects: Objects, say: Callable[[str], None] = _say, silence: float = _SILENCE):
+        self.objects, self.say, self.silence = objects, say, silence
         self.saved: str | None = None
-        self.say = say
+        self.waited = 0.0
         self._changed = threading.Condition()  # guards all that follows but _copies
-        self._waiting: OrderedDict[str, _Job] = OrderedDict()
-        self._running: tuple[str, _Job] | None = None  # it is no longer among those that wait
+        self._waiting: OrderedDict[str, _Job] = OrderedDict()  # with the one that is done now
+        self._running: _Job | None = None
+        self._overtakes = False  # whether something urgent is put between two parts of it
+        self._failing: dict[str, _Failure] = {}
+        self._finished = self._moved = time.monotonic()  # when a file was written last, or a part of one
         self._thread: threading.Thread | None = None
-        self._away: tuple[float, StorageUnreachable] | None = None  # since when, and what was said last
-        self._failed: Exception | None = None
-        self._hurried = self._given_up = False
+        self._error: Exception | None = None
+        self._told = False  # whether the error has come out of a call
         self._copies: dict[tuple[str, str], Tensor] = {}  # (file, name of the tensor) -> where it is copied to
 
     def __enter__(self) -> "Writer":
@@ -71,11 +77,19 @@ class Writer:
         try:
             self.finish(STOPPED_PATIENCE)
         except Exception as lost:  # noqa: BLE001  the other error is the one that ends the run
-            self.say(str(lost))
+            if lost is not error:
+                self.say(str(lost))
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write an object, some time soon and after all that was given before."""
-        self._add(path, _Job(self.objects.where(path), deque([functools.partial(self.objects.put, path, data)])))
+    def put(self, path: str, data: bytes, urgent: bool = False) -> None:
+        """Write an object, some time soon; what is urgent may come between two parts of a checkpoint."""
+        self.do(path, functools.partial(self.objects.put, path, data), urgent)
+
+    def do(self, path: str, work: Callable[[], object], urgent: bool = False) -> None:
+        """Have this done in the thread, which writes the object `path` or makes it last."""
+        with self._changed:
+            if not self._told:
+                self._raise()
+            self._add(_Job(path, self.objects.where(path), deque([work]), urgent=urgent))
 
     def checkpoint(
         self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor]], then: Callable[[], None]
@@ -89,8 +103,9 @@ class Writer:
         self._make_room()
         steps: deque[Callable[[], object]] = deque()
         for name, content in files.items():
-            data = content if isinstance(content, bytes) else safetensors(self._copy(name, content))
-            steps.append(functools.partial(self.objects.put, f"{folder}/{name}", data))
+            if not isinstance(content, bytes):
+                content = _Watched(safetensors(self._copy(name, content)), self._part_is_written)
+            steps.append(functools.partial(self.objects.put, f"{folder}/{name}", content))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies run beside this thread
         where = self.objects.where(folder)
@@ -99,36 +114,55 @@ class Writer:
             self.saved = where
             then()
 
-        self._add(_CHECKPOINT, _Job(where, steps, whole))
+        with self._changed:
+            self._add(_Job(_CHECKPOINT, where, steps, whole))
         self.waited += time.monotonic() - began
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until all is written; StorageUnreachable names what is not where storage is away for `patience` seconds
-        from now on."""
+        """Wait until all is written, but not longer than storage is away: StorageUnreachable names what is given up.
+
+        Away is storage that refuses for `patience` seconds from now on and in which nothing becomes finished, or that
+        takes no byte for `silence` seconds (`patience`, if that is longer).
+        """
         began = time.monotonic()
         with self._changed:
-            self._hurried = True
+            for failure in self._failing.values():
+                failure.due, failure.pause = began, 1.0
             self._changed.notify_all()
-            while self._thread and not self._failed:
-                left = None
-                if self._away:
-                    left = max(began, self._away[0]) + patience - time.monotonic()
-                    if left <= 0:
-                        self._given_up = True
-                        self._changed.notify_all()
-                        raise StorageUnreachable(self._lost(self._away[1]), self._away[1].http_status)
-                self._changed.wait(left)
-            self._hurried = False
+            while self._waiting:
+                if self._running is None or self._running.key in self._failing:
+                    end = max(began, self._finished) + patience
+                else:
+                    end = max(began, self._moved) + max(patience, self.silence)
+                if end <= time.monotonic():
+                    raise self._give_up()
+                self._changed.wait(end - time.monotonic())
             self._raise()
+
+    def _give_up(self) -> StorageUnreachable:
+        """Nothing waits any more; an attempt that hangs is left to itself. The error that tells of it."""
+        names = [job.what if job.steps else f"what follows {job.what}" for job in self._waiting.values()]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        errors = [self._failing[key].error for key in self._waiting if key in self._failing]
+        why = errors[0] if errors else f"storage took nothing for {time.monotonic() - self._moved:.0f} s"
+        self._waiting.clear()
+        self._failing.clear()
+        self._copies = {}  # an attempt that hangs may still read from them
+        self._changed.notify_all()
+        return StorageUnreachable(f"not saved: {', '.join(names[:3])}{more}: {why}", getattr(why, "http_status", None))
 
     def _make_room(self) -> None:
         """Wait for the last checkpoint, or give it up."""
-        began = time.monotonic()
+        began, said = time.monotonic(), False
         with self._changed:
-            while not self._failed and (
-                (self._running and self._running[0] == _CHECKPOINT) or (_CHECKPOINT in self._waiting and not self._away)
-            ):
-                self._changed.wait()
+            while job := self._waiting.get(_CHECKPOINT):
+                silent = time.monotonic() - self._moved >= self.silence
+                if job is not self._running and (_CHECKPOINT in self._failing or self._error or silent):
+                    break
+                if silent and not said:
+                    said = True
+                    self.say(f"the training waits for {job.what}: storage is asked to take it, and has not answered")
+                self._changed.wait(None if said else max(0.0, self._moved + self.silence - time.monotonic()))
             self._raise()
             old = self._waiting.pop(_CHECKPOINT, None)
         if old and old.steps:
@@ -148,82 +182,129 @@ class Writer:
             copied[name] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copied
 
-    def _add(self, key: str, job: "_Job") -> None:
-        with self._changed:
-            self._raise()
-            self._waiting[key] = job
-            if not self._thread:
-                self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
-                self._thread.start()
+    def _add(self, job: "_Job") -> None:
+        self._waiting[job.key] = job
+        self._changed.notify_all()
+        if not self._thread:
+            self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
+            self._thread.start()
 
     def _raise(self) -> None:
-        if self._failed:
-            raise self._failed
-
-    def _lost(self, error: StorageUnreachable) -> str:
-        jobs = [*([self._running[1]] if self._running else []), *self._waiting.values()]
-        names = [job.what if job.steps else f"what follows {job.what}" for job in jobs]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"not saved: {', '.join(names[:3])}{more}: {error}"
+        if self._error:
+            self._told = True
+            raise self._error
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        pause = 1.0
-        while True:
-            with self._changed:
-                if self._given_up or not self._waiting:
-                    return self._end()
-                self._running = key, job = self._waiting.popitem(last=False)
-            try:
-                job.do()
-            except StorageUnreachable as error:
-                with self._changed:
-                    self._put_back(key, job, error)
-                    if self._changed.wait_for(lambda: self._hurried or self._given_up, pause):
-                        self._hurried, pause = False, 1.0
-                    else:
-                        pause = min(2 * pause, _LONGEST_PAUSE)
-                continue
-            except Exception as error:  # noqa: BLE001  it comes out of the next call
-                with self._changed:
-                    self._failed = error
-                    return self._end()
-            pause = 1.0
-            with self._changed:
+        while job := self._next():
+            self._do(job)
+
+    def _next(self) -> "_Job | None":
+        """The first of those that wait and are due; None, and the thread is over, where none waits."""
+        with self._changed:
+            while self._waiting:
+                now = time.monotonic()
+                due = {key: self._failing[key].due if key in self._failing else now for key in self._waiting}
+                for key, at in due.items():
+                    if at <= now:
+                        self._running, self._moved = self._waiting[key], now
+                        return self._running
+                self._changed.wait(min(due.values()) - now)
+            self._thread = None
+            return None
+
+    def _part_is_written(self) -> None:
+        """Put something urgent that is due, if there is such a thing, before the running checkpoint goes on."""
+        with self._changed:
+            now = self._moved = time.monotonic()
+            urgent = [job for job in self._waiting.values() if job.urgent and job is not self._running]
+            due = [job for job in urgent if job.key not in self._failing or self._failing[job.key].due <= now]
+            if self._overtakes or not due:
+                return
+            self._overtakes = True
+        self._do(due[0])
+        self._overtakes = False
+
+    def _do(self, job: "_Job") -> None:
+        error = None
+        try:
+            while job.steps:
+                job.steps[0]()
+                job.steps.popleft()  # at once: what is written is not written again when the next one fails
+                self._finished = time.monotonic()
+                self._part_is_written()
+            job.then()
+        except Exception as caught:  # noqa: BLE001  it is told, and tried again or comes out of the next call
+            error = caught
+        with self._changed:
+            if isinstance(error, StorageUnreachable):
+                self._note_failure(job.key, error)
+            else:
+                self._error = self._error or error
+                self._note_success(job)
+            if self._running is job:
                 self._running = None
-                if self._away:
-                    self.say(f"storage is back after {time.monotonic() - self._away[0]:.0f} s: {job.what} is written")
-                    self._away = None
-                self._changed.notify_all()
+            self._changed.notify_all()
 
-    def _put_back(self, key: str, job: "_Job", error: StorageUnreachable) -> None:
-        """To the front, or what has come in its place since."""
-        self._running = None
-        self._waiting.setdefault(key, job)
-        self._waiting.move_to_end(key, last=False)
-        if not self._away:
-            self.say(f"cannot save for now, the training goes on and this is tried again: {error}")
-        self._away = (self._away[0] if self._away else time.monotonic(), error)
-        self._changed.notify_all()
+    def _note_failure(self, key: str, error: StorageUnreachable) -> None:
+        """Whatever waits under this name by now is tried again later."""
+        if key not in self._waiting:
+            return  # given up
+        now = time.monotonic()
+        if key not in self._failing:
+            if not self._failing or self._finished > max(failure.since for failure in self._failing.values()):
+                self.say(f"cannot save for now, the training goes on and this is tried again: {error}")
+            self._failing[key] = _Failure(error, now, now, 1.0)
+        failure = self._failing[key]
+        failure.error, failure.due, failure.pause = error, now + failure.pause, min(2 * failure.pause, _LONGEST_PAUSE)
 
-    def _end(self) -> None:
-        self._running = self._thread = None
-        self._changed.notify_all()
+    def _note_success(self, job: "_Job") -> None:
+        self._finished = time.monotonic()
+        if self._waiting.get(job.key) is job:
+            del self._waiting[job.key]
+        failure = self._failing.pop(job.key, None)
+        if failure and not self._failing and not self._error:
+            self.say(f"storage is back after {self._finished - failure.since:.0f} s: {job.what} is written")
 
 
 class _Job:
-    """Puts that are done in order, each once; `what` names them in messages."""
+    """Puts that are done in order, each once; a newer job replaces one of the same key; `what` names it in messages."""
 
-    def __init__(self, what: str, steps: deque[Callable[[], object]], then: Callable[[], None] = lambda: None):
-        self.what, self.steps, self.then = what, steps, then
+    def __init__(
+        self,
+        key: str,
+        what: str,
+        steps: deque[Callable[[], object]],
+        then: Callable[[], None] = lambda: None,
+        urgent: bool = False,
+    ):
+        self.key, self.what, self.steps, self.then, self.urgent = key, what, steps, then, urgent
 
-    def do(self) -> None:
-        """All that is left to do; the next call goes on behind what was done when this one fails."""
-        while self.steps:
-            self.steps[0]()
-            self.steps.popleft()
-        self.then()
+
+@dataclass
+class _Failure:
+    """Of what is tried again: the last error, since when, when it is due, and how long the pause after that will be."""
+
+    error: StorageUnreachable
+    since: float
+    due: float
+    pause: float
+
+
+class _Watched(Sequence[memoryview]):
+    """Parts of a file; each time that some of them is taken to be written, `taken` is called."""
+
+    def __init__(self, parts: Sequence[memoryview], taken: Callable[[], None]):
+        self._parts, self._taken = parts, taken
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, number: int) -> memoryview:
+        part = self._parts[number]
+        self._taken()
+        return part
 
 
 def safetensors(tensors: Mapping[str, Tensor]) -> list[memoryview]:

@@ -1,6 +1,7 @@
 """One run of torchrun, for the stages that train, and what the flow UI shows of it meanwhile."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -21,8 +22,10 @@ _PROGRESS = re.compile(
     r"  (?P<gone>\S+) gone  (?P<left>\S+) left$"
 )
 _READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
-# What detectors.loop prints of a run that was told to stop.
-_STOPPED = re.compile(r"torchrun -m \S+ \S+: stopped: (?P<saved>.*)$")
+# What detectors.loop prints of a run that was told to stop: PROGRAM RECIPE: stopped: ...
+_STOPPED = re.compile(r"(torchrun|python) -m \S+ \S+: stopped: (?P<saved>.*)$")
+# What follows where torchrun started it again: it goes on, or ends with another status than that of a stop.
+_LIVES_AGAIN = re.compile(rf" goes on from |^step \d+/\d+ | failed \(exitcode: (?!{os.EX_TEMPFAIL}\))")
 
 
 class TrainingStopped(RuntimeError):
@@ -155,13 +158,16 @@ def torchrun(
     # Some lines begin with the run's name as it is.
     log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 
-    saved: list[str] = []
+    saved = None
 
     def on_line(line: str) -> None:
+        nonlocal saved
         log(line)
         watch(line)
         if stopped := _STOPPED.match(line):
-            saved.append(stopped["saved"])
+            saved = stopped["saved"]
+        elif _LIVES_AGAIN.search(line):
+            saved = None
 
     try:
         return run_child(
@@ -175,9 +181,9 @@ def torchrun(
     except ChildTimedOut:  # it stopped because of us
         raise
     except ChildFailed as error:
-        if not saved:
+        if saved is None:
             raise
-        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM): {saved[-1]}") from error
+        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM): {saved}") from error
 
 
 def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:

@@ -1,6 +1,7 @@
 """Training that nobody watches: steps that are left out, SIGTERM, the heartbeat, and what the log measures."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from detectors.skipping import WINDOW, Skipping
 from detectors.stopping import Stop
 from detectors.writer import Writer
 from flows.training import _PROGRESS
-from storage.objects import Objects, open_objects
+from storage.objects import LocalObjects, Objects, StorageUnreachable, open_objects
 from vlbert.batch import Batch
 from vlbert.train import train
 
@@ -114,7 +115,8 @@ def taught(
     resumed: dict | None = None,
     rate: float = 0.1,
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
-    save: Callable[[int, dict], None] = lambda done, state: None,
+    save: Callable[[Writer, int, dict], None] = lambda writer, done, state: None,
+    finish: Callable[[Writer, float], None] = Writer.finish,
     **changes: Any,
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
@@ -135,7 +137,8 @@ def taught(
             losses_of=lambda model, part: model(part),
             keys_of=lambda part: [f"{float(row[0]):.3f}" for row in part],
             validate=validate,
-            save=save,
+            save=functools.partial(save, writer),
+            finish=functools.partial(finish, writer),
             resumed=resumed,
         )
     return network, optimizer
@@ -180,17 +183,51 @@ def test_so_many_steps_left_out_in_a_row_end_the_run_and_all_that_helps_is_named
         taught(objects, range(6), bad=[1, 3, 4])
     said = str(caught.value)
     assert said.startswith("2 steps in a row were left out, the last of them, 5, because the loss of size (nan)")
-    assert f"{tmp_path}/runs/run/skipped.jsonl names their samples; no checkpoint was saved before" in said
+    assert f"{tmp_path}/runs/run/skipped.jsonl names their samples; no checkpoint was saved. " in said
     assert "spike=none" in said
     assert [line["step"] for line in lines_of(objects, "skipped.jsonl")] == [2, 4, 5]
     assert read_heartbeat(objects, "run")["state"] == "failed"
     assert read_heartbeat(objects, "run")["step"] == 5
 
 
+class SlowFolder(LocalObjects):
+    """A folder that takes its time for the last file of a checkpoint or, `full`, does not take it."""
+
+    full = False
+
+    def put(self, path: str, data: Any, **how: Any) -> Any:
+        if path.endswith("state.json"):
+            time.sleep(0.3)
+            if self.full:
+                raise StorageUnreachable("no space left")
+        return super().put(path, data, **how)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_checkpoint_that_is_still_being_written_when_a_run_fails_is_waited_for_and_named(tmp_path, full):
+    folder = SlowFolder(str(tmp_path))
+    folder.full = full
+
+    def save(writer: Writer, done: int, state: dict) -> None:
+        writer.checkpoint(f"runs/run/step-{done:07d}", {"state.json": b"{}"}, lambda: None)
+
+    with pytest.raises(FloatingPointError) as caught:
+        taught(
+            folder,
+            range(6),
+            bad=[2, 3],
+            save=save,
+            save_every=2,
+            finish=lambda writer, patience: writer.finish(0.1 if full else patience),
+        )
+    named = "no checkpoint was saved. " if full else f"the last good checkpoint is {tmp_path}/runs/run/step-0000002. "
+    assert named in str(caught.value)
+
+
 def test_the_losses_by_which_a_spike_is_judged_come_from_the_checkpoint(tmp_path):
     states = []
     objects = open_objects(str(tmp_path / "before"))
-    taught(objects, range(WINDOW), rate=0, save=lambda done, state: states.append(state))
+    taught(objects, range(WINDOW), rate=0, save=lambda writer, done, state: states.append(state))
     (state,) = (json.loads(json.dumps(state)) for state in states)
     for name, resumed, left_out in (("after", state, [3]), ("new", None, [])):
         objects = open_objects(str(tmp_path / name))
@@ -237,6 +274,15 @@ def test_time_that_is_not_training_is_in_no_rate():
     assert since.line(ALONE.device).losses == {}
 
 
+@pytest.fixture
+def before() -> Iterator[list[int]]:
+    """The signals that came to the handler that was there before a training."""
+    came: list[int] = []
+    default = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, default)
+
+
 # --- in a whole run ---------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +326,7 @@ def test_a_run_that_goes_on_leaves_out_the_spike_that_it_would_have_left_out(roo
     assert (root / "runs/cut/skipped.jsonl").read_text() == (root / "runs/whole/skipped.jsonl").read_text()
 
 
-def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobody_had_stopped_it(root, capsys):
+def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobody_had_stopped_it(root, capsys, before):
     recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
     train(dataclasses.replace(recipe, run="unstopped"), ALONE)
 
@@ -288,12 +334,12 @@ def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobod
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
     stopped = dataclasses.replace(recipe, run="stopped")
     folder = root / "runs" / "stopped" / "step-0000005"
     with pytest.raises(Stopped, match=f"after step 5 of 8; the next start goes on from {folder}"):
         train(stopped, ALONE, stop)
-    assert signal.getsignal(signal.SIGTERM) == before
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
+    assert before == []
     objects = open_objects(str(root))
     beat = read_heartbeat(objects, "stopped")
     assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
@@ -325,7 +371,7 @@ def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path):
+def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path, before):
     objects, saved = open_objects(str(tmp_path)), []
 
     def validate() -> tuple[dict[str, float], list[dict]]:
@@ -337,20 +383,80 @@ def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path):
         return {"accuracy": 1.0}, []
 
     with pytest.raises(Stopped, match="after step 2 of 6"):
-        taught(objects, range(6), validate=validate, save=lambda done, state: saved.append(done), validate_every=2)
+        taught(
+            objects, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
+        )
     assert saved == [2]
     assert [line["kind"] for line in lines_of(objects, "metrics.jsonl")] == ["training", "validation"]
     assert read_heartbeat(objects, "run")["state"] == "stopped"
 
 
-def test_one_request_may_come_twice_and_a_handler_is_put_back():
-    before = signal.getsignal(signal.SIGTERM)
+def test_one_request_may_come_twice_and_once_more_behind_a_training_that_stopped(before):
+    def told() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with Stop() as stop:
         assert not stop.told
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+        told()
+        told()
         assert stop.told
-    assert signal.getsignal(signal.SIGTERM) == before
+    told()  # it was told to in its last step
+    with pytest.raises(Stopped), Stop():  # another rank was told to
+        raise Stopped
+    told()
+    assert before == []
+
+
+def test_sigterm_means_what_it_did_before_behind_a_training_that_was_not_told_to_stop_or_failed(before):
+    with Stop():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(before) == 1
+
+    def one_of_a_dead_rank() -> None:
+        with Stop():
+            os.kill(os.getpid(), signal.SIGTERM)  # torchrun's
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        one_of_a_dead_rank()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(before) == 2
+
+
+# SIGTERM in a step, while the writer ends, when another rank has ended, and when Python clears up.
+TOLD_TO_THE_END = """
+import atexit, os, signal
+from detectors.loop import run_in_world
+from detectors.stopping import Stop, Stopped
+
+def told(kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+    kill(pid, number)
+
+class Last:
+    def __del__(self, told=told):
+        told()
+
+def work(world):
+    try:
+        with Stop():
+            told()
+            raise Stopped("after step 5 of 9")
+    finally:
+        told()
+
+last = Last()
+atexit.register(told)
+run_in_world("program recipe", work)
+"""
+
+
+@pytest.mark.slow
+def test_the_status_of_a_run_that_stopped_is_its_own_however_often_it_is_told():
+    environment = os.environ | {"PYTHONPATH": str(HOUSE)}
+    program = [sys.executable, "-c", TOLD_TO_THE_END]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (75, "program recipe: stopped: after step 5 of 9\n")
 
 
 TWICE = """

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from test_train import losses
 from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 
+import detectors.train
+import vlbert.train
 from demo.serve import free_port
 from detectors.distributed import World
 from flows.settings import Processes
-from flows.supervisor import ChildTimedOut
+from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.training import TrainingStopped, torchrun
 from vlbert.recipes import RECIPES
 from vlbert.train import train
@@ -353,6 +355,46 @@ def test_a_training_that_says_nothing_for_too_long_is_ended_by_its_flow(root):
     assert any(" samples of captions/" in line for line in failed.value.tail), "it had begun"
 
 
+def in_place_of_torchrun(folder: Path, program: str) -> None:
+    """Have `python -m torch.distributed.run`, started in the folder, run this."""
+    (folder / "torch" / "distributed").mkdir(parents=True)
+    for name in ("__init__.py", "distributed/__init__.py"):
+        (folder / "torch" / name).touch()
+    (folder / "torch" / "distributed" / "run.py").write_text(program)
+
+
+def program_name(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture) -> str:
+    """As a training program calls itself."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    return re.match(r"usage: (.*?) \[-h\]", capsys.readouterr().out)[1]
+
+
+FOUND = (
+    "E1122 03:40:00.000000 77 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: {}) local_rank: 0"
+)
+
+
+@pytest.mark.parametrize("main", [vlbert.train.main, detectors.train.main])
+def test_a_flow_tells_a_training_that_was_stopped_from_one_that_failed_after_that(tmp_path, monkeypatch, capsys, main):
+    name = program_name(main, capsys)
+    stopped = [f"{name} tiny: stopped: after step 5 of 9; the next start goes on from R/step-0000005", FOUND.format(75)]
+    failed = [f"{name} tiny: out of memory", FOUND.format(1)]
+    again = "tiny goes on from R/step-0000005"
+    in_place_of_torchrun(tmp_path, "import sys\nprint(open('lines').read(), flush=True)\nsys.exit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    lives = [(stopped, TrainingStopped), ([*stopped, again, *failed], ChildFailed)]
+    if main is vlbert.train.main:  # of all programs alike
+        lives += [([*stopped, again, *stopped], TrainingStopped), ([*stopped, again], ChildFailed)]
+        lives += [([*stopped, *failed], ChildFailed)]
+        lives += [([*stopped, "step 6/9  loss 1.000  2.0 samples/s  data wait 0 %  0:01 gone  0:02 left"], ChildFailed)]
+    for lines, kind in lives:
+        Path("lines").write_text("\n".join(lines))
+        with pytest.raises(RuntimeError) as ended:
+            torchrun("a.program", [], "tiny", {}, [], Processes(), lambda line: None, lambda line: None)
+        assert ended.type is kind, lines
+
+
 # In place of torchrun: asked to end, it takes half a second.
 SLOW_TO_END = """
 import signal, sys, time
@@ -368,10 +410,7 @@ time.sleep(600)
 
 
 def test_torchrun_is_told_how_often_to_start_again_and_has_so_long_to_save(tmp_path, monkeypatch):
-    (tmp_path / "torch" / "distributed").mkdir(parents=True)
-    for name in ("__init__.py", "distributed/__init__.py"):
-        (tmp_path / "torch" / name).touch()
-    (tmp_path / "torch" / "distributed" / "run.py").write_text(SLOW_TO_END)
+    in_place_of_torchrun(tmp_path, SLOW_TO_END)
     monkeypatch.chdir(tmp_path)
     for grace, said in ((0.1, ["ready"]), (20, ["ready", "saved"])):
         processes = Processes(restarts=3, grace=grace, timeout=1)

@@ -220,11 +220,112 @@ def test_an_error_of_another_kind_comes_out_of_the_next_call(tmp_path, said):
 
     writer = Writer(open_objects(str(tmp_path)), said.append)
     writer.checkpoint("runs/r/step-0000001", files(1), fail)
-    with pytest.raises(ValueError, match="is no JSON"):
-        writer.finish()
+    wait_for(lambda: not writer._waiting)
     for call in (lambda: writer.put("a", b""), lambda: writer.checkpoint("b", files(1), nothing), writer.finish):
         with pytest.raises(ValueError, match="is no JSON"):
             call()
+    writer.put("heartbeat", b"failed")  # once told, an error keeps nobody from saying how the run ended
+    with pytest.raises(ValueError, match="is no JSON"):
+        writer.finish()
+    assert (tmp_path / "heartbeat").read_bytes() == b"failed"
+
+
+def test_an_error_that_ends_a_run_is_told_once_and_costs_no_checkpoint_behind_it(tmp_path, said):
+
+    behind = threading.Event()
+
+    def fail() -> None:
+        assert behind.wait(20)
+        raise ValueError("a bug")
+
+    def training() -> None:
+        with Writer(open_objects(str(tmp_path)), said.append) as writer:
+            writer.do("fails", fail)
+            writer.checkpoint("runs/r/step-0000001", files(1), nothing)
+            behind.set()
+            wait_for(lambda: not writer._waiting)
+            writer.put("elsewhere", b"")
+
+    with pytest.raises(ValueError, match="a bug"):
+        training()
+    assert read(tmp_path, 1) == 1
+    assert said == []
+
+
+def test_one_object_that_cannot_be_written_holds_up_no_other(tmp_path, said):
+    (tmp_path / "runs/r/predictions.jsonl").mkdir(parents=True)
+    with Writer(open_objects(str(tmp_path)), said.append) as writer:
+        writer.put("runs/r/predictions.jsonl", b"")
+        for step in (1, 2):
+            writer.checkpoint(f"runs/r/step-{step:07d}", files(step), nothing)
+        wait_for((tmp_path / "runs/r/step-0000002/state.json").exists)
+        wait_for(lambda: writer._waiting.keys() == {"runs/r/predictions.jsonl"})
+        (tmp_path / "runs/r/predictions.jsonl").rmdir()
+    assert (tmp_path / "runs/r/predictions.jsonl").exists()
+    assert [line.split()[0] for line in said] == ["cannot", "storage"], said
+
+
+def test_storage_that_hangs_is_given_up_and_what_is_put_afterwards_is_written(tmp_path, said):
+    objects = Held(tmp_path, "hangs")
+    with Writer(objects, said.append, silence=0.2) as writer:
+        writer.put("hangs", b"")
+        assert objects.begun.wait(20)
+        time.sleep(0.3)
+        with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/hangs: storage took nothing for "):
+            writer.finish(patience=0.1)
+        writer.put("later", b"")
+        objects.let_through.set()
+    assert (tmp_path / "later").exists()
+
+
+def test_storage_that_takes_something_now_and_then_is_waited_for(tmp_path, said):
+    class Slow(LocalObjects):
+        def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
+            for _ in data:
+                time.sleep(0.1)
+            return super().put(path, data, if_absent=if_absent)
+
+    model = {f"{n}": torch.ones(1) for n in range(6)}
+    with Writer(Slow(str(tmp_path)), said.append, silence=0.3) as writer:
+        writer.checkpoint("runs/r/step-0000001", {"model.safetensors": model}, nothing)
+        writer.finish(patience=0.1)
+    assert writer.saved
+
+
+def test_after_it_was_given_up_storage_is_tried_again(tmp_path, away, said):
+    writer = Writer(open_objects(str(tmp_path)), said.append)
+    writer.checkpoint("runs/r/step-0000001", files(1), nothing)
+    with pytest.raises(StorageUnreachable):
+        writer.finish(patience=0.1)
+    writer.put("runs/r/heartbeat.json", b"failed")
+    away.unlink()
+    writer.finish()
+    assert (tmp_path / "runs/r/heartbeat.json").exists()
+
+
+def test_what_is_urgent_comes_between_the_parts_of_a_checkpoint(tmp_path):
+    objects = Held(tmp_path, "begin")
+    with Writer(objects) as writer:
+        writer.put("begin", b"")
+        assert objects.begun.wait(20)
+        writer.checkpoint("runs/r/step-0000001", files(1), nothing)
+        writer.put("predictions", b"")
+        writer.put("heartbeat", b"", urgent=True)
+        objects.let_through.set()
+    names = [path.rpartition("/")[2] for path in objects.order]
+    assert names.index("heartbeat") < names.index("state.json")
+    assert names[-1] == "predictions"
+
+
+def test_a_save_waits_but_a_while_for_a_checkpoint_that_is_not_begun(tmp_path, said):
+    objects = Held(tmp_path, "hangs")
+    with Writer(objects, said.append, silence=0.2) as writer:
+        writer.put("hangs", b"")
+        for step in (1, 2):
+            writer.checkpoint(f"runs/r/step-{step:07d}", files(step), nothing)
+        objects.let_through.set()
+    assert said == [f"{tmp_path}/runs/r/step-0000001 is given up for a newer one: storage is away"]
+    assert read(tmp_path, 2) == 2
 
 
 def test_a_training_that_fails_says_so_and_still_has_its_checkpoint_written(tmp_path, said):
@@ -263,6 +364,24 @@ def test_a_bucket_that_is_away_for_a_while_holds_up_no_step(server, tmp_path, sa
     assert said[1].startswith("storage is back after ")
     assert said[1].endswith(f"{tmp_path.name}/runs/r/step-0000001 is written")
     assert len(said) == 2
+
+
+def test_what_is_urgent_comes_between_the_parts_of_an_upload(server, tmp_path):
+    order, given = [], threading.Event()
+
+    class Noting(S3Objects):
+        def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
+            done = super().put(path, data, if_absent=if_absent)
+            order.append(path)
+            return done
+
+    objects = Noting(f"s3://bucket/{tmp_path.name}")
+    with Writer(objects) as writer:
+        writer.do("begin", given.wait)
+        writer.checkpoint("folder", {"model": {"a": torch.rand(3_000_000)}}, nothing)
+        writer.put("heartbeat", b"", urgent=True)
+        given.set()
+    assert order == ["heartbeat", "folder/model"]
 
 
 def save_for_ever(root: Path) -> None:
@@ -345,6 +464,25 @@ def test_the_best_of_the_checkpoints_that_a_validation_measured_is_kept_with_the
     assert settle(objects, "r", 1, "accuracy").step == 7
     assert checkpoints(objects, "r") == ["runs/r/step-0000007"]
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == "runs/r/step-0000007"
+
+
+def test_the_best_is_kept_where_the_log_has_lost_its_line_or_cannot_be_read(tmp_path, said):
+    objects = open_objects(str(tmp_path))
+    saved(tmp_path, 1, 2, 3)
+    measured(tmp_path, {1: 0.9, 2: 0.5})
+    best = settle(objects, "r", 1, "accuracy")
+    measured(tmp_path, {2: 0.5, 3: 0.6})
+    assert settle(objects, "r", 1, "accuracy") == best
+    assert checkpoints(objects, "r") == ["runs/r/step-0000001", "runs/r/step-0000003"]
+    measured(tmp_path, {1: 0.1, 3: 0.6})
+    assert settle(objects, "r", 2, "accuracy").step == 3, "what is measured anew counts"
+
+    saved(tmp_path, 4, 5)
+    with (tmp_path / "runs/r/metrics.jsonl").open("a") as file:
+        file.write("half\n")
+    assert settle(objects, "r", 1, "accuracy", said.append) is None
+    assert len(checkpoints(objects, "r")) == 4
+    assert said[0].startswith("no checkpoint is removed, for the best is not known: line 4 of ")
 
 
 def test_without_a_metric_the_newest_are_kept_and_none_is_the_best(tmp_path):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from detectors.checkpoints import Best, as_json, checkpoints, optimizer_tensors, read_state, write_checkpoint
+from detectors.checkpoints import as_json, checkpoints, named_best, optimizer_tensors, read_state, write_checkpoint
 from detectors.fields import from_json, to_json
 from detectors.writer import Writer
 from storage.objects import LocalObjects, Objects, open_objects
@@ -138,13 +138,12 @@ def find_checkpoint(path: str) -> tuple[Objects, str]:
 
 def _find_best(objects: Objects, run: str) -> str:
     """What the run's best.json names."""
-    path = f"runs/{run}/best.json"
-    if not objects.exists(path):
+    best = named_best(objects, run)
+    if best is None:
         raise ValueError(
-            f"{objects.where(path)} is not there: no validation of {run} has measured a checkpoint yet, or its task "
-            f"compares none; name {objects.where(f'runs/{run}')} for the newest"
+            f"{objects.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a checkpoint "
+            f"yet, or its task compares none; name {objects.where(f'runs/{run}')} for the newest"
         )
-    best = Best(**json.loads(objects.get(path)))
     _check_whole(objects, best.checkpoint)
     return best.checkpoint
 

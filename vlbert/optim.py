@@ -46,6 +46,8 @@ def prepare_step(optimizer: torch.optim.Optimizer, step: int, steps: int, config
         group["lr"] = group["peak"] * factor
         if config.kind != "sgd" and config.bert_adam:
             # BERT's Adam divides by sqrt(v) + epsilon and then corrects the bias of v, PyTorch's the other way round.
+            # PyTorch counts its own updates, so behind n steps that were left out this is as of n updates later: by
+            # update 1,000 one of them changes epsilon by 0.03 %.
             group["eps"] = config.epsilon / (1 - config.betas[1] ** (step + 1)) ** 0.5
         if config.kind == "adamw" and config.bert_adam:
             # And it decays what the step has changed already, PyTorch's what was there before it: the same as a step

@@ -1,0 +1,128 @@
+"""Files that a training adds to, on a disk that may be full for a while: nothing of them is lost, and nothing ends."""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from storage.objects import StorageUnreachable
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Lines:
+    """A file of JSON objects, one a line. What the disk does not take is kept, and written, in order, when it does."""
+
+    def __init__(self, file: Path, say: Callable[[str], None]):
+        self.file, self.say = file, say
+        self._waiting: deque[bytes] = deque()
+        self._error: OSError | None = None
+
+    def add(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        self._waiting += [(json.dumps(dict(line)) + "\n").encode() for line in objects]
+        self.write()
+
+    def write(self) -> None:
+        """Try to write what waits."""
+        if not self._waiting:
+            return
+        try:
+            while self._waiting:
+                _append(self.file, self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if self._error is None:
+                self.say(f"cannot write {self.file}, the training goes on and this is tried again: {error}")
+            self._error = error
+            return
+        if self._error:
+            self.say(f"{self.file} is written again, and lacks nothing")
+            self._error = None
+
+    def sync(self) -> None:
+        """Have what is written survive a power cut."""
+        try:
+            with open(self.file, "rb") as file:
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            pass  # nothing was written yet
+        except OSError as error:
+            raise StorageUnreachable(f"cannot write {self.file}: {error}. See that its disk is well") from error
+
+    @property
+    def lost(self) -> str | None:
+        """What is not written, for an error: why, and what to do; None where all is."""
+        if not self._waiting:
+            return None
+        return (
+            f"{len(self._waiting)} lines of {self.file} are not written: {self._error}. Make room, or make it writable "
+            "for this user; the checkpoints are not touched by this"
+        )
+
+
+def _append(file: Path, line: bytes) -> None:
+    """All of it, or OSError and nothing."""
+    with open(file, "ab", buffering=0) as out:
+        before = out.tell()
+        try:
+            written = 0
+            while written < len(line):  # a disk with little room takes a part, and refuses only the rest
+                written += out.write(line[written:])
+        except OSError:
+            out.truncate(before)
+            raise
+
+
+class Board:
+    """TensorBoard's file. Points that the disk may not have taken are added again, and may then be there twice."""
+
+    def __init__(self, folder: Path, step: int, say: Callable[[str], None]):
+        self.folder, self.step, self.say = folder, step, say
+        self._points: list[tuple[str, float, int]] = []  # since the last flush
+        self._writer: SummaryWriter | None = None
+        self._failed = False
+        self.write()  # what a stopped run showed after its last checkpoint goes at once
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        points = [(name, value, step) for name, value in values.items()]
+        self._points += points
+        with self._watched():
+            if self._writer:
+                _add(self._writer, points)
+
+    def write(self) -> None:
+        """Have all of it in the file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        with self._watched():
+            if self._writer is None:
+                # After the failure of another one nothing is purged but what the run before it left.
+                self._writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else 0)
+                _add(self._writer, self._points)
+            self._writer.flush()
+            self._points, self._failed = [], False
+
+    def close(self) -> None:
+        if self._writer:
+            with contextlib.suppress(OSError):  # it was told; metrics.jsonl has the same numbers
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Any:
+        """After an error the file is begun anew, with the next write."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            if not self._failed:
+                self.say(f"cannot write {self.folder}, the training goes on and this is tried again: {error}")
+            self._failed = True
+
+
+def _add(writer: "SummaryWriter", points: Iterable[tuple[str, float, int]]) -> None:
+    for name, value, step in points:
+        writer.add_scalar(name, value, step)
