@@ -26,6 +26,7 @@ def manifests(root: Path) -> dict[str, int]:
     return {file.stem: file.stat().st_mtime_ns for file in root.glob("captions/regions/*/*.parquet")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_dropped_them_there(
     served: Operated, world: World, tmp_path: Path

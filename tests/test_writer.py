@@ -345,6 +345,7 @@ def server() -> Iterator[str]:
         yield endpoint
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_away_for_a_while_holds_up_no_step(server, tmp_path, said):
     large = torch.rand(3_000_000)  # sent in parts
     with faulty(server, faults={"503": 1.0}) as proxy:

@@ -31,13 +31,7 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The K real regions of the batch's pictures, in picture order: [K, D]. ValueError where it has no pixels."""
-        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.picture_sizes)
-        if shown != pictures:
-            raise ValueError(
-                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
-                "model sees pixels; read it with model.regions.features=end_to_end"
-            )
+        """The K real regions of the batch's pictures, in picture order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -56,7 +50,13 @@ class FastRCNN(nn.Module):
 
     def network_input(self, batch: Batch) -> list[Tensor]:
         """Pixels as the network takes them, one tensor a group of pictures, with live norms one of all: float
-        [p, 3, H, W], BGR, mean off, hidden regions and padding blank."""
+        [p, 3, H, W], BGR, mean off, hidden regions and padding blank. ValueError where the batch has no pixels."""
+        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.picture_sizes)
+        if shown != pictures:
+            raise ValueError(
+                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
+                "model sees pixels; read it with model.regions.features=end_to_end"
+            )
         numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
         own = numbers.split([len(group) for group in batch.pixels])
         groups = [self._normalised(*group, batch) for group in zip(batch.pixels, own, strict=True)]
