@@ -39,7 +39,8 @@ class Totals:
         others = [*(float(count) for _, count in losses.values()), float(told), waited]
         numbers = torch.cat([sums, torch.tensor(others, dtype=torch.float64, device=sums.device)])
         distributed.add_over_ranks(numbers, world)
-        return cls(tuple(_LOSS * value.requires_grad + name for name, (value, _) in losses.items()), numbers)
+        names = ((_LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items())
+        return cls(tuple(names), numbers)
 
     def mean(self, losses: Losses, weights: Mapping[str, float]) -> Tensor:
         """This rank's share of the weighted losses, each divided by what was asked over all ranks.
