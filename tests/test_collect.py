@@ -1,6 +1,7 @@
 """A caption list or a folder of images, on a tiny drawn world, becomes committed shards: without Prefect."""
 
 import dataclasses
+import functools
 import shutil
 import signal
 import subprocess
@@ -474,7 +475,11 @@ def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
     command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
     command += ["--captions", settings.captions, "--allow-host", web.host]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    root = Path(__file__).parents[1]
+    heeds = functools.partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # else not where these tests run under nohup
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, preexec_fn=heeds)
     try:
         assert asked.wait(60)
         running.send_signal(signal.SIGINT)

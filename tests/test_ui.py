@@ -17,6 +17,8 @@ from detectors.record import last_metrics
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
 from storage.objects import open_objects
 
+pytestmark = pytest.mark.slow
+
 PAPER = "val 79.88 base, 80.31 large; testA 82.40 base"  # RefCOCO+, table 3
 SECONDS = 20.0  # that a page may take to show what is asked for
 
