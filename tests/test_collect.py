@@ -476,9 +476,8 @@ def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
     command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
     command += ["--captions", settings.captions, "--allow-host", web.host]
     root = Path(__file__).parents[1]
-    heeds = functools.partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # else not where these tests run under nohup
+    # Under nohup, or in the background of a script, it would not heed SIGINT.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, preexec_fn=heeds)
     try:
         assert asked.wait(60)
