@@ -187,8 +187,8 @@ class Recipe:
     # What matrix products and convolutions are computed in, on any device: fp32; tf32, which rounds what goes into them
     # to 10 bits (GPUs; CPUs compute fp32); or bf16, with weights, norms, losses and RoIAlign in fp32 (CPUs want AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
-    recompute: bool = False  # keep no activations but compute them again in the backward pass: less memory, 1.3 x time
-    compile: bool = False  # torch.compile: worth its minutes at the start in a long run on a GPU
+    recompute: bool = False  # keep no activations but compute them again in the backward pass: half the memory
+    compile: bool = False  # torch.compile: takes minutes at the start, and does not pay on CPUs
     spike: float | None = (
         5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
     )
