@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml
 from operated import ENDED, Operated, operated, tiny_road
@@ -25,6 +26,9 @@ os.environ.update(quiet_prefect(Path(_home.name)))
 os.environ.pop("PREFECT_API_URL", None)
 # Before anything imports torch: threads that share tiny work wait for each other, for long where the machine is busy.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The same examples in every run, no file of earlier ones, and no limit of time, which a busy machine would exceed.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
