@@ -28,7 +28,7 @@ from detectors.fields import override
 from detectors.measures import Losses, Since, Step, Totals, timed
 from detectors.record import Record
 from detectors.skipping import LiveNorms, Skipping
-from detectors.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_sigterm
+from detectors.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
 from detectors.writer import PATIENCE, STOPPED_PATIENCE
 from storage.objects import ObjectMissing, StorageUnreachable
 
@@ -66,7 +66,8 @@ def train_steps(
     begins a checkpoint, and finish(patience) returns when it is whole (detectors/writer.py). weights: of losses by
     name, where not 1. resumed: the state in the checkpoint that goes on; None where that has none.
 
-    FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after a SIGTERM.
+    FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after SIGTERM or
+    SIGINT.
     """
     # Gradients as views of what is sent: no second copy of them, in memory or in time.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.size > 1 else model
@@ -321,7 +322,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         try:
             work(world)
         except Stopped as stopped:
-            pass_over_sigterm()
+            pass_over_requests()
             if world.first:
                 print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
             distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it

@@ -29,7 +29,7 @@ _LIVES_AGAIN = re.compile(rf" goes on from |^step \d+/\d+ | failed \(exitcode: (
 
 
 class TrainingStopped(RuntimeError):
-    """A training was told to stop (SIGTERM), not by its flow, and has saved: run again, it goes on."""
+    """A training was told to stop (SIGTERM or SIGINT), not by its flow, and has saved: run again, it goes on."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def torchrun(
     except ChildFailed as error:
         if saved is None:
             raise
-        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM): {saved}") from error
+        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM or SIGINT): {saved}") from error
 
 
 def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO, Protocol
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
 _REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
+# Checksums that botocore adds where S3 does not ask for them go over https as a trailer, which Ceph and others refuse.
+_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 
 
 # What can be put: bytes, the content of a file, or views of bytes, one after the other, never joined in memory.
@@ -373,7 +375,11 @@ class _Joined(io.RawIOBase):
 
 
 class S3Objects:
-    """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...)."""
+    """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...).
+
+    Requests and downloads carry checksums only where S3 requires them. AWS_REQUEST_CHECKSUM_CALCULATION and
+    AWS_RESPONSE_CHECKSUM_VALIDATION, or the same settings in ~/.aws/config, say otherwise (`when_supported`).
+    """
 
     def __init__(self, root: str):
         self.root = root
@@ -552,10 +558,14 @@ class S3Objects:
     def _new_client(self, connect_timeout: int, read_timeout: int, attempts: int) -> Any:
         import boto3
         from botocore.config import Config
+        from botocore.session import Session
 
         retries = {"mode": "standard", "total_max_attempts": attempts}
         config = Config(connect_timeout=connect_timeout, read_timeout=read_timeout, retries=retries)
-        return boto3.session.Session().client("s3", config=config)
+        session = Session(
+            session_vars={name: (name, f"AWS_{name.upper()}", "when_required", None) for name in _CHECKSUMS}
+        )
+        return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
         """One request, with the errors of botocore turned into ours."""

@@ -1,11 +1,20 @@
 """A real S3 server on this machine for the tests: moto, over HTTP."""
 
 import contextlib
+import datetime
+import ipaddress
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import boto3
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import make_server
 
 _SETTINGS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -44,3 +53,45 @@ def s3_server(*buckets: str) -> Iterator[str]:
             yield endpoint
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def https_s3_server(folder: Path, bucket: str) -> Iterator[list[Mapping[str, str]]]:
+    """The same over https, with a certificate of its own in `folder`; the headers of every request that came."""
+    certificate, came = _certificate(folder), []
+    app = DomainDispatcherApplication(create_backend_app)
+
+    def note(environ: dict, answer: object) -> object:
+        came.append({n[5:].replace("_", "-").lower(): v for n, v in environ.items() if n.startswith("HTTP_")})
+        came[-1][":method"] = environ["REQUEST_METHOD"]
+        return app(environ, answer)
+
+    server = make_server("127.0.0.1", 0, note, threaded=True, ssl_context=(str(certificate), str(certificate)))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        endpoint = f"https://127.0.0.1:{server.server_port}"
+        with environment(**_SETTINGS, AWS_ENDPOINT_URL=endpoint, AWS_CA_BUNDLE=str(certificate)):
+            boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
+            came.clear()
+            yield came
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _certificate(folder: Path) -> Path:
+    """Key and certificate of 127.0.0.1, signed by itself, in one file."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now, names = datetime.datetime.now(datetime.UTC), [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file = folder / "certificate.pem"
+    file.write_bytes(private + made.public_bytes(pem))
+    return file

@@ -1,4 +1,4 @@
-"""Training that nobody watches: steps that are left out, SIGTERM, the heartbeat, and what the log measures."""
+"""Training that nobody watches: steps left out, SIGTERM and Ctrl-C, the heartbeat, and what the log measures."""
 
 import dataclasses
 import functools
@@ -274,13 +274,17 @@ def test_time_that_is_not_training_is_in_no_rate():
     assert since.line(ALONE.device).losses == {}
 
 
+REQUESTS = (signal.SIGTERM, signal.SIGINT)
+
+
 @pytest.fixture
 def before() -> Iterator[list[int]]:
     """The signals that came to the handler that was there before a training."""
     came: list[int] = []
-    default = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    defaults = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in REQUESTS}
     yield came
-    signal.signal(signal.SIGTERM, default)
+    for number, default in defaults.items():
+        signal.signal(number, default)
 
 
 # --- in a whole run ---------------------------------------------------------------------------------------------------
@@ -368,7 +372,7 @@ def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
     assert [line["step"] for line in read_metrics(open_objects(str(root)), "old", "training")] == [1, 2, 3, 4]
 
 
-# --- SIGTERM ----------------------------------------------------------------------------------------------------------
+# --- SIGTERM and Ctrl-C -----------------------------------------------------------------------------------------------
 
 
 def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path, before):
@@ -391,9 +395,12 @@ def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path, before):
     assert read_heartbeat(objects, "run")["state"] == "stopped"
 
 
-def test_one_request_may_come_twice_and_once_more_behind_a_training_that_stopped(before):
+@pytest.mark.parametrize("number", REQUESTS)
+def test_one_request_may_come_twice_and_once_more_behind_a_training_that_stopped(before, monkeypatch, number):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launcher that sends it again")
+
     def told() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     with Stop() as stop:
         assert not stop.told
@@ -407,30 +414,49 @@ def test_one_request_may_come_twice_and_once_more_behind_a_training_that_stopped
     assert before == []
 
 
-def test_sigterm_means_what_it_did_before_behind_a_training_that_was_not_told_to_stop_or_failed(before):
+@pytest.mark.parametrize("number", REQUESTS)
+def test_a_signal_means_what_it_did_before_behind_a_training_that_was_not_told_to_stop_or_failed(before, number):
     with Stop():
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert len(before) == 1
+    os.kill(os.getpid(), number)
+    assert before == [number]
 
     def one_of_a_dead_rank() -> None:
         with Stop():
-            os.kill(os.getpid(), signal.SIGTERM)  # torchrun's
+            os.kill(os.getpid(), number)  # torchrun's
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         one_of_a_dead_rank()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert len(before) == 2
+    os.kill(os.getpid(), number)
+    assert before == [number, number]
 
 
-# SIGTERM in a step, while the writer ends, when another rank has ended, and when Python clears up.
+def test_a_program_that_runs_alone_says_at_ctrl_c_that_it_saves_and_a_second_one_ends_it_at_once(before, capfd):
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.told, before) == (True, [])
+        assert "Ctrl-C again ends at once" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
+        assert before == [signal.SIGINT]
+
+
+def test_ctrl_c_stays_ignored_where_it_was(before):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts `program &` in a script
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.told
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.told
+
+
+# A request in a step, while the writer ends, when another rank has ended, and when Python clears up.
 TOLD_TO_THE_END = """
-import atexit, os, signal
+import atexit, os, signal, sys
 from detectors.loop import run_in_world
 from detectors.stopping import Stop, Stopped
 
-def told(kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+def told(kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
     kill(pid, number)
 
 class Last:
@@ -452,29 +478,39 @@ run_in_world("program recipe", work)
 
 
 @pytest.mark.slow
-def test_the_status_of_a_run_that_stopped_is_its_own_however_often_it_is_told():
-    environment = os.environ | {"PYTHONPATH": str(HOUSE)}
-    program = [sys.executable, "-c", TOLD_TO_THE_END]
+@pytest.mark.parametrize("number", REQUESTS)
+def test_the_status_of_a_run_that_stopped_is_its_own_however_often_it_is_told(number):
+    environment = os.environ | {"PYTHONPATH": str(HOUSE), "TORCHELASTIC_RUN_ID": "one"}
+    program = [sys.executable, "-c", HEED_CTRL_C + TOLD_TO_THE_END, str(int(number))]
     ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (75, "program recipe: stopped: after step 5 of 9\n")
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("stopping: ")]
+    assert (ended.returncode, lines) == (75, ["program recipe: stopped: after step 5 of 9"])
 
 
+# Else it is ignored where pytest itself runs in the background of a script.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 TWICE = """
-import os, signal, time
+import os, signal, sys, time
 from detectors.stopping import Stop
 
 with Stop():
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5.2)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(float(sys.argv[2]))
+    os.kill(os.getpid(), int(sys.argv[1]))
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)  # as for a writer
 """
 
 
-@pytest.mark.slow
-def test_a_second_sigterm_ends_at_once():
+@pytest.mark.parametrize(
+    ("number", "pause"), [pytest.param(signal.SIGTERM, 5.2, marks=pytest.mark.slow), (signal.SIGINT, 0)]
+)
+def test_a_second_request_ends_at_once(number, pause):
     environment = os.environ | {"PYTHONPATH": str(HOUSE)}
-    assert subprocess.run([sys.executable, "-c", TWICE], env=environment, timeout=40).returncode == -signal.SIGTERM
+    program = [sys.executable, "-c", HEED_CTRL_C + TWICE, str(int(number)), str(pause)]
+    assert subprocess.run(program, env=environment, timeout=40).returncode == -number
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -484,10 +520,11 @@ class Numbers(torch.utils.data.Dataset):
         return index, os.getpid()
 
 
-def test_a_loading_process_passes_over_sigterm_but_from_its_loader():
+def test_a_loading_process_passes_over_signals_but_from_its_loader():
     ahead = batches(Numbers(), range(40), 2, torch.device("cpu"))
     _, worker = next(ahead)
-    subprocess.run(["kill", "-TERM", str(worker)], check=True)  # from another process, as a launcher does
+    for name in ("-TERM", "-INT"):
+        subprocess.run(["kill", name, str(worker)], check=True)  # from another process, as a launcher does
     time.sleep(0.2)
     found = list(ahead)
     assert [number for number, _ in found] == list(range(1, 40))

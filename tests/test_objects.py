@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
-from s3 import environment
+from s3 import environment, https_s3_server
 
 from storage.objects import Content, LocalObjects, ObjectMissing, Objects, S3Objects, StorageUnreachable, open_objects
 
@@ -347,12 +347,7 @@ class OddS3(ThreadingHTTPServer):
 
     def environment(self):
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-        # Else boto3 sends bodies in chunks with a trailer, which is more HTTP than this handler knows.
-        plain = {
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-        }
-        return environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.server_port}", **keys, **plain)
+        return environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.server_port}", **keys)
 
 
 class OddHandler(BaseHTTPRequestHandler):
@@ -491,3 +486,40 @@ def test_a_download_that_breaks_off_is_asked_for_again():
         server.stored["/bucket/a"] = bytes(range(200))
         with pytest.raises(StorageUnreachable, match=r"s3://bucket/a broke off 5 times"):
             server.objects().get("a")
+
+
+@pytest.fixture(scope="module")
+def https_s3(tmp_path_factory) -> Iterator[list[Mapping[str, str]]]:
+    with https_s3_server(tmp_path_factory.mktemp("https"), "secure") as came:
+        yield came
+
+
+def sums_sent(came: list[Mapping[str, str]], folder: Path) -> list[str]:
+    """Names of the headers about checksums that puts of every form and gets of them send."""
+    came.clear()
+    objects = open_objects(f"s3://secure/{folder.name}")
+    whole = bytes(9_000_000)  # goes up in two parts
+    (folder / "file").write_bytes(whole)
+    assert objects.put("file", folder / "file") is True
+    assert objects.get("file") == whole
+    for form, data in {"bytes": b"data", "views": [memoryview(b"da"), memoryview(b"ta")]}.items():
+        assert objects.put(form, data, if_absent=True) is True
+        assert objects.get(form) == b"data"
+    assert {headers[":method"] for headers in came} == {"HEAD", "PUT", "GET", "POST"}
+    return sorted({name for headers in came for name in headers if "checksum" in name or "trailer" in name})
+
+
+def test_over_https_bodies_go_without_checksums_that_not_every_server_takes(https_s3, tmp_path):
+    assert sums_sent(https_s3, tmp_path) == []
+    assert {headers.get("content-encoding") for headers in https_s3} == {None}, "not aws-chunked"
+
+
+def test_checksums_are_sent_and_checked_where_the_environment_or_the_file_of_settings_says_so(https_s3, tmp_path):
+    both = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_supported")
+    sent = {"x-amz-checksum-mode", "x-amz-trailer"}
+    with environment(**{f"AWS_{name.upper()}": value for name, value in both.items()}):
+        assert sent <= set(sums_sent(https_s3, tmp_path))
+    (tmp_path / "config").write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in both.items()))
+    (tmp_path / "again").mkdir()
+    with environment(AWS_CONFIG_FILE=str(tmp_path / "config")):
+        assert sent <= set(sums_sent(https_s3, tmp_path / "again"))

@@ -1,8 +1,10 @@
 """The training program: one process and two, stopped and resumed, on a folder and on a bucket, and what it refuses."""
 
 import dataclasses
+import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,23 +114,41 @@ def test_the_ranks_of_a_torchrun_that_is_killed_end_with_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_training_without_a_traceback(root, tmp_path):
+@pytest.mark.parametrize("processes", [None, 2])
+def test_ctrl_c_saves_and_the_next_start_goes_on(root, tmp_path, processes):
+    """Of the bare program, and of torchrun, which sends its ranks once more what the terminal has sent them."""
     workers = dataclasses.replace(tiny_recipe(root).data, workers=1)
-    command = [sys.executable, "-m", "vlbert.train", *command_line(root, "stopped by hand", steps=10**6, data=workers)]
+    name = f"stopped by hand {processes}"
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"] if processes else []
+    program = [*launcher, "vlbert.train", *command_line(root, name, steps=10**6, data=workers)]
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where pytest runs under nohup
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
-            command, cwd=HOUSE, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=said, stderr=said, process_group=0
+            [sys.executable, "-m", *program],
+            cwd=HOUSE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=said,
+            process_group=0,
+            preexec_fn=heeds,
         )
     try:
         waited_for(lambda: "step 3/" in (tmp_path / "said").read_text())
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=60) == (1 if processes else 75)
     finally:
         process.kill()
         process.wait()
     said = (tmp_path / "said").read_text()
-    assert said.endswith("torchrun -m vlbert.train pretrain_vlbert_demo: interrupted\n")
-    assert "Traceback" not in said
+    (line,) = re.findall("^torchrun -m vlbert.train pretrain_vlbert_demo: stopped: after step .*$", said, re.MULTILINE)
+    assert said.count("stopping: this step is finished and saved") == 1
+    checkpoint = Path(line.rpartition(" goes on from ")[2])
+    assert (checkpoint / "state.json").exists()
+    if processes is None:
+        assert "Traceback" not in said
+    last = int(checkpoint.name.removeprefix("step-"))
+    run(root, name, steps=last + 1, data=workers)
+    assert losses(root, name)[-1][0] == last + 1
 
 
 @pytest.fixture(scope="module")
