@@ -82,7 +82,7 @@ def collect_flow(root: str, dataset: Source) -> Collected:
             on_commit(shard)
 
         counts = collect_shards(root, settings, group, count)
-        shards += len(group.parts)
+        shards = len(group.parts) + (shards if group.before else 0)
         sofar = Counter(group.before) + Counter(counts)
         seconds = time.monotonic() - started
         left = seconds / sofar.total() * (group.rows - sofar.total())

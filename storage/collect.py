@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 import sys
 import time
 from collections import Counter
@@ -22,8 +23,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from storage.catalog import Catalog
+from storage.catalog import OK, Catalog
 from storage.download import (
+    STATUSES,
     CaptionRow,
     Download,
     Downloader,
@@ -37,6 +39,7 @@ from storage.download import (
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.objects import ObjectMissing, open_objects
+from storage.redact import shown_url
 from storage.sample import sample_key
 
 IMAGES = "images"
@@ -45,6 +48,8 @@ UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # what rows end in,
 _UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no server was asked
 # Fewer rows of fewer hosts may all be gone; from here on it is rather our own network, or a server that is not up yet.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
+_HOST = re.compile(r"https?://(?:[^/?#@]*@)?([^/?#@]+:\d+)", re.IGNORECASE)  # with its port
+_LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 
 
@@ -110,12 +115,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together; of the whole run: rows by status before this group, all rows, all shards."""
+    """Shards that are collected together; of the whole run: rows by status before this group, all rows, all shards.
+
+    has_images  whether the dataset has an ok row somewhere: until then, a shard without one is not committed
+    """
 
     parts: tuple[Part, ...]
     before: dict[str, int]
     rows: int
     shards: int
+    has_images: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,10 @@ class Collected:
     seconds: float
 
 
+class NothingStored(ValueError):
+    """No row of the whole dataset is ok, so nothing was committed; the message names the way out."""
+
+
 OnCommit = Callable[[str], object]  # told the name of each shard that this run commits
 
 
@@ -138,12 +151,16 @@ def collect(
     say: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import what is missing of the dataset; `run_group` may wrap `collect_group`, as the flow does."""
+    """Download or import what is missing of the dataset; `run_group` may wrap `collect_group`, as the flow does.
+
+    NothingStored where no row of the dataset, committed ones included, is ok.
+    """
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, say=say)
     new_shards = set()
     catalog = Catalog(open_objects(root), settings.name)
-    done = {shard: header.meta for shard, header in catalog.headers(IMAGES).items()}
+    headers = catalog.headers(IMAGES)
+    done = {shard: header.meta for shard, header in headers.items()}
     parts = plan(settings, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
     check_committed(done, parts, settings)
     missing = [part for part in parts if part.shard not in done]
@@ -157,17 +174,49 @@ def collect(
             )
     else:
         say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
-    rows, counts = sum(part.stop - part.start for part in missing), Counter()
-    for first in range(0, len(missing), settings.shards_per_group):
-        group = Group(tuple(missing[first : first + settings.shards_per_group]), dict(counts), rows, len(missing))
-        counts.update(run_group(root, settings, group, new_shards.add))
-        ready = first + len(group.parts)
-        say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
+    has_images = any(header.ok_rows for header in headers.values())
+    while missing:
+        rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
+        for first in range(0, len(missing), settings.shards_per_group):
+            portion = tuple(missing[first : first + settings.shards_per_group])
+            group = Group(portion, dict(counts), rows, len(missing), has_images)
+            counts.update(run_group(root, settings, group, new_shards.add))
+            if not has_images and not counts[OK]:
+                held_back += portion
+            has_images = has_images or counts[OK] > 0
+            ready = first + len(portion)
+            say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
+        committed = catalog.headers(IMAGES) if held_back else {}
+        missing = [part for part in held_back if part.shard not in committed]
+        if missing and not has_images and not any(header.ok_rows for header in committed.values()):
+            raise NothingStored(_nothing_stored(settings, counts, missing[0]))
+        if missing:
+            say(f"{settings.name}: {len(missing)} shards without an image are collected again: others have images")
+        has_images = True
     return Collected(settings.name, len(parts), len(new_shards), catalog.counts(IMAGES), time.monotonic() - started)
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in Counter(counts).most_common())
+
+
+def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part) -> str:
+    """What to say where no row is ok; `part` is one that was not committed."""
+    status = counts.most_common(1)[0][0]
+    way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
+    rows = _rows_of(part, settings) if settings.captions else []
+    if rows and status == "blocked_address":
+        hosts = Counter(found[1] for row in rows if (found := _HOST.match(row.url)))
+        host = hosts.most_common(1)[0][0] if hosts else "HOST:PORT"
+        way_out += f". If you trust this server, add --allow-host {host} (in a flow, the dataset's allowed_hosts)"
+    elif rows and status == "bad_url":
+        way_out += f". Each line is `caption TAB url`; line {part.start + 1} has {shown_url(rows[0].url)!r} as its URL"
+    elif rows and status in UNREACHABLE:
+        way_out += ". Check this machine's network and whether the servers are up"
+    return (
+        f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
+        f"{way_out}. Then run again"
+    )
 
 
 # --- what shards the list makes ---------------------------------------------------------------------------------------
@@ -176,10 +225,11 @@ def _by_status(counts: Mapping[str, int]) -> str:
 def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
     """The shards that the dataset's list makes, in order; `stops` says where committed ones end, by shard.
 
-    ValueError where it is empty, makes more than 100,000 or has a line that is no row (FILE:LINE): every line is looked
-    at before the first image is asked for.
+    ValueError where it is empty, makes more than 100,000, has a line that is no row (FILE:LINE) or its two columns
+    swapped: every line is looked at before the first image is asked for.
     """
     parts, keys = [], bytearray()
+    has_url, swapped = not settings.captions, None  # swapped: the first line that has a URL where the caption belongs
     for start, offset, file, chunk in _chunks(settings, stops):
         lines, rows = chunk, ()
         if settings.captions:
@@ -188,10 +238,19 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
             lines, rows = [row.line() for row in chunk], chunk
         for row in rows:
             keys += bytes.fromhex(sample_key(row.url, row.caption))
+            if not has_url:
+                has_url = _LIKE_A_URL.match(row.url) is not None
+                if swapped is None and _LIKE_A_URL.match(row.caption):
+                    swapped = row.row + 1
         source = f"{settings.origin.name} sha256:{_digest(lines)}"
         parts.append(Part(f"{len(parts):05}", start, start + len(chunk), source, offset, file))
     if not parts:
         raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
+    if swapped is not None and not has_url:
+        raise ValueError(
+            f"{settings.origin}:{swapped}: a URL stands before the tab, and in no line behind it: each line is "
+            "`caption TAB url`; swap the columns"
+        )
     if len(parts) > 100_000:
         raise ValueError(f"{settings.name} would make {len(parts)} shards, more than 100000: raise rows_per_shard")
     rows, firsts = _repeated(keys)
@@ -308,7 +367,8 @@ def collect_group(
     """Collect these shards, a few at a time, and commit each when it is whole; the group's rows by status.
 
     A shard that somebody else has committed meanwhile is left alone. ConnectionError where no host of a whole shard
-    could be reached: that shard is not committed.
+    could be reached: that shard is not committed. Neither is one without an image, where neither the dataset had one
+    before nor this group has one.
     """
     catalog = Catalog(open_objects(root), settings.name)
     names = {part.shard for part in group.parts}
@@ -317,8 +377,9 @@ def collect_group(
     for shard, header in catalog.headers(IMAGES, done).items():
         progress.counts[shard] = header.statuses
     missing = [part for part in group.parts if part.shard not in done]
+    commit = _Commit(catalog, settings, group.has_images, on_commit)
     if settings.captions:
-        asyncio.run(_download(missing, catalog, settings, progress, on_commit))
+        asyncio.run(_download(missing, catalog, settings, progress, commit))
     else:
         files = image_files(settings.images) if settings.images else []
         for part in missing:
@@ -329,7 +390,9 @@ def collect_group(
                     downloads = _import(files, part, settings, progress, spool)
                 else:
                     downloads = _import_stored(part, settings, progress, spool)
-                _commit(catalog, part, downloads, settings, on_commit)
+                commit(part, downloads)
+    if progress.of_group().get(OK):
+        commit.held_back()
     return progress.of_group()
 
 
@@ -365,15 +428,34 @@ def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
     return True
 
 
-def _commit(
-    catalog: Catalog, part: Part, downloads: Sequence[Download], settings: CollectSettings, on_commit: OnCommit
-) -> None:
-    if commit_images(catalog, part.shard, downloads, settings.download, source=part.source):
-        on_commit(part.shard)
+class _Commit:
+    """Commits shards; one without an image waits for `held_back`, unless the dataset has images elsewhere."""
+
+    def __init__(self, catalog: Catalog, settings: CollectSettings, has_images: bool, on_commit: OnCommit):
+        self._catalog, self._settings, self._on_commit = catalog, settings, on_commit
+        self._has_images = has_images
+        self._waiting: list[tuple[Part, Sequence[Download]]] = []  # without images, so they are small
+
+    def __call__(self, part: Part, downloads: Sequence[Download]) -> None:
+        statuses = {item.status for item in downloads}
+        gone = self._settings.commit_unreachable and statuses & UNREACHABLE
+        if self._has_images or gone or OK in statuses:
+            self._commit(part, downloads)
+        else:
+            self._waiting.append((part, downloads))
+
+    def held_back(self) -> None:
+        """Commit those that wait: there is an image."""
+        for part, downloads in self._waiting:
+            self._commit(part, downloads)
+
+    def _commit(self, part: Part, downloads: Sequence[Download]) -> None:
+        if commit_images(self._catalog, part.shard, downloads, self._settings.download, source=part.source):
+            self._on_commit(part.shard)
 
 
 async def _download(
-    parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress, on_commit: OnCommit
+    parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress, commit: _Commit
 ) -> None:
     free = asyncio.Semaphore(SHARDS_AT_ONCE)
     loop = asyncio.get_running_loop()
@@ -403,7 +485,7 @@ async def _download(
                             else next(answers)
                             for row in rows
                         ]
-                        await loop.run_in_executor(files, _commit, catalog, part, downloads, settings, on_commit)
+                        await loop.run_in_executor(files, commit, part, downloads)
                     progress.tell(part, Counter(item.status for item in downloads))
 
             await all_of(one(part) for part in parts)
@@ -435,8 +517,8 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
             f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
-            f"{asked[0].row.url[:200]}: {asked[0].detail}. Nothing of it was committed. Check this machine's network "
-            "and whether the server is up, and run again; if these hosts are gone for good, run python -m "
+            f"{shown_url(asked[0].row.url)}: {asked[0].detail}. Nothing of it was committed. Check this machine's "
+            "network and whether the server is up, and run again; if these hosts are gone for good, run python -m "
             "storage.collect with --commit-unreachable, or set the dataset's commit_unreachable in the flow"
         )
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -21,6 +21,7 @@ from storage.collect import (
     SHARDS_AT_ONCE,
     CollectSettings,
     Group,
+    NothingStored,
     OnCommit,
     Part,
     check_committed,
@@ -275,13 +276,16 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
         attempt("lost", *dead, unasked)
     assert of(str(tmp_path / "lost")).shards(IMAGES) == []
     assert attempt("lost", *dead, unasked, commit_unreachable=True) == 5 * ["connect"] + ["bad_url"]
-    assert attempt("few", *dead[:4], dead[0] + "?again") == 5 * ["connect"]  # four servers may well be gone
+    # Four servers may well be gone.
+    few = [*dead[:4], dead[0] + "?again", "caption\t/reached.jpg"]
+    assert attempt("few", *few, rows_per_shard=5) == 5 * ["connect"] + ["ok"]
     many = [f"caption {i}\thttp://{hosts[0]}/{i}.jpg" for i in range(20)]
     with pytest.raises(ConnectionError, match="none of the 1 hosts of shard 00000 .*whether the server is up"):
         attempt("not up", *many, rows_per_shard=20)
-    assert set(attempt("but one", *many, "caption\t/gone.jpg", rows_per_shard=21)) > {"http_404"}
+    more = ["caption\t/gone.jpg", "caption\t/reached.jpg"]
+    assert set(attempt("but one", *many, *more, rows_per_shard=21)) > {"http_404"}
     assert attempt("one", *dead, "caption\t/reached.jpg") == 5 * ["connect"] + ["ok"]
-    assert attempt("answer", *dead, "caption\t/gone.jpg") == 5 * ["connect"] + ["http_404"]
+    assert attempt("answer", *dead, *more, rows_per_shard=6) == 5 * ["connect"] + ["http_404", "ok"]
 
 
 @pytest.mark.parametrize("status", ["dns", "connect", "timeout", "host_timeout"])
@@ -293,6 +297,68 @@ def test_each_way_of_not_reaching_a_host_counts_as_no_network(status: str):
         check_network(part, lost, settings)
     for other in ("http_404", "refused_by_robots", "tls", "bad_response", "too_big"):
         check_network(part, [*lost[1:], Download(rows[0], other, "", None)], settings)
+
+
+def closed_port() -> str:
+    with Web() as gone:
+        return gone.host
+
+
+def picture_that_is_none(folder: Path) -> list[str]:
+    (folder / "images").mkdir()
+    (folder / "images" / "a.jpg").write_bytes(b"<html>")
+    return ["--images", str(folder / "images")]
+
+
+def listed(*lines: str) -> Callable[[Path], list[str]]:
+    def write(folder: Path) -> list[str]:
+        (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
+        return ["--captions", str(folder / "list.tsv"), "--rows-per-shard", "2"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("origin", "named"),
+    [
+        (listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))), "--allow-host 127.0.0.1:8791"),
+        (listed("a\tno", "b\taddress"), "line 1 has 'no' as its URL"),
+        (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: a URL stands before the tab"),
+        (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
+        (picture_that_is_none, "not_image"),
+    ],
+)
+def test_a_collection_without_an_image_fails_and_commits_nothing(
+    origin: Callable[[Path], list[str]], named: str, tmp_path: Path
+):
+    arguments = [str(tmp_path / "root"), "captions", *origin(tmp_path)]
+    for _ in range(2):  # a rerun finds nothing done
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert named in ended.value.code  # a string: printed to stderr, and the exit status is 1
+        assert "secret" not in ended.value.code
+        assert list(of(str(tmp_path / "root")).objects.list()) == []
+
+
+@pytest.mark.parametrize("shards_per_group", [1, 5])
+def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(
+    shards_per_group: int, web: Web, tmp_path: Path
+):
+    root, file, name = str(tmp_path / "root"), tmp_path / "list.tsv", f"waits-{shards_per_group}"
+    web.put(f"/{name}.jpg", send(encode(draw())))
+    lines = [f"a\t/{name}/0", f"b\t/{name}/1", f"c\t/{name}/2", f"d\t/{name}/3"]
+    settings = functools.partial(served, web, file, shards_per_group=shards_per_group)
+    with pytest.raises(NothingStored, match=r"no row of .* gave an image \(4 http_404\); nothing was committed"):
+        collect(root, settings(*lines), lambda line: None)
+    assert of(root).shards(IMAGES) == []
+    lines.append(f"e\t/{name}.jpg")
+    collected = collect(root, settings(*lines), lambda line: None)
+    assert (collected.new_shards, collected.counts) == (3, {"http_404": 4, "ok": 1})
+    # Once by the run before; whole groups before the first image are asked twice.
+    assert {web.asked(f"/{name}/{i}") for i in range(4)} == {3 if shards_per_group == 1 else 2}
+    lines += [f"f\t/{name}/6", f"g\t/{name}/7"]
+    assert collect(root, settings(*lines), lambda line: None).new_shards == 1
+    assert statuses(root) == 4 * ["http_404"] + ["ok"] + 2 * ["http_404"]
 
 
 def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):
@@ -337,8 +403,9 @@ def test_the_open_web_is_not_asked_without_a_word_about_the_contact(tmp_path: Pa
 
     def said(name: str, **changes: object) -> list[str]:
         lines = []
-        download = DownloadSettings(**changes)
-        collect(str(tmp_path / name), CollectSettings("captions", captions=str(file), download=download), lines.append)
+        settings = CollectSettings("captions", captions=str(file), download=DownloadSettings(**changes))
+        with pytest.raises(NothingStored):
+            collect(str(tmp_path / name), settings, lines.append)
         return [line for line in lines if "warning" in line]
 
     (warning,) = said("none")

@@ -40,7 +40,7 @@ from flows.settings import Dataset, DetectorSettings, FinetuneSettings
 from flows.supervisor import ChildFailed
 from flows.training import Watch, paced
 from storage.catalog import Catalog
-from storage.collect import collect
+from storage.collect import NothingStored, collect
 from storage.download import DownloadSettings
 from storage.objects import StorageUnreachable, open_objects
 
@@ -543,3 +543,9 @@ def test_a_stage_that_fails_fails_its_flow_with_the_reason(world: World, tmp_pat
     assert (run.name, run.state_type.value) == ("collect captions from broken.tsv", "FAILED")
     assert "broken.tsv:1: no tab" in run.state.message
     assert not tasks, "a broken list is found before anything is asked for"
+    broken.write_text("a caption\tno address\n")
+    with pytest.raises(NothingStored, match="nothing was committed"):
+        collect_flow(str(tmp_path / "root"), captions(world, broken, rows_per_shard=1))
+    with get_client(sync_client=True) as client:
+        assert newest(client, "collect-captions").state_type.value == "FAILED"
+    assert not of(str(tmp_path / "root")).shards("images")
