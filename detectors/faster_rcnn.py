@@ -157,10 +157,17 @@ def _over(long_side: float, config: FasterRCNNConfig) -> bool:
 
 def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
     """Height and width of the network's input: half a pixel is rounded up or, as cv2 does, to the even number."""
-    scale = resize_scale(height, width, config)
-    sides = height * scale, width * scale
-    height, width = (round(side) if config.resize == "caffe" else int(side + 0.5) for side in sides)
-    return max(1, height), max(1, width)
+    if config.resize == "caffe":
+        scale = resize_scale(height, width, config)
+        return max(1, round(height * scale)), max(1, round(width * scale))
+    # As detectron2 has it: first the short side, then the long side's cap, each a factor in floating point. Of a
+    # picture of 1280 x 720 the product of both leaves 562.4999... lines and not 562.5, which decides the rounding.
+    scale = config.short_side / min(height, width)
+    sides = (config.short_side, width * scale) if height < width else (height * scale, config.short_side)
+    if max(sides) > config.long_side:
+        cap = config.long_side / max(sides)
+        sides = sides[0] * cap, sides[1] * cap
+    return max(1, int(sides[0] + 0.5)), max(1, int(sides[1] + 0.5))
 
 
 def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:

@@ -188,6 +188,10 @@ def test_a_grey_image_has_three_equal_channels():
         ((300, 700), (429, 1000)),
         ((600, 1200), (500, 1000)),
         ((1, 5000), (1, 1000)),
+        # Exactly 562.5 lines: detectron2's two factors, one after the other, leave less of some, and half of others.
+        ((720, 1280), (562, 1000)),
+        ((1920, 1080), (1000, 562)),
+        ((450, 800), (563, 1000)),
     ],
 )
 def test_the_short_side_is_600_unless_the_long_one_would_exceed_1000(size: tuple[int, int], resized: tuple[int, int]):

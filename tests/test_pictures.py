@@ -1,5 +1,6 @@
 import dataclasses
 import io
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -112,6 +113,20 @@ def test_a_long_picture_is_bounded_by_its_long_side():
     assert resized(100, 400, 600, 1000) == (250, 1000)
     assert resized(400, 100, 600, 1000) == (1000, 250)
     assert resized(600, 600, 600, 1000) == (600, 600)
+    assert resized(201, 402, 600, 1000) == (500, 1000), "the exact ratio is an integer"
+    assert resized(1, 5000, 600, 1000) == (1, 1000), "no side is 0"
+
+
+@pytest.mark.parametrize("long_side", [1000, 1200])
+def test_a_resized_picture_has_the_integer_part_of_the_exact_ratio(long_side: int):
+    """Against fractions of integers, for every size up to 150 x 150 and every whole ratio up to 2000 pixels."""
+    sizes = [(short, long) for short in range(1, 151) for long in range(short, 151)]
+    sizes += [(short, short * ratio) for short in range(1, 1001) for ratio in range(2, 2000 // short + 1)]
+    for short, long in sizes:
+        first = 600 if Fraction(600 * long, short) <= long_side else max(1, int(Fraction(long_side * short, long)))
+        second = min(int(Fraction(first * long, short)), long_side)
+        assert resized(short, long, 600, long_side) == (first, second), (short, long)
+        assert resized(long, short, 600, long_side) == (second, first), (long, short)
 
 
 def test_a_sample_that_cannot_be_seen_is_named():

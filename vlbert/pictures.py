@@ -127,12 +127,16 @@ def swap_sides(text: str) -> str:
 
 
 def resized(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
-    """(height, width) after resizing: short side `short_side`, or less where the long side would pass `long_side`."""
+    """(height, width) after resizing: short side `short_side`, or less where the long side would pass `long_side`.
+
+    Sides are cut off to integers, from products that are taken before they are divided: a quotient in floating point
+    falls one pixel short where the exact one is an integer. No side is less than 1.
+    """
     short, long = min(height, width), max(height, width)
     if short_side * long > long_side * short:
         short_side = max(1, long_side * short // long)
-    factor = short_side / short
-    return tuple(short_side if side == short else int(side * factor) for side in (height, width))
+    other = min(short_side * long // short, long_side)
+    return (short_side, other) if height <= width else (other, short_side)
 
 
 def _place(boxes: np.ndarray, scale: tuple[float, float], flip: bool, width: int, height: int) -> np.ndarray:
