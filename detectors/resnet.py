@@ -125,7 +125,9 @@ class NormedConv(nn.Conv2d):
 def computed_in(weight: Tensor) -> torch.dtype:
     """The type of numbers that a convolution computes in: autocast's, or the weight's."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    # Of a device without autocast, such as `meta`, is_autocast_enabled raises.
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast else weight.dtype
 
 
 # PyTorch's CPU kernels (oneDNN's) that add and cut at zero while a result is still at hand; torch.compile uses them. In
