@@ -132,7 +132,7 @@ def vqa_normalised(file: Path, expected: Any) -> Found:
         yield NotCompared("the list of strings: no *inputs.json; those of the expected file were taken")
     else:
         yield inputs
-        given = read_json(inputs, "DIR")
+        given = read_json(inputs, "DIR", list)
         yield compare("string to normalise", {text: text for text in given}, {text: text for text in wanted})
     for step, column in ((vqa.without_punctuation, "after_punctuation"), (vqa.normalise, "after_digit_article")):
         ours = {text: step(text) for text in wanted}
@@ -179,7 +179,7 @@ def refcoco_hits(file: Path, expected: Any) -> Found:
     refs, expressions = _data_set(file, wanted)
     predictions = needed(file, "predictions.json")
     yield from (refs, refs.parent / refcoco.FILES[1], predictions)
-    said = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR")}
+    said = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR", list)}
     ours = {sentence: _judged(*expressions[sentence], box) for sentence, box in said.items() if sentence in expressions}
     boxes = {number: _corners(row["gt_box_xywh"]) for number, row in wanted.items()}
     yield compare("referred box", {number: row["box"] for number, row in ours.items()}, boxes, _close)

@@ -5,7 +5,6 @@ path component is its `file_name`.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from detectors import detector_id
+from storage.safe_json import parse_json, shown
 from storage.sample import Regions, Sample
 
 # Goes into the detector's id: raise it when the code below makes other regions of the same file than before.
@@ -92,13 +92,9 @@ def read_coco(file: Path) -> tuple[dict, str]:
     if not file.is_file():
         raise ValueError(f"there is no annotation file {file}; name one in COCO's detection format")
     raw = file.read_bytes()
-    try:
-        data = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON, or is torn: {error}. Write or fetch it again") from error
     wanted = "needed is an object with the lists images, annotations and categories"
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} is not in COCO's detection format: it holds no object; {wanted}")
+    # Entries are checked one by one, and name those whose numbers are not finite.
+    data = parse_json(raw, str(file), fix=f"write or fetch it again in COCO's detection format: {wanted}", nan=True)
     missing = [kind for kind in _KINDS if kind not in data]
     if missing:
         raise ValueError(f"{file} is not in COCO's detection format: {', '.join(missing)} missing; {wanted}")
@@ -115,7 +111,7 @@ def check_entries(entries: Sequence[object], kind: str, file: Path) -> None:
         # Without an id to name it by, an entry is named by its place.
         where = f"{file}: {kind}[{place}]"
         if not isinstance(entry, dict):
-            raise ValueError(f"{where} is {_shown(entry)}, not an object; remove it")
+            raise ValueError(f"{where} is {shown(entry)}, not an object; remove it")
         if _whole_number(entry.get("id")):
             where = f"{file}: {called} {entry['id']}"
         # An annotation's own id is only for messages.
@@ -142,7 +138,7 @@ def _check_field(entry: dict, name: str, fits: Callable[[object], bool], wanted:
     if name not in entry:
         raise ValueError(f"{where} has no {name}; add it ({wanted}), or remove the entry")
     if not fits(entry[name]):
-        raise ValueError(f"{where} has the {name} {_shown(entry[name])}, not {wanted}; correct or remove the entry")
+        raise ValueError(f"{where} has the {name} {shown(entry[name])}, not {wanted}; correct or remove the entry")
 
 
 def _whole_number(value: object) -> bool:
@@ -159,12 +155,6 @@ def _text(value: object) -> bool:
 
 def _four_numbers(value: object) -> bool:
     return isinstance(value, list) and len(value) == 4 and all(map(_finite, value))
-
-
-def _shown(value: object) -> str:
-    """A value as the file has it, cut to what fits a message."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _index_images(images: Sequence[dict], file: Path) -> dict[tuple[str, str], dict]:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from detectors.annotated import check_entries, read_coco
 from detectors.recipes import DataConfig
+from storage.safe_json import parse_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,14 +259,11 @@ def _by_image(file: Path) -> dict[int, list[Any]]:
 
 def _list_of(file: Path) -> list[Any]:
     try:
-        data = json.loads(file.read_bytes())
+        data = file.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON, or is torn: {error}. Fetch it again") from error
-    if not isinstance(data, list):
-        raise ValueError(f"{file} holds no list of images; COCO's format is given as data.annotations")
-    return data
+    fix = "fetch it again; a file in COCO's format is given as data.annotations"
+    return parse_json(data, str(file), list, fix, nan=True)  # what is read of it is checked entry by entry
 
 
 def _whole(entry: Any, name: str, where: str) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from detectors.lines import Board, Lines
 from detectors.stopping import Stopped
 from storage.objects import Objects, StorageUnreachable
+from storage.safe_json import parse_json
 
 if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
     from detectors.measures import Line, Step
@@ -219,7 +220,7 @@ def read_heartbeat(objects: Objects, run: str) -> dict[str, Any] | None:
     A process that was killed says nothing: who watches compares `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
-    return json.loads(objects.get(path)) if objects.exists(path) else None
+    return parse_json(objects.get(path), objects.where(path), nan=True) if objects.exists(path) else None
 
 
 def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]]:
@@ -240,10 +241,10 @@ def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
         if not line.endswith(b"\n"):
             break
         try:
-            said = json.loads(line)
-        except ValueError:  # of json, or of UTF-8
-            said = None
-        if not isinstance(said, dict) or not isinstance(said.get("step"), int):
+            said = parse_json(line, f"line {number} of {where}", nan=True)
+        except ValueError:
+            said = {}
+        if type(said.get("step")) is not int:
             raise ValueError(
                 f"line {number} of {where} is no JSON object with a `step`: {line[:60]!r}. Remove that line alone; "
                 "where the training still runs, stop it first"

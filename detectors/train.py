@@ -9,7 +9,6 @@ ROOT/runs/RUN/weights.safetensors, which detectors.run and detectors.verify read
 """
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from detectors.weights import COUNTER, write_weights
 from detectors.writer import Writer
 from storage.objects import Objects, open_objects
 from storage.order import mix
+from storage.safe_json import parse_json
 
 CHECKPOINT_VERSION = 1
 BEST_BY = "map50"  # the metric by which checkpoints are compared
@@ -120,7 +120,11 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     if not saved:
         check_decay(recipe)
     else:
-        check_same(recipe, json.loads(objects.get(f"{saved[-1]}/config.json")), objects.where(saved[-1]))
+        check_same(
+            recipe,
+            parse_json(objects.get(f"{saved[-1]}/config.json"), f"{objects.where(saved[-1])}/config.json"),
+            objects.where(saved[-1]),
+        )
     # Once for all: the files of Visual Genome take minutes and gigabytes to read.
     truth = distributed.from_first(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)

@@ -3,7 +3,6 @@
 What still needs detecting is what the catalog says, so that the same flow is the scheduled reprocessing of new shards.
 """
 
-import json
 import shlex
 import sys
 import time
@@ -23,6 +22,7 @@ from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.objects import StorageUnreachable, open_objects
+from storage.safe_json import parse_json
 
 
 class NoReport(RuntimeError):
@@ -104,10 +104,9 @@ def detect(
 def _as_report(line: str) -> dict | None:
     """A line of JSON that the detector printed; None for any other."""
     try:
-        report = json.loads(line)
+        return parse_json(line, "a line of the detector")
     except ValueError:
         return None
-    return report if isinstance(report, dict) else None
 
 
 def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:

@@ -1,7 +1,6 @@
 """Finetune: torchrun trains a task on its own dataset, from a checkpoint of pre-training or without one, and evaluates
 it on the splits that are named."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from prefect import flow, get_run_logger
 from flows.settings import FinetuneSettings
 from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
 from storage.objects import open_objects
+from storage.safe_json import parse_json
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -101,7 +101,10 @@ def began_from(root: str, run: str) -> str | None:
 
     objects = open_objects(root, write=False)
     saved = checkpoints(objects, run)
-    return json.loads(objects.get(f"{saved[-1]}/config.json"))["recipe"]["start_from"] if saved else None
+    if not saved:
+        return None
+    path = f"{saved[-1]}/config.json"
+    return parse_json(objects.get(path), objects.where(path))["recipe"]["start_from"]
 
 
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:

@@ -1,6 +1,5 @@
 """One run of torchrun, for the stages that train, and what the flow UI shows of it meanwhile."""
 
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.objects import open_objects
+from storage.safe_json import parse_json
 
 # What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
 _PROGRESS = re.compile(
@@ -128,7 +128,7 @@ def evaluate(
         given, named = {"data.root": root} | fields, [recipe, trained.checkpoint, split]
         finished = torchrun("vlbert.evaluate", named, run, given, overrides, processes, say, lambda line: None)
         peak_bytes = max(peak_bytes, finished.peak_bytes)
-        about = json.loads(objects.get(f"{place}/metrics.json"))
+        about = parse_json(objects.get(f"{place}/metrics.json"), objects.where(f"{place}/metrics.json"))
         submission = tuple(about["submission"])
         found.append(Evaluated(split, objects.where(place), about["metrics"], about["paper"], submission))
     seconds = trained.seconds + time.monotonic() - started
@@ -255,7 +255,7 @@ def reported(checkpoint: str) -> dict[str, str]:
 
     root, _, path = checkpoint.rpartition("/runs/")
     objects = open_objects(root, write=False)
-    config = json.loads(objects.get(f"runs/{path}/config.json"))
+    config = parse_json(objects.get(f"runs/{path}/config.json"), f"{checkpoint}/config.json")
     kind = settings_named(config["task"])
     if kind is None:
         raise ValueError(

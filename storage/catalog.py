@@ -14,7 +14,6 @@ import contextlib
 import errno
 import hashlib
 import io
-import json
 import re
 import tempfile
 from collections import Counter
@@ -40,6 +39,7 @@ from storage.manifests import (
     matched,
 )
 from storage.objects import ObjectMissing, Objects, StorageUnreachable
+from storage.safe_json import parse_json
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, read_shard, write_shard
 from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
@@ -233,7 +233,9 @@ class Catalog:
         """A manifest's bytes and what the JSON in its footer says; ValueError where it is not what its name says."""
         data, where = self._bytes(stage, shard), self.where(stage, shard)
         try:
-            header = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"])
+            header = parse_json(
+                pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"], where, fix=self._redo(stage, shard)
+            )
         except (pa.ArrowInvalid, KeyError, TypeError) as error:
             raise ValueError(f"{where} is no manifest ({error!r}); {self._redo(stage, shard)}") from error
         versions = header.get("version"), header.get("shard_version")

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from storage.catalog import OK
 from storage.download import STATUSES, CaptionRow, Download
 from storage.normalise import ImageSettings, Refused, normalise
+from storage.safe_json import parse_json, printable
 from storage.spool import Spool, SpooledPicture
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp")
@@ -89,11 +90,11 @@ def _fault(folder: Path, name: str) -> str:
         return f"no {table.name}"
     try:
         schema, rows = pq.read_schema(table), pq.read_metadata(table).num_rows
-        count = json.loads(stats.read_text())["count"]
+        count = parse_json(stats.read_bytes(), stats.name)["count"]
     except (pa.ArrowInvalid, OSError) as error:
         return f"{table.name} cannot be read: {str(error)[:100]}"
     except (ValueError, KeyError, TypeError) as error:
-        return f"{stats.name} cannot be read: {error!r}"
+        return f"{stats.name} cannot be read: {printable(error)}"
     missing = [column for column in ("url", "key", "status") if column not in schema.names]
     if missing:
         return f"{table.name} has no column {missing[0]}"

@@ -8,7 +8,6 @@ gc ROOT [--grace HOURS] [--delete]            what nothing names any more; delet
 
 import argparse
 import contextlib
-import json
 import math
 import re
 import sys
@@ -25,6 +24,7 @@ import pyarrow.compute as pc
 from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
 from storage.manifests import OK, Header, Manifest
 from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.safe_json import parse_json
 from storage.shards import index_shard
 from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
 
@@ -114,7 +114,7 @@ class Inventory:
     def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
         data = self.objects.get(path)
         try:
-            state = json.loads(data)
+            state = parse_json(data, self.objects.where(path))
             pins = []
             # A detector's training reads no shards: there, `data` is the hash of its annotations.
             if isinstance(data := state.get("data"), dict):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from storage.manifests import Header
 from storage.objects import ObjectMissing, Objects, StorageUnreachable
+from storage.safe_json import parse_json
 
 SNAPSHOT_VERSION = 1
 SNAPSHOT_SCHEMA = pa.schema(
@@ -220,7 +221,7 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     text = metadata.get(b"snapshot", b"")
     if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
-    about = json.loads(text)
+    about = parse_json(text, where, fix=_WAY_OUT)
     if about.get("version") != SNAPSHOT_VERSION:
         raise ValueError(f"{where} is of version {about.get('version')}, this code reads {SNAPSHOT_VERSION}")
     shards = about["shards"]

@@ -144,7 +144,7 @@ def test_unusable_files_are_refused_in_words(tmp_path: Path):
     with pytest.raises(ValueError, match=r"binary\.json is not JSON, or is torn: .* fetch it again"):
         AnnotatedDetector(tmp_path / "binary.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"list\.json is not in COCO's .* it holds no object; needed is"):
+    with pytest.raises(ValueError, match=r"list\.json holds a list, not an object; .* detection format: needed is"):
         AnnotatedDetector(tmp_path / "list.json")
     with pytest.raises(ValueError, match="images is no list; needed is"):
         detector_of(tmp_path, coco(images={}))
@@ -154,18 +154,18 @@ def test_unusable_files_are_refused_in_words(tmp_path: Path):
     ("kind", "field", "value", "message"),
     [
         ("categories", "id", ..., r"categories\[1\] has no id; add it"),
-        ("categories", "id", "5", r'categories\[1\] has the id "5", not a whole number; correct'),
+        ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number; correct"),
         ("categories", "id", 30, r"category 30: categories\[1\] has the id of another category; give it"),
         ("categories", "name", ..., r"category 5 has no name; add it"),
-        ("categories", "name", None, r"category 5 has the name null, not a text; correct or remove"),
+        ("categories", "name", None, r"category 5 has the name None, not a text; correct or remove"),
         ("images", "id", ..., r"images\[1\] has no id; add it"),
         ("images", "id", 7, r"image 7: images\[1\] has the id of another image; give it"),
         ("images", "file_name", ..., r"image 8 has no file_name; add it"),
         ("images", "file_name", 3, r"image 8 has the file_name 3, not a text; correct"),
-        ("images", "sample_key", None, r"image 8 has the sample_key null, not a text; correct"),
+        ("images", "sample_key", None, r"image 8 has the sample_key None, not a text; correct"),
         ("images", "height", None, r"image 8 has no positive height; give it the size"),
         ("annotations", "bbox", ..., r"annotation 2 has no bbox; add it"),
-        ("annotations", "bbox", None, r"annotation 2 has the bbox null, not four finite numbers"),
+        ("annotations", "bbox", None, r"annotation 2 has the bbox None, not four finite numbers"),
         ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not an image's id; correct"),
         ("annotations", "category_id", ..., r"annotation 2 has no category_id; add it"),
     ],
@@ -186,7 +186,7 @@ def test_an_entry_that_lacks_what_we_need_is_named_with_the_way_out(
 def test_an_entry_that_is_no_object_is_named(tmp_path: Path, kind: str):
     content = coco()
     content[kind].append(None)
-    with pytest.raises(ValueError, match=rf"annotations\.json: {kind}\[\d\] is null, not an object; remove it"):
+    with pytest.raises(ValueError, match=rf"annotations\.json: {kind}\[\d\] is None, not an object; remove it"):
         detector_of(tmp_path, content)
 
 

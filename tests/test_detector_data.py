@@ -220,7 +220,7 @@ def test_a_bad_value_in_visual_genomes_files_is_named(tmp_path, name, content, m
         ({"sample_key": "k"}, "image 2 has no file_name"),
         ({"sample_key": "k", "file_name": None}, "image 2 has no file_name"),
         ({}, "image 2 has no file_name"),
-        ({"file_name": None}, "image 2 has the file_name null, not a text"),
+        ({"file_name": None}, "image 2 has the file_name None, not a text"),
     ],
 )
 def test_an_image_of_a_coco_file_without_a_file_is_named(tmp_path, image, message):

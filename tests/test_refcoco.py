@@ -308,7 +308,7 @@ def test_a_missing_torn_or_foreign_file_is_named(tmp_path, samples):
     with pytest.raises(ValueError, match="instances.json is not JSON, or is torn"):
         read_expressions(tmp_path)
     file.write_text("[]")
-    with pytest.raises(ValueError, match="instances.json has no list of images; it must be in COCO's format"):
+    with pytest.raises(ValueError, match="instances.json holds a list, not an object"):
         read_expressions(tmp_path)
 
 
@@ -485,7 +485,7 @@ def test_detections_of_no_use_are_counted_and_those_beyond_the_picture_clipped(t
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ({"dets": []}, "holds a dict, not MAttNet's list of detections"),
+        ({"dets": []}, "dets.json holds an object, not a list"),
         ([{"box": [1, 2, 3, 4]}], r"detection 0 is not in MAttNet's format, .*'image_id'"),
         ([{"box": [1, 2, 3], "image_id": 0}], "detection 0 is not in MAttNet's format"),
         ([{"box": [1, 2, 3, float("inf")], "image_id": 0}], "detection 0 is not in MAttNet's format, .*not finite"),

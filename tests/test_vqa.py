@@ -150,7 +150,7 @@ def test_the_answer_list_is_normalised_and_its_first_of_two_that_meet_counts(tas
     (tmp_path / "vqa" / "list.json").write_text('["", "Left/Right"]')
     assert changed(task, answers=2, answer_list="list.json").answers == ["", "left right"]
     (tmp_path / "vqa" / "list.json").write_text('{"left": 0}')
-    with pytest.raises(ValueError, match="list.json is no list of answers"):
+    with pytest.raises(ValueError, match="list.json holds an object, not a list"):
         read_answers(tmp_path / "vqa" / "list.json", 1)
 
 

@@ -126,7 +126,7 @@ def test_a_results_file_without_an_answer_is_named(tmp_path):
     file = tmp_path / "r.json"
     for text, told in (
         ('[{"question_id": 1, "answer": "x"}, {"question_id": 2}]', "row 1: .*no text as its answer"),
-        ('{"question_id": 1}', "row 0"),
+        ('{"question_id": 1}', "an object, not a list"),
         ('[{"question_id": [1], "answer": "x"}]', "row 0"),
         ("[", "is not JSON, or is torn"),
     ):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from detectors.fields import differing_fields, from_json, to_json
 from detectors.resnet import ResNetConfig
+from storage.safe_json import parse_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
 from vlbert.config import ModelConfig, RegionConfig, architecture
 from vlbert.model import VLBert
@@ -480,7 +481,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
     check_tensors(wanted, tensors, str(folder))
     told = folder / REPORT
     if told.is_file():
-        report = json.loads(told.read_text(encoding="utf-8"))
+        report = parse_json(told.read_bytes(), str(told), list)
     else:
         report = [entry | {"theirs": f"module.{entry['theirs']}"} for entry in standard(what, wanted)]
         _check_theirs(what, {plain_name(e["theirs"]): tuple(wanted[e["ours"]].shape) for e in report if "ours" in e})

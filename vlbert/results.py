@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from detectors.fields import to_json
 from storage.objects import Objects, open_objects
 from storage.reading import ShardSamples
+from storage.safe_json import parse_json
 from vlbert.batch import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
@@ -111,7 +112,7 @@ def written(objects: Objects, folder: str) -> dict[str, Any] | None:
     if not objects.exists(folder + METRICS):
         return None
     try:
-        about = json.loads(objects.get(folder + METRICS))
+        about = parse_json(objects.get(folder + METRICS), objects.where(folder + METRICS))
         return about if about["inputs"].keys() and about["files"] else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         where = objects.where(folder + METRICS)

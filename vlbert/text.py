@@ -25,6 +25,7 @@ from typing import BinaryIO
 import numpy as np
 
 from storage.download import read_captions
+from storage.safe_json import parse_json
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CORPUS_VERSION = 1
@@ -170,11 +171,11 @@ class TextCorpus:
 def _read_about(folder: Path) -> dict | None:
     """What corpus.json says; None where it is not there, or nothing that encode_corpus writes."""
     try:
-        about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        about = parse_json((folder / "corpus.json").read_bytes(), str(folder / "corpus.json"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     kinds = {"version": int, "vocabulary": str, "lines": int, "tokens": int}
-    if isinstance(about, dict) and all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
+    if all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
         return about
     return None
 

@@ -3,7 +3,6 @@
 Nothing here needs an image, a model or torch: annotations can be read, and predictions scored, on any machine.
 """
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
@@ -12,18 +11,20 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from storage.safe_json import parse_json
+
 if TYPE_CHECKING:
     from vlbert.data import Samples
 
 
-def read_json(file: Path, settings: str) -> Any:
-    """What a JSON file holds; ValueError names it, and the `settings` that it was found by, where it cannot be read."""
+def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
+    """What a JSON file holds: a value of type `wanted`, with NaN and Infinity where Python wrote them.
+
+    ValueError names the file where it cannot be read, and where it is not there the `settings` that name it.
+    """
     if not file.is_file():
         raise ValueError(f"there is no {file}; fetch it, or set {settings}")
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON, or is torn: {error}; fetch it again") from error
+    return parse_json(file.read_bytes(), str(file), wanted, "fetch it again", nan=True)
 
 
 def read_text(file: Path) -> str:

@@ -207,10 +207,7 @@ def read_detections(file: Path, instances: Path) -> Detections:
     """MAttNet's file of detected boxes, a list of {box, image_id, ...}; instances.json knows the images."""
     images, _ = _read_instances(instances)
     found, unknown, empty = defaultdict(list), 0, 0
-    rows = read_json(file, "task.detections")
-    if not isinstance(rows, list):
-        raise ValueError(f"{file} holds a {type(rows).__name__}, not MAttNet's list of detections; set task.detections")
-    for number, row in enumerate(rows):
+    for number, row in enumerate(read_json(file, "task.detections", list)):
         try:
             image, box = images.get(row["image_id"]), _corners(row["box"])
         except (KeyError, TypeError, ValueError) as error:
@@ -252,7 +249,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
     data = read_json(file, "task.folder")
     images, annotations, names = {}, {}, set()
     for kind in ("images", "annotations"):
-        if not isinstance(data, dict) or not isinstance(data.get(kind), list):
+        if not isinstance(data.get(kind), list):
             raise ValueError(f"{file} has no list of {kind}; it must be in COCO's format, as RefCOCO+ ships it")
         for number, entry in enumerate(data[kind]):
             try:

@@ -64,8 +64,7 @@ def folds(scores: np.ndarray, image_of: Sequence[int], count: int) -> list[Ranks
 def read_splits(file: Path, captions: int = CAPTIONS) -> dict[str, dict[str, list[str]]]:
     """split -> image file -> its first captions, of a dataset_*.json of Karpathy. COCO's `restval` is a split here."""
     found = defaultdict(dict)
-    images = read_json(file, "the split file")
-    images = images.get("images") if isinstance(images, dict) else None
+    images = read_json(file, "the split file").get("images")
     for number, image in enumerate(images if isinstance(images, list) else [None]):
         try:
             texts = [sentence["raw"] for sentence in image["sentences"]][:captions]

@@ -5,7 +5,6 @@ A ValueError names the file, the place in it and the way out.
 
 import csv
 import io
-import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from storage.safe_json import parse_json
 from vlbert.official import check_ids, read_json, read_text
 
 CHOICES = 4
@@ -167,7 +167,7 @@ def read_items(file: Path) -> list[Item]:
 
 def _item(line: str, file: Path, number: int) -> Item:
     """The item of a line; an error where it cannot be asked."""
-    found = json.loads(line)
+    found = parse_json(line, "the line")
     counts = len(found["answer_choices"]), len(found["rationale_choices"])
     if set(counts) != {CHOICES}:
         raise ValueError(f"it has {counts} choices")

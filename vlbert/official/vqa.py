@@ -15,6 +15,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from storage.safe_json import shown
 from vlbert.official import check_ids, read_json, read_text
 
 UNKNOWN = "<unk>"  # a line of some answer lists: stands for all other answers, and is never right
@@ -187,8 +188,8 @@ def read_answers(file: Path, count: int) -> list[str]:
             "yours there, or set task.answer_list"
         )
     if file.suffix == ".json":
-        lines = read_json(file, "task.answer_list")
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        lines = read_json(file, "task.answer_list", list)
+        if not all(isinstance(line, str) for line in lines):
             raise ValueError(f"{file} is no list of answers: a JSON list of strings is needed")
     else:
         lines = read_text(file).replace("\r\n", "\n").split("\n")
@@ -239,14 +240,14 @@ def read_annotations(file: Path, chosen: bool = False) -> list[dict]:
 
 def read_results(file: Path) -> list[dict]:
     """Rows of question_id and answer, as the server takes them."""
-    rows = read_json(file, "the results")
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+    rows = read_json(file, "the results", list)
+    for number, row in enumerate(rows):
         if not (
             isinstance(row, dict)
             and isinstance(row.get("question_id"), str | int)
             and isinstance(row.get("answer"), str)
         ):
-            raise _misshapen(file, f"row {number}", f"{str(row)[:80]} has no question_id, or no text as its answer")
+            raise _misshapen(file, f"row {number}", f"{shown(row)} has no question_id, or no text as its answer")
     return rows
 
 
@@ -320,8 +321,8 @@ def _known(row: dict) -> tuple[tuple[str, ...], str, str, str]:
     return answers, *(sys.intern(row[name]) for name in ("multiple_choice_answer", "answer_type", "question_type"))
 
 
-def _rows(found: Any, name: str, file: Path) -> list[dict]:
-    rows = found.get(name) if isinstance(found, dict) else None
+def _rows(found: dict[str, Any], name: str, file: Path) -> list[dict]:
+    rows = found.get(name)
     if not isinstance(rows, list):
         raise _misshapen(file, name, "no such list")
     return rows

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from storage.safe_json import parse_json
 from storage.sample import Sample
 from vlbert.official.vcr import CHOICES, Item, Scene, Text, read_items, read_scene
 from vlbert.text import Vocabulary
@@ -55,7 +56,7 @@ class Ask:
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
         """The objects, the question (for a rationale, and its answer), and the choices. ValueError where the files do
         not fit together, and where an object without area would be learnt from."""
-        item = json.loads(self.item.line)
+        item = parse_json(self.item.line, self.item.where)
         asked = [item["question"]] if self.answer < 0 else [item["question"], item["answer_choices"][self.answer]]
         choices = item["answer_choices" if self.answer < 0 else "rationale_choices"]
         if self.own:  # about the sample's regions; each fills its box
