@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from storage.digests import is_whole
 from storage.manifests import (
     MANIFEST_VERSION,
     OK,
@@ -190,14 +191,19 @@ class Catalog:
         snapshot = self.snapshot(stage)
         path = self._snapshot_path(stage, snapshot.id)
         try:
-            # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
-            self.objects.put(path, self.objects.get(path))
+            data = self.objects.get(path)
         except ObjectMissing:
-            with temporary_folder("commit-") as folder:
-                file = folder / "snapshot.parquet"
-                # Named by what was read on the way: a shard may have been made again since the headers were.
-                snapshot = write_snapshot(file, stage, _each(load, snapshot.shards))
-                self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=True)
+            data = None
+        if data is not None and is_whole(data):
+            # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
+            self.objects.put(path, data)
+            return snapshot
+        with temporary_folder("commit-") as folder:
+            file = folder / "snapshot.parquet"
+            # Named by what was read on the way: a shard may have been made again since the headers were.
+            snapshot = write_snapshot(file, stage, _each(load, snapshot.shards))
+            # Over a damaged one, too: the manifests that stand there are those that it was made of.
+            self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
@@ -227,7 +233,14 @@ class Catalog:
         return f"to make it again, delete {self.where(stage, shard)} and run the stage"
 
     def _bytes(self, stage: str, shard: str) -> bytes:
-        return self.objects.get(self._manifest_path(stage, shard))
+        """A manifest as it was committed: no reader sees another."""
+        data = self.objects.get(self._manifest_path(stage, shard))
+        if not is_whole(data):
+            raise ValueError(
+                f"{self.where(stage, shard)} is damaged or no manifest: its {len(data)} bytes are not those that were "
+                f"committed. Put it back as it was; {self._redo(stage, shard)}"
+            )
+        return data
 
     def _read_header(self, stage: str, shard: str) -> tuple[bytes, Header]:
         """A manifest's bytes and what the JSON in its footer says; ValueError where it is not what its name says."""
@@ -236,7 +249,7 @@ class Catalog:
             header = parse_json(
                 pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"], where, fix=self._redo(stage, shard)
             )
-        except (pa.ArrowInvalid, KeyError, TypeError) as error:
+        except (pa.ArrowException, OSError, KeyError, TypeError) as error:
             raise ValueError(f"{where} is no manifest ({error!r}); {self._redo(stage, shard)}") from error
         versions = header.get("version"), header.get("shard_version")
         if versions != (MANIFEST_VERSION, SHARD_VERSION):

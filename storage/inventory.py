@@ -9,6 +9,7 @@ gc ROOT [--grace HOURS] [--delete]            what nothing names any more; delet
 import argparse
 import contextlib
 import math
+import mmap
 import re
 import sys
 from collections import Counter, defaultdict
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
+from storage.digests import is_whole
 from storage.manifests import OK, Header, Manifest
 from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.safe_json import parse_json
@@ -232,8 +234,8 @@ def verify(inventory: Inventory) -> Iterator[str]:
     for (name, stage), found in sorted(inventory.snapshots.items()):
         for info in found.values():
             try:
-                yield from _faults_of_snapshot(Catalog(objects, name), stage, info.path)
-            except ValueError as error:
+                yield from _faults_of_snapshot(Catalog(objects, name), stage, info)
+            except (ValueError, ObjectMissing, FileNotFoundError) as error:
                 yield str(error)
 
 
@@ -302,15 +304,27 @@ def _as_file(objects: Objects, info: ObjectInfo) -> Iterator[Path]:
         yield folder / "copy"
 
 
-def _faults_of_snapshot(catalog: Catalog, stage: str, path: str) -> Iterator[str]:
+def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Iterator[str]:
+    path = info.path
     objects, where = catalog.objects, catalog.objects.where(path)
     snapshot, shards = read_snapshot(objects, path)
+    with (
+        _as_file(objects, info) as file,
+        file.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        if not is_whole(data):
+            yield f"{where} is damaged: its bytes are not those that were written; put it back, or remove it"
+            return
     groups = read_columns(objects, path, SNAPSHOT_SCHEMA.names)
     for shard, rows in zip(shards, _dealt(groups, [shard["rows"] for shard in shards]), strict=True):
         try:
             manifest = catalog.manifest(stage, shard["shard"])
-        except (ObjectMissing, ValueError):
-            manifest = None  # one that cannot be read is named as a fault of its own
+        except ObjectMissing:
+            manifest = None
+            yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
+        except ValueError:
+            manifest = None  # named as a fault of its own
         if manifest is not None and manifest.sha256 == shard["manifest_sha256"]:
             ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
             expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.digests import BLANK, OWN_SHA256, seal
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, Span
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 OK = "ok"
 SCHEMA = pa.schema(
     [
@@ -143,15 +144,18 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
     columns = [pa.array([line[i] for line in lines], type=field.type) for i, field in enumerate(SCHEMA)]
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     sink = io.BytesIO()
-    pq.write_table(
-        pa.Table.from_arrays(columns, schema=SCHEMA.with_metadata({"manifest": text})),
+    with pq.ParquetWriter(
         sink,
+        SCHEMA,
         version="2.6",
         data_page_version="1.0",
         compression="zstd",
         compression_level=3,
         use_dictionary=["status", "detail"],
         write_statistics=True,
-        row_group_size=max(1, len(lines)),
-    )
-    return sink.getvalue()
+    ) as writer:
+        writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=max(1, len(lines)))
+        writer.add_key_value_metadata({"manifest": text, OWN_SHA256: BLANK})
+    data = bytearray(sink.getvalue())
+    seal(data)
+    return bytes(data)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Protocol
 # What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
 _REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
+_FOLDERS = 100  # times that a folder is made which others remove at the same moment
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
 # Checksums that botocore adds where S3 does not ask for them go over https as a trailer, which Ceph and others refuse.
 _CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
@@ -188,11 +189,10 @@ class LocalObjects:
     def _put(self, file: Path, data: Content, if_absent: bool) -> bool:
         if if_absent and file.exists():
             return False
-        _make_folder(file.parent)
         # In the same folder, so that the rename stays within one file system; hidden, so that no list shows it.
         temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            with temporary.open("xb") as out:
+            with _opened_new(temporary) as out:
                 if isinstance(data, Path):
                     with data.open("rb") as source:
                         while block := source.read(1 << 20):
@@ -210,8 +210,9 @@ class LocalObjects:
             else:
                 os.replace(temporary, file)
         finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(file.parent)
+            self._remove(temporary)
+        with contextlib.suppress(FileNotFoundError):  # the file was removed already, and its folder with it
+            _sync_folder(file.parent)
         return True
 
     def get(self, path: str) -> bytes:
@@ -251,7 +252,7 @@ class LocalObjects:
             yield ObjectInfo(path, status.st_size, status.st_mtime)
 
     def delete(self, path: str) -> None:
-        _remove(self._file(path))
+        self._remove(self._file(path))
 
     def local_path(self, path: str) -> Path | None:
         return self._file(path)
@@ -280,8 +281,16 @@ class LocalObjects:
                         status = file.stat()
                     except FileNotFoundError:
                         continue  # its writer has finished since the walk
-                    remove = functools.partial(_remove, file)
+                    remove = functools.partial(self._remove, file)
                     yield Leftover(str(file), status.st_size, status.st_mtime, remove)
+
+    def _remove(self, file: Path) -> None:
+        """The file and, where it was the last one there, its folder: a bucket has no empty folders either."""
+        with _changing(file):
+            file.unlink(missing_ok=True)
+        if file.parent != self._folder:
+            with contextlib.suppress(OSError):  # it holds others
+                file.parent.rmdir()
 
     def _file(self, path: str) -> Path:
         return self._folder / _checked(path)
@@ -313,18 +322,20 @@ def _changing(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _remove(file: Path) -> None:
-    with _changing(file):
-        file.unlink(missing_ok=True)
-
-
-def _make_folder(folder: Path) -> None:
-    """mkdir -p whose new entries survive a power cut."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
+def _opened_new(file: Path) -> BinaryIO:
+    """The file, made now, with the folders above it, whose entries survive a power cut."""
+    for left in reversed(range(_FOLDERS)):
+        made = [folder for folder in file.parents if not folder.is_dir()]
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            opened = file.open("xb")
+            break
+        except FileNotFoundError:  # who removed the last file of the folder took it away in between
+            if not left:
+                raise
+    for folder in made:
+        _sync_folder(folder.parent)
+    return opened
 
 
 def _sync_folder(folder: Path) -> None:

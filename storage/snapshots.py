@@ -8,6 +8,7 @@ A training pins one and reads where its samples lie from that file alone. The la
 import hashlib
 import io
 import json
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Header
 from storage.objects import ObjectMissing, Objects, StorageUnreachable
 from storage.safe_json import parse_json
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
@@ -154,7 +156,10 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
             ],
         }
         text = json.dumps(about, sort_keys=True, separators=(",", ":"))
-        writer.add_key_value_metadata({"snapshot": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+        of_text = hashlib.sha256(text.encode()).hexdigest()  # for who reads parts of the file alone
+        writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
+        seal(data)
     return snapshot
 
 

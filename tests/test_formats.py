@@ -13,9 +13,11 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 
 from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
+from storage.digests import is_whole
 from storage.download import CaptionRow, Download, ImageSettings, commit_images
 from storage.objects import LocalObjects
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
@@ -41,7 +43,7 @@ IMAGES_META = {
     },
     "config_hash": "0f71cd04581c",
 }
-SNAPSHOT = f"captions/{STAGE}/snapshots/37165d95af0f6261.parquet"
+SNAPSHOT = f"captions/{STAGE}/snapshots/51445516f5337e0c.parquet"
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
 
 
@@ -180,7 +182,7 @@ def test_the_golden_snapshot_reads_to_these_values():
     about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(objects, "captions").headers(STAGE)["00000"]
     assert about == {
-        "version": 1,
+        "version": 2,
         "stage": STAGE,
         "untrained": False,
         "shards": [
@@ -263,6 +265,18 @@ def test_the_golden_regions_with_everything_read_to_these_values_and_are_written
         "features": "float16",
     }
     assert pack_regions(seeded_regions(9, 3, everything=True)) == data
+
+
+@pytest.mark.parametrize("file", [MANIFEST, IMAGES_MANIFEST, SNAPSHOT])
+def test_no_bit_of_a_file_with_its_own_digest_changes_unseen(file):
+    data = bytearray((GOLDEN / file).read_bytes())
+    assert is_whole(data)
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        assert not is_whole(data), place
+        data[place] ^= 1 << place % 8
+    for changed in (data + b"\0", data[:-1], b"\0" + data, data[1:], b""):
+        assert not is_whole(changed)
 
 
 def test_the_document_tells_the_versions_of_this_code():

@@ -4,17 +4,18 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from seeded import DETECTOR, seeded_sample, shard_of
+from seeded import DETECTOR, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, history, litter, main, status, verify
@@ -178,10 +179,62 @@ def test_verify_names_every_fault(whole):
         [first.tar, "is damaged"],
         [second.tar, "is gone, and", "captions/images/00001.parquet names it"],
         ["captions/images/00002.parquet: 4 rows are ok, its tar has 4", "row 15 is the first of 1 that lie elsewhere"],
-        [f"{REGIONS}/00001.parquet is no manifest"],
+        [f"{REGIONS}/00001.parquet is damaged or no manifest"],
     ]
     for fault, expected in zip(faults, parts, strict=True):
         assert all(part in fault for part in expected), (fault, expected)
+
+
+def flipped(place: float) -> Callable[[bytes, bytes], bytes]:
+    """A bit flipped so far into the file."""
+
+    def flip(data: bytes, other: bytes) -> bytes:
+        at = min(int(place * len(data)), len(data) - 1)
+        return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+    return flip
+
+
+DAMAGES = {f"a bit at {place}": flipped(place) for place in (0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1)} | {
+    "nothing left": lambda data, other: b"",
+    "half of it": lambda data, other: data[: len(data) // 2],
+    "a byte more": lambda data, other: data + b"\0",
+    "another's": lambda data, other: other,
+    "gone": lambda data, other: None,
+}
+COMMITTED = {  # and another of its kind
+    "tar": (r"images/00000-\w+\.tar", r"images/00001-\w+\.tar"),
+    "manifest of images": (r"images/00001\.parquet", r"images/00000\.parquet"),
+    "manifest of regions": (r"regions/\w+/00000\.parquet", r"regions/\w+/00001\.parquet"),
+    "manifest that nothing names": (r"images/00002\.parquet", r"images/00000\.parquet"),
+    "snapshot": (r"images/snapshots/.*", r"regions/\w+/snapshots/.*"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", COMMITTED)
+def test_verify_names_each_committed_file_that_is_not_as_it_was_written(local, kind, damage):
+    for number in range(2):
+        commit(local, number)
+        commit(local, number, REGIONS)
+    local.pin("images")
+    local.pin(REGIONS)
+    commit(local, 2)
+    paths = [info.path for info in local.objects.list("captions/")]
+    path, other = (next(p for p in paths if re.fullmatch(f"captions/{name}", p)) for name in COMMITTED[kind])
+    changed = DAMAGES[damage](local.objects.get(path), local.objects.get(other))
+    if changed is None and kind in ("snapshot", "manifest that nothing names"):
+        pytest.skip("as if it had never been written")
+    local.objects.delete(path)
+    if changed is not None:
+        local.objects.put(path, changed)
+    faults = list(verify(Inventory(local.objects)))
+    assert any(fault.startswith(local.objects.where(path)) for fault in faults), faults
+    if "manifest" in kind and changed is not None:
+        stage = path.removeprefix("captions/").rpartition("/")[0]
+        for use in (status, history, lambda objects: collect(objects, 0, True), lambda _: local.counts(stage)):
+            with pytest.raises(ValueError, match=re.escape(local.objects.where(path))):
+                use(local.objects)
 
 
 def shifted(catalog: Catalog, manifest: Manifest) -> bytes:
@@ -194,9 +247,7 @@ def shifted(catalog: Catalog, manifest: Manifest) -> bytes:
     offsets[place] += 512
     position = table.schema.get_field_index("offset")
     table = table.set_column(position, table.schema.field("offset"), pa.array(offsets, pa.int64()))
-    sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"manifest": kept}), sink)
-    return sink.getvalue()
+    return sealed_parquet(table, {"manifest": kept})
 
 
 def test_verify_finds_a_manifest_whose_header_is_not_of_its_rows(local):
@@ -206,9 +257,7 @@ def test_verify_finds_a_manifest_whose_header_is_not_of_its_rows(local):
         path = f"captions/images/{shard}.parquet"
         table = pq.read_table(io.BytesIO(local.objects.get(path)))
         header = json.loads(pq.read_metadata(io.BytesIO(local.objects.get(path))).metadata[b"manifest"])
-        sink = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata({"manifest": json.dumps({**header, **change})}), sink)
-        local.objects.put(path, sink.getvalue())
+        local.objects.put(path, sealed_parquet(table, {"manifest": json.dumps({**header, **change})}))
     first, second = verify(Inventory(local.objects))
     assert first.endswith("00000.parquet has rows {'http_404': 2, 'ok': 4} and says {'ok': 6}")
     assert second.endswith("00001.parquet names no tar for 4 rows that are ok")
@@ -296,10 +345,7 @@ def test_verify_takes_no_tar_of_a_bucket_into_memory_whole(local):
 def grafted(rows: bytes, footer: bytes) -> bytes:
     """The rows of one snapshot under the footer of another."""
     about = pq.read_metadata(io.BytesIO(footer)).metadata
-    sink = io.BytesIO()
-    table = pq.read_table(io.BytesIO(rows))
-    pq.write_table(table.replace_schema_metadata({k: about[k] for k in (b"snapshot", b"sha256")}), sink)
-    return sink.getvalue()
+    return sealed_parquet(pq.read_table(io.BytesIO(rows)), {k: about[k] for k in (b"snapshot", b"sha256")})
 
 
 def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):

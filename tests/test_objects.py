@@ -1,13 +1,15 @@
 """A folder and a bucket are the same store: every fact here holds for both, S3 over real HTTP."""
 
 import contextlib
+import errno
+import multiprocessing
 import os
 import pickle
 import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -249,6 +251,52 @@ def test_a_file_that_cannot_be_removed_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageUnreachable, match=f"cannot write or remove {tmp_path}/folder: .*make it writable"):
         objects.delete("folder")
+
+
+def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
+    objects = open_objects(str(tmp_path / "root"))
+    for path in ("run/step/a", "run/step/b", "run/kept", "top"):
+        objects.put(path, b"")
+    objects.delete("run/step/a")
+    assert (tmp_path / "root/run/step/b").exists()
+    for path in ("run/step/b", "run/step/b", "top"):
+        objects.delete(path)
+    assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
+    with pytest.raises(StorageUnreachable):
+        objects.put("new/too large", Endless())
+    assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
+
+
+class Endless(Sequence):
+    """Parts of which the second cannot be written."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> memoryview:
+        if number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return memoryview(b"half")
+
+
+def delete_for_ever(root: str, path: str) -> None:
+    objects = open_objects(root)
+    while True:
+        objects.delete(path)
+
+
+def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path):
+    objects = open_objects(str(tmp_path))
+    removing = multiprocessing.get_context("fork").Process(
+        target=delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
+    )
+    removing.start()
+    for number in range(200):
+        objects.put("run/step/mine", b"%d" % number)
+        assert objects.get("run/step/mine") == b"%d" % number
+        objects.delete("run/step/mine")
+    removing.kill()
+    removing.join()
 
 
 def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):

@@ -251,7 +251,7 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     table = pq.read_table(io.BytesIO(data))
     about = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
-        ({"version": 2}, "is of version 2, this code reads 1"),
+        ({"version": 1}, "is of version 1, this code reads 2"),
         ({"untrained": True}, None),
         ({"stage": "regions/x"}, f"says that it is snapshot {snapshot.id} of regions/x"),
         ({"shards": [about["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),
