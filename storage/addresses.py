@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from storage.normalise import Refused
+from storage.redact import shown_url
 
 if TYPE_CHECKING:
     import yarl
@@ -151,11 +152,16 @@ def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable
     return Resolver()
 
 
+def _unquoted(error: Exception) -> str:
+    """The words of an error up to what it quotes, which may be a part of a password."""
+    return re.split("['\"]", str(error), maxsplit=1)[0].rstrip(" :")
+
+
 def parse_url(url: str) -> "yarl.URL":
     import yarl
 
     text = url.strip(" ")
-    shown = repr(url[:200])
+    shown = repr(shown_url(url))
     if not text.isprintable() or "\\" in text:
         raise Refused("bad_url", f"{shown} has control characters or a backslash")
     match = re.match(r"(https?)://([^/?# ]*)(.*)", text, re.IGNORECASE)
@@ -171,7 +177,7 @@ def parse_url(url: str) -> "yarl.URL":
             raise ValueError("no host")
         parsed.raw_host.encode("ascii")
     except ValueError as error:  # UnicodeError among them
-        raise Refused("bad_url", f"{shown}: {error}") from error
+        raise Refused("bad_url", f"{shown}: {_unquoted(error)}") from error
     try:
         # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check sees it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))

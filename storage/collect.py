@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import os
 import re
+import stat
 import sys
 import time
 from collections import Counter
@@ -303,8 +305,13 @@ def _portions(
 
 
 def _identity(file: Path) -> bytes:
-    """Of an image its name and size, not its pixels."""
-    return f"{file.name}\t{file.stat().st_size}".encode()
+    """Of an image its name and size, not its pixels; -1 where there is no regular file behind the name."""
+    try:
+        status = file.stat()
+        size = status.st_size if stat.S_ISREG(status.st_mode) else -1
+    except OSError:
+        size = -1
+    return os.fsencode(f"{file.name}\t{size}")
 
 
 def _digest(chunk: Sequence[bytes]) -> str:

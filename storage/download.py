@@ -10,6 +10,8 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -23,6 +25,7 @@ from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
 from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
+from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
 from storage.spool import Spool, SpooledPicture
 
@@ -46,7 +49,7 @@ STATUSES: dict[str, str] = {
     "too_many_redirects": "more redirects than `max_redirects`",
     "too_big": "more bytes than `max_bytes`, announced or sent",
     "short_body": "the connection ended before the whole announced body had come",
-    "missing_file": "a local image that is not there or cannot be opened (import only)",
+    "missing_file": "a local image that is not there, is no regular file or cannot be opened (import only)",
     "not_stored": "img2dataset did not store it, for a reason that is none of these (import only)",
     "not_image": "not a picture in a format that is read: JPEG, PNG, GIF, WebP, BMP",
     "truncated": "the image file ends early or is damaged",
@@ -87,7 +90,7 @@ def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[C
             raise ValueError(f"{file}:{row + 1}: not UTF-8 ({error}); convert the list to UTF-8") from error
         caption, tab, url = line.partition("\t")
         if not tab:
-            what = f"no tab in {line[:80]!r}" if line else "an empty line"
+            what = f"no tab in {redacted(line)[:80]!r}" if line else "an empty line"
             raise ValueError(
                 f"{file}:{row + 1}: {what}; every line is `caption TAB url`: write it so, or remove the line"
             )
@@ -204,7 +207,9 @@ class Downloader:
             return refused
         except Exception as error:
             if not run_out(error):
-                error.add_note(f"while downloading {url}; this is none of the known statuses, so please report it")
+                error.add_note(
+                    f"while downloading {shown_url(url)}; this is none of the known statuses, so please report it"
+                )
             raise
 
     def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledPicture:
@@ -253,7 +258,7 @@ class _Gather:
             assert outcome.status in STATUSES.keys() - {"ok"}, outcome.status
             # A server's own words may be any bytes, which aiohttp keeps as surrogates: no text file would take those.
             tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
-            detail = (outcome.detail[:500] + tries).encode(errors="backslashreplace").decode()
+            detail = (redacted(outcome.detail)[:500] + tries).encode(errors="backslashreplace").decode()
             self.results[place] = Download(row, outcome.status, detail, None)
         else:
             self.results[place] = Download(row, OK, "", outcome)
@@ -262,6 +267,28 @@ class _Gather:
     def downloads(self) -> list[Download]:
         assert None not in self.results, "a row has no status"
         return self.results
+
+
+def read_file(file: Path, limit: int) -> bytes:
+    """The bytes of a regular file, or of one that a symbolic link leads to.
+
+    Refused: `too_big` over `limit` bytes, `missing_file` for all that cannot be read; a FIFO or a device is not waited
+    for. OSError where this machine has run out of something.
+    """
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused("missing_file", f"{file} is no regular file")
+            # The size is told by who made the file system: what is read is bounded, too.
+            data = b"" if status.st_size > limit else opened.read(limit + 1)
+            if max(status.st_size, len(data)) > limit:
+                raise Refused("too_big", f"{max(status.st_size, len(data))} bytes, more than {limit}")
+            return data
+    except OSError as error:
+        if run_out(error):
+            raise
+        raise Refused("missing_file", f"{file}: {error.strerror}") from error
 
 
 def import_images(
@@ -273,20 +300,12 @@ def import_images(
 ) -> list[Download]:
     """Local image files as if they had been downloaded: url is the file's name, the caption empty, row its place."""
     files = [Path(file) for file in files]
-    gather = _Gather([CaptionRow(place, "", file.name) for place, file in enumerate(files)], on_progress)
+    names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
+    gather = _Gather([CaptionRow(place, "", name) for place, name in enumerate(names)], on_progress)
 
     def read(url: str) -> Outcome:
-        file = files[gather.places[url][0]]
         try:
-            if file.stat().st_size > settings.max_bytes:  # before it fills the memory
-                return Refused("too_big", f"{file.stat().st_size} bytes, more than {settings.max_bytes}")
-            data = file.read_bytes()
-        except OSError as error:
-            if run_out(error):
-                raise
-            return Refused("missing_file", f"{file}: {error.strerror}")
-        try:
-            picture = normalise(data, settings)
+            picture = normalise(read_file(files[gather.places[url][0]], settings.max_bytes), settings)
         except Refused as refused:
             return refused
         return picture if spool is None else spool.keep(picture)

@@ -16,6 +16,7 @@ from urllib.parse import urljoin
 from storage.addresses import AddressGuard, guarded_resolver, system_lookup
 from storage.hosts import Budget, Hosts, Lease, Transient
 from storage.normalise import ImageSettings, Refused, run_out
+from storage.redact import redacted, shown_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -207,11 +208,11 @@ class Fetcher:
         """One try: redirects and body. Transient where another try may do better, Refused where not."""
         import aiohttp
 
-        address = url
+        address, sent = url, ""
         try:
             for hop in range(self.settings.max_redirects + 1):
                 checked = self.guard.check_url(address)
-                visit.host = _host_of(checked)
+                visit.host, sent = _host_of(checked), str(checked)
                 if hop:
                     self.hosts.check(visit.host)
                 async with self.session.get(checked, allow_redirects=False) as response:
@@ -224,13 +225,16 @@ class Fetcher:
                 if location is None:
                     return body
                 address = _join(address, location)
-            raise Refused("too_many_redirects", f"more than {self.settings.max_redirects}, the last to {address[:200]}")
+            raise Refused(
+                "too_many_redirects", f"more than {self.settings.max_redirects}, the last to {shown_url(address)}"
+            )
         except aiohttp.ClientError as error:
             way_out = run_out(error)
             if way_out:
-                raise OSError(error.errno, f"{error}, while {address[:200]} was asked; {way_out}") from error
+                raise OSError(error.errno, f"{error}, while {shown_url(address)} was asked; {way_out}") from error
             status = _status_of(error)
-            detail = f"{type(error).__name__}: {error}"[:300]
+            text = str(error).replace(sent, shown_url(address)) if sent else str(error)
+            detail = redacted(f"{type(error).__name__}: {text}")[:300]
             if status == "timeout":
                 self.hosts.failed(visit.host)
             transient = status in _LATER or (status == "dns" and error.errno == socket.EAI_AGAIN)
@@ -320,7 +324,7 @@ def _join(base: str, location: str) -> str:
     try:
         return urljoin(base, location)
     except ValueError as error:
-        raise Refused("bad_url", f"redirect to {location[:200]!r}: {error}") from error
+        raise Refused("bad_url", f"redirect to {shown_url(location)!r} cannot be read") from error
 
 
 def _status_of(error: "aiohttp.ClientError") -> str:

@@ -3,6 +3,8 @@
 img2dataset leaves for each shard NNNNN.parquet (a row for each URL: url, caption, key, status, error_message, ...),
 NNNNN_stats.json, written last, and the images as KEY.jpg (.png, .webp) in NNNNN.tar (its format `webdataset`) or in a
 folder NNNNN/ (its format `files`). What a killed writer leaves has the final names, too: each shard is looked at first.
+A folder may come from strangers: at most MAX_ROWS rows and MAX_TEXT bytes of a table are read, and no image outside the
+folder.
 """
 
 import json
@@ -15,16 +17,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.catalog import OK
-from storage.download import STATUSES, CaptionRow, Download
+from storage.download import STATUSES, CaptionRow, Download, read_file
 from storage.normalise import ImageSettings, Refused, normalise
+from storage.redact import redacted
 from storage.safe_json import parse_json, printable
 from storage.spool import Spool, SpooledPicture
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 _BLOCK = 512  # of a tar
+MAX_ROWS = 100_000  # of one shard; img2dataset's default is 10,000
+MAX_TEXT = 64 * 2**20  # bytes of captions, URLs, keys and errors in one shard
+_MAX_PAGES = 256 * 2**20  # bytes of these columns in a row group, as its footer tells
+_MAX_STATS = 2**20  # bytes of NNNNN_stats.json
+_BATCH = 1000  # rows of a table that are decoded at a time
+_COLUMNS = ("key", "caption", "url", "status", "error_message")
+_KEY = re.compile(r"[^/\\\0]*")  # a file's name without its extension: never a path
 _SUCCESS = "success"
 
 # Its error messages are those of urllib, of sockets and its own: the first that is found decides.
@@ -84,15 +95,19 @@ def shard_names(folder: Path) -> list[str]:
 def _fault(folder: Path, name: str) -> str:
     """Why a shard cannot be imported whole; "" where it can."""
     stats, table, tar = folder / f"{name}_stats.json", folder / f"{name}.parquet", folder / f"{name}.tar"
-    if not stats.exists():
+    if not stats.is_file():
         return f"no {stats.name}: its writer was stopped"
-    if not table.exists():
+    if not table.is_file():
         return f"no {table.name}"
     try:
-        schema, rows = pq.read_schema(table), pq.read_metadata(table).num_rows
-        count = parse_json(stats.read_bytes(), stats.name)["count"]
-    except (pa.ArrowInvalid, OSError) as error:
+        metadata = pq.read_metadata(table)
+        schema, rows = metadata.schema.to_arrow_schema(), metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
         return f"{table.name} cannot be read: {str(error)[:100]}"
+    try:
+        count = parse_json(read_file(stats, _MAX_STATS), stats.name)["count"]
+    except Refused as refused:
+        return f"{stats.name} cannot be read: {refused.detail}"
     except (ValueError, KeyError, TypeError) as error:
         return f"{stats.name} cannot be read: {printable(error)}"
     missing = [column for column in ("url", "key", "status") if column not in schema.names]
@@ -100,7 +115,14 @@ def _fault(folder: Path, name: str) -> str:
         return f"{table.name} has no column {missing[0]}"
     if count != rows:
         return f"{table.name} has {rows} rows, {stats.name} counts {count}"
-    if tar.exists():
+    if rows > MAX_ROWS:
+        return f"{table.name} has {rows} rows; a shard has {MAX_ROWS} at most"
+    for group in range(metadata.num_row_groups):
+        columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] in _COLUMNS)
+        if size > _MAX_PAGES:
+            return f"{table.name} has {size} bytes of text in row group {group}; {_MAX_PAGES} are read at most"
+    if tar.is_file():
         size = tar.stat().st_size
         with tar.open("rb") as file:
             file.seek(max(0, size - 2 * _BLOCK))
@@ -112,15 +134,47 @@ def _fault(folder: Path, name: str) -> str:
 
 
 def read_rows(folder: Path, shard: str) -> list[StoredRow]:
-    """The rows of one shard by key, the order of the list; a caption that is not there is empty."""
-    table = pq.read_table(folder / f"{shard}.parquet", use_threads=False)
-    none = pa.nulls(len(table), pa.string())
-    columns = [
-        (table[name] if name in table.schema.names else none).cast(pa.string()).to_pylist()
-        for name in ("key", "caption", "url", "status", "error_message")
-    ]
-    rows = [StoredRow(shard, *(value or "" for value in values)) for values in zip(*columns, strict=True)]
+    """The rows of one shard by key, the order of the list; a caption that is not there is empty.
+
+    ValueError names the file where it cannot be read, holds more than MAX_ROWS or MAX_TEXT, or has a key with a path.
+    """
+    file, rows, text = folder / f"{shard}.parquet", [], 0
+    try:
+        schema = pq.read_schema(file)
+        names = [name for name in _COLUMNS if name in schema.names]
+        # Not spread out, a cell that many rows share is in memory once.
+        shared = [name for name in names if pa.types.is_string(schema.field(name).type)]
+        with pq.ParquetFile(file, read_dictionary=shared, buffer_size=2**16) as table:
+            for batch in table.iter_batches(_BATCH, columns=names, use_threads=False):
+                none = pa.nulls(len(batch), pa.string())
+                columns = [batch[name] if name in names else none for name in _COLUMNS]
+                text += sum(_bytes_of(column) for column in columns)
+                if text > MAX_TEXT or len(rows) + len(batch) > MAX_ROWS:
+                    raise ValueError(
+                        f"{file} holds more than {MAX_ROWS} rows or {MAX_TEXT} bytes of text, and is not read further; "
+                        "write it in smaller shards, or move it away"
+                    )
+                lines = zip(*(column.cast(pa.string()).to_pylist() for column in columns), strict=True)
+                rows += [StoredRow(shard, *(value or "" for value in line)) for line in lines]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} cannot be read: {str(error)[:200]}; run img2dataset again, or move it away"
+        ) from error
+    wrong = next((row.key for row in rows if not _KEY.fullmatch(row.key)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{file}: key {wrong[:100]!r} is no file's name; img2dataset did not write it: move the shard away"
+        )
     return sorted(rows, key=lambda row: row.key)
+
+
+def _bytes_of(column: pa.Array) -> int:
+    """Bytes of the strings of a column, each row counted."""
+    if pa.types.is_dictionary(column.type):
+        lengths = pc.take(pc.binary_length(column.dictionary.cast(pa.binary())), column.indices)
+    else:
+        lengths = pc.binary_length(column.cast(pa.string()).cast(pa.binary()))
+    return pc.sum(lengths).as_py() or 0
 
 
 def import_rows(
@@ -160,7 +214,8 @@ def import_rows(
             if number in duplicates:
                 item = Download(row, "duplicate", f"of row {duplicates[number]}", None)
             elif stored.status != _SUCCESS:
-                item = Download(row, status_of(stored), f"img2dataset: {stored.status}: {stored.error}"[:500], None)
+                error = redacted(f"img2dataset: {stored.status}: {stored.error}")
+                item = Download(row, status_of(stored), error[:500], None)
             elif stored.key not in outcomes:
                 where = f"{folder.name}/{stored.shard} has no image {stored.key}"
                 item = Download(row, "missing_file", f"{where}, though img2dataset says success", None)
@@ -193,12 +248,20 @@ def _images(folder: Path, shard: str, wanted: set[str], limit: int) -> Iterator[
         with file:
             return Refused("too_big", f"{size} bytes, more than {limit}") if size > limit else file.read()
 
+    def read_own(file: Path) -> bytes | Refused:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            return Refused("missing_file", f"{file} leads out of {folder}")
+        try:
+            return read_file(file, limit)
+        except Refused as refused:
+            return refused
+
     tar = folder / f"{shard}.tar"
-    if not tar.exists():
+    if not tar.is_file():
         for key in sorted(wanted):
-            file = next((found for suffix in _IMAGES if (found := folder / shard / f"{key}{suffix}").is_file()), None)
+            file = next((found for suffix in _IMAGES if (found := folder / shard / f"{key}{suffix}").exists()), None)
             if file is not None:
-                yield key, read(file.stat().st_size, file.open("rb"))
+                yield key, read_own(file)
         return
     with tar.open("rb") as stream:
         try:

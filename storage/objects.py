@@ -20,6 +20,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from storage.redact import redacted
+
 # What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
 _REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
@@ -423,7 +425,8 @@ class S3Objects:
                 status, "check AWS_ENDPOINT_URL, the network and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
             )
             raise StorageUnreachable(
-                f"cannot reach bucket {self.bucket!r} at {endpoint} (root {self.root}): {error}. To go on: {advice}",
+                f"cannot reach bucket {self.bucket!r} at {redacted(endpoint)} (root {self.root}): "
+                f"{redacted(str(error))}. To go on: {advice}",
                 status,
             ) from error
         if write:
@@ -441,13 +444,14 @@ class S3Objects:
                     break
                 if error.http_status == 403:
                     raise StorageUnreachable(
-                        f"cannot write to {self.where()} at {endpoint}: {error}. Give these credentials s3:PutObject",
+                        f"cannot write to {self.where()} at {redacted(endpoint)}: {error}. Give these credentials "
+                        "s3:PutObject",
                         error.http_status,
                     ) from error
                 raise
         raise StorageUnreachable(
-            f"{endpoint} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused to, so two "
-            "writers could overwrite each other's commits. Use an endpoint with conditional writes"
+            f"{redacted(endpoint)} does not honour If-None-Match: it wrote {self.where('.probe')} twice or refused "
+            "to, so two writers could overwrite each other's commits. Use an endpoint with conditional writes"
         )
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
@@ -588,14 +592,15 @@ class S3Objects:
             if error.response["Error"]["Code"] in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            raise StorageUnreachable(f"{operation} of {self.where(path)}: {error}", status) from error
+            raise StorageUnreachable(f"{operation} of {self.where(path)}: {redacted(str(error))}", status) from error
         except BotoCoreError as error:
             raise self._lost(operation, path, error) from error
 
     def _lost(self, operation: str, path: str, error: Exception) -> StorageUnreachable:
+        endpoint = redacted(self._client().meta.endpoint_url)
         return StorageUnreachable(
-            f"{operation} of {self.where(path)} at {self._client().meta.endpoint_url} failed (at most {_REQUESTS} "
-            f"attempts): {error}. Check the network and the endpoint, then run again: what is committed stays"
+            f"{operation} of {self.where(path)} at {endpoint} failed (at most {_REQUESTS} attempts): "
+            f"{redacted(str(error))}. Check the network and the endpoint, then run again: what is committed stays"
         )
 
     def _read(self, path: str, **byte_range: str) -> bytes:
@@ -607,5 +612,7 @@ class S3Objects:
                 return body.read()
             except BotoCoreError as error:  # botocore repeats requests, but not a body that breaks off
                 if attempt == _ATTEMPTS - 1:
-                    raise StorageUnreachable(f"{self.where(path)} broke off {_ATTEMPTS} times: {error}") from error
+                    raise StorageUnreachable(
+                        f"{self.where(path)} broke off {_ATTEMPTS} times: {redacted(str(error))}"
+                    ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")

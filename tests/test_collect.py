@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +15,10 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from web import Web, draw, encode, in_turn, send, silent
+from hypothesis import given
+from hypothesis import settings as settings_of_examples
+from hypothesis import strategies as st
+from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.world import World
 from storage.catalog import Catalog
@@ -33,6 +38,7 @@ from storage.collect import (
 )
 from storage.download import CaptionRow, Download, DownloadSettings
 from storage.objects import open_objects
+from storage.redact import redacted, shown_url
 
 IMAGES = "images"
 
@@ -359,6 +365,103 @@ def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(
     lines += [f"f\t/{name}/6", f"g\t/{name}/7"]
     assert collect(root, settings(*lines), lambda line: None).new_shards == 1
     assert statuses(root) == 4 * ["http_404"] + ["ok"] + 2 * ["http_404"]
+
+
+def test_only_regular_files_of_a_folder_are_read(tmp_path: Path):
+    folder, elsewhere = tmp_path / "images", tmp_path / "elsewhere.jpg"
+    folder.mkdir()
+    elsewhere.write_bytes(encode(draw()))
+    os.mkfifo(folder / "a-fifo.jpg")
+    (folder / "b-device.jpg").symlink_to("/dev/zero")
+    (folder / "c-gone.jpg").symlink_to(tmp_path / "nowhere")
+    (folder / "d-folder.jpg").mkdir()
+    (folder / "e-link.jpg").symlink_to(elsewhere)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "f.jpg"))
+        command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions", "--images", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert statuses(str(tmp_path / "root")) == 4 * ["missing_file"] + ["ok", "missing_file"]
+
+
+SECRET = "s3cr3t"
+
+
+def test_passwords_and_keys_in_urls_stand_in_no_detail_and_no_log(
+    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    ways = {
+        "gone": send(b"", 404, **{"X-Note": SECRET}),
+        "page": send(b"<html>"),
+        "loop": send(b"", 302, Location=f"/loop?key={SECRET}"),
+        "away": send(b"", 302, Location=f"http://me:{SECRET}@example.com/?key={SECRET}"),
+        "junk": send(b"", 302, Location=f"http://[::1?key={SECRET}"),
+        "wall": send(b"", 302, Location=f"http://10.0.0.1/?key={SECRET}"),
+        "raw": raw(b"this is no HTTP\r\n\r\n"),
+        "short": send(b"1234", length=9),
+        "silent": silent(20),
+        "echo": raw(f"HTTP/1.1 403 see http://x/?key={SECRET}\r\nContent-Length: 0\r\n\r\n".encode()),
+        "fine": send(encode(draw())),
+    }
+    urls = [web.put(f"/{name}?key='{SECRET}'&token={SECRET}", answer) for name, answer in ways.items()]
+    web.put(f"/loop?key={SECRET}", ways["loop"])
+    urls += [
+        f"http://me:{SECRET}@{web.host}/gone",
+        f"http://me:p/{SECRET}@{web.host}/gone",
+        f"http://me:{SECRET}\N{FULLWIDTH COMMERCIAL AT}{web.host}/gone",
+        f"http://{web.host}:port/?key={SECRET}",
+        f"ftp://me:{SECRET}@{web.host}/?key={SECRET}",
+        f"https://{web.host}/?X-Amz-Signature={SECRET}",
+        f"http://{closed_port()}/?key={SECRET}",
+        f"http://{web.host}/a\\b?key={SECRET}",
+    ]
+    file, root = tmp_path / "list.tsv", str(tmp_path / "root")
+    command = [sys.executable, "-m", "storage.collect", root, "captions", "--captions", str(file)]
+    command += ["--allow-host", web.host, "--deadline", "3", "--read-timeout", "1", "--retries", "0"]
+    command += ["--second-pass", "0", "--report-every", "0"]
+
+    file.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    (table,) = of(root).columns(IMAGES, ["status", "detail", "url"])
+    assert table["url"].to_pylist() == urls  # what the list has is the key of the row
+    assert {"http_404", "bad_url", "timeout", "short_body", "bad_response", "not_image", "ok"} <= {
+        *table["status"].to_pylist()
+    }
+    assert [detail for detail in table["detail"].to_pylist() if SECRET in detail] == []
+    file.write_text(f"caption http://me:{SECRET}@host/?key={SECRET}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(command[3:])
+    assert "list.tsv:1: no tab in 'caption http://host/?" in ended.value.code
+    assert SECRET not in ended.value.code + "".join(capsys.readouterr())
+    file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
+    command[4:5] = ["unreachable"]
+    command += [part for i in range(1, 7) for part in ("--allow-host", f"127.0.0.{i}:9")]
+    with pytest.raises(SystemExit) as ended:
+        main(command[3:])
+    assert "the first http://127.0.0.1:9/1?" in ended.value.code
+    assert SECRET not in ended.value.code + "".join(capsys.readouterr())
+
+
+_WORD = st.text("abcXYZ019._~-", min_size=1, max_size=12)
+
+
+@given(_WORD, _WORD, _WORD, st.text("abc/é;=%[]'", max_size=12))
+@settings_of_examples(max_examples=200, deadline=None, derandomize=True)
+def test_a_url_is_shown_with_its_host_and_without_its_secrets(user: str, host: str, path: str, password: str):
+    secret = f"{password}{SECRET}"
+    for url in (
+        f"http://{user}:{secret.replace('/', '')}@{host}/{path}?key={secret}#{secret}",
+        f"HTTPS://{host}:80/{path}?{secret}",
+        f"//{user}:{secret.replace('/', '')}@{host}/{path}",
+    ):
+        assert SECRET not in shown_url(url)
+        assert f"{host}" in shown_url(url)
+        assert path in shown_url(url)
+    assert SECRET not in redacted(f"Cannot connect to http://{host}/{path}?key={SECRET} [none], nor /x?{user}={SECRET}")
+    plain = f"http://{host}/{path}.jpg"
+    assert shown_url(plain) == redacted(plain) == plain
 
 
 def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):

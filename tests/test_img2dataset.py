@@ -1,6 +1,7 @@
 """Folders in img2dataset's output formats, written here by hand, become shards: nothing torn, nothing short."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -263,3 +264,70 @@ def test_the_program_imports_a_folder(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].startswith("imported: 2 new of 2 shards in ")
     assert "5 ok" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("key", ["../secret", "/etc/secret", "sub/secret", "..\\secret", "a\0b"])
+def test_a_key_that_could_leave_the_folder_is_refused_by_name(tmp_path: Path, key: str):
+    (tmp_path / "secret.jpg").write_bytes(picture(0))
+    write_shard(tmp_path / "folder", 0, [row(0, 0, picture(1))], "files")
+    table = pq.read_table(tmp_path / "folder" / "00000.parquet")
+    changed = table.set_column(table.schema.names.index("key"), "key", pa.array([key]))
+    pq.write_table(changed, tmp_path / "folder" / "00000.parquet")
+    with pytest.raises(ValueError, match="00000.parquet: key .* is no file's name"):
+        imported(tmp_path / "root", tmp_path / "folder")
+
+
+def test_what_is_no_file_of_the_folder_is_a_missing_file_and_never_waited_for(tmp_path: Path):
+    folder = tmp_path / "folder"
+    write_shard(folder, 0, [row(0, number, picture(number)) for number in range(4)], "files")
+    (tmp_path / "outside.jpg").write_bytes(picture(9))
+    for number, target in ((0, tmp_path / "outside.jpg"), (1, folder / "00000" / "000000003.jpg")):
+        (folder / "00000" / f"00000000{number}.jpg").unlink()
+        (folder / "00000" / f"00000000{number}.jpg").symlink_to(target)
+    (folder / "00000" / "000000002.jpg").unlink()
+    os.mkfifo(folder / "00000" / "000000002.jpg")
+    rows = imported(tmp_path / "root", folder)
+    assert [status for _, status, _ in rows] == ["missing_file", "ok", "missing_file", "ok"]
+    assert "000000000.jpg leads out of" in rows[0][2]
+    assert "000000002.jpg is no regular file" in rows[2][2]
+
+
+@pytest.mark.parametrize("file", ["00000.parquet", "00000_stats.json", "00000.tar"])
+def test_a_fifo_in_place_of_a_shards_file_is_named(tmp_path: Path, file: str):
+    folder = small_folder(tmp_path / "folder")
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(ValueError, match=rf"1 of 2 shards cannot be imported whole \(00000: .*{file}"):
+        imported(tmp_path / "root", folder)
+
+
+@pytest.mark.parametrize(
+    ("rows", "caption", "message"),
+    [
+        (3_000_000, "a", "00000.parquet has 3000000 rows; a shard has 100000 at most"),
+        (20_000, 60_000 * "a", "00000.parquet holds more than 100000 rows or 67108864 bytes of text"),
+    ],
+)
+def test_a_table_that_unpacks_to_gigabytes_is_refused_in_little_memory(
+    tmp_path: Path, rows: int, caption: str, message: str
+):
+    folder = small_folder(tmp_path / "folder")
+    schema = pa.schema([(name, pa.string()) for name in ("key", "caption", "url", "status")])
+    step = rows // 20
+    with pq.ParquetWriter(folder / "00000.parquet", schema, compression="zstd") as writer:
+        values = [pa.repeat(value, step) for value in ("000000000", caption, "http://x/", "success")]
+        for _ in range(20):
+            writer.write_table(pa.Table.from_arrays(values, schema=schema))
+    assert (folder / "00000.parquet").stat().st_size < 1_000_000
+    (folder / "00000_stats.json").write_text(json.dumps({"count": rows}))
+    code = (
+        "import resource; import storage.collect as c; import pyarrow.parquet\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"settings = c.CollectSettings('imported', img2dataset={str(folder)!r})\n"
+        f"try: c.collect({str(tmp_path / 'root')!r}, settings, print)\n"
+        "except ValueError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert message in done.stdout, done.stderr
+    assert int(done.stdout.splitlines()[-1]) * 1024 < 250_000_000

@@ -364,6 +364,15 @@ def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
         ):
             open_objects("s3://bucket/x")
         assert time.monotonic() - started < 20
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"
+    with (
+        environment(AWS_ENDPOINT_URL=f"http://me:s3cr3t@{closed}"),
+        pytest.raises(StorageUnreachable, match=f"'bucket' at http://{closed} ") as refused,
+    ):
+        open_objects("s3://bucket/root")
+    assert "s3cr3t" not in str(refused.value)
     with (
         environment(AWS_ENDPOINT_URL="no-url"),
         pytest.raises(StorageUnreachable, match="'bucket' at no-url .*check AWS_ENDPOINT_URL"),
