@@ -1,5 +1,6 @@
 """The Prefect side of collecting: `storage.collect` does the work, here it is retried, watched and reported."""
 
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -15,11 +16,12 @@ from flows.artifacts import Live, name_run, publish, reporting, table_of_counts,
 from flows.settings import Source
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
-from storage.objects import open_objects
+from storage.objects import Objects, StorageUnreachable, open_objects
 
-__all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed"]
+__all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed", "open_storage"]
 
-# The event that says that shards were committed; prefect.yaml starts detect-regions/scheduled with it.
+# The event that says that shards were committed, in which root and dataset: with these prefect.yaml starts
+# detect-regions/scheduled.
 COMMITTED = "vlbert.images.committed"
 
 
@@ -48,6 +50,35 @@ def network_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     return False
 
 
+def storage_failed(_task: Task, _run: TaskRun, state: State) -> bool:
+    """Whether trying again can help: the storage did not answer, or not well. A bucket that refuses us stays closed."""
+    try:
+        state.result()
+    except StorageUnreachable as error:
+        return error.http_status is None or error.http_status == 429 or error.http_status >= 500
+    except Exception:  # noqa: BLE001  as above
+        return False
+    return False
+
+
+@task(
+    name="open-storage",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(10),
+    retry_jitter_factor=0.5,
+    retry_condition_fn=storage_failed,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def open_bucket(root: str) -> Objects:
+    return open_objects(root)
+
+
+def open_storage(root: str) -> Objects:
+    """The root that a flow works on, opened for writing; a bucket that is away at its start is asked again."""
+    return open_bucket(root) if "://" in root else open_objects(root)
+
+
 @task(
     name="collect-shards",
     task_run_name="{settings.name} from {group.parts[0].shard}",
@@ -72,6 +103,7 @@ def collect_flow(root: str, dataset: Source) -> Collected:
     """
     settings, progress = collect_settings(dataset), Live("collecting", dataset.name)
     name_run(f"collect {dataset.name} from {settings.origin.name}", f"dataset:{dataset.name}")
+    open_storage(root)
     started, shards, committed = time.monotonic(), 0, set()
 
     def run_group(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
@@ -101,8 +133,10 @@ def collect_flow(root: str, dataset: Source) -> Collected:
     finally:  # also where a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
             with reporting():
-                about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": root}
-                emit_event(COMMITTED, about, payload={"dataset": dataset.name, "new_shards": len(committed)})
+                where = root if "://" in root else os.path.abspath(root)
+                about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": where}
+                payload = {"root": where, "dataset": dataset.name, "new_shards": len(committed)}
+                emit_event(COMMITTED, about, payload=payload)
     catalog = Catalog(open_objects(root, write=False), dataset.name)
     publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
     return collected

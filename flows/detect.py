@@ -6,23 +6,36 @@ What still needs detecting is what the catalog says, so that the same flow is th
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import pyarrow.compute as pc
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
 from prefect.tasks import exponential_backoff
 
 from detectors.run import IMAGES, STORAGE_UNREACHABLE
-from flows.artifacts import Live, name_run, publish, table_of_counts, table_of_progress
-from flows.collect import network_failed
+from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
+from flows.collect import network_failed, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.objects import StorageUnreachable, open_objects
 from storage.safe_json import parse_json
+
+WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
 
 
 class NoReport(RuntimeError):
@@ -147,8 +160,39 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
                 "time left": f"{seconds / report['done'] * (report['of'] - report['done']) / 60:.0f} min",
             }
             progress.show(table_of_progress(facts))
+            cancel_repeats()
 
     return detect(root, dataset, detector, get_run_logger().info, on_shard)
+
+
+def cancel_repeats() -> None:
+    """Cancel the runs of the clock that wait for this run of their deployment and would do the same, or the same as one
+    that waits before them: a detection that takes a day would have a hundred behind it. What others have asked for
+    waits for its turn."""
+    with reporting(), get_client(sync_client=True) as client:
+        ours = client.read_flow_run(flow_run.get_id())
+        if ours.deployment_id is None:  # a stage of the road
+            return
+        waiting = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                deployment_id=FlowRunFilterDeploymentId(any_=[ours.deployment_id]),
+                state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[WAITING])),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+        )
+        for run in repeats(ours, waiting):
+            message = "another run of this deployment, at work or before this one, finds what it would have found"
+            client.set_flow_run_state(run.id, Cancelled(message=message), force=True)
+
+
+def repeats(ours: FlowRun, waiting: Sequence[FlowRun]) -> list[FlowRun]:
+    """Those of the clock's runs among `waiting`, in order of time, with the parameters of ours or of one before."""
+    found, known = [], [ours.parameters]
+    for run in waiting:
+        if run.auto_scheduled and run.parameters in known:
+            found.append(run)
+        known.append(run.parameters)
+    return found
 
 
 @flow(name="detect-regions", flow_run_name="detect", persist_result=False)
@@ -160,7 +204,8 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         detector: How regions are found.
         datasets: Which datasets; none: all that have images.
     """
-    objects, logger = open_objects(root), get_run_logger()
+    cancel_repeats()
+    objects, logger = open_storage(root), get_run_logger()
     names = list(datasets) or datasets_with(objects, IMAGES)
     name_run(
         f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger
 
+from flows.collect import open_storage
 from flows.settings import FinetuneSettings
 from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
 from storage.objects import open_objects
@@ -125,6 +126,7 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
         work: A folder of this machine, for copies of vocabularies.
         settings: The task, where its annotations are, and which pre-training it starts from.
     """
+    open_storage(root)
     watch = Watch("finetune", root, settings.recipe_name, settings.run)
     trained = finetune(root, work, settings, get_run_logger().info, watch)
     show_result("finetune", trained, watch)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger
 
+from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
 from flows.training import Trained, Watch, check_overrides, show_result, train
@@ -72,6 +73,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], N
 @flow(name="pretrain", flow_run_name="{settings.recipe}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset."""
+    open_storage(root)
     watch = Watch("pretrain", root, settings.recipe, settings.run)
     trained = pretrain(root, work, settings, detector, get_run_logger().info, watch)
     show_result("pretrain", trained, watch)

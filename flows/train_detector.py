@@ -9,6 +9,7 @@ from prefect import flow, get_run_logger
 
 from detectors.record import last_metrics
 from flows.artifacts import name_run, publish, table_of_metrics
+from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.training import Watch, check_overrides, torchrun
 from storage.objects import open_objects
@@ -72,6 +73,7 @@ def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDe
         root: Of the storage: a folder of this machine, or s3://bucket/prefix.
         settings: The recipe, and where images and annotations are.
     """
+    open_storage(root)
     watch = Watch("train-detector", root, settings.recipe, settings.run)
     trained = train_detector(root, settings, get_run_logger().info, watch)
     name_run(" ".join(dict.fromkeys([trained.recipe, trained.run])), f"recipe:{trained.recipe}")

@@ -9,6 +9,7 @@ import subprocess
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from operated import Operated, tiny_road
@@ -28,12 +29,14 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Failed
 from pydantic import TypeAdapter
+from s3 import s3_server
+from s3_faults import faulty
 
 from demo.world import World
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
-from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed
-from flows.detect import NoReport, detect, detect_dataset, detect_flow
+from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
+from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import Road, each_in_turn
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings
@@ -279,6 +282,43 @@ def test_a_dataset_that_fails_keeps_no_other_waiting_and_the_log_has_the_detecto
     assert set(artifacts) == {"detecting-captions", "regions-captions"}
     (told,) = [line for line in logs if line.startswith("broken: ") and "its last lines:" in line]
     assert [line for line in told.splitlines() if " of 60" in line] == [f"  | line {i} of 60" for i in range(11, 61)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_bucket_that_is_away_when_a_flow_begins_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    quick = open_bucket.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
+    monkeypatch.setattr("flows.collect.open_bucket", quick)
+    with s3_server("late") as server, faulty(server, faults={}) as proxy:
+        proxy.plan("HEAD", "/late", "503", "503", "503")  # as often as one opening asks
+        assert detect_flow("s3://late/root", captions(world).detector) == {}
+        assert proxy.happened["503"] == 3
+    assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (StorageUnreachable("no answer"), True),
+        (StorageUnreachable("slow down", 503), True),
+        (StorageUnreachable("forbidden", 403), False),
+        (StorageUnreachable("no bucket", 404), False),
+        (ConnectionError("of something else"), False),
+        (ValueError("no root"), False),
+    ],
+)
+def test_a_bucket_that_refuses_us_is_not_asked_again(error: Exception, again: bool):
+    assert storage_failed(None, None, Failed(data=error)) is again
+
+
+def test_of_the_clocks_waiting_runs_one_is_left_for_each_set_of_parameters():
+    def run(root: str, clock: bool) -> FlowRun:
+        return FlowRun(flow_id=uuid4(), parameters={"root": root}, auto_scheduled=clock)
+
+    ours = run("a", clock=False)
+    waiting = [run(root, clock) for root, clock in [("a", 1), ("b", 1), ("a", 0), ("b", 0), ("b", 1), ("c", 1)]]
+    assert repeats(ours, waiting) == [waiting[0], waiting[4]]
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -528,7 +568,7 @@ def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated
             time.sleep(0.2)
         (event,) = committed_events(client, root)
     assert event["resource"]["prefect.resource.id"] == "vlbert.images.held-out"
-    assert event["payload"] == {"dataset": "held-out", "new_shards": 1}
+    assert event["payload"] == {"root": root, "dataset": "held-out", "new_shards": 1}
 
 
 @pytest.mark.usefixtures("prefect_server")

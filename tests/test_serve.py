@@ -109,7 +109,7 @@ def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served:
         "pretrain_vlbert/default": "ENQUEUE",
         "collect_flow/default": "ENQUEUE",
         "detect_flow/default": "ENQUEUE",
-        "detect_flow/scheduled": "CANCEL_NEW",
+        "detect_flow/scheduled": "ENQUEUE",
         "finetune_flow/default": "ENQUEUE",
         "train_detector_flow/default": "ENQUEUE",
     }
