@@ -1,12 +1,14 @@
 """Published weight files -> tensors, without running anything that stands in them.
 
-Files of torch go through its `weights_only` reader. A pickle of numpy arrays goes through one of its own, in which
-stand-ins take the place of everything that a pickle may name: neither numpy nor anything else sees what the file says.
+Files of torch, the zip files of today and those before, and pickles of numpy arrays: safe_pickle.py reads the pickles,
+stand-ins take the place of what they name, and tensors are made here of the bytes that are there. Neither numpy's nor
+torch's own reader sees the file.
 """
 
-import pickle
 import re
 import struct
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from storage.safe_json import printable, shown
+from storage.safe_pickle import Global, Hostile, StandIn, check_key, read_pickle
+
 _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch wrote before it wrote zip files
 # What detectron2's trainers write beside the model.
 _BESIDE_THE_MODEL = ("__author__", "matching_heuristics", "optimizer", "scheduler", "iteration", "epoch")
-# What a damaged file makes an unpickler raise; a random byte in it can lead anywhere.
-_TORN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-_TORN += (ArithmeticError, MemoryError, struct.error, pickle.UnpicklingError)
+# How much larger than their file all tensors may be: a few may share their numbers, as tied weights do.
+_SHARING = 4
+# What a damaged zip file makes Python's reader raise, beside ValueError.
+_TORN = (ValueError, OSError, EOFError, LookupError, ArithmeticError, MemoryError, RuntimeError)
+_TORN += (struct.error, zlib.error, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,22 @@ class WeightFile:
 
 def read_tensors(file: Path) -> WeightFile:
     """The tensors of a file, by name; they stand alone in it or below `model`. ValueError says what it is instead."""
+    container, loaded = read_untrusted(file)
+    model = loaded.get("model", loaded) if isinstance(loaded, dict) else None
+    if not isinstance(model, dict) or not model:
+        raise ValueError(f"{file} holds no dict of tensors, neither by name nor below 'model'")
+    beside = tuple(printable(name) for name in loaded if name != "model") if model is not loaded else ()
+    foreign = [name for name in beside if name not in _BESIDE_THE_MODEL]
+    if foreign:
+        raise ValueError(f"{file} holds {', '.join(foreign[:20])} beside 'model', which no release has")
+    return WeightFile(named_tensors(file, model), beside, container)
+
+
+def read_untrusted(file: Path) -> tuple[str, Any]:
+    """WeightFile.container and what a file of torch or a pickle holds; of its tensors named_tensors makes some.
+
+    ValueError where it is another file, is torn, or names what no weights need.
+    """
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     with open(file, "rb") as stream:
@@ -48,154 +71,328 @@ def read_tensors(file: Path) -> WeightFile:
         raise ValueError(f"{file} is a web page, no weights: download the file behind the link")
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < file.stat().st_size:
         raise ValueError(f"{file} is a safetensors file already; load it as it is")
-    if start.startswith((_ZIP, _OLD_TORCH)):
-        container, loaded = "torch file", _read_torch(file)
-    else:
-        container, loaded = "pickle of numpy arrays", _read_pickle(file)
-    model = loaded.get("model", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(model, dict) or not model:
-        raise ValueError(f"{file} holds no dict of tensors, neither by name nor below 'model'")
-    beside = tuple(str(name) for name in loaded if name != "model") if model is not loaded else ()
-    foreign = [name for name in beside if name not in _BESIDE_THE_MODEL]
-    if foreign:
-        raise ValueError(f"{file} holds {', '.join(foreign)} beside 'model', which no release has")
-    tensors = {}
-    for name, value in model.items():
-        if isinstance(value, _Array) and value.array is not None:
-            value = torch.from_numpy(value.array)
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(f"{file}: {name!r} is no tensor but a {type(value).__name__.strip('_')}")
-        tensors[name] = value.detach()
-    return WeightFile(tensors, beside, container)
-
-
-def _read_torch(file: Path) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted:
-            raise ValueError(_distrust(file, wanted[1])) from error
-        raise ValueError(f"{file} is no file of torch, or a damaged one; fetch it again") from error
+        if start.startswith(_ZIP):
+            return "torch file", _read_zip(file)
+        data = file.read_bytes()
+        if start.startswith(_OLD_TORCH):
+            return "torch file", _read_old_torch(data)
+        return "pickle of numpy arrays", read_pickle(data, names=_NAMES)[0]
+    except Hostile as error:
+        raise ValueError(
+            f"{file} wants to load {error}, which no weights need. Nothing was run; do not trust it"
+        ) from error
     except _TORN as error:
-        reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{file} is torn or no file of torch ({reason}); fetch it again") from error
+        raise ValueError(f"{file} is torn or no weight file ({printable(error)[:200]}); fetch it again") from error
 
 
-def _read_pickle(file: Path) -> Any:
+def named_tensors(file: Path, named: dict[Any, Any]) -> dict[str, Tensor]:
+    """The tensors of a dict of read_untrusted's. ValueError names what is none, or is larger than it may be."""
+    tensors, made, left = {}, {}, _SHARING * file.stat().st_size
     try:
-        with open(file, "rb") as stream:
-            return _PlainUnpickler(stream, encoding="latin1").load()
-    except _Hostile as error:
-        raise ValueError(_distrust(file, str(error))) from error
+        for name, value in named.items():
+            if not isinstance(name, str) or not isinstance(value, _Tensor | _Array):
+                what = value.name if isinstance(value, _Other) else type(value).__name__.strip("_").lower()
+                raise ValueError(f"{shown(name)} is no tensor but a {what}")
+            left -= value.check()
+            if left < 0:
+                raise ValueError("its tensors are larger than the file; they hold the same numbers again and again")
+            if id(value) not in made:
+                made[id(value)] = value.tensor()
+            tensors[name] = made[id(value)]
     except _TORN as error:
-        reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{file} is torn or no weight file ({reason}); fetch it again") from error
+        raise ValueError(f"{file}: {printable(error)[:200]}") from error
+    return tensors
 
 
-def _distrust(file: Path, what: str) -> str:
-    return f"{file} wants to load {what}, which no weights need. Nothing was run; do not trust it"
+# --- arrays of numpy --------------------------------------------------------------------------------------------------
 
 
-class _Hostile(pickle.UnpicklingError):
-    """Names what a pickle asked for."""
+class _Array(StandIn):
+    """Stands for a numpy array."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *state: Any):
+        self.state = state
+
+    def build(self, state: Any) -> None:
+        self.state = _of_length(state, 5)[1:]
+
+    def check(self) -> int:
+        """Its size in bytes; ValueError where it is no array of plain numbers."""
+        shape, dtype, _, raw = _of_length(self.state, 4)
+        if not isinstance(dtype, _Dtype) or not isinstance(raw, str | bytes | _Latin1):
+            raise ValueError("an array of objects")
+        return _count(shape) * dtype.plain().itemsize
+
+    def tensor(self) -> Tensor:
+        shape, dtype, columns_first, raw = self.state
+        text = raw.text if isinstance(raw, _Latin1) else raw
+        raw = text.encode("latin1") if isinstance(text, str) else text
+        if self.check() != len(raw):
+            raise ValueError(f"an array of {self.check()} bytes, of which {len(raw)} are there")
+        array = np.frombuffer(raw, dtype.plain()).reshape(shape, order="F" if columns_first else "C")
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))  # a copy, which torch may own
 
 
-class _Array:
-    """Stands for a numpy array in a pickle; numpy's own code never sees what the file says."""
-
-    __slots__ = ("array",)
-
-    def __init__(self):
-        self.array: np.ndarray | None = None
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, dtype, columns_first, raw = state
-        raw = raw.encode("latin1") if isinstance(raw, str) else raw
-        if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes | bytearray):
-            raise _Hostile("an array of objects")
-        order = "F" if columns_first else "C"
-        array = np.frombuffer(raw, dtype.plain()).reshape(tuple(int(side) for side in shape), order=order)
-        self.array = array.astype(array.dtype.newbyteorder("="), order="C")  # a copy, which torch may own
-
-
-class _Dtype:
+class _Dtype(StandIn):
     """Stands for a numpy dtype: a plain number."""
 
     __slots__ = ("kind", "order")
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: Any, *_: Any):
+        if not isinstance(kind, str):
+            raise Hostile(f"a numpy.dtype of {type(kind).__name__}")
         self.kind, self.order = kind, "<"
         self.plain()
 
-    def __setstate__(self, state: tuple) -> None:
+    def build(self, state: Any) -> None:
         # (version, byte order, sub-array, names, fields, ...): what has parts is no number.
-        if any(part is not None for part in state[2:5]):
-            raise _Hostile("an array of records")
+        if not isinstance(state, tuple) or len(state) < 5 or any(part is not None for part in state[2:5]):
+            raise Hostile("an array of records")
         self.order = state[1]
+        self.plain()
 
     def plain(self) -> np.dtype:
         if not re.fullmatch(r"[fiu][1248]|b1", self.kind) or self.order not in ("<", ">", "|", "="):
-            raise _Hostile(f"an array of {self.kind!r}")
+            raise Hostile(f"an array of {shown(self.kind)}")
         return np.dtype(("" if self.order == "|" else self.order) + self.kind)
 
 
-class _StandIn:
-    """Is called where a pickle calls `name`; nothing about it can be changed by the pickle."""
+class _Latin1:
+    """Bytes, as Python 3 writes them for Python 2; encoded when they are needed, for once may be asked for often."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("text",)
 
-    def __init__(self, call: Callable):
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        raise _Hostile("a function with changes")
+    def __init__(self, text: Any, encoding: Any):
+        if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+            raise Hostile(f"_codecs.encode to {shown(encoding)}")
+        self.text = text
 
 
-def _empty_array(*_: Any) -> _Array:
-    return _Array()
+# --- tensors of torch -------------------------------------------------------------------------------------------------
 
-
-def _array_of_buffer(raw: bytes, dtype: _Dtype, shape: tuple, order: str) -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, dtype, order == "F", raw))
-    return array
-
-
-def _dtype(kind: Any, *_: Any) -> _Dtype:
-    if not isinstance(kind, str):
-        raise _Hostile(f"a numpy.dtype of {type(kind).__name__}")
-    return _Dtype(kind)
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise _Hostile(f"_codecs.encode to {encoding!r}")
-    return text.encode("latin1")
-
-
-def _no_bytes() -> bytes:
-    return b""
-
-
-_STAND_INS = {
-    ("__builtin__", "bytes"): _StandIn(_no_bytes),  # how an array without numbers is pickled for Python 2
-    ("numpy", "ndarray"): _StandIn(_empty_array),
-    ("numpy", "dtype"): _StandIn(_dtype),
-    ("_codecs", "encode"): _StandIn(_latin1),
-    ("collections", "OrderedDict"): _StandIn(dict),
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _StandIn(_empty_array) for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _StandIn(_array_of_buffer) for core in ("core", "_core")},
+_STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
 }
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Dicts, lists, strings, numbers and arrays of them; whatever else a pickle names is refused, not imported."""
+class _Storage:
+    """Numbers of a file of torch, read once and when a tensor of them is asked for."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STAND_INS:
-            raise _Hostile(f"{module}.{name}")
-        return _STAND_INS[module, name]
+    __slots__ = ("count", "dtype", "flat", "key", "read")
+
+    def __init__(self, dtype: torch.dtype, count: int, key: str, read: Callable[[str], bytes]):
+        self.dtype, self.count, self.key, self.read = dtype, count, key, read
+        self.flat: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """[count]."""
+        if self.flat is None:
+            raw = self.read(self.key)
+            if len(raw) != self.count * self.dtype.itemsize:
+                raise ValueError(f"a storage of {self.count} numbers of {self.dtype} has {len(raw)} bytes")
+            self.flat = torch.frombuffer(bytearray(raw), dtype=self.dtype)
+        return self.flat
+
+
+class _Storages(dict[str, _Storage]):
+    """The storages that a pickle of torch names, by key."""
+
+    def __init__(self, read: Callable[[str], bytes]):
+        super().__init__()
+        self.read = read
+
+    def named(self, identity: Any) -> _Storage:
+        """identity: ("storage", type, key, device, count), before there were zip files also a part of it or None."""
+        if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
+            raise ValueError("a persistent id that is no storage")
+        kind, key, _, count = identity[1:5]
+        if identity[5:] not in ((), (None,)):
+            raise ValueError("a storage that is a part of another")
+        if not isinstance(kind, Global) or kind.name not in _STORAGES or not isinstance(key, str):
+            raise ValueError("a storage of an unknown type")
+        found = self.setdefault(key, _Storage(_STORAGES[kind.name], _count((count,)), key, self.read))
+        if (found.dtype, found.count) != (_STORAGES[kind.name], count):
+            raise ValueError(f"a storage {shown(key)} of two types or sizes")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor(StandIn):
+    """Stands for a tensor."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def check(self) -> int:
+        """Its size in bytes; ValueError where it lies outside its storage."""
+        count = _count(self.shape)
+        _count(self.strides)
+        if len(self.strides) != len(self.shape):
+            raise ValueError(f"a tensor of shape {self.shape} with {len(self.strides)} strides")
+        last = self.offset + sum((side - 1) * stride for side, stride in zip(self.shape, self.strides, strict=True))
+        if count and not 0 <= self.offset <= last < self.storage.count:
+            raise ValueError(f"a tensor outside its storage of {self.storage.count} numbers")
+        return count * self.storage.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        if not _count(self.shape):
+            return torch.zeros(self.shape, dtype=self.storage.dtype)
+        tensor = self.storage.tensor().as_strided(self.shape, self.strides, self.offset)
+        return tensor if tensor.numel() == self.storage.count else tensor.clone()
+
+
+class _Other(StandIn):
+    """Stands for what no weight is made of: numbers of numpy and the like, beside the weights."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def _read_zip(file: Path) -> Any:
+    """What torch writes today: data.pkl, and a stored, not compressed, member of each storage."""
+    with zipfile.ZipFile(file) as archive:
+        members = {member.filename: member for member in archive.infolist()}
+        if len(members) != len(archive.infolist()):
+            raise ValueError("two of its members have one name")
+        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1 or f"{pickles[0][:-8]}constants.pkl" in members:
+            raise ValueError("a zip file, and no state dict of torch")
+        folder = pickles[0].removesuffix("data.pkl")
+        # Members may lie on each other, or be written small: reading all of them must not take more than the file.
+        if sum(member.file_size for member in members.values()) > file.stat().st_size:
+            raise ValueError("its members are larger than the file")
+        order = folder + "byteorder"
+        if order in members and archive.read(order) != b"little":
+            raise ValueError("its numbers are of a machine whose big end comes first")
+
+        def read(key: str) -> bytes:
+            with zipfile.ZipFile(file) as again:
+                return again.read(folder + "data/" + key)
+
+        return read_pickle(archive.read(pickles[0]), names=_NAMES, persistent=_Storages(read).named)[0]
+
+
+def _read_old_torch(data: bytes) -> Any:
+    """What torch wrote before 1.6: pickles one behind the other, then of each storage its count and numbers."""
+    places: dict[str, tuple[int, int]] = {}
+
+    def read(key: str) -> bytes:
+        start, end = places[key]
+        return data[start:end]
+
+    storages = _Storages(read)
+    _, place = read_pickle(data)
+    version, place = read_pickle(data, place)
+    machine, place = read_pickle(data, place)
+    if version != 1001 or not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise ValueError("of another version than torch's 1001, or of a machine whose big end comes first")
+    value, place = read_pickle(data, place, _NAMES, storages.named)
+    keys, place = read_pickle(data, place)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(keys) != storages.keys():
+        raise ValueError("its list of storages is not of its tensors")
+    for key in keys:
+        end = place + 8 + storages[key].count * storages[key].dtype.itemsize
+        if int.from_bytes(data[place : place + 8], "little") != storages[key].count or end > len(data):
+            raise ValueError(f"its storage {printable(key)[:100]} is not whole")
+        places[key] = place + 8, end
+        place = end
+    return value
+
+
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Tensor:
+    if not isinstance(storage, _Storage) or type(offset) is not int:
+        raise ValueError("a tensor without a storage")
+    return _Tensor(storage, offset, _of_length(shape), _of_length(strides))
+
+
+def _of_length(value: Any, length: int | None = None) -> tuple:
+    if not isinstance(value, tuple) or (len(value) != length if length else len(value) > 32):
+        raise ValueError(f"{shown(value)} is no tuple of {length or 'a few'}")
+    return value
+
+
+def _count(shape: Any) -> int:
+    """How many numbers stand in a shape."""
+    count = 1
+    for side in _of_length(shape):
+        if type(side) is not int or not 0 <= side < 2**48:
+            raise ValueError(f"{shown(side)} is no side of a tensor")
+        count *= side
+    if count >= 2**48:
+        raise ValueError(f"a tensor of {count} numbers")
+    return count
+
+
+# --- what a file may name ---------------------------------------------------------------------------------------------
+
+
+def _ordered_dict(pairs: Any = None) -> dict:
+    if pairs is None:
+        return {}
+    if type(pairs) is not list:
+        raise ValueError("an OrderedDict of no pairs")
+    found = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError("an OrderedDict of no pairs")
+        check_key(pair[0])
+        found[pair[0]] = pair[1]
+    pairs.clear()  # a list that is named again and again would give a whole dict each time
+    return found
+
+
+def _parameter(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
+def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    return _Array(shape, dtype, order == "F", raw)
+
+
+def _array(*_: Any) -> _Array:
+    return _Array()
+
+
+def _no_bytes(*_: Any) -> bytes:
+    return b""
+
+
+def _other(name: str) -> Callable[..., _Other]:
+    return lambda *_: _Other(name)
+
+
+_CORES = ("numpy.core", "numpy._core")  # before its version 2, and since
+_NAMES: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("_codecs", "encode"): _Latin1,
+    ("__builtin__", "bytes"): _no_bytes,  # how an array without numbers is pickled for Python 2
+    ("numpy", "ndarray"): _array,
+    ("numpy", "dtype"): _Dtype,
+    **{(f"{core}.multiarray", "_reconstruct"): _array for core in _CORES},
+    **{(f"{core}.numeric", "_frombuffer"): _array_of_buffer for core in _CORES},
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+}
+# What trainers write beside the weights: their counts, best numbers and settings.
+_BESIDE = [(f"{core}.multiarray", "scalar") for core in _CORES]
+_BESIDE += [("collections", "Counter"), ("__builtin__", "set"), ("builtins", "set")]
+_BESIDE += [("torch", "Size"), ("torch", "device"), *(("torch", str(dtype)[6:]) for dtype in _STORAGES.values())]
+_BESIDE += [tuple(name.split(".")) for name in _STORAGES]  # a type of storages is named and never called
+_NAMES |= {(module, name): _other(f"{module}.{name}") for module, name in _BESIDE}

@@ -304,7 +304,7 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path):
     file = tmp_path / "other.model"
     for content in ({"state_dict": {}}, {"epoch": 3}, [torch.zeros(1)], {0: torch.zeros(1)}, torch.zeros(2)):
         torch.save(content, file)
-        with pytest.raises(ValueError, match="holds no state dict"):
+        with pytest.raises(ValueError, match=r"other\.model(: .* is no tensor but| holds no state dict)"):
             read_file(file)
 
 

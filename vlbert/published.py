@@ -10,21 +10,19 @@ bits again.
 
 import argparse
 import json
-import pickle
 import re
-import struct
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from detectors.fields import differing_fields, from_json, to_json
 from detectors.resnet import ResNetConfig
+from detectors.untrusted import named_tensors, read_untrusted
 from storage.safe_json import parse_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
 from vlbert.config import ModelConfig, RegionConfig, architecture
@@ -393,49 +391,16 @@ def restore(tensors: dict[str, Tensor], report: list[dict], where: str) -> dict[
 
 def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}")
-    with open(file, "rb") as stream:
-        start = stream.read(512).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if not start:
-        raise ValueError(f"{file} is empty: fetch it again")
-    if start[:1] == b"<":
-        raise ValueError(f"{file} is a web page, not a checkpoint: download the file behind the link")
-    try:
-        with torch.serialization.safe_globals(_scalars()):
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted:
-            raise ValueError(
-                f"{file} wants to load {wanted.group(1)}, which no checkpoint needs. Nothing was run; do not trust it"
-            ) from error
-        raise ValueError(f"{file} is no checkpoint of torch, or a damaged one; fetch it again") from error
-    except _TORN as error:
-        reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{file} is torn or no checkpoint of torch ({reason}); fetch it again") from error
+    _, loaded = read_untrusted(file)
     tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-    named = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
-    if not tensors or not named:
+    if not isinstance(tensors, dict) or not tensors:
         raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")
+    tensors = named_tensors(file, tensors)
     prefixed = [key for key in tensors if key.startswith("module.")]
     if prefixed and len(prefixed) < len(tensors):
         bare = next(key for key in tensors if not key.startswith("module."))
         raise ValueError(f"{file} holds keys with and without module., such as {prefixed[0]} and {bare}: it is mixed")
     return tensors
-
-
-# What a damaged file makes torch.load raise; a random byte in its pickle can lead anywhere.
-_TORN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-_TORN += (ArithmeticError, struct.error)
-
-
-def _scalars() -> list[Any]:
-    """Numpy's numbers, which their record of the best epoch holds, under their old module's name and today's."""
-    scalar = np.float64(0).__reduce__()[0]
-    names = [f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")]
-    kinds = {type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8")}
-    return [np.dtype, *kinds, *((scalar, name) for name in names)]
 
 
 def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, heads: int | None = None) -> list[dict]:

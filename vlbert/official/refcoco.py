@@ -1,10 +1,8 @@
 """RefCOCO+'s official files, read as the data set ships them, and what a box is worth. A ValueError names the file, the
 place in it and the way out."""
 
-import io
 import json
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from storage.safe_json import shown
+from storage.safe_pickle import Hostile, read_pickle
 from vlbert.official import check_ids, read_json
 
 FILES = ("refs(unc).p", "instances.json")
@@ -226,22 +226,15 @@ def read_detections(file: Path, instances: Path) -> Detections:
 def read_plain_pickle(file: Path) -> Any:
     """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
 
-    class Refused(ValueError):
-        pass
-
-    class Plain(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            raise Refused(
-                f"{file} wants to load {module}.{name}; a refs file holds plain values only: if it is your own, write "
-                "it without arrays or bytes, else do not trust it"
-            )
-
     try:
-        return Plain(io.BytesIO(file.read_bytes()), encoding="utf-8").load()
-    except Refused:
-        raise
-    except Exception as error:  # what a torn pickle raises depends on where it is torn
-        raise ValueError(f"{file} is no pickle, or is torn: {error!r}; {_NO_REFS}") from error
+        return read_pickle(file.read_bytes(), encoding="utf-8")[0]
+    except Hostile as error:
+        raise ValueError(
+            f"{file} wants to load {error}; a refs file holds plain values only: if it is your own, write it without "
+            "arrays or bytes, else do not trust it"
+        ) from error
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{file} is no pickle, or is torn: {error}; {_NO_REFS}") from error
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
@@ -300,7 +293,7 @@ def _read_refs(file: Path) -> list[dict]:
 def _field(entry: Any, name: str, kind: type) -> Any:
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, kind):
-        raise ValueError(f"its {name} is {value!r}, and not of type {kind.__name__}")
+        raise ValueError(f"its {name} is {shown(value)}, and not of type {kind.__name__}")
     return value
 
 
