@@ -472,3 +472,6 @@ def test_a_converted_model_has_the_architecture_of_the_recipes_that_start_from_i
     what = understand({plain_name(name): shape for name, shape in full_shapes(kind, size).items()})
     for name in recipes:
         assert not differing_fields(architecture(RECIPES[name]().model), architecture(what.model)), name
+    regions = what.model.regions
+    found = regions.padding, regions.short_side, regions.long_side
+    assert found == (("fixed", 600, 1200) if kind.startswith("vcr") else ("batch", 600, 1000))

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from detectors.resnet import ResNetConfig
@@ -17,9 +18,9 @@ SIZES = [(96, 64), (64, 112), (90, 60), (48, 96), (96, 64)]  # width, height
 HIDES = pytest.mark.parametrize("hide", ["pixels", "features"])
 
 
-def network(hide: str = "pixels") -> FastRCNN:
+def network(hide: str = "pixels", **changes: object) -> FastRCNN:
     torch.manual_seed(0)
-    made = FastRCNN(dataclasses.replace(CONFIG, hide=hide))
+    made = FastRCNN(dataclasses.replace(CONFIG, hide=hide, **changes))
     for name, tensor in made.named_buffers():
         if name.endswith("running_mean"):
             tensor.normal_(generator=torch.Generator().manual_seed(1))
@@ -80,6 +81,49 @@ def test_a_region_looks_the_same_in_a_group_and_alone(hide):
         assert (found - expected).norm() <= tolerance * expected.norm(), row
         others = [other for n, other in enumerate(alone) if n // 2 != row // 2 and len(other) == len(found)]
         assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
+
+
+@HIDES
+def test_one_tensor_of_a_batch_has_its_largest_height_and_width(hide):
+    """A region looks as it does where its picture stands alone in so many zeros: nothing else of the batch shows."""
+    given, groups, one = examples(), network(hide).eval(), network(hide, padding="batch").eval()
+    batch = collate(given)
+    (pixels,) = one.network_input(batch)
+    assert pixels.shape == (5, 3, 112, 96)
+    with torch.no_grad():
+        together = of_each_row(one(batch), batch)
+        in_groups = of_each_row(groups(batch), batch)
+        for row, example in enumerate(e for e in given[1:] for _ in e.texts):
+            expected = collate([example])
+            (own,) = groups.network_input(expected)
+            own = F.pad(own, (0, 96 - own.shape[3], 0, 112 - own.shape[2]))
+            torch.testing.assert_close(together[row], groups.appearance([own], expected), rtol=1e-4, atol=1e-5)
+    apart = [float((a - b).norm() / b.norm()) for a, b in zip(together, in_groups, strict=True)]
+    assert max(apart) > 0.01, "another padding, another look near the border"
+
+
+@HIDES
+def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(hide):
+    sight = network(hide, padding="fixed", short_side=96, long_side=128).eval()
+    batch = collate(examples())
+    shapes = [tuple(group.shape[2:]) for group in sight.network_input(batch)]
+    assert set(shapes) == {(96, 128), (128, 96)}, "wide and upright pictures"
+    with torch.no_grad():
+        together = of_each_row(sight(batch), batch)
+        for row, example in enumerate(e for e in examples()[1:] for _ in e.texts):
+            alone = collate([example])
+            (own,) = network(hide).eval().network_input(alone)
+            height, width = (128, 96) if example.picture.size[1] > example.picture.size[0] else (96, 128)
+            own = F.pad(own, (0, width - own.shape[3], 0, height - own.shape[2]))
+            (found,) = sight.network_input(alone)
+            assert torch.equal(found, own)
+            torch.testing.assert_close(together[row], sight.appearance([own], alone), rtol=1e-4, atol=1e-5)
+
+
+def test_a_picture_that_is_larger_than_its_fixed_padding_is_refused():
+    sight = network(padding="fixed", short_side=64, long_side=96)
+    with pytest.raises(ValueError, match=r"sample text is 64 x 112 pixels, more than .*padding=fixed takes, 64 x 96"):
+        sight(collate(examples()))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -16,7 +16,11 @@ def test_ranks_count_what_stands_before_the_best_caption_and_the_right_image():
     assert found.captions_of_image.tolist() == [1, 2], "the best of its captions counts"
 
 
-def test_of_equal_scores_the_last_stands_first():
+def test_of_equal_scores_the_last_stands_first_as_a_stable_order_turned_round_has_it():
+    scores = np.random.default_rng(0).integers(0, 4, (20, 20)).astype(float)
+    turned = np.argsort(scores, axis=1, kind="stable")[:, ::-1]
+    places = [int(np.flatnonzero(row == i)[0]) for i, row in enumerate(turned)]
+    assert ranks(scores, range(20)).captions_of_image.tolist() == places
     assert ranks(np.ones((3, 3)), [0, 1, 2]).captions_of_image.tolist() == [2, 1, 0]
     assert ranks(np.ones((3, 3)), [0, 1, 2]).image_of_caption.tolist() == [2, 1, 0]
 

@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import SIZE, TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
 from detectors.distributed import World
@@ -139,15 +141,62 @@ def tagged(number_of_pieces: int, region: int) -> tuple[np.ndarray, np.ndarray]:
 )
 def test_what_is_too_long_loses_its_end(question, answer, choice, left):
     parts = [tagged(question, 1)] + ([tagged(answer, 2)] if answer else [])
-    before, last = cut(parts, tagged(choice, 3), 10)
+    ((before, last),) = cut(parts, [tagged(choice, 3)], 10, shared=True)
     assert (len(before[0]), len(last[0])) == (sum(left[:-1]), left[-1])
     of_parts = [(pieces[:size], regions[:size]) for (pieces, regions), size in zip(parts, left, strict=False)]
     for found, wanted in zip(before, zip(*of_parts, strict=True), strict=True):
         np.testing.assert_array_equal(found, np.concatenate(wanted))
     for found, whole in zip(last, tagged(choice, 3), strict=True):
         np.testing.assert_array_equal(found, whole[: left[-1]])
-    before, last = cut([tagged(6, 1)], tagged(6, 3), 9)
+    ((before, last),) = cut([tagged(6, 1)], [tagged(6, 3)], 9, shared=False)
     assert (len(before[0]), len(last[0])) == (4, 5), "of two as long the question is cut"
+
+
+def lengths(rows: list) -> list[tuple[int, int]]:
+    return [(len(before[0]), len(choice[0])) for before, choice in rows]
+
+
+def test_one_long_choice_shortens_the_question_of_all_rows_or_its_own_alone():
+    question, choices = [tagged(6, 1)], [tagged(2, 2), tagged(9, 3), tagged(4, 4), tagged(1, 5)]
+    assert lengths(cut(question, choices, 10, shared=False)) == [(6, 2), (5, 5), (6, 4), (6, 1)]
+    assert lengths(cut(question, choices, 10, shared=True)) == [(5, 2), (5, 5), (5, 4), (5, 1)]
+
+
+@given(
+    question=st.integers(1, 20),
+    answer=st.integers(0, 20),
+    choices=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    most=st.integers(4, 40),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_shared_question_is_what_four_loops_over_one_list_leave_of_it(question, answer, choices, most):
+    """The description, word for word: lists that lose their last piece, and rows that are made at last."""
+    parts = [list(range(question)), *([list(range(100, 100 + answer))] if answer else [])]
+    texts = [list(range(200, 200 + count)) for count in choices]
+    asked, offered = ([(np.array(text), np.zeros(len(text))) for text in some] for some in (parts, texts))
+    found = cut(asked, offered, most, shared=True)
+    for text in texts:
+        while sum(map(len, parts)) + len(text) > most:
+            if len(text) > sum(map(len, parts)):
+                text.pop()
+            elif len(parts[0]) > 1 or len(parts) == 1:
+                parts[0].pop()
+            else:
+                parts[1].pop()
+    rows = [([*before[0].tolist()], choice[0].tolist()) for before, choice in found]
+    assert rows == [(sum(parts, []), text) for text in texts]
+    each = cut(asked, offered, most, shared=False)
+    alone = [cut(asked, [choice], most, shared=True)[0] for choice in offered]
+    assert lengths(each) == lengths(alone), "each as if it were the only one"
+
+
+def test_a_recipe_says_whose_question_a_long_choice_shortens(task, samples):
+    rows = {
+        rule: [one.segments.tolist() for one in asked(changed(task, truncation=rule, max_pieces=9), samples).texts]
+        for rule in ("shared", "each")
+    }
+    before = {rule: [segments.count(0) - 2 for segments in found] for rule, found in rows.items()}
+    assert before == {"shared": [5, 5, 5, 5], "each": [8, 5, 7, 8]}, "of nine pieces"
 
 
 @pytest.mark.parametrize("scale", [1, 2.5])
@@ -173,11 +222,13 @@ def test_instance_masks_follow_their_objects_through_a_mirror(task, samples):
     assert asked(changed(task, instance_masks=False), samples).picture.cells is None
 
 
-def test_mirroring_swaps_the_sides_in_the_question_and_every_choice(task, samples, tmp_path):
+@pytest.mark.parametrize("swapped", [True, False])
+def test_the_texts_of_a_mirrored_picture_have_their_sides_swapped_or_not(task, samples, tmp_path, swapped):
     file = tmp_path / "vcr" / "val.jsonl"
     file.write_text(file.read_text().replace('"holding"', '"Left"').replace('["no"]', '["right"]'))
     words = [line for line in WORDS.text().splitlines()]
-    task = VCR(dataclasses.replace(task.settings, question="rationale"), Vocabulary([*words, "left", "right"]), 8)
+    settings = dataclasses.replace(task.settings, question="rationale", swap_left_right=swapped)
+    task = VCR(settings, Vocabulary([*words, "left", "right"]), 8)
     (ask,) = task.questions(urls(samples), "val").asks
     texts = {}
     for flip in (False, True):
@@ -187,7 +238,7 @@ def test_mirroring_swaps_the_sides_in_the_question_and_every_choice(task, sample
         assert "Left" in example.about["asked"], "what is written of it stays as it is asked"
     assert "left" in texts[False][1]
     assert texts[False][1].endswith("right [SEP]")
-    swap = {"left": "right", "right": "left"}
+    swap = {"left": "right", "right": "left"} if swapped else {}
     assert texts[True] == [" ".join(swap.get(word, word) for word in text.split()) for text in texts[False]]
 
 
@@ -197,6 +248,8 @@ def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box():
     mask = instance_mask([left, right], box, 14)
     assert mask[0].tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     assert instance_mask([], box, 14).all()
+    whole = np.array([[0, 0], [14, 0], [14, 14], [0, 14]], float)
+    assert instance_mask([whole], box, 14).sum() == 13 * 13, "as scikit-image 0.16; 0.26 has 14 * 14"
 
 
 def test_people_get_names_in_turn_that_depend_on_the_sample_alone(task, samples):
@@ -533,8 +586,8 @@ def test_what_is_submitted_is_scored_as_the_metrics_say(task, samples, tmp_path)
 def test_nothing_is_learnt_where_nobody_says_what_is_right(task, samples, tmp_path):
     without_labels(tmp_path / "vcr", "test", of="val")
     torch.manual_seed(0)
-    for settings in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"hidden_regions": 0.5}):
-        one = changed(task, **settings)
+    for change in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"hidden_regions": 0.5}):
+        one = changed(task, **change)
         model = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=0.0), len(WORDS)), one)
         learnt, unlabelled = asked(one, samples, 0), examples_of(one, samples, "test")[0]
         expected, found = model(collate([learnt])), model(collate([unlabelled, learnt]))
@@ -579,11 +632,12 @@ def test_an_empty_question_is_asked_and_gives_a_finite_answer(task, samples, tmp
 def test_a_question_of_six_hundred_words_is_cut_to_what_fits(task, samples, tmp_path):
     file = tmp_path / "vcr" / "val.jsonl"
     file.write_text(file.read_text().replace('"Why"', ", ".join(['"why"'] * 600)))
-    for settings in ({}, {"question": "rationale"}):
-        (example,) = examples_of(changed(task, **settings), samples, "val")
-        assert {len(words.tokens) for words in example.texts} == {43}, "40 pieces, [CLS] and two [SEP]"
+    for change in ({}, {"question": "rationale"}):
+        (example,) = examples_of(changed(task, **change), samples, "val")
+        assert max(len(words.tokens) for words in example.texts) == 43, "40 pieces, [CLS] and two [SEP]"
+        assert len({int((words.segments == 0).sum()) for words in example.texts}) == 1, "all have what is left of it"
         assert [text.split("[SEP]")[1].strip() for text in texts(example)] == (
-            ["because dog is nearby", "no", "no no", "because"] if settings else ANSWERS
+            ["because dog is nearby", "no", "no no", "because"] if change else ANSWERS
         )
         model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
         assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()

@@ -27,6 +27,11 @@ class RegionConfig:
     # which one learned vector replaces: then regions that overlap them still show what is asked for.
     hide: Literal["pixels", "features"] = "pixels"
     hidden_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
+    # How pictures of several sizes are padded with zeros: `groups` of similar shape, at most two a batch, each to its
+    # largest height and width; the whole `batch` to its largest, as the authors' code does; or `fixed`, each to
+    # short_side x long_side (upright: long_side x short_side) whatever the batch, as it does in VCR. Features near a
+    # picture's right and lower border depend on it.
+    padding: Literal["groups", "batch", "fixed"] = "groups"
 
     def __post_init__(self):
         check_choices(self)
@@ -229,6 +234,7 @@ class Recipe:
 _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
+_FREE |= {"regions.padding"}
 _FREE |= {"regions.weights", "regions.untrained"}
 
 

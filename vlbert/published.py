@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,8 @@ def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> 
     """What these tensors, by plain name, are; ValueError where they are no VL-BERT.
 
     What no shape tells is as published: 64 channels an attention head (unless `heads` says how many those are), the
-    stride in 1x1 convolutions, a dilated res5, VCR's sigmoid and its question, answer or rationale.
+    stride in 1x1 convolutions, a dilated res5, how pictures are padded, VCR's sigmoid, its pictures of 600/1200 pixels
+    and its question, answer or rationale.
     """
     vocab_size, hidden = _matrix(shapes, "vlbert.word_embeddings.weight")
     looks, inputs = _matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
@@ -203,7 +204,11 @@ def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> 
         features="end_to_end" if from_pixels else "precomputed",
         resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
         hide="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
+        padding="batch",
     )
+    task = _task(shapes)
+    if isinstance(task, VCRSettings):
+        regions = replace(regions, long_side=1200, padding="fixed")
     model = ModelConfig(
         layers="J" * _count(shapes, r"vlbert\.encoder\.layer\.(\d+)\."),
         hidden=hidden,
@@ -215,7 +220,7 @@ def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> 
         region_classes=None if tokens == 1 else tokens,
         regions=regions,
     )
-    return Published(_task(shapes), model, vocab_size)
+    return Published(task, model, vocab_size)
 
 
 def _matrix(shapes: dict[str, tuple[int, ...]], name: str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Fast R-CNN: from pixels and boxes to one feature vector a region, trained end to end (paper 3.2 and 3.3)."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -49,23 +50,48 @@ class FastRCNN(nn.Module):
         return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> list[Tensor]:
-        """Pixels as the network takes them, one tensor a group of pictures, with live norms one of all: float
-        [p, 3, H, W], BGR, mean off, hidden regions and padding blank. ValueError where the batch has no pixels."""
+        """Pixels as the network takes them: float [p, 3, H, W], BGR, mean off, hidden regions and padding blank.
+
+        One tensor a group of pictures, as RegionConfig.padding says; with live norms one of all. ValueError where the
+        batch has no pixels, and where a picture is larger than a fixed padding.
+        """
         shown, pictures = sum(len(group) for group in batch.pixels), len(batch.picture_sizes)
         if shown != pictures:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
                 "model sees pixels; read it with model.regions.features=end_to_end"
             )
-        numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
-        own = numbers.split([len(group) for group in batch.pixels])
-        groups = [self._normalised(*group, batch) for group in zip(batch.pixels, own, strict=True)]
-        if self.config.resnet.norm != "batch":
-            return groups
+        padding, groups = self.config.padding, batch.pixels
+        if padding == "fixed":
+            groups = self._fixed(batch)
         # Live norms take statistics of all pictures of a batch: one tensor, with more padding.
-        height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
-        alike = [F.pad(group, (0, width - group.shape[3], 0, height - group.shape[2])) for group in groups]
-        return [torch.cat(alike).contiguous(memory_format=torch.channels_last)]
+        if padding == "batch" or self.config.resnet.norm == "batch":
+            height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
+            groups = [torch.cat([_padded(group, height, width) for group in groups])]
+        numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
+        own = numbers.split([len(group) for group in groups])
+        return [self._normalised(*group, batch) for group in zip(groups, own, strict=True)]
+
+    def _fixed(self, batch: Batch) -> list[Tensor]:
+        """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; picture order stays."""
+        short, long = self.config.short_side, self.config.long_side
+        sizes, groups, first = batch.picture_sizes.tolist(), [], 0
+        for group in batch.pixels:
+            own, first = sizes[first : first + len(group)], first + len(group)
+            begin = 0
+            for upright, run in itertools.groupby(height > width for width, height in own):
+                end = begin + len(list(run))
+                height, width = (long, short) if upright else (short, long)
+                large = [size for size in own[begin:end] if size[0] > width or size[1] > height]
+                if large:
+                    raise ValueError(
+                        f"a picture of the batch with sample {batch.keys[0]} is {large[0][0]} x {large[0][1]} pixels, "
+                        f"more than model.regions.padding=fixed takes, {width} x {height}; resize it to short_side "
+                        "and long_side"
+                    )
+                groups.append(_padded(group[begin:end, :, :height, :width], height, width))
+                begin = end
+        return groups
 
     def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
         """One group of pictures, given with their numbers [p]."""
@@ -79,9 +105,14 @@ class FastRCNN(nn.Module):
             blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
-        # where a picture ends in a batch of larger ones, as in the authors' code; batches of one size avoid that.
+        # where a picture ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.
         sizes = batch.picture_sizes[numbers]  # (p, 2)
         inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
         inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
         pixels = pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])
         return pixels.contiguous(memory_format=torch.channels_last)
+
+
+def _padded(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Pictures [p, 3, h, w] with zeros on their right and below: [p, 3, height, width]."""
+    return F.pad(pixels, (0, width - pixels.shape[3], 0, height - pixels.shape[2]))

@@ -1,5 +1,6 @@
-"""Image-text retrieval: Recall@K as VSE++ counts it, and the split files of Karpathy. A ValueError names the file.
+"""Image-text retrieval: Recall@K as VSE++ counts it, up to ties, and the split files of Karpathy.
 
+A ValueError names the file.
 Ranks are from 0: how many others stand before the one that is looked for.
 """
 
@@ -39,7 +40,11 @@ def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
 
 
 def _rank(scores: np.ndarray, place: int) -> int:
-    """How many stand before this one; of equal ones the last stands first, as VSE++ sorts."""
+    """How many stand before this one; of equal ones the last stands first.
+
+    VSE++ turns numpy's ascending order round, which gives this where the sort is stable; numpy promises no order among
+    equal ones, so that ranks of ties may differ from VSE++'s.
+    """
     return int((scores > scores[place]).sum() + (scores[place + 1 :] == scores[place]).sum())
 
 

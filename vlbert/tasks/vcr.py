@@ -50,6 +50,9 @@ class VCRSettings:
     every_answer: bool = False  # held out, rationales are asked for behind each answer, as the leaderboard does, and
     #                             not behind the right one alone; where nobody says which is right, they always are
     max_pieces: int = 64  # of question and choice; beyond it the longer of the two loses its end
+    truncation: Literal["shared", "each"] = "shared"  # what a long choice cuts off the question is cut off in the rows
+    #                                            of all four choices, or in its own
+    swap_left_right: bool = False  # in the texts of a mirrored picture
     mentions_look_at: Literal["object", "image"] = "object"  # look of a word that names an object: its, or all words'
     names: Literal["neutral", "class"] = "neutral"  # how a person is called who is mentioned: by a name, or `person`
     instance_masks: bool = True  # only the cells of a region that its object covers count in its feature ...
@@ -125,17 +128,16 @@ class VCR:
         behind = [self.tagged(choice, names, view.flipped) for choice in choices]
         if ask.own:
             check_fits(before, behind, most)
-        texts = [
-            self.words(*cut(before, choice, most), right=number == ask.label) for number, choice in enumerate(behind)
-        ]
+        rows = cut(before, behind, most, shared=self.settings.truncation == "shared")
+        texts = [self.words(*row, right=number == ask.label) for number, row in enumerate(rows)]
         boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
         picture = self._picture(scene, boxes, view, None if ask.held_out else rng)
         about = ask.about(scene, asked, choices, boxes)
         return Example(sample.key, texts[0], picture, about, more=tuple(texts[1:]))
 
     def tagged(self, text: Text, names: Sequence[str], flipped: bool = False) -> Tagged:
-        """Its pieces and what they look at; of a mirrored picture with left for right."""
-        if flipped:
+        """Its pieces and what they look at; of a mirrored picture with left for right, where the settings say so."""
+        if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         pieces, regions = tag(text, names, self.vocabulary)
         return pieces, regions * (self.settings.mentions_look_at == "object")

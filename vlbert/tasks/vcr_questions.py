@@ -177,16 +177,34 @@ def joined(parts: Sequence[Tagged]) -> Tagged:
     return np.concatenate(pieces), np.concatenate(regions)
 
 
-def cut(asked: Sequence[Tagged], choice: Tagged, most: int) -> tuple[Tagged, Tagged]:
-    """The question (for a rationale, with its answer) and the choice, as far as they fit into `most` pieces: the choice
-    is cut while it is longer than all before it, else the question, which keeps one piece, and then the answer."""
-    texts = [*asked, choice]
-    sizes = [len(pieces) for pieces, _ in texts]
-    while sum(sizes) > most:
-        longest = -1 if sizes[-1] > sum(sizes[:-1]) else 0 if sizes[0] > 1 or len(asked) == 1 else 1
-        sizes[longest] -= 1
-    *parts, choice = ((pieces[:size], regions[:size]) for (pieces, regions), size in zip(texts, sizes, strict=True))
-    return joined(parts), choice
+def cut(asked: Sequence[Tagged], choices: Sequence[Tagged], most: int, shared: bool) -> list[tuple[Tagged, Tagged]]:
+    """Each choice, and before it the question (for a rationale, with its answer), as far as they fit into `most`
+    pieces: the choice is cut while it is longer than all before it, else the question, which keeps one piece, and then
+    the answer.
+
+    shared: as in the authors' code, the choices have one question. They are gone through in their order, what one takes
+    of the question is taken for those behind it too, and rows are made at last: one long choice shortens all rows.
+    Else each choice cuts a question of its own.
+    """
+    question = [len(pieces) for pieces, _ in asked]
+    rows = []
+    for pieces, _ in choices:
+        sizes, size = question if shared else [*question], len(pieces)
+        while sum(sizes) + size > most:
+            if size > sum(sizes):
+                size -= 1
+            else:
+                sizes[0 if sizes[0] > 1 or len(sizes) == 1 else 1] -= 1
+        rows.append((sizes, size))
+    return [
+        (joined([_first(*pair) for pair in zip(asked, sizes, strict=True)]), _first(choice, size))
+        for choice, (sizes, size) in zip(choices, rows, strict=True)
+    ]
+
+
+def _first(text: Tagged, size: int) -> Tagged:
+    pieces, regions = text
+    return pieces[:size], regions[:size]
 
 
 def check_fits(asked: Sequence[Tagged], choices: Sequence[Tagged], most: int) -> None:
