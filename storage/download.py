@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +42,7 @@ STATUSES: dict[str, str] = {
     "connect": "no connection, or the connection was lost before an answer came",
     "tls": "the TLS handshake failed, or the certificate does not hold for this host",
     "timeout": "the deadline passed, or the server was silent or too slow for too long",
-    "host_timeout": "not asked, because earlier URLs of its host timed out or found no connection, none answered since",
+    "host_timeout": "asked in brief, because its host answered nothing: before, then, and until the shard was done",
     "refused_by_robots": "the server's `X-Robots-Tag` forbids training with it: `noai` or `noimageai`",
     "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
     "too_many_redirects": "more redirects than `max_redirects`",
@@ -125,6 +124,7 @@ class Download:
 
 Progress = Callable[[int, int, dict[str, int]], None]
 Outcome = Picture | SpooledPicture | Refused
+_Later = dict[str, tuple[Transient, float]]  # by URL what became of it, and when it may be asked again
 
 
 def download(
@@ -171,7 +171,8 @@ class Downloader:
     ) -> list[Download]:
         """As the function `download`; with a spool, the pictures lie there and not in memory."""
         gather = _Gather(rows, on_progress)
-        later: dict[str, tuple[Transient, float]] = {}  # and when, by time.monotonic, it may be asked again
+        hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
+        later: dict[str, _Later] = {}  # by host
 
         async def first(url: str) -> None:
             outcome = await self._outcome(url, spool)
@@ -179,27 +180,47 @@ class Downloader:
             if pause is None:
                 gather.settle(url, outcome)
             else:
-                later[url] = outcome, time.monotonic() + pause
+                later.setdefault(outcome.host, {})[url] = outcome, loop.time() + pause
 
-        async def again(url: str) -> None:
-            before, at = later[url]
-            await asyncio.sleep(at - time.monotonic())
-            outcome = await self._outcome(url, spool, before)
-            never_asked = isinstance(outcome, Refused) and outcome.status == "host_timeout"
-            gather.settle(url, before if never_asked else outcome)
+        async def again(url: str, left: _Later, patient: bool = False) -> None:
+            before, at = left.pop(url)
+            await asyncio.sleep(at - loop.time())
+            outcome = await self._outcome(url, spool, before, patient)
+            if isinstance(outcome, Transient) and outcome.brief:  # the host fell silent meanwhile
+                left[url] = outcome, loop.time()
+            else:
+                gather.settle(url, outcome)
+
+        async def second(host: str, left: _Later) -> None:
+            while left:
+                if hosts.silent(host):
+                    async with hosts.trial(host):
+                        # Of all shards that end at a time, one asks.
+                        if hosts.silent(host) and hosts.tried(host) <= max(before.ended for before, _ in left.values()):
+                            await again(max(left, key=lambda url: left[url][0].brief), left, patient=True)
+                    if hosts.silent(host):
+                        return
+                await all_of(again(url, left) for url in list(left))
 
         await all_of(first(url) for url in gather.places)
-        for before, _ in later.values():
-            self._fetcher.hosts.offer_again(before.host)
-        await all_of(again(url) for url in later)
+        while later:
+            await all_of(second(host, left) for host, left in later.items())
+            later = {host: left for host, left in later.items() if left}
+            if all(map(hosts.silent, later)):  # if not, one has answered while the others were asked
+                break
+        for left in later.values():
+            for url, (before, _) in left.items():
+                gather.settle(url, before)
         return gather.downloads()
 
-    async def _outcome(self, url: str, spool: Spool | None, before: Transient | None = None) -> Outcome:
+    async def _outcome(
+        self, url: str, spool: Spool | None, before: Transient | None = None, patient: bool = False
+    ) -> Outcome:
         try:
             # Until the picture is stored: where decoding is slower than the network, bodies must not pile up.
             async with self._fetcher.hosts.turn(self._fetcher.host(url)):
                 with self._fetcher.budget.lease() as lease:
-                    data = await self._fetcher.fetch(url, lease, before)
+                    data = await self._fetcher.fetch(url, lease, before, patient=patient)
                     work = asyncio.get_running_loop().run_in_executor(self._threads, self._picture, data, spool)
                     del data  # the thread drops it as early as it can
                     return await work

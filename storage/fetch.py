@@ -2,13 +2,15 @@
 
 import asyncio
 import email.utils
+import itertools
 import random
 import re
 import socket
 import ssl
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin
@@ -30,6 +32,8 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
 # A longer pause would keep a turn from other URLs: what asks for more is asked again in the second pass.
 _LONGEST_PAUSE = 2.0
+# What part of its deadline a URL gets while its host is silent: 1 s of 20.
+_BRIEF = 1 / 20
 _UNPACKED_AT_ONCE = 256 * 1024  # bytes
 # Directives of X-Robots-Tag that have a value, by which `name: value` is told from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
@@ -60,11 +64,11 @@ class DownloadSettings(ImageSettings):
     second_pass: float = 30.0
     """The longest pause, in seconds, that a URL asks for and still gets its one later attempt; 0: none gets one."""
     breaker: int = 2
-    """Timeouts or lost connections in a row after which a host is given up; four times as many once it has answered."""
+    """Timeouts or lost connections in a row after which a host may be silent: its URLs are then asked in brief."""
     concurrency: int = 64
     """URLs in flight at once, over all shards in progress."""
-    per_host: int = 8
-    """URLs of one host in flight at once, over all shards in progress; the hosts take turns."""
+    per_host: int = 64
+    """The most URLs of one host in flight at once: it begins with 8, and has more as long as it answers as fast."""
     max_bytes_in_flight: int = 128 * 2**20
     """Bytes of bodies held at once, over all URLs in flight: past it, all but the oldest body wait for room."""
     decode_threads: int = 2
@@ -153,49 +157,73 @@ class Fetcher:
         """The host of a URL, with its port; Refused as AddressGuard.check_url."""
         return _host_of(self.guard.check_url(url))
 
-    async def fetch(self, url: str, lease: Lease, before: Transient | None = None) -> bytes:
+    async def fetch(self, url: str, lease: Lease, before: Transient | None = None, *, patient: bool = False) -> bytes:
         """The body, within the deadline; Refused says why there is none, and Transient that a later attempt may do.
 
         The caller holds a turn of the URL's host, and `lease` until it needs the bytes no more. `before` is what became
-        of the URL in the first pass: now it has one attempt, and what is left of its deadline, but half of it at most.
+        of the URL in the first pass: now it has one attempt, and what is left of its deadline, but half of it at most;
+        all of it where it was asked in brief. `patient`: not in brief, though the host is silent.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
         deadline = self.settings.deadline
-        if before is not None:
+        second = before is not None and not before.brief
+        if second:
             deadline = min(deadline - before.spent, deadline / 2)
-        visit = _Visit("", lease)
+        visit = _Visit("", lease, patient)
         refused: Transient | None = None
         attempts = before.attempts if before else 0
         try:
             async with asyncio.timeout_at(begin + deadline) as visit.clock:
-                while True:
+                for attempt in itertools.count(1):
                     attempts += 1
                     try:
                         return await self._attempt(url, visit)
                     except Transient as error:
                         refused = error
-                    pause = max(self._pause(url, attempts), refused.retry_after)
-                    more = before is None and refused.status in _AT_ONCE and attempts <= self.settings.retries
-                    if not more or pause > _LONGEST_PAUSE or loop.time() + pause >= visit.clock.when():
-                        if refused.status == "connect":
-                            self.hosts.failed(visit.host)
-                        raise refused
+                    pause = max(self._pause(url, attempt), refused.retry_after)
+                    more = refused.status in _AT_ONCE and attempt <= self.settings.retries
+                    if not more or second or visit.brief or pause > _LONGEST_PAUSE:
+                        break
+                    if loop.time() + pause >= visit.clock.when():
+                        break
                     await asyncio.sleep(pause)
+                if refused.status == "connect" and not visit.brief:
+                    self.hosts.failed(visit.host)
+                raise refused
         except TimeoutError as error:
-            self.hosts.failed(visit.host)
             if lease.revoked:  # and not asked again: it would fill the memory once more
+                self._blame(visit)
                 raise Refused("timeout", f"{lease.held} bytes, then too slow while other bodies waited") from error
             earlier = f"; before that {refused.status}: {refused.detail}" if refused else ""
-            refused = Transient("timeout", f"not done after {deadline:g} s{earlier}")
+            if visit.brief:
+                refused = Transient(
+                    "host_timeout", f"not done after {self._brief:g} s, and {visit.host} had not answered for long"
+                )
+            else:
+                self._blame(visit)
+                refused = Transient("timeout", f"not done after {deadline:g} s{earlier}")
             raise refused from error
         finally:
             if refused is not None:
-                refused.attempts, refused.host = attempts, visit.host
-                refused.spent = loop.time() - begin - visit.waited + (before.spent if before else 0.0)
+                refused.attempts, refused.host, refused.brief = attempts, visit.host, visit.brief
+                refused.ended = loop.time()
+                refused.spent = refused.ended - begin - visit.waited + (before.spent if before else 0.0)
+
+    @property
+    def _brief(self) -> float:
+        """Seconds for a URL of a silent host."""
+        return self.settings.deadline * _BRIEF
+
+    def _blame(self, visit: "_Visit") -> None:
+        """The host that a URL was at when it timed out: no wonder where it was asked in brief."""
+        if not visit.brief:
+            self.hosts.failed(visit.host)
 
     def pause_before_second_pass(self, url: str, refused: Transient) -> float | None:
         """Seconds until the URL may be asked again; None where it may not."""
+        if refused.brief:
+            return 0.0
         settings = self.settings
         pause = max(self._pause(url, settings.retries + 1), refused.retry_after)
         return None if pause > settings.second_pass or refused.spent >= settings.deadline else pause
@@ -206,37 +234,71 @@ class Fetcher:
 
     async def _attempt(self, url: str, visit: "_Visit") -> bytes:
         """One try: redirects and body. Transient where another try may do better, Refused where not."""
+        address = url
+        for _ in range(self.settings.max_redirects + 1):
+            checked = self.guard.check_url(address)
+            visit.host = _host_of(checked)
+            if self.hosts.doubtful(visit.host):
+                async with visit.clock_stopped():
+                    await self._doubt(visit.host)
+            if self.hosts.silent(visit.host) and not visit.patient:
+                visit.hurry(self._brief)
+            location, body = await self._ask(checked, visit)
+            if location is None:
+                return body
+            address = _join(address, location)
+        raise Refused(
+            "too_many_redirects", f"more than {self.settings.max_redirects}, the last to {shown_url(address)}"
+        )
+
+    async def _doubt(self, host: str) -> None:
+        """Ask again what the host has answered before: whether it is the host that is silent, or some of its URLs."""
+        async with self.hosts.doubt(host):
+            known = self.hosts.doubtful(host)
+            if known is None:
+                return  # it has answered meanwhile, or who was here before got no answer either
+            with self.budget.lease() as lease:
+                visit = _Visit(host, lease, patient=True)
+                with suppress(TimeoutError, Refused):
+                    async with asyncio.timeout(self.settings.deadline) as visit.clock:
+                        await self._ask(self.guard.check_url(known), visit)
+            self.hosts.forget(host, known)
+
+    async def _ask(self, url: "yarl.URL", visit: "_Visit") -> tuple[str | None, bytes]:
+        """One request: where a redirect leads, or None and the body."""
         import aiohttp
 
-        address, sent = url, ""
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
         try:
-            for hop in range(self.settings.max_redirects + 1):
-                checked = self.guard.check_url(address)
-                visit.host, sent = _host_of(checked), str(checked)
-                if hop:
-                    self.hosts.check(visit.host)
-                async with self.session.get(checked, allow_redirects=False) as response:
-                    try:
-                        location, body = await self._answer(response, visit)
-                    except Refused as error:
-                        (self.hosts.failed if error.status == "timeout" else self.hosts.answered)(visit.host)
-                        raise
-                self.hosts.answered(visit.host)
-                if location is None:
-                    return body
-                address = _join(address, location)
-            raise Refused(
-                "too_many_redirects", f"more than {self.settings.max_redirects}, the last to {shown_url(address)}"
-            )
+            async with self.session.get(url, allow_redirects=False) as response:
+                seconds = loop.time() - begin
+                try:
+                    answer = await self._answer(response, visit)
+                except Refused as error:
+                    if error.status == "timeout":
+                        self._blame(visit)
+                    else:
+                        self.hosts.answered(visit.host, str(url), begin, seconds)
+                    rest = isinstance(error, Transient) and error.retry_after > 0
+                    if rest or error.status == "http_429":
+                        self.hosts.overloaded(visit.host, begin, rest=rest)
+                    elif error.status == "http_503":
+                        self.hosts.complained(visit.host)
+                    raise
+            self.hosts.answered(visit.host, str(url), begin, seconds)
+            return answer
         except aiohttp.ClientError as error:
             way_out = run_out(error)
             if way_out:
-                raise OSError(error.errno, f"{error}, while {shown_url(address)} was asked; {way_out}") from error
+                raise OSError(error.errno, f"{error}, while {shown_url(str(url))} was asked; {way_out}") from error
             status = _status_of(error)
-            text = str(error).replace(sent, shown_url(address)) if sent else str(error)
+            text = str(error).replace(str(url), shown_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             if status == "timeout":
-                self.hosts.failed(visit.host)
+                self._blame(visit)
+            if status == "connect":
+                self.hosts.complained(visit.host)
             transient = status in _LATER or (status == "dns" and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
@@ -296,23 +358,43 @@ class Fetcher:
 
 
 class _Visit:
-    """One URL on its way: the host that it is at, the clock of its deadline and the bytes that it holds."""
+    """One URL on its way: the host that it is at, the clock of its deadline and the bytes that it holds.
 
-    def __init__(self, host: str, lease: Lease):
+    patient  whether it takes its time though the host is silent
+    brief    whether it was made to hurry
+    """
+
+    def __init__(self, host: str, lease: Lease, patient: bool):
         self.host = host
         self.lease = lease
+        self.patient = patient
+        self.brief = False
         self.clock: asyncio.Timeout
-        self.waited = 0.0  # seconds for room, which is no fault of the server
+        self.waited = 0.0  # seconds for what is no fault of the server
+
+    def hurry(self, seconds: float) -> None:
+        """End after so many seconds from now, unless the deadline is nearer."""
+        self.brief = True
+        self.clock.reschedule(min(self.clock.when(), asyncio.get_running_loop().time() + seconds))
+
+    @asynccontextmanager
+    async def clock_stopped(self) -> AsyncIterator[None]:
+        """The deadline waits."""
+        loop = asyncio.get_running_loop()
+        end, begin = self.clock.when(), loop.time()
+        self.clock.reschedule(None)
+        try:
+            yield
+        finally:
+            seconds = loop.time() - begin
+            self.waited += seconds
+            self.clock.reschedule(end + seconds)
 
     async def wait_for_room(self) -> None:
         """Wait until the body may grow, with the clock stopped."""
         self.lease.read_by(None)
-        end, begin = self.clock.when(), time.monotonic()
-        self.clock.reschedule(None)
-        await self.lease.room()
-        seconds = time.monotonic() - begin
-        self.waited += seconds
-        self.clock.reschedule(end + seconds)
+        async with self.clock_stopped():
+            await self.lease.room()
 
 
 def _host_of(url: "yarl.URL") -> str:

@@ -1,17 +1,21 @@
-"""Whose turn it is: how many URLs are in flight, of one host and of all, and how many bytes; hosts that are given up.
+"""Whose turn it is: how many URLs are in flight, of one host and of all, and how many bytes; hosts that fall silent.
 
 One `Hosts` and one `Budget` serve all shards that are downloaded at a time, so their limits hold over all of them.
 """
 
 import asyncio
+import statistics
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from storage.normalise import Refused
 
-# A host that has answered before may have many URLs in flight when the network halts for a moment.
-_PATIENCE_WITH_THE_PROVEN = 4
+# URLs of a host in flight at first, as browsers have it; what it may have later is up to how it answers.
+_AT_FIRST = 8
+# A round of answers is slow where its median is over this multiple of the fastest of the last rounds, and some more.
+_RISEN, _NOISE, _ROUNDS = 1.5, 0.05, 32  # times, seconds, rounds
+_COMPLAINTS = 1 / 8  # of a round: more lost connections and 503 than that are more than some bad pages
 # While bodies wait for room, those that hold more than an equal share of it must bring so much in every window.
 _PACE = 64 * 1024  # bytes a second
 _WINDOW = 1.0  # seconds
@@ -24,6 +28,8 @@ class Transient(Refused):
     spent        seconds of the URL's deadline that are gone
     attempts     how often the URL was asked
     host         that it was at, which a redirect may have led to
+    brief        whether it was asked in brief only, because that host was silent
+    ended        when, by the event loop's clock
     """
 
     def __init__(self, status: str, detail: str, retry_after: float = 0.0):
@@ -32,14 +38,23 @@ class Transient(Refused):
         self.spent = 0.0
         self.attempts = 0
         self.host = ""
+        self.brief = False
+        self.ended = 0.0
 
 
 class Hosts:
-    """At most `at_once` URLs in flight, `per_host` of one host, the hosts in turn.
+    """At most `at_once` URLs in flight, `per_host` of one host, the hosts in turn; every URL gets its turn.
 
-    A host is given up after `breaker` failures in a row (URLs that timed out or found no connection), four times as
-    many where it has answered before; one that has never answered has at most `breaker` URLs in flight, so that it
-    costs little to find out.
+    The invariant: no URL of a host that answers ends as `host_timeout`, and every URL is asked. A host that never
+    answered is silent after `breaker` failures in a row (URLs that timed out or found no connection). One that has
+    answered is then in doubt: `known`, a URL that it answered, is asked again, and only where that fails, too, is it
+    silent. URLs of a silent host are asked in brief; any answer ends the silence, and they are asked again as others
+    are. docs/download.md has the rules.
+
+    How many URLs of a host are in flight follows its answers. After a round of answers as fast as before it is more: by
+    an eighth, and by one once it was lowered. It is halved after a round of slow answers or of many lost connections
+    and 503, and at once after a 429; it is one where the host asks to wait (Retry-After). A timeout lowers nothing: as
+    long as the host answers others, it is that URL's.
     """
 
     def __init__(self, at_once: int, per_host: int, breaker: int):
@@ -51,50 +66,94 @@ class Hosts:
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
-        """Waits for a turn of this host and holds it; Transient("host_timeout") where the host is given up."""
+        """Waits for a turn of this host and holds it."""
         host = self._host(name)
-        host.check()
         await self._enter(host)
         try:
             yield
         finally:
             self._leave(host)
 
-    def check(self, name: str) -> None:
-        """Transient("host_timeout") where the host is given up."""
-        self._host(name).check()
-
-    def answered(self, name: str) -> None:
-        """The host gave a whole answer, whatever it was."""
+    def answered(self, name: str, url: str, began: float, seconds: float) -> None:
+        """The host gave a whole answer, whatever it was, to a request of this moment, its head after so long."""
         host = self._host(name)
-        if not host.answered or host.failures:
-            host.answered, host.given_up, host.failures = True, False, 0
-            self._offer(host)
-            self._start()
+        host.answered, host.known, host.failures = True, url, 0
+        if began >= host.lowered:
+            host.latencies.append(seconds)
+        if len(host.latencies) >= max(_AT_FIRST, host.limit):
+            median = statistics.median(host.latencies)
+            host.medians.append(median)
+            slow = median > _RISEN * min(host.medians) + _NOISE
+            if slow or host.complaints > _COMPLAINTS * len(host.latencies):
+                self._lower(host, host.limit // 2)
+            elif host.waiting:
+                more = 1 if host.lowered > float("-inf") else max(1, host.limit // 8)
+                host.limit = min(self._per_host, host.limit + more)
+            host.latencies.clear()
+            host.complaints = 0
+        self._offer(host)
+        self._start()
+
+    def overloaded(self, name: str, began: float, *, rest: bool = False) -> None:
+        """A request of this moment was told that there are too many; `rest`: and to wait."""
+        host = self._host(name)
+        if began >= host.lowered:  # those that were in flight together say it once
+            self._lower(host, 1 if rest else host.limit // 2)
+
+    def complained(self, name: str) -> None:
+        """A connection of the host was lost or refused, or it answered 503: a bad page, or too many requests."""
+        self._host(name).complaints += 1
 
     def failed(self, name: str) -> None:
-        """A URL of the host timed out or found no connection; where that was one too many, the others are refused."""
+        """A URL of the host, asked with all patience, timed out or found no connection."""
         host = self._host(name)
         host.failures += 1
-        if host.failures >= self._breaker * (_PATIENCE_WITH_THE_PROVEN if host.answered else 1):
-            host.given_up = True
-            while host.waiting:
-                turn = host.waiting.popleft()
-                if not turn.done():
-                    turn.set_exception(host.refusal())
+        host.tried = asyncio.get_running_loop().time()
+        self._offer(host)
+        self._start()
 
-    def offer_again(self, name: str) -> None:
-        """A host that was given up, and has not answered since, begins anew as one that never answered."""
+    def doubtful(self, name: str) -> str | None:
+        """A URL that the host answered, where it answered none of the last ones: to be asked again."""
         host = self._host(name)
-        if host.given_up or not host.answered:
-            host.given_up, host.answered, host.failures = False, False, 0
+        return host.known if host.failures >= self._breaker else None
+
+    def forget(self, name: str, known: str) -> None:
+        """The URL that the host had answered was asked again, in vain."""
+        host = self._host(name)
+        if host.known == known and host.failures >= self._breaker:
+            host.known = None
             self._offer(host)
             self._start()
+
+    def silent(self, name: str) -> bool:
+        """Whether the host answers nothing: its URLs are to be asked in brief."""
+        return self._silent(self._host(name))
+
+    def tried(self, name: str) -> float:
+        """When a URL was last asked in vain with all patience, by the event loop's clock."""
+        return self._host(name).tried
+
+    def doubt(self, name: str) -> asyncio.Lock:
+        """Held by who asks what the host had answered once more."""
+        return self._host(name).doubt
+
+    def trial(self, name: str) -> asyncio.Lock:
+        """Held by who asks a URL of the silent host with all patience."""
+        return self._host(name).trial
+
+    def _silent(self, host: "_Host") -> bool:
+        return host.failures >= self._breaker and host.known is None
+
+    def _lower(self, host: "_Host", limit: int) -> None:
+        host.limit = max(1, limit)
+        host.lowered = asyncio.get_running_loop().time()
+        host.latencies.clear()
+        host.complaints = 0
 
     def _host(self, name: str) -> "_Host":
         host = self._hosts.get(name)
         if host is None:
-            host = self._hosts[name] = _Host(name)
+            host = self._hosts[name] = _Host(min(_AT_FIRST, self._per_host))
         return host
 
     async def _enter(self, host: "_Host") -> None:
@@ -105,7 +164,7 @@ class Hosts:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if turn.done() and not turn.cancelled():
                 self._leave(host)  # it had just been given the turn
             raise
 
@@ -116,9 +175,12 @@ class Hosts:
         self._start()
 
     def _room(self, host: "_Host") -> bool:
-        if host.answered:
-            return host.in_flight < self._per_host
-        return host.in_flight < min(self._per_host, self._breaker - host.failures)
+        limit = host.limit
+        if self._silent(host):
+            limit = min(_AT_FIRST, self._per_host)
+        elif not host.answered:  # it must cost little to find out
+            limit = min(limit, self._breaker - host.failures)
+        return host.in_flight < limit
 
     def _offer(self, host: "_Host") -> None:
         if not host.ready and host.waiting and self._room(host):
@@ -141,25 +203,16 @@ class Hosts:
 class _Host:
     """What is known of one host, and the URLs that wait for it."""
 
-    __slots__ = ("answered", "failures", "given_up", "in_flight", "name", "ready", "waiting")
-
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, limit: int):
+        self.limit = limit
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.in_flight = self.failures = 0
-        self.answered = self.given_up = self.ready = False
-
-    def check(self) -> None:
-        if self.given_up:
-            raise self.refusal()
-
-    def refusal(self) -> Transient:
-        refusal = Transient(
-            "host_timeout",
-            f"not asked: the last {self.failures} URLs asked of {self.name} timed out or found no connection",
-        )
-        refusal.host = self.name
-        return refusal
+        self.in_flight = self.failures = self.complaints = 0  # failures: in a row; complaints: of this round
+        self.answered = self.ready = False
+        self.known: str | None = None
+        self.tried = self.lowered = float("-inf")
+        self.latencies: list[float] = []  # of this round
+        self.medians: deque[float] = deque(maxlen=_ROUNDS)
+        self.doubt, self.trial = asyncio.Lock(), asyncio.Lock()
 
 
 class Budget:

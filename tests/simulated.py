@@ -1,0 +1,169 @@
+"""A simulated network under a simulated clock: an hour of hanging hosts in a fraction of a second.
+
+`downloaded` is the Downloader itself, on an event loop whose time jumps to the next timer where nothing else is left to
+do, and whose executors work at once. `Network` stands in for aiohttp's session: how each host answers is a function.
+"""
+
+import asyncio
+import selectors
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import multidict
+import yarl
+from web import draw, encode
+
+from storage.download import CaptionRow, Download, Downloader, DownloadSettings
+
+JPEG = encode(draw(32, 32))
+
+
+@dataclass
+class Answer:
+    """What a server sends, `seconds` after it was asked; None: never."""
+
+    seconds: float | None = 0.1
+    status: int = 200
+    body: bytes = JPEG
+    headers: dict[str, str] = field(default_factory=dict)
+    refused: bool = False  # no connection at all
+
+
+class Network:
+    """aiohttp's session, as far as the Fetcher uses it. `serve(url, time, in flight at its host)` says what comes.
+
+    `asked` are the requests by URL, `answered` the moments of each host's answers, `most` in flight at each host.
+    """
+
+    def __init__(self, serve: Callable[[yarl.URL, float, int], Answer], read_timeout: float):
+        self.serve = serve
+        self.read_timeout = read_timeout
+        self.asked: Counter[str] = Counter()
+        self.answered: dict[str, list[float]] = {}
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def get(self, url: yarl.URL, **_: object) -> AsyncIterator["_Response"]:
+        loop, host = asyncio.get_running_loop(), f"{url.host}:{url.port}"
+        self.asked[str(url)] += 1
+        self.now[host] += 1
+        self.most[host] = max(self.most[host], self.now[host])
+        try:
+            answer = self.serve(url, loop.time(), self.now[host])
+            if answer.refused:
+                raise aiohttp.ServerDisconnectedError
+            if answer.seconds is None or answer.seconds > self.read_timeout:
+                await asyncio.sleep(self.read_timeout)
+                raise aiohttp.SocketTimeoutError
+            await asyncio.sleep(answer.seconds)
+            self.answered.setdefault(host, []).append(loop.time())
+            yield _Response(answer)
+        finally:
+            self.now[host] -= 1
+
+    async def close(self) -> None:
+        pass
+
+
+class _Response:
+    def __init__(self, answer: Answer):
+        self.status, self.reason = answer.status, ""
+        self.headers = multidict.CIMultiDict(answer.headers)
+        self.content_length = len(answer.body)
+        self.content = _Content(answer.body)
+
+
+class _Content:
+    def __init__(self, body: bytes):
+        self._left = body
+
+    def at_eof(self) -> bool:
+        return not self._left
+
+    async def readany(self) -> bytes:
+        left, self._left = self._left, b""
+        return left
+
+
+class _Selector(selectors.SelectSelector):
+    """Waits for nothing: the loop's clock goes on instead."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "everything waits, and nothing is to come"
+            self.now += timeout
+        return ready
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _Selector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def run_in_executor(self, executor: object, work: Callable, *arguments: object) -> asyncio.Future:
+        done = self.create_future()
+        try:
+            done.set_result(work(*arguments))
+        except BaseException as error:  # noqa: BLE001  as an executor has it
+            done.set_exception(error)
+        return done
+
+
+def simulate(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
+    """What the coroutine returns, and the seconds that it would have taken."""
+    loop = _Loop()
+    try:
+        return loop.run_until_complete(work), loop.time()
+    finally:
+        loop.close()
+
+
+@dataclass
+class Simulated:
+    """Shards as they were downloaded, in which second each was done, and what the network saw."""
+
+    shards: list[list[Download]]
+    ends: list[float]
+    network: Network
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return max(self.ends)
+
+    @property
+    def statuses(self) -> Counter[str]:
+        """Rows by status, over all shards."""
+        return Counter(item.status for shard in self.shards for item in shard)
+
+
+def downloaded(
+    shards: Sequence[Sequence[str]], serve: Callable[[yarl.URL, float, int], Answer], settings: DownloadSettings
+) -> Simulated:
+    """The shards, lists of URLs, downloaded at once."""
+    network = Network(serve, settings.read_timeout)
+
+    async def work() -> Simulated:
+        async with Downloader(settings) as downloader:
+            await downloader._fetcher.session.close()
+            downloader._fetcher.session = network
+
+            async def one(urls: Sequence[str]) -> tuple[list[Download], float]:
+                rows = [CaptionRow(row, "", url) for row, url in enumerate(urls)]
+                return await downloader.download(rows), asyncio.get_running_loop().time()
+
+            items, ends = zip(*await asyncio.gather(*map(one, shards)), strict=True)
+            return Simulated(list(items), list(ends), network)
+
+    return simulate(work())[0]
