@@ -4,7 +4,8 @@
 
 A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time, then some that fall silent behind 18 MB. `storage.collect` downloads, checks, hashes and commits
+send a byte at a time, then some that fall silent behind 18 MB, then rows of one host alone, which takes 0.1 s for each
+and never answers one in fifty. `storage.collect` downloads, checks, hashes and commits
 them to a local folder, in a process of its own: its CPU time and memory are measured, its children's included, the
 server's not.
 """
@@ -38,6 +39,8 @@ HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
 STALLING_HOSTS = [f"127.0.3.{number}" for number in range(1, 13)]
 STALLING_ROWS, STALLING_BYTES = 400, 18 * 2**20  # good rows beside them; bytes before they fall silent
+ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # that takes so long; one in so many never comes
+HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS, ONE_HOST)
 DRIP_SECONDS = 0.2  # between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
 
@@ -76,7 +79,7 @@ class Server:
     @property
     def hosts(self) -> tuple[str, ...]:
         """All of them as an allow-list names them."""
-        return tuple(f"{host}:{self.port}" for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS))
+        return tuple(f"{host}:{self.port}" for host in HOSTS)
 
 
 def _serve(pipe: Connection) -> None:
@@ -94,6 +97,8 @@ def _serve(pipe: Connection) -> None:
                 if host in HANGING_HOSTS:
                     await asyncio.sleep(3600)
                 number = int(request.split(b" ", 2)[1].lstrip(b"/").partition(b".")[0])
+                if host == ONE_HOST:
+                    await asyncio.sleep(ONE_HOST_SECONDS if number % ONE_HOST_HANGS else 3600)
                 image = images[number % len(images)]
                 # A comment behind the start marker, so that no two are the same.
                 image = image[:2] + b"\xff\xfe\x00\x0a%08d" % number + image[2:]
@@ -116,7 +121,7 @@ def _serve(pipe: Connection) -> None:
         with socket.socket() as probe:
             probe.bind((GOOD_HOSTS[0], 0))
             port = probe.getsockname()[1]
-        for host in (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS):
+        for host in HOSTS:
             await asyncio.start_server(answer, host, port, backlog=512)
         pipe.send((port, mean))
         await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)  # until the benchmark is gone
@@ -124,11 +129,12 @@ def _serve(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-def rows(server: Server, images: int, bad_hosts: Sequence[str] = (), bad: int = 0) -> list[str]:
-    """Lines of a caption list: `images` good ones and `bad` of each bad server among them."""
+def rows(
+    server: Server, images: int, bad_hosts: Sequence[str] = (), bad: int = 0, hosts: Sequence[str] = GOOD_HOSTS
+) -> list[str]:
+    """Lines of a caption list: `images` of these hosts and `bad` of each bad server among them."""
     lines = [
-        f"image {number}\thttp://{GOOD_HOSTS[number % len(GOOD_HOSTS)]}:{server.port}/{number}.jpg"
-        for number in range(images)
+        f"image {number}\thttp://{hosts[number % len(hosts)]}:{server.port}/{number}.jpg" for number in range(images)
     ]
     lines += [
         f"bad {host} {number}\thttp://{host}:{server.port}/{number}.jpg" for host in bad_hosts for number in range(bad)
@@ -206,6 +212,8 @@ def run(options: argparse.Namespace) -> int:
         cases = {f"{what}, {bad} each": rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
         what = f"{STALLING_ROWS} rows and {len(STALLING_HOSTS)} that stall behind 18 MB"
         cases[what] = rows(server, STALLING_ROWS, STALLING_HOSTS, 1)
+        what = f"{options.rows} rows of one host, which takes {ONE_HOST_SECONDS} s or, one in {ONE_HOST_HANGS}, hangs"
+        cases[what] = rows(server, options.rows, hosts=[ONE_HOST])
         for what, lines in cases.items() if options.rows else ():
             # As a user has it who sets nothing.
             facts = measured(server, lines, DownloadSettings(allowed_hosts=server.hosts))
