@@ -14,6 +14,7 @@ from detectors.faster_rcnn import NARROWEST_INPUT, FasterRCNNConfig, resize, res
 from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
 from detectors.recipes import DataConfig
+from storage.normalise import FILE_FORMATS
 from storage.order import mix, take
 
 _ORDER, _CHANCE = 0, 1  # streams of randomness that never meet
@@ -64,7 +65,7 @@ class Batch:
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
     """uint8 [height, width, 3]; one of BAD_IMAGE where the file is no whole image, or of another size."""
-    with Image.open(image.file) as opened:
+    with Image.open(image.file, formats=FILE_FORMATS) as opened:
         pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]
     if pixels.shape[:2] != (image.height, image.width):
         raise ValueError(f"is {pixels.shape[1]}x{pixels.shape[0]}, its boxes are for {image.width}x{image.height}")

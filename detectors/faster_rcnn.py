@@ -19,9 +19,11 @@ import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
+from detectors.fields import check, check_choices
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
 from detectors.roi_align import roi_align
 from detectors.roi_pool import roi_pool_chunks
+from storage.normalise import STORED_FORMATS
 
 STRIDE = 16
 # `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and
@@ -91,15 +93,18 @@ class FasterRCNNConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)!r}, must be one of {allowed}")
-        at_least_one = ("num_classes", "rpn_channels", "short_side", "pre_nms", "post_nms", "pool_size")
+        at_least_one = ("num_classes", "rpn_channels", "short_side", "long_side", "pre_nms", "post_nms", "pool_size")
         at_least_one += ("attribute_embedding", "attribute_hidden")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)}, must be at least 1")
-        if len(self.box_weights) != 4 or min(self.box_weights) <= 0:
-            raise ValueError(f"FasterRCNNConfig.box_weights is {self.box_weights}: four positive numbers are needed")
-        if self.num_attributes < 0:
-            raise ValueError(f"FasterRCNNConfig.num_attributes is {self.num_attributes}, must not be negative")
+        check_choices(self)
+        for name in ("anchor_sizes", "anchor_ratios", "box_weights"):
+            check(self, min(getattr(self, name), default=0) > 0, name, "positive numbers")
+        check(self, len(self.box_weights) == 4, "box_weights", "four numbers")
+        check(self, 0 <= self.rpn_nms_threshold <= 1, "rpn_nms_threshold", "from 0 to 1")
+        check(self, self.minimum_side >= 0, "minimum_side", "0 or more")
+        check(self, self.num_attributes >= 0, "num_attributes", "0 or more")
         if self.long_side < self.short_side:
             raise ValueError(f"FasterRCNNConfig.long_side {self.long_side} is less than short_side {self.short_side}")
         if not self.anchor_sizes or not self.anchor_ratios or min(*self.anchor_sizes, *self.anchor_ratios) <= 0:
@@ -137,7 +142,7 @@ def decode_bgr(data: bytes) -> np.ndarray:
 
     ValueError for other pixels, OSError or its like where it is no complete image.
     """
-    with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+    with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as image:
         if image.mode not in ("RGB", "L"):
             raise ValueError(f"its pixels are {image.mode}, those of a shard are RGB or L: collect it again")
         return np.asarray(image.convert("RGB"))[:, :, ::-1]

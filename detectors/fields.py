@@ -1,6 +1,7 @@
 """Settings as frozen dataclasses: checked when made, overridden from the command line, to JSON and back."""
 
 import dataclasses
+import math
 import typing
 from typing import Any, Literal
 
@@ -11,8 +12,12 @@ def check(config: Any, holds: Any, name: str, wanted: str) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """ValueError where a field of Literal type has none of its values: code and files may name any."""
+    """ValueError where a field of Literal type has none of its values, or a number is not finite: code, files and the
+    command line may name any."""
     for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        check(config, all(math.isfinite(n) for n in numbers if isinstance(n, float)), name, "finite")
         if typing.get_origin(kind) is Literal:
             choices = typing.get_args(kind)
             check(config, getattr(config, name) in choices, name, f"one of {', '.join(map(repr, choices))}")

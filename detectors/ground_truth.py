@@ -19,6 +19,7 @@ from PIL import Image
 
 from detectors.annotated import check_entries, read_coco
 from detectors.recipes import DataConfig
+from storage.normalise import FILE_FORMATS
 from storage.safe_json import parse_json
 
 
@@ -324,7 +325,7 @@ def _labelled(entry: _Annotated, file: Path, counts: Counter[str]) -> LabelledIm
     height, width = entry.height, entry.width
     if not height or not width:
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=FILE_FORMATS) as image:
                 width, height = image.size
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             return None

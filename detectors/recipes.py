@@ -33,6 +33,7 @@ class DataConfig:
     seed: int = 0  # of order, mirroring and sampling, and of new weights
 
     def __post_init__(self):
+        check_choices(self)
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
         check(self, 0 <= self.bad_images <= 1, "bad_images", "a share from 0 to 1")
@@ -61,6 +62,7 @@ class SamplingConfig:
     attribute_weight: float = 0.5  # of the attributes' loss; all others count 1
 
     def __post_init__(self):
+        check_choices(self)
         for name in ("anchors", "pre_nms", "post_nms", "rois"):
             check(self, getattr(self, name) > 0, name, "at least 1")
         for name in ("anchor_foreground", "anchor_positive", "roi_foreground", "roi_positive"):
@@ -90,7 +92,8 @@ class OptimizerConfig:
         check_choices(self)
         check(self, self.learning_rate > 0, "learning_rate", "positive")
         check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
+        rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
+        check(self, rising, "decay_at", "increasing numbers of steps")
         check(self, self.schedule == "step" or not self.decay_at, "decay_at", "empty where schedule is linear")
         check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
         check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
@@ -111,6 +114,7 @@ class ValidationConfig:
     images: int | None = None  # at most so many held-out images; None: all
 
     def __post_init__(self):
+        check_choices(self)
         for name in ("score_threshold", "nms_threshold", "iou_threshold"):
             check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
         check(self, self.detections > 0, "detections", "at least 1")

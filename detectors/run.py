@@ -248,7 +248,9 @@ def _network_detector(options: argparse.Namespace, given: Detector | None) -> De
         raise ValueError(
             f"--backend {options.backend} needs --weights FILE or, for a trial on random weights, --untrained"
         )
-    if options.preset not in PRESETS and (options.preset is not None or options.untrained):
+    if options.untrained and options.preset is None:
+        raise ValueError(f"--untrained needs --preset, the network that gets random weights: {', '.join(PRESETS)}")
+    if options.preset not in PRESETS and options.preset is not None:
         raise ValueError(f"--preset is {options.preset}, must be one of {', '.join(PRESETS)}")
     if options.seed is not None and options.untrained is None:
         raise ValueError("--seed is for --untrained only; leave it out")

@@ -24,7 +24,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights import Loaded, load_weights, names_of, read_config
-from storage.normalise import ImageSettings, Refused, normalise
+from storage.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
 from storage.sample import Regions, Sample
 
 # Told apart by people with any colour vision, and dark enough for white text.
@@ -137,7 +137,7 @@ def read_sample(file: Path) -> Sample:
 
 def red_and_blue_swapped(sample: Sample) -> Sample:
     """The same picture in false colours, without loss."""
-    with Image.open(io.BytesIO(sample.image)) as image:
+    with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
         swapped = Image.fromarray(np.array(image.convert("RGB"))[:, :, ::-1].copy())
     stream = io.BytesIO()
     swapped.save(stream, "png")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"  {number:2} {row}")
         print(f"  the ten surest score {_sure(regions):.2f}", end="")
         print("" if isinstance(swapped, str) else f"; with red and blue swapped {_sure(swapped):.2f}")
-        with Image.open(io.BytesIO(sample.image)) as image:
+        with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
             target = options.out / f"{file.name}.png"
             draw(image, rows).save(target)
         print(f"  drawn in {target}")

@@ -37,6 +37,10 @@ _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", 
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 _DAMAGE += (struct.error, zlib.error)
 Image.init()  # all of Pillow's readers now: it passes over one that it cannot load when it first needs it
+# What Pillow may open, here and elsewhere. It knows more: for an EPS, whatever its name, it starts Ghostscript.
+STORED_FORMATS = ("JPEG", "PNG")  # an image of a shard
+COLLECTED_FORMATS = tuple(_MAGIC)  # an image of the web
+FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # an image file of one's own
 
 # What this machine may run out of, and the way out: never the fault of a row.
 _RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
@@ -171,7 +175,7 @@ def _open(data: bytes) -> Image.Image:
     """The image with only its header read; the format is told by content, never by name or Content-Type."""
     start = data[:16]
     try:
-        return Image.open(io.BytesIO(data), formats=tuple(_MAGIC))
+        return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused("too_many_pixels", str(error)) from error
     except _DAMAGE as error:  # UnidentifiedImageError is an OSError

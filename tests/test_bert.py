@@ -1,6 +1,7 @@
 """Starting from a Hugging Face BERT: the same network for text alone, whatever heads it came with, or a clear error."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +213,30 @@ def test_what_is_no_bert_is_refused(tmp_path):
         start_from_bert(*ours(), str(folders["half"]), LETTERS)
     with pytest.raises(ValueError, match="nor the name of one on the hub"):
         bert_vocabulary(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("kind", ["bert", "theirs"])
+def test_a_berts_own_code_is_not_run(tmp_path, monkeypatch, kind):
+    """Where transformers has no class of its own for a model, it asks, and we say no."""
+    saved(tmp_path, BertForPreTraining)
+    (tmp_path / "theirs.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import BertConfig as Config, BertForPreTraining as Model, BertTokenizer as Words\n"
+    )
+    for file, own in (
+        ("config.json", {"AutoConfig": "theirs.Config", "AutoModelForPreTraining": "theirs.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["theirs.Words", None]}),
+    ):
+        values = json.loads((tmp_path / file).read_text()) | {"auto_map": own}
+        changed = {"model_type": kind} if file == "config.json" else {"tokenizer_class": "Words"}
+        (tmp_path / file).write_text(json.dumps(values | changed))
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    model, head = ours()
+    if kind == "bert":
+        assert bert_vocabulary(str(tmp_path)).pieces == LETTERS.pieces
+        start_from_bert(model, head, str(tmp_path), LETTERS)
+    else:
+        for read in (bert_vocabulary, lambda name: start_from_bert(model, head, name, LETTERS)):
+            with pytest.raises(ValueError, match=str(tmp_path)):
+                read(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

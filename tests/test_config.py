@@ -1,11 +1,22 @@
 import dataclasses
+import math
+import typing
 
 import pytest
 from tiny import as_overrides, tiny_recipe
 
+from detectors import recipes
+from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.fields import from_json, override, to_json
-from vlbert.config import ModelConfig
+from detectors.resnet import RESNET101
+from detectors.select import SelectionSettings
+from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, RegionConfig
+from vlbert.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
 from vlbert.train import check_complete
 
 
@@ -46,6 +57,16 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("model.geometry=polar", "one of centre, corners"),
         ("steps.more=1", "plain value"),
         ("model=small", "set its fields"),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("hidden", "heads", "intermediate")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("max_positions", "geometry_channels")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("visual_channels", "region_classes")),
+        *((f"model.dropout={value}", "ModelConfig.dropout is ") for value in ("1", "-0.1", "nan")),
+        ("model.initializer_range=0", "ModelConfig.initializer_range is 0"),
+        ("optimizer.learning_rate=inf", "OptimizerConfig.learning_rate is inf; it must be finite"),
+        ("optimizer.region_learning_rate=0", "OptimizerConfig.region_learning_rate is 0"),
+        ("optimizer.schedule=step optimizer.decay_at=0,4", "OptimizerConfig.decay_at is (0, 4)"),
+        ("data.batch=0", "DataConfig.batch is 0"),
+        ("vocabulary_size=0", "Recipe.vocabulary_size is 0"),
         ("model.heads=7", "ModelConfig.heads is 7; it must be a divisor of hidden = 768"),
         ("task.words.masked=1.5", "shares"),
         ("steps=0", "Recipe.steps is 0"),
@@ -72,6 +93,43 @@ def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
     with pytest.raises(ValueError, match=".*") as error:
         override(RECIPES["pretrain_vlbert_base"](), assignment.split())
     assert says in str(error.value)
+
+
+SETTINGS = [
+    RegionConfig(),
+    ModelConfig(),
+    DataConfig(),
+    OptimizerConfig(),
+    RECIPES["pretrain_vlbert_base"](),
+    PretrainingSettings(),
+    WordMasking(),
+    RegionMasking(),
+    VCRSettings(),
+    VQASettings(),
+    RefCOCOSettings(),
+    recipes.DataConfig(),
+    recipes.SamplingConfig(),
+    recipes.OptimizerConfig(),
+    recipes.ValidationConfig(),
+    recipes.DetectorRecipe("detector"),
+    FasterRCNNConfig(),
+    RESNET101,
+    SelectionSettings(),
+]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"{type(config).__module__}.{type(config).__name__}")
+def test_no_number_is_negative_where_it_counts_and_none_is_infinite(config):
+    """Every count of every configuration, and every float; the error names the field."""
+    for field in dataclasses.fields(config):
+        kinds = {typing.get_type_hints(type(config))[field.name]}
+        kinds |= {kind for union in kinds for kind in typing.get_args(union)}
+        wrong = [-1] if int in kinds else [math.nan, math.inf, -math.inf] if float in kinds else []
+        for value in wrong:
+            many = isinstance(getattr(config, field.name), tuple)
+            given = (value, *getattr(config, field.name)[1:]) if many else value
+            with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
+                dataclasses.replace(config, **{field.name: given})
 
 
 def test_fields_that_belong_together_may_change_together():

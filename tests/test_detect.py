@@ -378,6 +378,7 @@ GIVEN = [*DEMO_NETWORK, "--boxes", "given", "--annotations", "absent.json"]
         (["--backend", "faster_rcnn", "--preset", "demo"], "needs --weights FILE or"),
         (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--weights", "x"], "needs --weights FILE or"),
         (["--backend", "faster_rcnn", "--preset", "vgg", "--untrained"], "must be one of vg_resnet101"),
+        (["--backend", "faster_rcnn", "--untrained"], "--untrained needs --preset, the network"),
         (["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x.st"], "there is no weight file x.st"),
         (
             ["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x", "--seed", "3"],

@@ -235,8 +235,8 @@ def test_an_image_of_a_coco_file_without_a_file_is_named(tmp_path, image, messag
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("network.box_weights=10,10,5", r"box_weights is (10.0, 10.0, 5.0): four positive numbers are needed"),
-        ("network.box_weights=10,10,5,0", r"box_weights is (10.0, 10.0, 5.0, 0.0): four positive numbers are needed"),
+        ("network.box_weights=10,10,5", r"box_weights is (10.0, 10.0, 5.0); it must be four numbers"),
+        ("network.box_weights=10,10,5,0", r"box_weights is (10.0, 10.0, 5.0, 0.0); it must be positive"),
         ("network.attribute_hidden=0", "attribute_hidden is 0, must be at least 1"),
         ("network.attribute_embedding=0", "attribute_embedding is 0, must be at least 1"),
     ],

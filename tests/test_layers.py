@@ -76,3 +76,17 @@ print("imported")
         [sys.executable, "-c", program % [*absent, "webdataset"]], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert run.stdout.strip() == "imported", run.stderr
+
+
+@pytest.mark.parametrize("function", ["Image.open", "from_pretrained"])
+def test_what_reads_files_of_strangers_is_told_what_to_take(function):
+    """Pillow, which formats; transformers, that it runs no code of theirs."""
+    wanted = {"Image.open": "formats", "from_pretrained": "trust_remote_code"}[function]
+    calls = [
+        (file, call.lineno, {keyword.arg for keyword in call.keywords})
+        for file in [*FILES, *(path.relative_to(ROOT) for path in (ROOT / "demo").rglob("*.py"))]
+        for call in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(function)
+    ]
+    assert len(calls) >= 3
+    assert [f"{file}:{line}" for file, line, named in calls if wanted not in named] == []

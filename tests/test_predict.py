@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,9 @@ import vlbert.tasks
 from detectors.described import described_detector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.distributed import World
+from detectors.examples import BAD_IMAGE, read_bgr
 from detectors.faster_rcnn import DEMO, FasterRCNN
+from detectors.ground_truth import LabelledImage
 from detectors.run import detect_shard
 from detectors.select import SelectionSettings
 from detectors.weights import load_weights, read_config
@@ -564,7 +567,7 @@ def test_pictures_of_any_format_are_taken_as_ingest_takes_them():
     [
         (
             b"no picture at all",
-            "none of JPEG, PNG, GIF, WebP, BMP, TIFF, JPEG 2000 or what else Pillow reads: 17 bytes",
+            "TIFF: 17 bytes",
         ),
         (encoded(Image.new("RGB", (90, 60)), "TIFF")[:400], "(truncated)"),
         (encoded(Image.new("F", (90, 60), 0.5), "TIFF"), "its pixels are floating-point numbers; save it with 8 or 16"),
@@ -588,6 +591,26 @@ def test_a_picture_that_cannot_be_taken_is_one_clear_error(tmp_path, data, expec
         read_image(tmp_path / "gone.jpg")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_image(tmp_path)
+
+
+def test_ghostscript_is_never_started(tmp_path, monkeypatch):
+    """An EPS by another name: Pillow would hand it to `gs`, which is a program that runs programs."""
+    mark, gs = tmp_path / "ran", tmp_path / "bin" / "gs"
+    gs.parent.mkdir()
+    gs.write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(gs.parent), prepend=os.pathsep)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(ValueError, match="photo.jpg cannot be taken: none of JPEG, PNG"):
+        read_image(file)
+    with pytest.raises(BAD_IMAGE):
+        read_bgr(LabelledImage("a", file, 100, 100, *(np.zeros(0),) * 3, ()))
+    assert not mark.exists()
+    with pytest.raises(subprocess.CalledProcessError), Image.open(file) as opened:  # it is hostile
+        opened.load()
+    assert mark.exists()
 
 
 # --- the detector -----------------------------------------------------------------------------------------------------

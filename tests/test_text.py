@@ -294,6 +294,27 @@ def test_a_torn_corpus_is_refused_by_name_and_made_again(tmp_path, name):
         assert decoded(corpus_of(tmp_path, tmp_path / "lines.txt")) == ["a cat sat", "on"]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "place", "value", "says"),
+    [
+        ("tokens.u16", "<u2", 3, len(WORDS), f"holds piece {len(WORDS)}, and the vocabulary has {len(WORDS)}"),
+        ("tokens.u16", "<u2", 0, 65535, "holds piece 65535"),
+        ("offsets.i64", "<i8", 1, -1, "line 0 ends before it begins"),
+        ("offsets.i64", "<i8", 1, 2**40, "line 1 ends before it begins"),
+    ],
+)
+def test_a_corpus_whose_numbers_point_outside_is_refused(tmp_path, monkeypatch, name, kind, place, value, says):
+    (tmp_path / "lines.txt").write_text("a cat sat\non\n")
+    corpus_of(tmp_path, tmp_path / "lines.txt")
+    file = tmp_path / "corpus" / name
+    numbers = np.fromfile(file, kind)
+    numbers[place] = value
+    numbers.tofile(file)
+    monkeypatch.setattr("vlbert.text._TOKENS_AT_ONCE", 2)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*{says}.*tokenise it again"):
+        TextCorpus(tmp_path / "corpus", WORDS)
+
+
 def test_offsets_that_do_not_reach_from_end_to_end_are_refused(tmp_path):
     (tmp_path / "lines.txt").write_text("a cat sat\non\n")
     corpus = corpus_of(tmp_path, tmp_path / "lines.txt")

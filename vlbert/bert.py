@@ -41,8 +41,8 @@ def _own_vocabulary(name: str) -> Vocabulary | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except ValueError:  # no file to make one of
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except ValueError:  # no file to make one of, or only code of theirs
         return None
     except OSError as error:
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
@@ -122,10 +122,10 @@ def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
     from transformers import AutoConfig, BertForPreTraining
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.model_type != "bert":
             raise ValueError(f"it is a {config.model_type}")
-        bert, loading = BertForPreTraining.from_pretrained(name, output_loading_info=True)
+        bert, loading = BertForPreTraining.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {reason}") from error

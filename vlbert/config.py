@@ -88,6 +88,11 @@ class ModelConfig:
         check(
             self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
         )
+        for name in ("hidden", "heads", "intermediate", "max_positions", "geometry_channels"):
+            check(self, getattr(self, name) > 0, name, "at least 1")
+        for name in ("visual_channels", "region_classes"):
+            check(self, getattr(self, name) is None or getattr(self, name) > 0, name, "at least 1, or none")
+        check(self, self.initializer_range > 0, "initializer_range", "positive")
         check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
         check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
         check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
@@ -121,6 +126,7 @@ class DataConfig:
     seed: int = 0  # of order, masking and dropout
 
     def __post_init__(self):
+        check_choices(self)
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, self.text_batch >= 0, "text_batch", "0 or more")
         check(self, self.accumulate > 0, "accumulate", "at least 1")
@@ -154,6 +160,8 @@ class OptimizerConfig:
     def __post_init__(self):
         check_choices(self)
         check(self, self.learning_rate > 0, "learning_rate", "positive")
+        slow = self.region_learning_rate
+        check(self, slow is None or slow > 0, "region_learning_rate", "positive, or none")
         check(self, self.warm_up >= 0, "warm_up", "0 or more")
         check(self, self.clip is None or self.clip > 0, "clip", "positive")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -168,7 +176,8 @@ class OptimizerConfig:
             "decay_at",
             "given for schedule step, and only there",
         )
-        check(self, list(self.decay_at) == sorted(set(self.decay_at)), "decay_at", "increasing numbers of steps")
+        rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
+        check(self, rising, "decay_at", "increasing numbers of steps")
 
 
 @dataclass(frozen=True)
@@ -210,6 +219,7 @@ class Recipe:
         check(self, self.steps > 0, "steps", "at least 1")
         for every in ("log_every", "validate_every", "save_every", "keep_checkpoints", "most_skipped"):
             check(self, getattr(self, every) > 0, every, "at least 1")
+        check(self, self.vocabulary_size > 0, "vocabulary_size", "at least 1")
         check(self, self.validation_samples is None or self.validation_samples > 0, "validation_samples", "at least 1")
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         check(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from storage.normalise import STORED_FORMATS
 from storage.sample import Sample
 
 PICTURE_SIDE = 480  # pixels of the longer side of a picture on a page, which shows it at about half that
@@ -36,7 +37,8 @@ def draw_boxes(
     top; the first `thin` of them with thin lines."""
     factor = side / max(sample.width, sample.height)
     width, height = (max(1, round(side * factor)) for side in (sample.width, sample.height))
-    picture = Image.open(io.BytesIO(sample.image)).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    stored = Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS)
+    picture = stored.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(NAME_SIZE)
     scaled = [[round(float(number) * factor) for number in box] for box, _, _ in boxes]
     for place, ((x1, y1, x2, y2), (_, colour, _)) in enumerate(zip(scaled, boxes, strict=True)):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from storage.normalise import ImageSettings, Refused, normalise
+from storage.normalise import FILE_FORMATS, ImageSettings, Refused, normalise
 from storage.sample import Sample, sample_key
 
 # As at ingest, but for the size of the file: cameras write larger ones than a caption list's server should send.
@@ -42,10 +42,10 @@ def read_image(image: str | Path | bytes) -> Sample:
 
 
 def _as_png(data: bytes) -> bytes:
-    """A PNG of a file in a format that Pillow knows and ingest does not take, such as TIFF; Refused where it is none,
+    """A PNG of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF; Refused where it is none,
     or holds pixels that nobody can bring to 8 bits."""
     try:
-        with Image.open(io.BytesIO(data)) as opened:
+        with Image.open(io.BytesIO(data), formats=FILE_FORMATS) as opened:
             width, height = opened.size
             if width * height > IMAGES.max_pixels:  # before any of it is decoded
                 raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
@@ -53,9 +53,8 @@ def _as_png(data: bytes) -> bytes:
             _plain(opened).save(file, "PNG", exif=opened.getexif(), compress_level=1)
             return file.getvalue()
     except UnidentifiedImageError as error:
-        formats = "JPEG, PNG, GIF, WebP, BMP, TIFF, JPEG 2000"
         told = f"{len(data)} bytes, first {data[:16]!r}"
-        raise Refused("not_image", f"none of {formats} or what else Pillow reads: {told}") from error
+        raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {told}") from error
     except Image.DecompressionBombError as error:
         raise Refused("too_many_pixels", str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:

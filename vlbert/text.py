@@ -31,6 +31,7 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CORPUS_VERSION = 1
 _LINES_AT_ONCE = 1000  # lines that are tokenised together, on all cores
 _LETTERS_AT_ONCE = 2**18  # or fewer lines, once they hold so many letters
+_TOKENS_AT_ONCE = 2**24  # that are looked at together where a corpus is opened
 _PART = 2**16  # bytes of a line that are read at a time
 _GZIP = b"\x1f\x8b"  # what such files begin with
 _WORKING = ".making-"  # begins the name of what a run of ours writes in, until it is whole
@@ -150,6 +151,18 @@ class TextCorpus:
         # As plain arrays: cutting a slice from a memmap takes longer than copying it.
         self.offsets = np.asarray(np.memmap(folder / "offsets.i64", dtype="<i8", mode="r"))
         self.tokens = np.asarray(np.memmap(folder / "tokens.u16", dtype="<u2", mode="r"))
+        again = "; tokenise it again with `python -m vlbert.text`"
+        backwards = np.flatnonzero(self.offsets[1:] <= self.offsets[:-1])
+        if len(backwards):
+            raise ValueError(f"{folder / 'offsets.i64'} is damaged: line {backwards[0]} ends before it begins{again}")
+        # Another id would be an index beyond the word table, deep in a step.
+        for start in range(0, len(self.tokens), _TOKENS_AT_ONCE):
+            largest = int(self.tokens[start : start + _TOKENS_AT_ONCE].max())
+            if largest >= len(vocabulary):
+                raise ValueError(
+                    f"{folder / 'tokens.u16'} is damaged: it holds piece {largest}, and the vocabulary has "
+                    f"{len(vocabulary)}{again}"
+                )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

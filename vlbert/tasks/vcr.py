@@ -77,6 +77,9 @@ class VCRSettings:
         return ("vcr1images",)
 
     def __post_init__(self):
+        for name in ("mask_size", "classifier_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_pieces < 2:
             raise ValueError(f"max_pieces is {self.max_pieces}; it must be at least 2")
         if not 0 <= self.hidden_regions <= 1:
