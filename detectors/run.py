@@ -49,6 +49,9 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     ok row keeps all its rows, with status `no_image`, so that it is not taken for unfinished.
     """
     manifest = catalog.manifest(IMAGES, shard)
+    before = catalog.revisions(stage_of(detector), shard)[-1:]
+    if before and before[0].meta.get("source") == manifest.as_source():
+        return False
     rows, samples = [], []
     for row, sample, found in _found(catalog, manifest, detector):
         if isinstance(found, Regions):
@@ -71,7 +74,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         "config_hash": detector.id,
         "untrained": detector.about["untrained"],
     }
-    return catalog.commit(stage_of(detector), shard, samples, rows, meta)
+    return catalog.commit(stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
 
 def _found(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample, Regions | str]]:
@@ -110,7 +113,7 @@ def detect_pending(
     stage, committed = stage_of(detector), 0
     for done, shard in enumerate(pending, start=1):
         # A shard that another has begun is not passed over: it may never end.
-        if catalog.objects.exists(f"{catalog.dataset}/{stage}/{shard}.parquet"):
+        if not catalog.pending(IMAGES, stage, [shard]):
             continue
         started = time.monotonic()
         first = detect_shard(catalog, shard, detector)

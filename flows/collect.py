@@ -36,6 +36,7 @@ def collect_settings(dataset: Source) -> CollectSettings:
         rows_per_shard=dataset.rows_per_shard,
         shards_per_group=dataset.shards_per_task,
         commit_unreachable=dataset.commit_unreachable,
+        again=dataset.again,
     )
 
 

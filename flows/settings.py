@@ -139,6 +139,8 @@ class Source:
     """Rows of the list, or image files, that make one shard."""
     commit_unreachable: bool = False
     """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
+    again: tuple[str, ...] = ()
+    """Statuses (timeout, dns, http_5xx, ...) whose rows of committed shards are asked once more; for a single run."""
     shards_per_task: int = 10
     """Shards that one Prefect task downloads: more tasks, more to see and to store."""
 

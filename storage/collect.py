@@ -40,6 +40,8 @@ from storage.download import (
     parse_captions,
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
+from storage.manifests import Manifest
+from storage.normalise import Picture
 from storage.objects import ObjectMissing, open_objects
 from storage.redact import shown_url
 from storage.sample import sample_key
@@ -52,6 +54,8 @@ _UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no serv
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _HOST = re.compile(r"https?://(?:[^/?#@]*@)?([^/?#@]+:\d+)", re.IGNORECASE)  # with its port
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
+_FAILED = [status for status in STATUSES if status not in (OK, "duplicate")]
+_CLASSES = ("http_4xx", "http_5xx")
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 
 
@@ -77,6 +81,8 @@ class CollectSettings:
     """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
     report_every: float = 10.0
     """Seconds between two lines of progress, at least."""
+    again: tuple[str, ...] = ()
+    """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows of committed shards are asked again, once."""
 
     def __post_init__(self):
         if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
@@ -87,8 +93,25 @@ class CollectSettings:
         for name in ("rows_per_shard", "shards_per_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.again and self.captions is None:
+            raise ValueError(
+                f"Dataset {self.name}: again is for a list of captions: rows of a folder are not asked for"
+            )
+        self.asked_again  # noqa: B018  refuses a status that there is not
         if self.report_every < 0:
             raise ValueError(f"Dataset {self.name}: report_every is {self.report_every}; it must not be negative")
+
+    @property
+    def asked_again(self) -> frozenset[str]:
+        """The statuses that `again` names; ValueError where one is none."""
+        found = set()
+        for name in self.again:
+            matching = {one for one in _FAILED if one == name or (name in _CLASSES and one.startswith(name[:6]))}
+            if not matching:
+                known = [one for one in _FAILED if not one[5:].isdecimal()] + [*_CLASSES, "http_404, ..."]
+                raise ValueError(f"Dataset {self.name}: again names {name!r}, must be of {', '.join(known)}")
+            found |= matching
+        return frozenset(found)
 
     @property
     def origin(self) -> Path:
@@ -104,6 +127,7 @@ class Part:
     offset      of the first of these lines in the list, in bytes; 0 for images
     file        of img2dataset: its shard that holds them; there, offset counts rows
     duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
+    replaces    sha256 of the committed manifest, some of whose rows are asked again; "" for a shard that is not there
     """
 
     shard: str
@@ -113,6 +137,7 @@ class Part:
     offset: int = 0
     file: str = ""
     duplicates: tuple[tuple[int, int], ...] = ()
+    replaces: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,13 +156,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a dataset's images are now, and how many shards this run committed; counts are rows by status."""
+    """What a dataset's images are now, and how many shards this run committed; counts are rows by status.
+
+    asked_again, newly_ok: rows of shards that were there before, by CollectSettings.again.
+    """
 
     dataset: str
     shards: int
     new_shards: int
     counts: dict[str, int]
     seconds: float
+    asked_again: int = 0
+    newly_ok: int = 0
 
 
 class NothingStored(ValueError):
@@ -176,6 +206,17 @@ def collect(
             )
     else:
         say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
+    wanted = settings.asked_again
+    asked = {
+        part.shard: sum(headers[part.shard].statuses.get(one, 0) for one in wanted)
+        for part in parts
+        if part.shard in done
+    }
+    again = [dataclasses.replace(part, replaces=headers[part.shard].sha256) for part in parts if asked.get(part.shard)]
+    if wanted:
+        rows = sum(asked.values())
+        say(f"{settings.name}: {rows} rows of {len(again)} shards are asked again: {', '.join(settings.again)}")
+    missing += again
     has_images = any(header.ok_rows for header in headers.values())
     while missing:
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
@@ -195,7 +236,17 @@ def collect(
         if missing:
             say(f"{settings.name}: {len(missing)} shards without an image are collected again: others have images")
         has_images = True
-    return Collected(settings.name, len(parts), len(new_shards), catalog.counts(IMAGES), time.monotonic() - started)
+    names = [part.shard for part in again]
+    newly_ok = sum(now.ok_rows - headers[shard].ok_rows for shard, now in catalog.headers(IMAGES, names).items())
+    return Collected(
+        settings.name,
+        len(parts),
+        len(new_shards - set(names)),
+        catalog.counts(IMAGES),
+        time.monotonic() - started,
+        sum(asked.values()),
+        newly_ok,
+    )
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
@@ -378,10 +429,12 @@ def collect_group(
     before nor this group has one.
     """
     catalog = Catalog(open_objects(root), settings.name)
-    names = {part.shard for part in group.parts}
-    done = [shard for shard in catalog.shards(IMAGES) if shard in names]  # by an attempt before this, or somebody else
+    parts = {part.shard: part for part in group.parts}
+    committed = catalog.headers(IMAGES, [shard for shard in catalog.shards(IMAGES) if shard in parts])
+    # By an attempt before this, or by somebody else.
+    done = {shard: header for shard, header in committed.items() if header.sha256 != parts[shard].replaces}
     progress = _Progress(settings, group, say)
-    for shard, header in catalog.headers(IMAGES, done).items():
+    for shard, header in done.items():
         progress.counts[shard] = header.statuses
     missing = [part for part in group.parts if part.shard not in done]
     commit = _Commit(catalog, settings, group.has_images, on_commit)
@@ -431,6 +484,8 @@ def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
         (header,) = catalog.headers(IMAGES, [part.shard]).values()
     except ObjectMissing:
         return False
+    if header.sha256 == part.replaces:
+        return False
     progress.tell(part, header.statuses)
     return True
 
@@ -443,7 +498,14 @@ class _Commit:
         self._has_images = has_images
         self._waiting: list[tuple[Part, Sequence[Download]]] = []  # without images, so they are small
 
-    def __call__(self, part: Part, downloads: Sequence[Download]) -> None:
+    def __call__(self, part: Part, downloads: Sequence[Download], known: "_Known | None" = None) -> None:
+        if known is not None and known.manifest is not None:
+            before = dict(
+                zip(known.manifest.table["row"].to_pylist(), known.manifest.table["status"].to_pylist(), strict=True)
+            )
+            if any(item.status != before[item.row.row] for item in downloads):
+                self._commit(part, downloads, known.manifest)
+            return
         statuses = {item.status for item in downloads}
         gone = self._settings.commit_unreachable and statuses & UNREACHABLE
         if self._has_images or gone or OK in statuses:
@@ -456,9 +518,47 @@ class _Commit:
         for part, downloads in self._waiting:
             self._commit(part, downloads)
 
-    def _commit(self, part: Part, downloads: Sequence[Download]) -> None:
-        if commit_images(self._catalog, part.shard, downloads, self._settings.download, source=part.source):
+    def _commit(self, part: Part, downloads: Sequence[Download], replaces: Manifest | None = None) -> None:
+        settings = self._settings.download
+        if commit_images(self._catalog, part.shard, downloads, settings, source=part.source, replaces=replaces):
             self._on_commit(part.shard)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a shard's rows before a server is asked.
+
+    rows      by row: duplicates, and what a committed shard keeps
+    before    by row, what those that are asked again were
+    manifest  of the committed shard
+    """
+
+    rows: dict[int, Download]
+    before: dict[int, Download] = dataclasses.field(default_factory=dict)
+    manifest: Manifest | None = None
+
+    def with_answers(self, rows: Sequence[CaptionRow], answers: Sequence[Download]) -> list[Download]:
+        """All rows in order; one that could not be reached again keeps what it was."""
+        answers = iter(answers)
+        joined = [self.rows.get(row.row) or next(answers) for row in rows]
+        return [self.before.get(item.row.row, item) if item.status in UNREACHABLE else item for item in joined]
+
+
+def _known(catalog: Catalog, part: Part, rows: Sequence[CaptionRow], settings: CollectSettings, spool: Spool) -> _Known:
+    if not part.replaces:
+        first = dict(part.duplicates)
+        repeated = [row for row in rows if row.row in first]
+        return _Known({row.row: Download(row, "duplicate", f"of row {first[row.row]}", None) for row in repeated})
+    manifest = catalog.manifest(IMAGES, part.shard)
+    known, samples = _Known({}, {}, manifest), catalog.read(IMAGES, part.shard)
+    for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
+        picture = None
+        if line["status"] == OK:
+            sample = next(samples)
+            picture = spool.keep(Picture(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
+        asked = line["status"] in settings.asked_again
+        (known.before if asked else known.rows)[row.row] = Download(row, line["status"], line["detail"], picture)
+    return known
 
 
 async def _download(
@@ -475,24 +575,18 @@ async def _download(
                     if await loop.run_in_executor(files, _is_committed, catalog, part, progress):
                         return
                     rows = await loop.run_in_executor(files, _rows_of, part, settings)
-                    first = dict(part.duplicates)
-                    repeated = {"duplicate": len(first)} if first else {}
                     with Spool() as spool:
+                        known = await loop.run_in_executor(files, _known, catalog, part, rows, settings, spool)
+                        counted = Counter(item.status for item in known.rows.values())
                         asked = await downloader.download(
-                            [row for row in rows if row.row not in first],
-                            lambda done, of, counts: progress.tell(part, counts | repeated),
+                            [row for row in rows if row.row not in known.rows],
+                            lambda done, of, counts: progress.tell(part, Counter(counts) + counted),
                             spool,
                         )
-                        if not settings.commit_unreachable:
+                        if not settings.commit_unreachable and not part.replaces:
                             check_network(part, asked, settings)
-                        answers = iter(asked)
-                        downloads = [
-                            Download(row, "duplicate", f"of row {first[row.row]}", None)
-                            if row.row in first
-                            else next(answers)
-                            for row in rows
-                        ]
-                        await loop.run_in_executor(files, commit, part, downloads)
+                        downloads = known.with_answers(rows, asked)
+                        await loop.run_in_executor(files, commit, part, downloads, known)
                     progress.tell(part, Counter(item.status for item in downloads))
 
             await all_of(one(part) for part in parts)
@@ -581,6 +675,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     origin.add_argument("--img2dataset", metavar="FOLDER", help="what img2dataset wrote (webdataset or files)")
     parser.add_argument("--rows-per-shard", type=int, default=CollectSettings.rows_per_shard, metavar="N")
     parser.add_argument("--commit-unreachable", action="store_true", help="also shards of which no host was reached")
+    parser.add_argument(
+        "--again",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="STATUS,...",
+        help="ask rows of committed shards with these statuses once more, such as timeout,dns,http_5xx",
+    )
     parser.add_argument("--report-every", type=float, default=CollectSettings.report_every, metavar="SECONDS")
     parser.add_argument("--allow-host", action="append", default=[], metavar="HOST:PORT", help="though it is private")
     numbers = [field for field in dataclasses.fields(DownloadSettings) if field.name != "allowed_hosts"]
@@ -601,6 +702,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows_per_shard=options.rows_per_shard,
             commit_unreachable=options.commit_unreachable,
             report_every=options.report_every,
+            again=options.again,
         )
         collected = collect(options.root, settings, functools.partial(print, flush=True))
     except (ValueError, OSError, ObjectMissing) as error:
@@ -610,7 +712,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)  # as the shell has it for Ctrl-C
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
-        f"all rows: {_by_status(collected.counts)}"
+        + (f"{collected.newly_ok} of {collected.asked_again} rows asked again are ok now; " if options.again else "")
+        + f"all rows: {_by_status(collected.counts)}"
     )
 
 

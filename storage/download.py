@@ -23,6 +23,7 @@ from pathlib import Path
 from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
+from storage.manifests import Header
 from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
@@ -338,9 +339,18 @@ def import_images(
 
 
 def commit_images(
-    catalog: Catalog, shard: str, downloads: Sequence[Download], settings: ImageSettings, *, source: str = ""
+    catalog: Catalog,
+    shard: str,
+    downloads: Sequence[Download],
+    settings: ImageSettings,
+    *,
+    source: str = "",
+    replaces: Header | None = None,
 ) -> bool:
-    """Commit what `download` or `import_images` gave as a shard of `images`; False where another writer was first."""
+    """Commit what `download` or `import_images` gave as a shard of `images`, or as the next revision of one.
+
+    False where another writer was first.
+    """
     if not downloads:
         raise ValueError(f"shard {shard} has no rows; give every shard at least one")
     config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
@@ -354,4 +364,5 @@ def commit_images(
         Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)
         for item in downloads
     ]
-    return catalog.commit("images", shard, (item.sample for item in downloads if item.picture), table, meta)
+    samples = (item.sample for item in downloads if item.picture)
+    return catalog.commit("images", shard, samples, table, meta, replaces)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.catalog import SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
+from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
 from storage.manifests import OK, Header, Manifest
 from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
@@ -31,7 +31,7 @@ from storage.shards import index_shard
 from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
-_MANIFEST = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})\.parquet")
+_MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 _TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
@@ -71,7 +71,9 @@ class Inventory:
 
     def __init__(self, objects: Objects, dataset: str | None = None):
         self.objects = objects
-        self.manifests: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
+        self.manifests: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)  # the newest of each shard
+        self.replaced: list[tuple[str, str, str]] = []  # dataset, stage and shard of those with earlier revisions
+        revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
@@ -81,11 +83,15 @@ class Inventory:
             elif dataset is not None and not info.path.startswith(f"{dataset}/"):
                 continue
             elif found := _MANIFEST.fullmatch(info.path):
-                self.manifests[found[1], found[2]][found[3]] = info
+                revisions[found[1], found[2], found[3]][int(found[4] or 1)] = info
             elif found := _SNAPSHOT.fullmatch(info.path):
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif _TAR.fullmatch(info.path):
                 self.tars[info.path] = info
+        for (name, stage, shard), infos in revisions.items():
+            self.manifests[name, stage][shard] = infos[max(infos)]
+            if len(infos) > 1:
+                self.replaced.append((name, stage, shard))
         if dataset is not None and not self.manifests:
             raise ValueError(f"{objects.where(dataset)} holds no committed shard; `status` lists the datasets")
 
@@ -240,7 +246,7 @@ def verify(inventory: Inventory) -> Iterator[str]:
 
 
 def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest) -> Iterator[str]:
-    objects, where = catalog.objects, catalog.where(manifest.stage, manifest.shard)
+    objects, where = catalog.objects, catalog.where(manifest.stage, manifest.name)
     table = manifest.table
     counted = dict(sorted(Counter(table["status"].to_pylist()).items()))
     if counted != manifest.statuses:
@@ -248,11 +254,8 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
     ok = table.filter(pc.equal(table["status"], OK))
     source = manifest.meta.get("source", {})
     if "manifest_sha256" in source:
-        try:
-            standing = catalog.manifest(source["stage"], source["shard"]).sha256
-        except ObjectMissing:
-            standing = "none"
-        if standing != source["manifest_sha256"]:
+        revisions = catalog.revisions(source["stage"], source["shard"])  # an earlier one: it is pending, and no fault
+        if source["manifest_sha256"] not in [one.sha256 for one in revisions]:
             yield f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than stands there"
     if manifest.tar is None:
         if len(ok):
@@ -319,18 +322,20 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Itera
     groups = read_columns(objects, path, SNAPSHOT_SCHEMA.names)
     for shard, rows in zip(shards, _dealt(groups, [shard["rows"] for shard in shards]), strict=True):
         try:
-            manifest = catalog.manifest(stage, shard["shard"])
-        except ObjectMissing:
-            manifest = None
-            yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
+            revisions = catalog.revisions(stage, shard["shard"])
+            manifest = next((one for one in revisions if one.sha256 == shard["manifest_sha256"]), None)
+            manifest = manifest and catalog.manifest_of(manifest)
         except ValueError:
-            manifest = None  # named as a fault of its own
-        if manifest is not None and manifest.sha256 == shard["manifest_sha256"]:
+            revisions, manifest = None, None  # named as a fault of its own
+        if revisions == []:
+            yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
+        if manifest is not None:
             ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
             expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))
             if not all(rows[name].equals(expected[name]) for name in SNAPSHOT_SCHEMA.names):
                 yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
-        elif shard["tar"] is not None:  # the shard was made again: what the snapshot names must still be there
+        # Where the shard was made again, what the snapshot names must still be there.
+        if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
             tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
             try:
                 sizes = [info.size for info in objects.list(tar)]
@@ -371,6 +376,10 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     for (dataset, stage), manifests in inventory.manifests.items():
         for header in Catalog(objects, dataset).headers(stage, sorted(manifests)).values():
             named.add(header.tar)
+    for dataset, stage, shard in inventory.replaced:
+        # Who has read the revision before may be about to pin it.
+        if now - inventory.manifests[dataset, stage][shard].modified <= grace:
+            named |= {header.tar for header in Catalog(objects, dataset).revisions(stage, shard)}
     for (dataset, stage), snapshots in inventory.snapshots.items():
         for name, info in snapshots.items():
             used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)

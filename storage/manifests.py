@@ -7,7 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,6 +56,7 @@ class Header:
     statuses    rows by status
     meta        what the stage recorded: source, config, config_hash, "untrained", ...
     sha256      of the manifest's own bytes, 64 hex
+    revision    1, and one more each time that some rows of the shard were asked again
     """
 
     shard: str
@@ -66,6 +67,12 @@ class Header:
     statuses: dict[str, int]
     meta: dict
     sha256: str
+    revision: int = field(default=1, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """Of the manifest's file, without its extension: 00002, then 00002.r2, 00002.r3, ..."""
+        return self.shard if self.revision == 1 else f"{self.shard}.r{self.revision}"
 
     @property
     def ok_rows(self) -> int:

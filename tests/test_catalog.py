@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog, Row, ShardIndex
+from storage.inventory import Inventory, verify
 from storage.objects import LocalObjects, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.sample import Sample
 from storage.shards import read_span
@@ -108,6 +110,92 @@ def test_a_second_commit_changes_nothing_and_asks_for_no_sample(catalog):
 
     assert catalog.commit("images", "00000", never(), shard_of(0)[1], {"attempt": 2}) is False
     assert {name: catalog.objects.get(name) for name in names(catalog.objects)} == before
+
+
+def revise(catalog: Catalog, number: int, ok: int, stage: str = "images", **meta) -> bool:
+    """The next revision of a shard, with the first `ok` of its ok rows; the others are gone by now."""
+    samples, rows = shard_of(number, regions=stage != "images")
+    kept = {sample.key for sample in samples[:ok]}
+    rows = [row if row.key in kept or row.status != "ok" else dataclasses.replace(row, status="gone") for row in rows]
+    standing = catalog.headers(stage)[f"{number:05d}"]
+    return catalog.commit(stage, f"{number:05d}", samples[:ok], rows, meta, standing)
+
+
+def test_a_revision_stands_beside_what_it_replaces_and_readers_see_it(catalog):
+    for number in range(2):
+        commit(catalog, number)
+    detect(catalog, 0)
+    before = {name: catalog.objects.get(name) for name in names(catalog.objects)}
+    first, index = catalog.manifest("images", "00000"), pinned(catalog)
+    for revision, ok in [(number, 1 + number % 4) for number in range(2, 12)]:  # r10 follows r9
+        assert revise(catalog, 0, ok) is True
+        found = catalog.manifest("images", "00000")
+        assert (found.revision, found.ok_rows, found.name) == (revision, ok, f"00000.r{revision}")
+        assert len(list(catalog.read("images", "00000"))) == ok
+        assert catalog.headers("images")["00000"].sha256 == found.sha256
+        assert [
+            len(table.filter(pc.equal(table["status"], "ok"))) for table in catalog.columns("images", ["status"])
+        ] == [ok, 4]
+    revisions = catalog.revisions("images", "00000")
+    assert [one.revision for one in revisions] == list(range(1, 12))
+    assert [one.meta.get("replaces") for one in revisions] == [None, *(one.sha256 for one in revisions[:-1])]
+    assert catalog.manifest_of(revisions[0]).table == first.table
+    assert catalog.shards("images") == ["00000", "00001"]
+    assert all(catalog.objects.get(name) == data for name, data in before.items())
+    assert len(catalog.pinned("images", index.snapshot.id)) == 8
+    assert pinned(catalog).snapshot.ok_rows == found.ok_rows + 4
+
+
+def test_what_was_made_of_an_earlier_revision_with_other_samples_is_pending(catalog):
+    for number in range(2):
+        commit(catalog, number)
+        detect(catalog, number)
+    revise(catalog, 0, 4, asked="again")  # the same samples
+    assert catalog.pending("images", REGIONS) == []
+    revise(catalog, 0, 3)
+    assert catalog.pending("images", REGIONS) == ["00000"]
+    assert catalog.pending("images", REGIONS, ["00001"]) == []
+    assert list(verify(Inventory(catalog.objects))) == []
+    revise(catalog, 0, 3, REGIONS, source=catalog.manifest("images", "00000").as_source())
+    assert catalog.pending("images", REGIONS) == []
+    catalog.objects.delete("captions/images/00000.r3.parquet")
+    with pytest.raises(ValueError, match=r"00000.r2.parquet was made from .* not from .*images/00000.r2.parquet as it"):
+        catalog.pending("images", REGIONS)
+
+
+def test_of_two_that_revise_a_shard_one_wins_and_a_tar_that_is_named_stays(catalog):
+    commit(catalog, 0)
+    samples, rows = shard_of(0)
+    first = catalog.headers("images")["00000"]
+
+    def overtaken(change: Callable[[Sample], Sample] = lambda sample: sample) -> Iterator[Sample]:
+        assert catalog.commit(
+            "images", "00000", [], [dataclasses.replace(row, status="gone") for row in rows], {}, first
+        )
+        yield from map(change, samples)
+
+    assert catalog.commit("images", "00000", overtaken(), rows, {}, first) is False  # its tar is that of revision 1
+    assert catalog.manifest("images", "00000").ok_rows == 0
+    assert names(catalog.objects) == sorted([first.tar, *(f"captions/images/00000{r}.parquet" for r in ("", ".r2"))])
+    another = [dataclasses.replace(sample, caption="another") for sample in samples]
+    assert catalog.commit("images", "00000", another, rows, {}, first) is False
+    assert len(names(catalog.objects)) == 3
+
+
+def test_a_writer_that_dies_before_the_manifest_of_a_revision_leaves_the_one_before(local):
+    commit(local, 0)
+    before = local.manifest("images", "00000")
+
+    class Dying(LocalObjects):
+        def put(self, path: str, data: object, *, if_absent: bool = False) -> bool:
+            if path.endswith(".parquet"):
+                raise KeyboardInterrupt
+            return super().put(path, data, if_absent=if_absent)
+
+    with pytest.raises(KeyboardInterrupt):
+        revise(Catalog(Dying(local.objects.root), "captions"), 0, 2)
+    assert local.manifest("images", "00000").sha256 == before.sha256
+    assert len(list(local.read("images", "00000"))) == 4
 
 
 def test_a_writer_that_is_overtaken_leaves_quietly_and_takes_its_tar_along(catalog):

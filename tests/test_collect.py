@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import shutil
 import signal
@@ -37,6 +38,8 @@ from storage.collect import (
     plan,
 )
 from storage.download import CaptionRow, Download, DownloadSettings
+from storage.inventory import Inventory, verify
+from storage.inventory import collect as collect_litter
 from storage.objects import open_objects
 from storage.redact import redacted, shown_url
 
@@ -462,6 +465,80 @@ def test_a_url_is_shown_with_its_host_and_without_its_secrets(user: str, host: s
     assert SECRET not in redacted(f"Cannot connect to http://{host}/{path}?key={SECRET} [none], nor /x?{user}={SECRET}")
     plain = f"http://{host}/{path}.jpg"
     assert shown_url(plain) == redacted(plain) == plain
+
+
+def as_it_is(root: str) -> dict[str, bytes]:
+    """Every object of a root."""
+    objects = open_objects(root)
+    return {info.path: objects.get(info.path) for info in objects.list()}
+
+
+def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_path: Path):
+    root, file, image = str(tmp_path / "root"), tmp_path / "list.tsv", encode(draw(seed=3))
+    web.put("/again/once.jpg", send(image))
+    web.put("/again/later.jpg", in_turn(send(b"", 503), send(image)))
+    web.put("/again/never.jpg", send(b"", 502))
+    lines = [
+        f"{c}\t/again/{name}.jpg"
+        for c, name in zip("abcdef", ("once", "later", "gone", "once", "never", "once"), strict=True)
+    ]
+    lines.append(lines[0])
+    settings = served(web, file, *lines, rows_per_shard=3, download=dataclasses.replace(
+        served(web, file, *lines).download, second_pass=0
+    ))  # fmt: skip
+    collect(root, settings, lambda line: None)
+    before, old = as_it_is(root), of(root).pin(IMAGES)
+    assert statuses(root) == ["ok", "http_503", "http_404", "ok", "http_502", "ok", "duplicate"]
+    read = lambda: [sample.caption for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]  # noqa: E731
+    assert read() == ["a", "d", "f"]
+    said, asked = [], len(web.requests)
+    again = dataclasses.replace(settings, again=("http_5xx", "timeout"))
+    collected = collect(root, again, said.append)
+    assert [path for _, path, _ in web.requests[asked:]].count("/again/later.jpg") == 1
+    assert {path for _, path, _ in web.requests[asked:]} == {"/again/later.jpg", "/again/never.jpg"}
+    assert (collected.asked_again, collected.newly_ok, collected.new_shards) == (2, 1, 0)
+    assert "captions: 2 rows of 2 shards are asked again: http_5xx, timeout" in said
+    assert statuses(root) == ["ok", "ok", "http_404", "ok", "http_502", "ok", "duplicate"]
+    assert read() == ["a", "b", "d", "f"]
+    assert as_it_is(root).items() > before.items()  # nothing that was there has changed
+    assert {path for path in as_it_is(root).keys() - before.keys() if path.endswith(".parquet")} == {
+        "captions/images/00000.r2.parquet",  # 00001 is as it was, so no revision of it is written
+        f"captions/images/snapshots/{old.id}.parquet",
+    }
+    new, index = of(root).pin(IMAGES), of(root).pinned(IMAGES, old.id)
+    assert (old.ok_rows, new.ok_rows) == (3, 4)
+    assert len(index.keys()) == 3
+    assert list(verify(Inventory(open_objects(root)))) == []
+    (state := tmp_path / "root/runs/run/step-0000001").mkdir(parents=True)
+    (state / "state.json").write_text(
+        json.dumps({"data": {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}})
+    )
+    assert collect_litter(open_objects(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
+    collected = collect(root, again, said.append)
+    assert (collected.asked_again, collected.newly_ok) == (1, 0)
+    assert of(root).headers(IMAGES)["00000"].revision == 2
+
+
+def test_rows_that_are_not_reached_again_keep_what_they_were(web: Web, tmp_path: Path):
+    root, file, gone = str(tmp_path / "root"), tmp_path / "list.tsv", closed_port()
+    web.put("/keeps.jpg", send(encode(draw())))
+    download = DownloadSettings(deadline=2, retries=0, second_pass=0, allowed_hosts=(web.host, gone))
+    lines = ["a\t/keeps.jpg", *(f"b\thttp://{gone}/{i}.jpg" for i in range(30))]
+    settings = served(web, file, *lines, rows_per_shard=31, download=download)
+    collect(root, settings, lambda line: None)
+    before = as_it_is(root)
+    assert {*statuses(root)[1:]} <= {"connect", "host_timeout"}
+    collected = collect(root, dataclasses.replace(settings, again=("connect", "host_timeout")), lambda line: None)
+    assert (collected.asked_again, collected.newly_ok) == (30, 0)
+    assert as_it_is(root) == before
+
+
+@pytest.mark.parametrize("again", ["ok", "duplicate", "http_6xx", "http_", "slow"])
+def test_a_status_that_nobody_can_ask_again_is_refused(again: str):
+    with pytest.raises(ValueError, match=f"captions: again names '{again}', must be of bad_url, .*http_5xx"):
+        CollectSettings("captions", captions="list.tsv", again=("dns", again))
+    with pytest.raises(ValueError, match="captions: again is for a list of captions"):
+        CollectSettings("captions", images="folder", again=("missing_file",))
 
 
 def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):

@@ -168,6 +168,25 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
         detect_pending(catalog, detector, reports.append, only=["00007"])
 
 
+def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path: Path):
+    catalog = collected(tmp_path / "root", [[a_sample(0)], [a_sample(3)]])
+    detector, reports = CountingDetector(annotations(tmp_path / "a.json", range(4))), []
+    assert detect_pending(catalog, detector, reports.append) == 2
+    samples = [a_sample(0), a_sample(1)]
+    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in enumerate(samples)]
+    assert catalog.commit("images", "00000", samples, rows, {}, catalog.headers("images")["00000"])
+    assert catalog.pending("images", stage_of(detector)) == ["00000"]
+    detector.samples = 0
+    assert detect_pending(catalog, detector, reports.append) == 1
+    assert detector.samples == 2
+    assert reports[-1]["shard"] == "00000"
+    manifest = catalog.manifest(stage_of(detector), "00000")
+    assert (manifest.revision, manifest.ok_rows) == (2, 2)
+    assert detect_shard(catalog, "00000", detector) is False
+    assert catalog.pending("images", stage_of(detector)) == []
+    assert catalog.snapshot(stage_of(detector)).ok_rows == 3
+
+
 def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_again(tmp_path: Path):
     catalog = collected(tmp_path / "root", [[a_sample(n)] for n in range(4)])
     file = annotations(tmp_path / "a.json", range(4))
