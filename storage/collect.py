@@ -7,6 +7,7 @@ error, for it would mix two lists in one dataset. `python -m storage.collect ROO
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -36,15 +37,17 @@ from storage.download import (
     Spool,
     all_of,
     commit_images,
+    image_config,
     import_images,
     parse_captions,
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.manifests import Manifest
 from storage.normalise import Picture
-from storage.objects import ObjectMissing, open_objects
+from storage.objects import ObjectMissing, StorageUnreachable, open_objects
 from storage.redact import shown_url
 from storage.sample import sample_key
+from storage.spool import PartialShard, remove_partial
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while slow servers and the second pass keep one shard waiting, the others go on
@@ -81,6 +84,8 @@ class CollectSettings:
     """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
     report_every: float = 10.0
     """Seconds between two lines of progress, at least."""
+    save_every: float = 20.0
+    """Seconds after which the images of the shards in progress are written down: what a kill costs at most."""
     again: tuple[str, ...] = ()
     """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows of committed shards are asked again, once."""
 
@@ -93,6 +98,8 @@ class CollectSettings:
         for name in ("rows_per_shard", "shards_per_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
+        if not self.save_every > 0:
+            raise ValueError(f"Dataset {self.name}: save_every is {self.save_every}; it must be over 0")
         if self.again and self.captions is None:
             raise ValueError(
                 f"Dataset {self.name}: again is for a list of captions: rows of a folder are not asked for"
@@ -217,6 +224,7 @@ def collect(
         rows = sum(asked.values())
         say(f"{settings.name}: {rows} rows of {len(again)} shards are asked again: {', '.join(settings.again)}")
     missing += again
+    remove_partial(catalog.objects, settings.name, done.keys() - {part.shard for part in again})
     has_images = any(header.ok_rows for header in headers.values())
     while missing:
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
@@ -569,27 +577,60 @@ async def _download(
     # Reading and writing in a thread: it must not stop the clocks of the other shards.
     with ThreadPoolExecutor(1, thread_name_prefix="files") as files:
         async with Downloader(settings.download) as downloader:
+            partials: set[PartialShard] = set()
+
+            async def save() -> None:
+                while True:
+                    await asyncio.sleep(settings.save_every)
+                    for partial in list(partials):
+                        try:
+                            await loop.run_in_executor(files, partial.save)
+                        except StorageUnreachable as error:
+                            progress.say(f"{settings.name}: images in progress could not be written down: {error}")
+                        except ValueError:
+                            if partial in partials:
+                                raise
+                            # Its shard has failed meanwhile, and its spool is closed.
 
             async def one(part: Part) -> None:
                 async with free:
                     if await loop.run_in_executor(files, _is_committed, catalog, part, progress):
                         return
                     rows = await loop.run_in_executor(files, _rows_of, part, settings)
+                    _, config = image_config(settings.download)
+                    partial = PartialShard(catalog.objects, settings.name, part.shard, config)
                     with Spool() as spool:
                         known = await loop.run_in_executor(files, _known, catalog, part, rows, settings, spool)
                         counted = Counter(item.status for item in known.rows.values())
-                        asked = await downloader.download(
-                            [row for row in rows if row.row not in known.rows],
-                            lambda done, of, counts: progress.tell(part, Counter(counts) + counted),
-                            spool,
-                        )
+                        stored = await loop.run_in_executor(files, partial.load, spool)
+                        if stored:
+                            images = f"{len(stored)} images that an earlier run had downloaded"
+                            progress.say(f"{settings.name}: shard {part.shard} goes on from {images}")
+                        partials.add(partial)
+                        try:
+                            asked = await downloader.download(
+                                [row for row in rows if row.row not in known.rows],
+                                lambda done, of, counts: progress.tell(part, Counter(counts) + counted),
+                                spool,
+                                partial,
+                                stored,
+                            )
+                        finally:
+                            partials.remove(partial)
                         if not settings.commit_unreachable and not part.replaces:
                             check_network(part, asked, settings)
                         downloads = known.with_answers(rows, asked)
                         await loop.run_in_executor(files, commit, part, downloads, known)
+                        await loop.run_in_executor(files, partial.close)
                     progress.tell(part, Counter(item.status for item in downloads))
 
-            await all_of(one(part) for part in parts)
+            saving = asyncio.ensure_future(save())
+            try:
+                await all_of(one(part) for part in parts)
+            finally:
+                saving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await saving
 
 
 def _rows_of(part: Part, settings: CollectSettings) -> list[CaptionRow]:
@@ -675,6 +716,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     origin.add_argument("--img2dataset", metavar="FOLDER", help="what img2dataset wrote (webdataset or files)")
     parser.add_argument("--rows-per-shard", type=int, default=CollectSettings.rows_per_shard, metavar="N")
     parser.add_argument("--commit-unreachable", action="store_true", help="also shards of which no host was reached")
+    parser.add_argument("--save-every", type=float, default=CollectSettings.save_every, metavar="SECONDS")
     parser.add_argument(
         "--again",
         type=lambda text: tuple(text.split(",")),
@@ -703,6 +745,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             commit_unreachable=options.commit_unreachable,
             report_every=options.report_every,
             again=options.again,
+            save_every=options.save_every,
         )
         collected = collect(options.root, settings, functools.partial(print, flush=True))
     except (ValueError, OSError, ObjectMissing) as error:

@@ -13,12 +13,13 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
@@ -27,7 +28,7 @@ from storage.manifests import Header
 from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
-from storage.spool import Spool, SpooledPicture
+from storage.spool import PartialShard, Spool, SpooledPicture
 
 __all__ = [
     "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "Downloader", "ImageSettings", "Spool",
@@ -168,9 +169,17 @@ class Downloader:
         self._threads.shutdown(cancel_futures=True)
 
     async def download(
-        self, rows: Sequence[CaptionRow], on_progress: Progress | None = None, spool: Spool | None = None
+        self,
+        rows: Sequence[CaptionRow],
+        on_progress: Progress | None = None,
+        spool: Spool | None = None,
+        partial: PartialShard | None = None,
+        stored: Mapping[str, SpooledPicture] = MappingProxyType({}),
     ) -> list[Download]:
-        """As the function `download`; with a spool, the pictures lie there and not in memory."""
+        """As the function `download`; with a spool, the pictures lie there and not in memory.
+
+        `partial` is told each picture that comes; `stored` are pictures by URL that came before, and are not asked for.
+        """
         gather = _Gather(rows, on_progress)
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         later: dict[str, _Later] = {}  # by host
@@ -203,7 +212,10 @@ class Downloader:
                         return
                 await all_of(again(url, left) for url in list(left))
 
-        await all_of(first(url) for url in gather.places)
+        for url in gather.places.keys() & stored:
+            gather.settle(url, stored[url])
+        gather.partial = partial
+        await all_of(first(url) for url in gather.places if url not in stored)
         while later:
             await all_of(second(host, left) for host, left in later.items())
             later = {host: left for host, left in later.items() if left}
@@ -256,6 +268,7 @@ class _Gather:
     def __init__(self, rows: Sequence[CaptionRow], on_progress: Progress | None):
         self.rows = rows
         self.on_progress = on_progress
+        self.partial: PartialShard | None = None
         self.results: list[Download | None] = [None] * len(rows)
         self.places: dict[str, list[int]] = {}
         self.counts: Counter[str] = Counter()
@@ -271,6 +284,8 @@ class _Gather:
     def settle(self, url: str, outcome: Outcome) -> None:
         for place in self.places[url]:
             self._put(place, outcome)
+        if self.partial is not None and isinstance(outcome, SpooledPicture):
+            self.partial.add(url, outcome)
         if self.on_progress is not None:
             self.on_progress(self.counts.total(), len(self.rows), dict(self.counts))
 
@@ -338,6 +353,12 @@ def import_images(
     return gather.downloads()
 
 
+def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
+    """The settings that decide bytes, by name, and their hash of 12 hex digits."""
+    config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
+    return config, hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def commit_images(
     catalog: Catalog,
     shard: str,
@@ -353,12 +374,12 @@ def commit_images(
     """
     if not downloads:
         raise ValueError(f"shard {shard} has no rows; give every shard at least one")
-    config = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ImageSettings)}
+    config, config_hash = image_config(settings)
     numbers = [item.row.row for item in downloads]
     meta = {
         "source": {"list": source, "rows": [min(numbers), max(numbers) + 1]},  # from, to (exclusive)
         "config": config,
-        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
+        "config_hash": config_hash,
     }
     table = [
         Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)

@@ -29,6 +29,7 @@ from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, Storag
 from storage.safe_json import parse_json
 from storage.shards import index_shard
 from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
+from storage.spool import PARTIAL
 
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 _MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
@@ -76,6 +77,7 @@ class Inventory:
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
+        self.partials: list[ObjectInfo] = []
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
         for info in objects.list():
             if found := _STATE.fullmatch(info.path):
@@ -88,6 +90,8 @@ class Inventory:
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif _TAR.fullmatch(info.path):
                 self.tars[info.path] = info
+            elif PARTIAL.fullmatch(info.path):
+                self.partials.append(info)
         for (name, stage, shard), infos in revisions.items():
             self.manifests[name, stage][shard] = infos[max(infos)]
             if len(infos) > 1:
@@ -365,7 +369,7 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     """What may go: nothing names it, and it is older than `grace` seconds by the storage's clock.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, and what puts left that were broken off.
+    their stage, images of shards that a collection left in progress, and what puts left that were broken off.
     """
     now = objects.now()
     left = list(objects.leftovers())
@@ -389,6 +393,7 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
             else:
                 found.append(_object("unpinned snapshot", objects, info))
     found += [_object("orphan tar", objects, info) for path, info in inventory.tars.items() if path not in named]
+    found += [_object("partial shard", objects, info) for info in inventory.partials]
     return [one for one in found if now - one.modified > grace]
 
 

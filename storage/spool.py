@@ -1,11 +1,32 @@
-"""Images that wait for their shard to be committed, in a temporary file instead of in memory."""
+"""Images that wait for their shard to be committed: in a temporary file instead of in memory, and safe from a kill."""
 
+import hashlib
+import io
 import os
+import re
 import tempfile
 import threading
+from collections.abc import Container
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from storage.normalise import Picture
+from storage.objects import ObjectMissing, Objects
+
+PARTIAL = re.compile(r"([^/]+)/images/partial/(\d{5})-[0-9a-f]{12}-[0-9a-f]{16}\.parquet")
+_SCHEMA = pa.schema(
+    {
+        "url": pa.string(),
+        "image": pa.binary(),
+        "width": pa.int32(),
+        "height": pa.int32(),
+        "sha256": pa.string(),
+        "flags": pa.list_(pa.string()),
+    }
+)
+_PORTION = 16 * 2**20  # bytes of images in one object
 
 
 @dataclass(frozen=True)
@@ -71,3 +92,67 @@ class Spool:
             data = os.pread(self._file.fileno(), length, offset)
         assert len(data) == length, f"{len(data)} of {length} bytes at {offset} of the spool"
         return data
+
+
+class PartialShard:
+    """The images of a shard in progress, written down in the root now and then: what a rerun need not download.
+
+    Each `save` makes objects `<dataset>/images/partial/<shard>-<settings>-<digest>.parquet` of what is new, so two
+    collectors of one shard are not in each other's way. `settings` is the hash of the image settings, 12 hex digits.
+    """
+
+    def __init__(self, objects: Objects, dataset: str, shard: str, settings: str):
+        self._objects = objects
+        self._shard = f"{dataset}/images/partial/{shard}-"
+        self._prefix = f"{self._shard}{settings}-"
+        self._new: list[tuple[str, SpooledPicture]] = []
+        self._closed = False
+
+    def add(self, url: str, picture: SpooledPicture) -> None:
+        """An image that came, for the next `save`."""
+        self._new.append((url, picture))
+
+    def save(self) -> None:
+        """Write down what came since the last time."""
+        while self._new and not self._closed:
+            count = size = 0
+            while count < len(self._new) and size < _PORTION:
+                size += self._new[count][1].length
+                count += 1
+            rows = [
+                {name: url if name == "url" else getattr(picture, name) for name in _SCHEMA.names}
+                for url, picture in self._new[:count]
+            ]
+            out = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
+            data = out.getvalue()
+            self._objects.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
+            del self._new[:count]  # only now: where the storage was away, the next time tries it again
+
+    def load(self, spool: Spool) -> dict[str, SpooledPicture]:
+        """What earlier runs wrote down, by URL; what is damaged is passed over, and downloaded again."""
+        found = {}
+        for info in list(self._objects.list(self._prefix)):
+            try:
+                data = self._objects.get(info.path)
+            except ObjectMissing:
+                continue  # somebody else has committed the shard
+            if not info.path.endswith(f"-{hashlib.sha256(data).hexdigest()[:16]}.parquet"):
+                continue
+            for row in pq.read_table(io.BytesIO(data)).to_pylist():
+                url, flags = row.pop("url"), tuple(row.pop("flags"))
+                found[url] = spool.keep(Picture(**row, flags=flags))
+        return found
+
+    def close(self) -> None:
+        """The shard is committed, by whomever: nothing of this is needed any more."""
+        self._closed = True
+        for info in list(self._objects.list(self._shard)):
+            self._objects.delete(info.path)
+
+
+def remove_partial(objects: Objects, dataset: str, committed: Container[str]) -> None:
+    """Remove what is left of partial shards that are committed by now."""
+    for info in list(objects.list(f"{dataset}/images/partial/")):
+        if (found := PARTIAL.fullmatch(info.path)) and found[2] in committed:
+            objects.delete(info.path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_examples
@@ -38,10 +41,12 @@ from storage.collect import (
     plan,
 )
 from storage.download import CaptionRow, Download, DownloadSettings
-from storage.inventory import Inventory, verify
+from storage.inventory import Inventory, litter, verify
 from storage.inventory import collect as collect_litter
+from storage.normalise import Picture
 from storage.objects import open_objects
 from storage.redact import redacted, shown_url
+from storage.spool import PartialShard, Spool, remove_partial
 
 IMAGES = "images"
 
@@ -737,6 +742,95 @@ def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
         running.kill()
     assert running.returncode == 130
     assert said == "stopped; what is committed stays, and the same command goes on from there\n"
+
+
+def partials(catalog: Catalog) -> list[str]:
+    """The objects of shards in progress."""
+    return [info.path for info in catalog.objects.list("captions/images/partial/")]
+
+
+def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: Web, catalog: Catalog, tmp_path: Path):
+    good = [f"/kill/{i}.jpg" for i in range(20)]
+    for i, path in enumerate(good):
+        web.put(path, send(encode(draw(seed=i))))
+    slow = [f"/kill/slow{shard}.jpg" for shard in range(2)]  # without it, each shard would be done
+    for path in slow:
+        web.put(path, silent(60))
+    lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
+    settings = served(web, tmp_path / "list.tsv", *lines)
+    command = [sys.executable, "-m", "storage.collect", catalog.objects.where(), "captions", "--rows-per-shard", "11"]
+    command += ["--captions", settings.captions, "--allow-host", web.host, "--save-every", "0.2", "--breaker", "9"]
+    root = Path(__file__).parents[1]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=root)
+
+    def saved(shard: str) -> int:
+        prefix = f"captions/images/partial/{shard}-"
+        found = [catalog.objects.get(info.path) for info in catalog.objects.list(prefix)]
+        return sum(pq.read_metadata(io.BytesIO(data)).num_rows for data in found)
+
+    try:
+        end = time.monotonic() + 60
+        while (saved("00000"), saved("00001")) != (10, 10):
+            assert running.poll() is None, "the collection ended by itself"
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        running.kill()
+        running.wait()
+    assert catalog.shards(IMAGES) == []
+    asked = len(web.requests)
+    for path in slow:
+        web.put(path, send(encode(draw())))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "captions: shard 00001 goes on from 10 images that an earlier run had downloaded" in done.stdout
+    assert sorted(path for _, path, _ in web.requests[asked:]) == slow
+    for shard, paths in (("00000", good[:10]), ("00001", good[10:])):
+        assert catalog.manifest(IMAGES, shard).table["status"].to_pylist() == 11 * ["ok"]
+        images = [sample.image for sample in catalog.read(IMAGES, shard)]
+        assert images[:10] == [encode(draw(seed=good.index(path))) for path in paths]
+    assert partials(catalog) == []
+
+
+def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(catalog: Catalog, monkeypatch):
+    monkeypatch.setattr("storage.spool._PORTION", 1000)
+    shard = functools.partial(PartialShard, catalog.objects, "captions", "00007")
+    pictures = {f"http://x/{i}": Picture(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)}
+    with Spool() as spool, Spool() as again:
+
+        def read_back(settings: str) -> dict[str, Picture]:
+            found = shard(settings).load(again)
+            names = [field.name for field in dataclasses.fields(Picture)]
+            return {url: Picture(*(getattr(kept, name) for name in names)) for url, kept in found.items()}
+
+        first, other, second = shard("a" * 12), shard("b" * 12), shard("a" * 12)
+        for url, picture in pictures.items():
+            first.add(url, spool.keep(picture))
+        first.save()
+        first.save()  # nothing new
+        assert len(partials(catalog)) == 3
+        assert read_back("a" * 12) == pictures
+        assert read_back("b" * 12) == {}  # other settings make other bytes
+        damaged = partials(catalog)[0]
+        catalog.objects.put(damaged, catalog.objects.get(damaged)[:-1])
+        assert 0 < len(read_back("a" * 12)) < 10
+        for one in (other, second):
+            one.add("http://x/1", spool.keep(pictures["http://x/1"]))
+            one.save()
+        assert len(partials(catalog)) >= 4
+        remove_partial(catalog.objects, "captions", {"00001"})
+        assert len(partials(catalog)) >= 4
+        assert [one.what for one in litter(catalog.objects, grace=-1)] == len(partials(catalog)) * ["partial shard"]
+        assert litter(catalog.objects, grace=3600) == []
+        first.close()  # of whoever it was, and with whatever settings
+        assert partials(catalog) == []
+        first.add("http://x/2", spool.keep(pictures["http://x/2"]))
+        first.save()
+        assert partials(catalog) == []
+        second.add("http://x/2", spool.keep(pictures["http://x/2"]))
+        second.save()
+        remove_partial(catalog.objects, "captions", {"00007"})
+        assert partials(catalog) == []
 
 
 def test_the_program_imports_no_prefect_and_no_torch():
