@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import importlib
 import itertools
+import json
 import math
 import os
 import signal
@@ -328,6 +329,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
             distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
             sys.exit(STOPPED)
     except EXPECTED as error:
+        _tell_torchrun(f"{_rank(world)}{error}")
         sys.exit(f"{name}: {_rank(world)}{error}")
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
@@ -340,6 +342,15 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
         time.sleep(_BEFORE_ANOTHERS_FAILURE)
         sys.exit(f"{name}: {_rank(world)}another rank is gone or hangs ({fault}); its error stands above, or there")
     distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+
+
+def _tell_torchrun(reason: str) -> None:
+    """Have torchrun's own report, which comes last, say why this rank ended."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
+            json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
 
 
 def _rank(world: World | None) -> str:

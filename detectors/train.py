@@ -157,7 +157,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
             metrics = last_metrics(objects, recipe.run_name) if of_this_step else {}
             say(write_result(run, recipe, run.step, metrics))
     elif saved:
-        say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}")
+        say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}, step {run.step} of {recipe.steps}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
             say(f"it had {state['steps']} steps, now it has {recipe.steps}: the learning rate goes on as in such a run")
         if world.first and objects.exists(_result(recipe)):

@@ -24,6 +24,9 @@ _PROGRESS = re.compile(
 _READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
 # What detectors.loop prints of a run that was told to stop: PROGRAM RECIPE: stopped: ...
 _STOPPED = re.compile(r"(torchrun|python) -m \S+ \S+: stopped: (?P<saved>.*)$")
+# What a rank ends with that knows why, and what is printed where torchrun started it again and it goes on.
+_FAILED = re.compile(r"(torchrun|python) -m \S+ \S+: (?!stopped: |interrupted$|.*another rank is gone or hangs)")
+_GOES_ON = re.compile(r" goes on from |^step \d+/\d+")
 # What follows where torchrun started it again: it goes on, or ends with another status than that of a stop.
 _LIVES_AGAIN = re.compile(rf" goes on from |^step \d+/\d+ | failed \(exitcode: (?!{os.EX_TEMPFAIL}\))")
 
@@ -158,12 +161,16 @@ def torchrun(
     # Some lines begin with the run's name as it is.
     log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 
-    saved = None
+    saved = cause = None
 
     def on_line(line: str) -> None:
-        nonlocal saved
+        nonlocal saved, cause
         log(line)
         watch(line)
+        if _FAILED.match(line):
+            cause = cause or line
+        elif _GOES_ON.search(line):
+            cause = None
         if stopped := _STOPPED.match(line):
             saved = stopped["saved"]
         elif _LIVES_AGAIN.search(line):
@@ -182,7 +189,10 @@ def torchrun(
         raise
     except ChildFailed as error:
         if saved is None:
-            raise
+            if cause is None:
+                raise
+            # What torchrun prints behind it tells nothing more.
+            raise ChildFailed(error.command, error.returncode, [cause], error.reason) from None
         raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM or SIGINT): {saved}") from error
 
 

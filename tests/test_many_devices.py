@@ -390,6 +390,8 @@ def test_a_flow_tells_a_training_that_was_stopped_from_one_that_failed_after_tha
         with pytest.raises(RuntimeError) as ended:
             torchrun("a.program", [], "tiny", {}, [], Processes(), lambda line: None, lambda line: None)
         assert ended.type is kind, lines
+        if lines[-2:] == failed:
+            assert str(ended.value).splitlines()[2:] == [f"  | {failed[0]}"], "and none of torchrun's own"
 
 
 # In place of torchrun: asked to end, it takes half a second.

@@ -40,7 +40,16 @@ from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
 from vlbert.photo import read_image
 from vlbert.pictures import view
-from vlbert.predict import Prediction, Predictor, _parser, main, predictions_asked, region_names, with_class_names
+from vlbert.predict import (
+    Prediction,
+    Predictor,
+    _parser,
+    main,
+    output_files,
+    predictions_asked,
+    region_names,
+    with_class_names,
+)
 from vlbert.tasks import make_task
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -611,6 +620,49 @@ def test_ghostscript_is_never_started(tmp_path, monkeypatch):
     with pytest.raises(subprocess.CalledProcessError), Image.open(file) as opened:  # it is hostile
         opened.load()
     assert mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["path", "text", "bytes", "pillow", "grey", "alpha"])
+def test_a_picture_may_be_a_file_its_bytes_or_pillows(root, kind):
+    file = root / "photo.jpg"
+    picture = Image.open(file)
+    given = {
+        "path": file,
+        "text": str(file),
+        "bytes": file.read_bytes(),
+        "pillow": picture,
+        "grey": picture.convert("L"),
+        "alpha": picture.convert("RGBA"),
+    }[kind]
+    read, wanted = read_image(given), given if kind == "grey" else picture
+    assert (read.width, read.height) == picture.size
+    found = np.asarray(Image.open(io.BytesIO(read.image))).astype(int)
+    assert np.abs(found - np.asarray(wanted).astype(int)).mean() < 3
+
+
+def test_pillows_picture_that_cannot_be_taken_is_one_clear_error():
+    for picture, says in ((Image.new("F", (90, 60)), "floating-point"), (Image.new("L", (20, 20)), "the shorter side")):
+        with pytest.raises(ValueError, match=f"the image cannot be taken: .*{says}"):
+            read_image(picture)
+
+
+def test_a_prediction_shows_itself_in_a_line_and_in_a_notebook(root, pretrained):
+    asked, seen = pretrained(root / "photo.jpg", "a [MASK] star"), pretrained(Image.open(root / "photo.jpg"))
+    for prediction in (asked, seen):
+        assert len(repr(prediction)) < 200
+        assert f"{len(prediction.names)} regions" in repr(prediction)
+        shown = Image.open(io.BytesIO(prediction._repr_png_()))
+        assert np.array_equal(np.asarray(shown), np.asarray(prediction.draw()))
+    assert asked.said in repr(asked)
+
+
+def test_a_folder_that_cannot_be_written_to_names_out(tmp_path):
+    options = _parser().parse_args(["checkpoint", "/proc/self/exe"])  # in a folder that not even root can write to
+    with pytest.raises(ValueError, match=r"/proc/self cannot be written to .*--out FILE"):
+        output_files(options, 1)
+    options = _parser().parse_args(["checkpoint", "/proc/self/exe", "--out", str(tmp_path / "a.png")])
+    assert output_files(options, 1) == [tmp_path / "a.png"]
+    assert not list(tmp_path.iterdir()), "the trial leaves nothing"
 
 
 # --- the detector -----------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(root, six_steps, capsy
     metrics.write_text(metrics.read_text()[:-10])
     capsys.readouterr()
     run(root, "stopped")
-    assert "goes on from" in capsys.readouterr().out
+    assert re.search(r"^stopped goes on from \S+/step-0000003, step 3 of 6$", capsys.readouterr().out, re.MULTILINE)
     assert losses(root, "stopped") == six_steps
     whole, resumed = weights(root, "whole", 6), weights(root, "stopped", 6)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -314,6 +314,18 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
     assert metrics["chance"] == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="another architecture than recipe tiny: model.heads is 4 there and 2 here"):
         run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, heads=2))
+
+
+def test_a_held_out_dataset_that_is_not_there_names_its_field(root):
+    """On two processes too, where torchrun's own report is the last that is printed."""
+    data = {"data": dataclasses.replace(tiny_recipe(root).data, held_out="nothing")}
+    wanted = r"nothing/regions holds no region shards.*data\.held_out=nothing .*docs/operating\.md.*data\.held_out=none"
+    with pytest.raises(ValueError, match=wanted):
+        run(root, "no-held-out", **data)
+    result = torchrun(root, "no-held-out", 2, **data)
+    assert result.returncode == 1
+    *_, last, _ = result.stderr.rstrip().splitlines()  # then comes a rule
+    assert re.search(wanted, last)
 
 
 def test_a_run_goes_on_only_as_it_began(root, six_steps):

@@ -13,11 +13,18 @@ from storage.sample import Sample, sample_key
 IMAGES = ImageSettings(max_bytes=200 * 2**20)
 
 
-def read_image(image: str | Path | bytes) -> Sample:
-    """A file's picture: upright, RGB or grey, JPEG. ValueError says why it cannot be one."""
-    name = "the image" if isinstance(image, bytes) else str(image)
+def read_image(image: str | Path | bytes | Image.Image) -> Sample:
+    """The picture of a file, of a file's bytes, or of Pillow's, as ingest would store it: upright, RGB or grey, JPEG.
+
+    ValueError says why it cannot be one.
+    """
+    name = str(image) if isinstance(image, str | Path) else "the image"
     try:
+        if isinstance(image, Image.Image):
+            image = _png_of(image)
         data = image if isinstance(image, bytes) else Path(image).read_bytes()
+    except Refused as refused:
+        raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
     try:
@@ -46,12 +53,7 @@ def _as_png(data: bytes) -> bytes:
     or holds pixels that nobody can bring to 8 bits."""
     try:
         with Image.open(io.BytesIO(data), formats=FILE_FORMATS) as opened:
-            width, height = opened.size
-            if width * height > IMAGES.max_pixels:  # before any of it is decoded
-                raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
-            file = io.BytesIO()
-            _plain(opened).save(file, "PNG", exif=opened.getexif(), compress_level=1)
-            return file.getvalue()
+            return _png_of(opened)
     except UnidentifiedImageError as error:
         told = f"{len(data)} bytes, first {data[:16]!r}"
         raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {told}") from error
@@ -59,6 +61,15 @@ def _as_png(data: bytes) -> bytes:
         raise Refused("too_many_pixels", str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:
         raise Refused("truncated", f"{type(error).__name__}: {error}") from error
+
+
+def _png_of(opened: Image.Image) -> bytes:
+    width, height = opened.size
+    if width * height > IMAGES.max_pixels:  # before any of it is decoded
+        raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
+    file = io.BytesIO()
+    _plain(opened).save(file, "PNG", exif=opened.getexif(), compress_level=1)
+    return file.getvalue()
 
 
 def _plain(opened: Image.Image) -> Image.Image:

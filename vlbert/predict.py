@@ -14,7 +14,9 @@ head. Writes a picture beside IMAGE and says where. docs/predict.md tells more.
 
 import argparse
 import functools
+import io
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from PIL import Image
 from detectors.described import described_detector, detector_of_file
 from detectors.detect import FasterRCNNDetector
 from detectors.loop import find_recipe
+from storage.safe_json import shown
 from storage.sample import Regions, Sample
 from vlbert.attention import attention_of, chosen_heads, write_attention
 from vlbert.batch import Batch, collate
@@ -44,7 +47,7 @@ KINDS = ("answer", "rationale")  # of what a model for VCR judges
 SIDE = 800  # pixels of the longer side of what is drawn
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """What a model says about a picture.
 
@@ -63,6 +66,18 @@ class Prediction:
     pieces: list[list[str]] = field(default_factory=list)
     encoded: Encoded | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        seen = f"{len(self.names)} regions"
+        if self.row is None:
+            return f"<Prediction: {seen}>"
+        return f"<Prediction: {shown(self.row['asked'])} -> {shown(self.said)}, {seen}>"
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        file = io.BytesIO()
+        self.draw().save(file, "PNG")
+        return file.getvalue()
 
     @property
     def said(self) -> str:
@@ -149,8 +164,8 @@ class Predictor:
         judges = getattr(self.recipe.task, "question", None)
         return judges if judges in KINDS else None
 
-    def see(self, image: str | Path | bytes) -> Sample:
-        """The picture of a file (or of its bytes) as it would be stored, with its regions."""
+    def see(self, image: str | Path | bytes | Image.Image) -> Sample:
+        """The picture of a file, of its bytes, or of Pillow's, as it would be stored, with its regions."""
         sample = read_image(image)
         (regions,) = self.detector.detect([sample])
         if isinstance(regions, str):
@@ -159,7 +174,7 @@ class Predictor:
 
     def __call__(
         self,
-        image: str | Path | bytes | Sample,
+        image: str | Path | bytes | Image.Image | Sample,
         text: str | None = None,
         choices: Sequence[str] = (),
         answer: str = "",
@@ -376,6 +391,13 @@ def output_files(options: argparse.Namespace, count: int) -> list[Path]:
         raise ValueError(f"--out {out}: name a .png or .jpg file")
     if out.resolve() == options.image.resolve():
         raise ValueError(f"--out {out} is the image itself; name another file")
+    try:
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        if options.image.exists():  # else that is what is wrong
+            raise ValueError(
+                f"{out.parent} cannot be written to ({error.strerror}); name a file elsewhere: --out FILE"
+            ) from error
     return [out, out.with_name(f"{out.stem}-rationale{out.suffix}")][:count]
 
 

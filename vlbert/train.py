@@ -211,7 +211,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         say(f"{recipe.run_name} is complete: {resumed.where} has step {state['step']} of {recipe.steps}")
         return None
     if resumed:
-        say(f"{recipe.run_name} goes on from {resumed.where}")
+        say(f"{recipe.run_name} goes on from {resumed.where}, step {state['step']} of {recipe.steps}")
         steps = resumed.config["recipe"]["steps"]
         if steps != recipe.steps:
             say(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
@@ -223,7 +223,15 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     samples, pinned = open_samples(objects, config.dataset, config.detector, before, world, cache)
     held_out, held_out_pinned = None, None
     if config.held_out:
-        held_out, held_out_pinned = open_samples(objects, config.held_out, config.detector, state["held_out"], world)
+        try:
+            held_out, held_out_pinned = open_samples(
+                objects, config.held_out, config.detector, state["held_out"], world
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; data.held_out={config.held_out} names that dataset: make it as docs/operating.md says (Data "
+                "that is held out), or train without validation: data.held_out=none"
+            ) from error
     start_from = open_checkpoint(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
