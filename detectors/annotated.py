@@ -23,6 +23,18 @@ _CROWD = ("skip", "keep")
 _KINDS = {"images": "image", "annotations": "annotation", "categories": "category"}
 
 
+def annotated_id(file: Path, crowd: str = "skip") -> str:
+    """The id of the AnnotatedDetector of these arguments, for which nothing of the file is looked at but its hash."""
+    with open(file, "rb") as stream:
+        return _id(hashlib.file_digest(stream, "sha256").hexdigest(), crowd)
+
+
+def _id(digest: str, crowd: str) -> str:
+    # The file's hash says everything that its name and its contents could.
+    about = {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": digest, "crowd": crowd}
+    return detector_id(about)
+
+
 class AnnotatedDetector:
     """Looks regions up in an annotation file; ValueError names the file and the entry where one is unusable.
 
@@ -51,9 +63,7 @@ class AnnotatedDetector:
             "annotations_file": Path(file).name,
             "classes": [category["name"] for category in categories],
         }
-        # The file's hash says everything that its name and its contents could.
-        decisive = ("backend", "rules_version", "annotations_sha256", "crowd")
-        self.id = detector_id({name: self.about[name] for name in decisive})
+        self.id = _id(digest, crowd)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         return [self._detect_one(sample) for sample in samples]

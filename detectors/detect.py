@@ -22,6 +22,7 @@ from detectors.faster_rcnn import (
     NARROWEST_INPUT,
     PRECISIONS,
     FasterRCNN,
+    FasterRCNNConfig,
     clip_boxes,
     decode_bgr,
     resize,
@@ -141,6 +142,33 @@ class _Seen:
     """float32 [P, D]."""
 
 
+def described(
+    network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, given: str | None, backend: str
+) -> tuple[str, dict]:
+    """The id of a FasterRCNNDetector, and its `about`, for which the network itself is not needed.
+
+    weights: their description; given: the id of the detector whose boxes are the regions.
+    """
+    about = {
+        "backend": backend,
+        "code_version": importlib.metadata.version("vlbert"),
+        "rules_version": _RULES_VERSION,
+        "network": dataclasses.asdict(network),
+        "selection": dataclasses.asdict(settings.selection) if given is None else None,
+        "boxes": settings.boxes,
+        "given": given,
+        "keep_features": settings.keep_features,
+        "precision": settings.precision,
+        "device": settings.device_type,
+        "convolutions": "tf32" if settings.tf32 else "float32",
+        "threads": settings.threads,
+        "batch": settings.batch,
+        **weights,
+    }
+    indifferent = _INDIFFERENT | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
+    return detector_id({name: value for name, value in about.items() if name not in indifferent}), about
+
+
 class FasterRCNNDetector:
     """A network with its weights' description (weights.Loaded.about, or {"untrained": True, "seed": ...}).
 
@@ -164,24 +192,7 @@ class FasterRCNNDetector:
         rois = _ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings, self.given = settings, given
-        self.about = {
-            "backend": backend,
-            "code_version": importlib.metadata.version("vlbert"),
-            "rules_version": _RULES_VERSION,
-            "network": dataclasses.asdict(network.config),
-            "selection": dataclasses.asdict(settings.selection) if given is None else None,
-            "boxes": settings.boxes,
-            "given": given.id if given else None,
-            "keep_features": settings.keep_features,
-            "precision": settings.precision,
-            "device": settings.device_type,
-            "convolutions": "tf32" if settings.tf32 else "float32",
-            "threads": settings.threads,
-            "batch": settings.batch,
-            **weights,
-        }
-        indifferent = _INDIFFERENT | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
-        self.id = detector_id({name: value for name, value in self.about.items() if name not in indifferent})
+        self.id, self.about = described(network.config, weights, settings, given.id if given else None, backend)
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         with running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():

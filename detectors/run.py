@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
@@ -27,6 +28,10 @@ from detectors import Detector
 from storage.catalog import OK, Catalog, Manifest, Row
 from storage.objects import StorageUnreachable, open_objects
 from storage.sample import Regions, Sample
+
+if TYPE_CHECKING:
+    from detectors.detect import DetectorSettings
+    from detectors.faster_rcnn import FasterRCNNConfig
 
 IMAGES = "images"
 # Status of an image for which the network's numbers overflow, and of one in which there is nothing.
@@ -135,21 +140,20 @@ def detect_pending(
     return committed
 
 
-def stage_size(catalog: Catalog, detector: Detector) -> dict:
+def stage_size(catalog: Catalog, stage: str) -> dict:
     """What a detector's regions take where they are stored, images included, and whether features are among them.
 
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
-    stage = stage_of(detector)
     listed = catalog.objects.list(f"{catalog.dataset}/{stage}/")
     size = sum(info.size for info in listed if "/snapshots/" not in info.path)
-    snapshot = catalog.snapshot(stage)
-    images = snapshot.ok_rows
+    headers = catalog.headers(stage).values()
+    images = sum(header.ok_rows for header in headers)
     return {
         "stage": stage,
-        "shards": len(snapshot.shards),
+        "shards": len(headers),
         "images": images,
-        "keep_features": detector.about.get("keep_features", False),
+        "keep_features": any(header.meta["config"].get("keep_features", False) for header in headers),
         "bytes": size,
         "bytes_per_1000_images": round(1000 * size / images) if images else None,
     }
@@ -220,6 +224,35 @@ def _given(options: argparse.Namespace, names: Sequence[str]) -> dict:
 
 def make_detector(options: argparse.Namespace) -> Detector:
     """The detector that the command line asks for; ValueError where its flags contradict each other."""
+    _check_flags(options)
+    annotated = None
+    if options.annotations is not None:
+        from detectors.annotated import AnnotatedDetector
+
+        annotated = AnnotatedDetector(options.annotations, **_given(options, _CROWD))
+    return annotated if options.backend == "annotated" else _network_detector(options, annotated)
+
+
+def identify(options: argparse.Namespace) -> str:
+    """The id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
+    _check_flags(options)
+    annotated = None
+    if options.annotations is not None:
+        from detectors.annotated import annotated_id
+
+        annotated = annotated_id(options.annotations, **_given(options, _CROWD))
+    if options.backend == "annotated":
+        return annotated
+    from detectors.detect import described  # here, as below
+    from detectors.weights import describe_weights
+
+    config, settings = _network_settings(options)
+    untrained = {"untrained": True, "seed": options.seed or 0}
+    weights = untrained if options.untrained else describe_weights(options.weights, config).about
+    return described(config, weights, settings, annotated, options.backend)[0]
+
+
+def _check_flags(options: argparse.Namespace) -> None:
     given = options.boxes == "given"
     if options.backend == "annotated":
         foreign, instead = _given(options, _NETWORKS), "--backend annotated"
@@ -230,22 +263,17 @@ def make_detector(options: argparse.Namespace) -> Detector:
     if foreign:
         flags = ", ".join("--" + name.replace("_", "-") for name in foreign)
         raise ValueError(f"{flags}: not for {instead}; leave out")
-    annotated = None
-    if given or options.backend == "annotated":
-        from detectors.annotated import AnnotatedDetector
-
-        if options.annotations is None:
-            raise ValueError(f"--{'boxes given' if given else 'backend annotated'} needs --annotations FILE")
-        annotated = AnnotatedDetector(options.annotations, **_given(options, _CROWD))
-    return annotated if options.backend == "annotated" else _network_detector(options, annotated)
+    if (given or options.backend == "annotated") and options.annotations is None:
+        raise ValueError(f"--{'boxes given' if given else 'backend annotated'} needs --annotations FILE")
 
 
-def _network_detector(options: argparse.Namespace, given: Detector | None) -> Detector:
+def _network_settings(options: argparse.Namespace) -> "tuple[FasterRCNNConfig, DetectorSettings]":
+    """Which network, and how it is run over images."""
     # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
-    from detectors.detect import DetectorSettings, FasterRCNNDetector
-    from detectors.faster_rcnn import PRESETS, FasterRCNN
+    from detectors.detect import DetectorSettings
+    from detectors.faster_rcnn import PRESETS
     from detectors.select import SelectionSettings
-    from detectors.weights import load_weights, read_config
+    from detectors.weights import read_config
 
     if (options.weights is None) == (options.untrained is None):
         raise ValueError(
@@ -260,7 +288,15 @@ def _network_detector(options: argparse.Namespace, given: Detector | None) -> De
     preset = PRESETS[options.preset] if options.preset else read_config(options.weights)
     config = dataclasses.replace(preset, **_given(options, _NETWORK))
     selection = SelectionSettings(**_given(options, _SELECTION))
-    settings = DetectorSettings(selection, **_given(options, _REGIONS + _RUNNING))
+    return config, DetectorSettings(selection, **_given(options, _REGIONS + _RUNNING))
+
+
+def _network_detector(options: argparse.Namespace, given: Detector | None) -> Detector:
+    from detectors.detect import FasterRCNNDetector  # here, as above
+    from detectors.faster_rcnn import FasterRCNN
+    from detectors.weights import load_weights
+
+    config, settings = _network_settings(options)
     kind = FasterRCNN
     if options.backend == "detectron2":
         from detectors.detectron2 import Detectron2FasterRCNN as kind
@@ -276,6 +312,26 @@ def _network_detector(options: argparse.Namespace, given: Detector | None) -> De
     return FasterRCNNDetector(network, weights, settings, given, options.backend)
 
 
+def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
+    """What the program says of the whole stage where these flags leave it nothing to detect.
+
+    None where a shard is left, and where anything is wrong: the program then says what. torch is imported only where
+    some detector has been over every shard.
+    """
+    images = set(catalog.shards(IMAGES))
+    stages = {"/".join(info.path.split("/")[1:3]) for info in catalog.objects.list(f"{catalog.dataset}/regions/")}
+    if not images or not any(images.issubset(catalog.shards(stage)) for stage in stages):
+        return None
+    try:
+        options = _parser().parse_args([catalog.objects.where(""), catalog.dataset, *flags])
+        stage = f"regions/{identify(options)}"
+        if stage not in stages or catalog.pending(IMAGES, stage):
+            return None
+    except (ValueError, OSError):
+        return None
+    return stage_size(catalog, stage)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
@@ -284,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if detector.about["untrained"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         detect_pending(catalog, detector, lambda report: print(json.dumps(report), flush=True), options.shard)
-        print(json.dumps(stage_size(catalog, detector)), flush=True)
+        print(json.dumps(stage_size(catalog, stage_of(detector))), flush=True)
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)

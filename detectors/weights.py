@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,29 +85,36 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
     tensors, metadata = _read(file)
     if tensors and all(name.startswith(("backbone.", "roi_heads.res5.")) for name in tensors):
         raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
+    found = _found(file, tensors.keys(), metadata, network.config)
     anchors = _take_extras(tensors, network, file)
     wanted = network.state_dict()
-    head = {name for name in wanted if name.startswith(ATTRIBUTE_HEAD)}
-    attributes = bool(head & tensors.keys())
-    expected = {name: tensor for name, tensor in wanted.items() if attributes or name not in head}
+    expected = {n: t for n, t in wanted.items() if found.attributes or not n.startswith(ATTRIBUTE_HEAD)}
     _check_tensors(tensors, expected, file)
-    classes = _told_names(metadata, "classes", network.config.num_classes, file)
-    names = _told_names(metadata, "attributes", network.config.num_attributes, file) if attributes else None
 
-    if not attributes:
+    if not found.attributes:
         network.roi_heads.box_predictor.drop_attributes()
     network.load_state_dict(tensors, strict=True)
     if anchors is not None:
         network.proposal_generator.cell_anchors.copy_(anchors)
+    return found
+
+
+def describe_weights(file: Path, config: FasterRCNNConfig) -> Loaded:
+    """What load_weights returns for a network of this configuration, without a look at any tensor."""
+    return _found(file, *_read(file, tensors=False), config)
+
+
+def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig) -> Loaded:
+    attributes = any(name.startswith(ATTRIBUTE_HEAD) for name in names)
     return Loaded(
         file=Path(file).name,
         sha256=weights_hash(file),
         attributes=attributes,
-        anchors=_told(metadata, "anchors", file) or ("generated" if anchors is None else "file"),
-        classes=classes,
-        attribute_names=names,
+        anchors=_told(metadata, "anchors", file) or ("file" if ANCHORS in names else "generated"),
+        classes=_told_names(metadata, "classes", config.num_classes, file),
+        attribute_names=_told_names(metadata, "attributes", config.num_attributes, file) if attributes else None,
         release=_told(metadata, "release", file),
-        differences=differences(_told(metadata, "detection", file) or {}, network.config),
+        differences=differences(_told(metadata, "detection", file) or {}, config),
     )
 
 
@@ -226,13 +233,13 @@ def names_of(file: Path, kind: str, count: int) -> list[str]:
 
 
 def _read(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the metadata of a safetensors file; the latter alone without `tensors`."""
+    """All tensors by name, and the metadata, of a safetensors file; without `tensors` the names alone, with None."""
     if not Path(file).is_file():
         raise ValueError(f"there is no weight file {file}; name a safetensors file")
     try:
         with safe_open(file, framework="pt") as stream:
-            names = stream.keys() if tensors else []
-            return {name: stream.get_tensor(name) for name in names}, stream.metadata() or {}
+            found = {name: stream.get_tensor(name) if tensors else None for name in stream.keys()}  # noqa: SIM118
+            return found, stream.metadata() or {}
     except SafetensorError as error:
         raise ValueError(
             f"{file} is not a safetensors file, or is damaged ({error}); fetch or convert it again"

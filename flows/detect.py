@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.tasks import exponential_backoff
 
-from detectors.run import IMAGES, STORAGE_UNREACHABLE
+from detectors.run import IMAGES, STORAGE_UNREACHABLE, finished
 from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
 from flows.collect import network_failed, open_storage
 from flows.settings import DetectorSettings
@@ -70,6 +70,7 @@ def detect(
 ) -> Detected:
     """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread.
 
+    No process is started where the catalog says that no shard is left to detect.
     `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.
     StorageUnreachable where the storage was out of reach, which another attempt may change.
     """
@@ -91,18 +92,20 @@ def detect(
             )
             on_shard(report | {"new_shards": shards, "new_images": images})
 
-    command = [sys.executable, "-m", "detectors.run", root, dataset, *detector.flags()]
-    try:
-        finished = run_child(command, on_line, silence=detector.silence)
-    except ChildFailed as error:
-        if error.returncode == STORAGE_UNREACHABLE:
-            raise StorageUnreachable(str(error)) from error
-        raise
-    if not sizes:
-        raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
-    catalog = Catalog(open_objects(root, write=False), dataset)
-    size = sizes[-1]
-    detected = _look(catalog, size["stage"], shards, time.monotonic() - started, finished.peak_bytes)
+    catalog, peak_bytes = Catalog(open_objects(root, write=False), dataset), 0
+    size = finished(catalog, detector.flags())
+    if size is None:
+        command = [sys.executable, "-m", "detectors.run", root, dataset, *detector.flags()]
+        try:
+            peak_bytes = run_child(command, on_line, silence=detector.silence).peak_bytes
+        except ChildFailed as error:
+            if error.returncode == STORAGE_UNREACHABLE:
+                raise StorageUnreachable(str(error)) from error
+            raise
+        if not sizes:
+            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
+        size = sizes[-1]
+    detected = _look(catalog, size["stage"], shards, time.monotonic() - started, peak_bytes)
     if size["images"]:
         megabytes, per_1000 = size["bytes"] / 1e6, size["bytes_per_1000_images"] / 1e6
         kept = "with" if size["keep_features"] else "without"

@@ -11,7 +11,7 @@ from detectors.record import last_metrics
 from flows.artifacts import name_run, publish, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
-from flows.training import Watch, check_overrides, torchrun
+from flows.training import Watch, assigned, check_overrides, torchrun
 from storage.objects import open_objects
 
 # Settings that are fields of the recipe's `data`, under the same names.
@@ -50,8 +50,8 @@ def train_detector(
     given = {name: getattr(settings, name) for name in _DATA} | {"images": ",".join(settings.images) or None}
     fields = {"root": root, "run": run, "start_from": settings.start_from}
     fields |= {f"data.{name}": value for name, value in given.items()}
-    program, processes = "detectors.train", settings.processes
-    finished = torchrun(program, [settings.recipe], run, fields, settings.overrides, processes, say, watch)
+    arguments = [settings.recipe, *assigned(fields, settings.overrides)]
+    finished = torchrun("detectors.train", arguments, run, settings.processes, say, watch)
     objects, weights = open_objects(root, write=False), f"runs/{run}/weights.safetensors"
     if not objects.exists(weights):
         raise RuntimeError(f"{run} ended well and left no {objects.where(weights)}")

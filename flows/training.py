@@ -84,16 +84,22 @@ def train(
     say: Callable[[str], None],
     watch: Callable[[str], None] = lambda line: None,
 ) -> Trained:
-    """Train, or go on with, `run`; fields that are None are left to the recipe, `overrides` win over all.
+    """Train, or go on with, `run`; fields that are None are left to the recipe, `overrides` win over all. No process is
+    started for a run that is complete.
 
     `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
     """
     started = time.monotonic()
-    run = run or recipe
-    given = {"data.root": root, "run": run} | fields
-    finished = torchrun("vlbert.train", [recipe], run, given, overrides, processes, say, watch)
-    from detectors.checkpoints import checkpoints, read_state  # here, because it brings torch: other stages need none
+    from detectors.checkpoints import checkpoints, read_state  # here, because they bring torch: other stages need none
+    from vlbert.train import find_complete
 
+    run, peak_bytes = run or recipe, 0
+    given = assigned({"data.root": root, "run": run} | fields, overrides)
+    complete = find_complete(recipe, given, processes.count)
+    if complete:
+        say(complete)
+    else:
+        peak_bytes = torchrun("vlbert.train", [recipe, *given], run, processes, say, watch).peak_bytes
     objects = open_objects(root, write=False)
     saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
     if not saved:
@@ -107,7 +113,7 @@ def train(
         checkpoint=objects.where(saved[-1]),
         metrics=metrics,
         seconds=time.monotonic() - started,
-        peak_bytes=finished.peak_bytes,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -121,29 +127,39 @@ def evaluate(
     processes: Processes,
     say: Callable[[str], None],
 ) -> Trained:
-    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`, which leaves as it is
-    what was asked before by the same settings."""
+    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`; what was asked before
+    by the same settings is left as it is."""
+    from vlbert.evaluate import find_evaluation  # here, as above
+
     objects = open_objects(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
     found, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
+    given = assigned({"data.root": root} | fields, overrides)
     for split in splits:
         place = f"runs/{run}/evaluations/{split}-{step}"
-        given, named = {"data.root": root} | fields, [recipe, trained.checkpoint, split]
-        finished = torchrun("vlbert.evaluate", named, run, given, overrides, processes, say, lambda line: None)
-        peak_bytes = max(peak_bytes, finished.peak_bytes)
-        about = parse_json(objects.get(f"{place}/metrics.json"), objects.where(f"{place}/metrics.json"))
+        about = find_evaluation(recipe, trained.checkpoint, split, given)
+        if about:
+            say(f"{run}: evaluated already, by the same settings: {objects.where(place)}")
+        else:
+            named = [recipe, trained.checkpoint, split, *given]
+            finished = torchrun("vlbert.evaluate", named, run, processes, say, lambda line: None)
+            peak_bytes = max(peak_bytes, finished.peak_bytes)
+            about = parse_json(objects.get(f"{place}/metrics.json"), objects.where(f"{place}/metrics.json"))
         submission = tuple(about["submission"])
         found.append(Evaluated(split, objects.where(place), about["metrics"], about["paper"], submission))
     seconds = trained.seconds + time.monotonic() - started
     return replace(trained, evaluated=tuple(found), seconds=seconds, peak_bytes=peak_bytes)
 
 
+def assigned(fields: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
+    """field=value of each; fields that are None are left to the recipe, and `overrides`, which come last, win."""
+    return [*(f"{name}={value}" for name, value in fields.items() if value is not None), *overrides]
+
+
 def torchrun(
     program: str,
-    named: Sequence[str],
+    arguments: Sequence[str],
     run: str,
-    fields: Mapping[str, object],
-    overrides: Sequence[str],
     processes: Processes,
     say: Callable[[str], None],
     watch: Callable[[str], None],
@@ -151,13 +167,11 @@ def torchrun(
     """`torchrun -m PROGRAM RECIPE ... field=value ...` to its end; ChildFailed carries its last words, TrainingStopped
     what a run saved that was told to stop.
 
-    Fields that are None are left to the recipe, `overrides` win over all. `say` gets what a log keeps, each line with
-    the run's name before it; `watch` gets every line as it is.
+    `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
     command.append(f"--max-restarts={processes.restarts}")
-    given = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    command += ["-m", program, *named, *given, *overrides]
+    command += ["-m", program, *arguments]
     # Some lines begin with the run's name as it is.
     log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
 

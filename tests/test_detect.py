@@ -17,10 +17,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from demo.__main__ import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
-from detectors.run import detect_pending, detect_shard, main, stage_of, stage_size
+from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Regions, Sample
@@ -292,14 +293,46 @@ def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
 def test_a_stage_knows_its_size(tmp_path: Path):
     catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1]))
-    assert stage_size(catalog, detector)["bytes_per_1000_images"] is None
+    assert stage_size(catalog, stage_of(detector))["bytes_per_1000_images"] is None
     detect_shard(catalog, "00000", detector)
     files = list((tmp_path / "root" / "captions" / "regions" / detector.id).iterdir())
     catalog.pin(f"regions/{detector.id}")  # what trainings write there is none of it
-    size = stage_size(catalog, detector)
+    size = stage_size(catalog, stage_of(detector))
     assert size["bytes"] == sum(file.stat().st_size for file in files) > 0
     assert (size["images"], size["bytes_per_1000_images"]) == (2, 500 * size["bytes"])
     assert size["keep_features"] is False
+
+
+NETWORK = ["--backend", "faster_rcnn"]
+TRAINED = [*NETWORK, "--weights", str(SHIPPED_DETECTOR)]
+UNTRAINED = [*NETWORK, "--preset", "demo", "--untrained"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [
+        (["--backend", "annotated", "--annotations", "FILE"], ["--crowd", "keep"]),
+        (["--backend", "annotated", "--annotations", "FILE", "--crowd", "keep"], ["--crowd", "skip"]),
+        (TRAINED, ["--boxes", "regressed"]),
+        ([*TRAINED, "--maximum", "7", "--minimum", "3", "--post-nms", "9", "--keep-features"], ["--no-keep-features"]),
+        ([*TRAINED, "--threads", "2", "--batch", "3"], ["--maximum", "11"]),
+        (UNTRAINED, ["--seed", "3"]),
+        ([*UNTRAINED, "--seed", "3", "--precision", "bf16-res5"], ["--seed", "4"]),
+        ([*UNTRAINED, "--boxes", "given", "--annotations", "FILE"], ["--keep-features"]),
+    ],
+)
+def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], other: list[str], tmp_path: Path, capsys):
+    root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
+    flags = [str(file) if flag == "FILE" else flag for flag in flags]
+    catalog = collected(root, [[a_sample(0), a_sample(1)], ["http_404"]])
+    assert finished(catalog, flags) is None
+    main([str(root), "captions", *flags, "--shard", "00000"])
+    assert finished(catalog, flags) is None, "a shard is left"
+    main([str(root), "captions", *flags])
+    assert finished(catalog, flags) == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert finished(catalog, [*flags, *other]) is None
+    file.write_text(file.read_text() + " ")
+    assert (finished(catalog, flags) is None) == (str(file) in flags), "another file, another detector"
 
 
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
@@ -317,7 +350,7 @@ def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_
                 assert regions.features.shape == (len(regions), DEMO.resnet.res5_channels)
                 assert (regions.features.dtype, regions.features.any()) == (np.float16, True)
                 assert np.array_equal(ours.features, regions.features)
-        sizes[boxes, keep] = stage_size(catalog, detector) | {"regions": found}
+        sizes[boxes, keep] = stage_size(catalog, stage_of(detector)) | {"regions": found}
     assert [size["keep_features"] for size in sizes.values()] == [False, True, True]
     assert len({size["stage"] for size in sizes.values()}) == 3
     plain, featured, regressed = (size["regions"] for size in sizes.values())

@@ -1,6 +1,7 @@
 """The stages on a tiny drawn world, most of them without Prefect, and the whole road as a flow, twice."""
 
 import base64
+import dataclasses
 import json
 import logging
 import re
@@ -33,13 +34,15 @@ from s3 import s3_server
 from s3_faults import faulty
 
 from demo.world import World
+from detectors.record import last_metrics
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import Road, each_in_turn
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings
+from flows.pretrain import pretrain
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from flows.training import Watch, paced
 from storage.catalog import Catalog
@@ -417,6 +420,9 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     assert any(line.startswith("pretrain is complete: ") for line in said_again)
     assert again.pretrained.checkpoint == road.pretrained.checkpoint
     assert again.pretrained.metrics == road.pretrained.metrics
+    done = [again.pretrained, *again.detected.values()]
+    assert [one.peak_bytes for one in done] == [0] * 4, "no process was started"
+    assert all(one.peak_bytes > 0 for one in (road.pretrained, *road.finetuned, *road.detected.values()))
 
     with get_client(sync_client=True) as client:
         stages = below(client, first)
@@ -431,6 +437,64 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
         assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
     named_while_it_runs(next(line for line in said if line.startswith("pretrain: ") and "(snapshot " in line), road)
+
+
+class Started(Exception):
+    """A stage has started this command."""
+
+
+@pytest.mark.usefixtures("walked")
+def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
+    served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
+):
+    def start(command: list[object], *_: object, **__: object) -> None:
+        raise Started(" ".join(map(str, command)))
+
+    for module in ("detect", "pretrain", "training"):
+        monkeypatch.setattr(f"flows.{module}.run_child", start)
+    root = served.deployments.parent / "root"
+    told, work, said = tiny_road(world, root), str(root / "work"), []
+    pretraining = TypeAdapter(PretrainSettings).validate_python(told["pretraining"])
+    tuning = TypeAdapter(FinetuneSettings).validate_python(told["finetunings"][0] | {"pretraining": "pretrain"})
+    detector = DetectorSettings("annotated", annotations=str(world.annotations))
+
+    found = detect(str(root), "captions", detector, said.append)
+    assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
+    first, tuned = (
+        pretrain(str(root), work, pretraining, found.detector, said.append),
+        finetune(str(root), work, tuning, said.append),
+    )
+    for trained, run in ((first, "pretrain"), (tuned, "refcoco-with")):
+        assert (trained.checkpoint, trained.peak_bytes) == (str(root / f"runs/{run}/step-0000004"), 0)
+        assert trained.metrics == last_metrics(open_objects(str(root)), run)
+        assert f"{run} is complete: {trained.checkpoint} has step 4 of 4" in said
+    assert any("tokens, as it was: made of the same files" in line for line in said)
+
+    def with_overrides(settings: PretrainSettings | FinetuneSettings, *more: str, processes: int = 1) -> object:
+        return dataclasses.replace(
+            settings,
+            overrides=(*settings.overrides, *more),
+            processes=dataclasses.replace(settings.processes, count=processes),
+        )
+
+    for program, again in (
+        (
+            "detectors.run",
+            lambda: detect(
+                str(root), "captions", DetectorSettings("annotated", annotations=str(world.refcoco_instances))
+            ),
+        ),
+        ("vlbert.text", lambda: pretrain(str(root), work, dataclasses.replace(pretraining, vocabulary_size=400))),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "steps=5"))),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "optimizer.learning_rate=0.5"))),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, "data.text_batch=nonsense"))),
+        ("vlbert.train", lambda: pretrain(str(root), work, with_overrides(pretraining, processes=3))),
+        ("vlbert.train", lambda: finetune(str(root), work, dataclasses.replace(tuning, run="other"))),
+        ("vlbert.train", lambda: finetune(str(root), work, with_overrides(tuning, "task.train_on=val"))),
+        ("vlbert.evaluate", lambda: finetune(str(root), work, dataclasses.replace(tuning, evaluate=("testB",)))),
+    ):
+        with pytest.raises(Started, match=rf"-m {program} "):
+            again()
 
 
 def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[FlowRun]) -> None:
@@ -530,7 +594,9 @@ def named_while_it_runs(line: str, road: Road) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "walked")
-def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(served: Operated, world: World):
+def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
+    served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
+):
     root = served.deployments.parent / "root"
     parameters = tiny_road(world, root)["finetunings"][0] | {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
     settings = TypeAdapter(FinetuneSettings).validate_python(parameters)
@@ -547,6 +613,7 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(s
     assert re.search(r"\| accuracy\\_published \| \d\.\d+ \| .*base", table)
 
     before = {file: file.stat().st_mtime_ns for place in places for file in place.iterdir()}
+    monkeypatch.delattr("flows.training.run_child")
     again = finetune(str(root), str(root / "work"), settings)
     assert again.evaluated == trained.evaluated
     assert {file: file.stat().st_mtime_ns for file in before} == before

@@ -13,7 +13,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.distributed import World
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.record import read_metrics
-from detectors.run import detect_pending, stage_size
+from detectors.run import detect_pending, stage_of, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.reading import ShardSamples
@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = DetectorSettings(keep_features=True)
     detector = FasterRCNNDetector(FasterRCNN.untrained(config, 0), {"untrained": True, "seed": 0}, settings)
     detect_pending(catalog, detector, lambda report: None)
-    assert stage_size(catalog, detector)["keep_features"]
+    assert stage_size(catalog, stage_of(detector))["keep_features"]
     return root
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlbert.text import SPECIALS, TextCorpus, Vocabulary, _parts, encode_corpus, make_corpus
+from vlbert.text import SPECIALS, TextCorpus, Vocabulary, _parts, encode_corpus, find_corpus, make_corpus
 
 WORDS = Vocabulary([*SPECIALS, "a", "cat", "sat", "##s", "##ting", "on", "."])
 
@@ -126,7 +126,12 @@ def test_a_corpus_is_made_once_and_again_when_its_inputs_change(tmp_path):
     assert "dog" in Vocabulary.read(tmp_path / "out" / "vocab.txt").ids, "captions count too"
     before = hashlib.sha256((tmp_path / "out" / "tokens.u16").read_bytes()).hexdigest()
     assert make_corpus(tmp_path / "out", [file], None, 60, [captions]) == (about, False)
+    assert find_corpus(tmp_path / "out", [file], None, 60, [captions]) == about
+    assert find_corpus(tmp_path / "other", [file], None, 60, [captions]) is None
+    assert find_corpus(tmp_path / "out", [file], None, 61, [captions]) is None
+    assert find_corpus(tmp_path / "out", [tmp_path / "gone"], None, 60, [captions]) is None
     file.write_text("a cat\n")
+    assert find_corpus(tmp_path / "out", [file], None, 60, [captions]) is None
     assert make_corpus(tmp_path / "out", [file], None, 60, [captions])[1]
     assert hashlib.sha256((tmp_path / "out" / "tokens.u16").read_bytes()).hexdigest() != before
 

@@ -21,7 +21,7 @@ from detectors.faster_rcnn import VG_RESNET101, FasterRCNN, FasterRCNNConfig, de
 from detectors.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
 from detectors.untrusted import read_tensors
-from detectors.weights import load_resnet, load_weights, main, read_config, read_names, write_weights
+from detectors.weights import describe_weights, load_resnet, load_weights, main, read_config, read_names, write_weights
 from storage.sample import Sample
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -90,6 +90,7 @@ def test_files_with_detectron2s_names_are_taken_as_they_are(
     assert read_config(tmp_path / "w.safetensors") == ours.network
     network = FasterRCNN.untrained(ours.network, seed=0)
     loaded = load_weights(network, tmp_path / "w.safetensors")
+    assert describe_weights(tmp_path / "w.safetensors", ours.network) == loaded
     assert (loaded.release, loaded.anchors, loaded.attributes, loaded.differences) == (
         "airsplay",
         anchors,
@@ -469,6 +470,7 @@ def test_the_command_writes_one_file_with_names_and_prints_every_tensor(
     network = FasterRCNN.untrained(read_config(out), seed=0)
     loaded = load_weights(network, out)
     assert printed[-1] == f"{out}: 536 tensors, sha256 {loaded.sha256}"
+    assert describe_weights(out, network.config) == loaded
     assert loaded.classes == tuple(CLASS_NAMES)
     assert loaded.attribute_names == tuple(ATTRIBUTE_NAMES) == tuple(loaded.about["attribute_names"])
     assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]

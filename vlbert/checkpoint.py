@@ -148,10 +148,11 @@ def _find_best(objects: Objects, run: str) -> str:
     return best.checkpoint
 
 
-def read_checkpoint(objects: Objects, folder: str) -> Checkpoint:
-    """A whole checkpoint; ValueError says what is missing or of another version."""
+def read_checkpoint(objects: Objects, folder: str, tensors: bool = True) -> Checkpoint:
+    """A whole checkpoint, or all of it but the model's tensors; ValueError says what is missing or of another
+    version."""
     _check_whole(objects, folder)
-    return _read(objects, folder, read_state(objects, folder))
+    return _read(objects, folder, read_state(objects, folder), tensors)
 
 
 def _check_whole(objects: Objects, folder: str) -> None:
@@ -172,12 +173,12 @@ def read_model(folder: str | Path) -> Checkpoint:
     return _read(LocalObjects(str(folder)), "", {})
 
 
-def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
+def _read(objects: Objects, folder: str, state: dict, tensors: bool = True) -> Checkpoint:
     where, inside = objects.where(folder).rstrip("/"), f"{folder}/" if folder else ""
     _check_there(objects, inside)
     config = read_config(objects.get(inside + CONFIG), f"{where}/{CONFIG}")
     try:
-        tensors = load(objects.get(inside + MODEL))
+        model = load(objects.get(inside + MODEL)) if tensors else {}
     except SafetensorError as error:
         raise ValueError(f"{where}/{MODEL} is torn or no safetensors file ({error}); copy it again") from error
     vocabulary = None
@@ -197,7 +198,7 @@ def _read(objects: Objects, folder: str, state: dict) -> Checkpoint:
         model_config=from_json(ModelConfig, config["model"], f"{where}/{CONFIG}"),
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
-        model=tensors,
+        model=model,
         kept=_read_kept(objects.get(inside + TASK), f"{where}/{TASK}") if objects.exists(inside + TASK) else {},
         state=state,
     )

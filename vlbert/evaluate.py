@@ -24,14 +24,14 @@ from typing import Any
 
 from detectors.distributed import World, from_first, gather_on_first
 from detectors.fields import differing_fields, from_json, override
-from detectors.loop import find_recipe, run_in_world
+from detectors.loop import EXPECTED, find_recipe, run_in_world
 from storage.objects import Objects, open_objects
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data import ValidationData, open_cache, open_samples
 from vlbert.model import TaskModel, VLBert
 from vlbert.recipes import RECIPES
-from vlbert.results import PAGE, Answered, find_place, name_of, results, say, write, written
+from vlbert.results import PAGE, Answered, find_place, inputs_of, name_of, results, say, write, written
 from vlbert.tasks import make_task, settings_named, task_of, validation_split
 from vlbert.validate import ask, because_of
 
@@ -103,12 +103,7 @@ def evaluate(
     root = override(recipe, list(overrides)).data.root or places[0].rpartition("/runs/")[0]
     if not root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
-    inputs = {
-        "recipe": recipe.name,
-        "checkpoints": [name_of(place) for place in places],
-        "split": split,
-        "overrides": [one for one in overrides if not one.startswith("data.root=")],
-    }
+    inputs = inputs_of(recipe, places, split, overrides)
     objects, folder = find_place(out, places, split, inputs) if world.first else (None, "")
     done = None if again else from_first(world.first and written(objects, folder), world)
     if done:
@@ -136,6 +131,22 @@ def evaluate(
     write(objects, folder, files | {PAGE: page(about, answered)}, about)
     say(about, objects.where(folder.rstrip("/")) if folder else str(out))
     return about
+
+
+def find_evaluation(name: str, path: str, split: str, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """What metrics.json holds where this program, started with these arguments, would leave all as it is.
+
+    None where there is no such evaluation yet, and where anything is wrong: the program then says what.
+    """
+    try:
+        recipe = find_recipe(name, RECIPES)()
+        override(recipe, list(overrides))
+        objects, folder = find_checkpoint(path)
+        places = [objects.where(folder).rstrip("/")]
+        objects, folder = find_place(None, places, split, inputs_of(recipe, places, split, overrides))
+        return written(objects, folder)
+    except (*EXPECTED, OSError):
+        return None
 
 
 def _find(path: str, world: World) -> str:

@@ -85,6 +85,16 @@ def name_of(where: str) -> str:
     return where.rpartition("/runs/")[2]
 
 
+def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """By what an evaluation is known to be the same."""
+    return {
+        "recipe": recipe.name,
+        "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
+        "split": split,
+        "overrides": [one for one in overrides if not one.startswith("data.root=")],
+    }
+
+
 def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[Objects, str]:
     """Where the files go, found writable: the objects, and the names' beginning. ValueError where an evaluation with
     other inputs is there."""

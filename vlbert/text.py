@@ -289,10 +289,8 @@ def make_corpus(
             raise ValueError(f"{file} is a folder, a pipe or a device; name files, which are read more than once")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder, new or with an older corpus, before the files to read")
-    made_of = {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
-    about = _read_about(folder)
-    same = about is not None and about["version"] == CORPUS_VERSION and about.get("made_of") == made_of
-    if same and not _torn(folder, about):
+    about, made_of = _read_whole(folder), _made_of(files, vocabulary, size, captions)
+    if about and about.get("made_of") == made_of:
         return about, False
     if not any(text.strip() for text, _ in _parts(files)):
         raise ValueError(f"there is no line with a word in {', '.join(map(str, files))}; name files with text")
@@ -304,6 +302,37 @@ def make_corpus(
     given = Vocabulary.read(vocabulary) if vocabulary else None
     with _alone(folder):
         return encode_corpus(_parts(files), given or Vocabulary.build(texts, size), folder, made_of), True
+
+
+def find_corpus(
+    folder: Path, files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]
+) -> dict | None:
+    """What corpus.json says where make_corpus would leave the folder as it is; None where it would make a corpus, and
+    where an input is not there."""
+    about = _read_whole(folder)
+    try:
+        same = about is not None and about.get("made_of") == _made_of(files, vocabulary, size, captions)
+    except OSError:
+        return None
+    return about if same else None
+
+
+def _read_whole(folder: Path) -> dict | None:
+    """What corpus.json says of a corpus of this version whose files are as it says; None where there is none."""
+    about = _read_about(folder)
+    whole = about is not None and about["version"] == CORPUS_VERSION and not _torn(folder, about)
+    return about if whole else None
+
+
+def _made_of(files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]) -> dict:
+    """What corpus.json says of the inputs."""
+    inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
+    return {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
+
+
+def describe_corpus(folder: Path, about: dict, made: str = "as it was: made of the same files") -> str:
+    """The line that says what is in the folder."""
+    return f"{folder}: {about['lines']} lines, {about['tokens']} tokens, {made}"
 
 
 @contextlib.contextmanager
@@ -400,8 +429,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
     speed = about["tokens"] / (time.perf_counter() - start)
-    told = f", {speed:,.0f} tokens/s" if made else ", as it was: made of the same files"
-    print(f"{arguments.out}: {about['lines']} lines, {about['tokens']} tokens{told}")
+    told = [f"{speed:,.0f} tokens/s"] if made else []
+    print(describe_corpus(arguments.out, about, *told))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 from detectors import distributed
 from detectors.checkpoints import checkpoints, load_optimizer, settle
 from detectors.distributed import World
-from detectors.fields import differing_fields, flat, to_json
-from detectors.loop import EXPECTED, Losses, batches, run_program, train_steps
+from detectors.fields import differing_fields, flat, override, to_json
+from detectors.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
 from detectors.precision import autocast, in_precision_of
 from detectors.record import Record, last_metrics
 from detectors.writer import Writer
@@ -207,8 +207,8 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     if resumed and world.first:  # it may have been killed before it came to that
         metric = best_by(task_of(recipe.task), recipe.task)
         settle(objects, recipe.run_name, recipe.keep_checkpoints, metric)
-    if resumed and state["step"] >= recipe.steps:
-        say(f"{recipe.run_name} is complete: {resumed.where} has step {state['step']} of {recipe.steps}")
+    if resumed and (complete := _complete(recipe, resumed)):
+        say(complete)
         return None
     if resumed:
         say(f"{recipe.run_name} goes on from {resumed.where}, step {state['step']} of {recipe.steps}")
@@ -284,6 +284,37 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         detector=detector_of(objects, pinned["dataset"], samples) if world.first else None,
         loop=state.get("loop"),
     )
+
+
+def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
+    """What is said of a run that has no step left; None of any other."""
+    step = resumed.state["step"]
+    if step < recipe.steps:
+        return None
+    return f"{recipe.run_name} is complete: {resumed.where} has step {step} of {recipe.steps}"
+
+
+def find_complete(name: str, assignments: Sequence[str], processes: int) -> str | None:
+    """What this program, started with these arguments, would say of a run that is complete; nothing is loaded for it.
+
+    None where there is a step left to take, and where anything is wrong: the program then says what.
+    """
+    try:
+        recipe = override(find_recipe(name, RECIPES)(), list(assignments))
+        check_complete(recipe)
+        check_shares(recipe.data, processes)
+        objects = open_objects(recipe.data.root)
+        saved = checkpoints(objects, recipe.run_name)
+        if not saved:
+            return None
+        resumed = read_checkpoint(objects, saved[-1], tensors=False)
+        check_complete(recipe, resumed)
+        complete = _complete(recipe, resumed)
+        if complete:
+            settle(objects, recipe.run_name, recipe.keep_checkpoints, best_by(task_of(recipe.task), recipe.task))
+        return complete
+    except (*EXPECTED, OSError):
+        return None
 
 
 def detector_of(objects: Objects, dataset: str, samples: ShardSamples) -> dict:
