@@ -259,6 +259,7 @@ def write_deployments(file: Path, parameters: dict) -> None:
         "pretrain_vlbert": parameters,
         "collect_flow": {"root": root, "dataset": source},
         "detect_flow": scenes,
+        "pretrain_flow": {"root": root, "work": work, "settings": parameters["pretraining"]},
         "finetune_flow": {
             "root": root,
             "work": work,
@@ -449,12 +450,14 @@ def numbers_of(road: "Road") -> dict[str, float]:
 
 
 def show_ui(root: Path, port: int) -> None:
-    """Serve the world, and the deployments on the demo's database with the flow UI, until Ctrl-C."""
+    """Serve the deployments on the demo's database, with the flow UI, until Ctrl-C.
+
+    Without the world's pictures: they are collected, and nobody asks for them again.
+    """
     deployments = root / "prefect.yaml"
     if not deployments.is_file():
         raise ValueError(f"{root} holds no demo (no prefect.yaml); run it first: {again('demo', root)}")
-    with WorldServer(root / "world"):
-        serve(root / "prefect", port, deployments)
+    serve(root / "prefect", port, deployments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -123,6 +123,8 @@ def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
         "PREFECT_SERVER_API_PORT": str(port),
+        # Where the pages ask: at the server that they came from, whatever it is called there (a tunnel, another name).
+        "PREFECT_UI_API_URL": "/api",
         "PREFECT_WORKER_QUERY_SECONDS": str(query_seconds),
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
         # Who runs is remembered over a restart of the server, and who waits asks once a minute: each asking is kept.

@@ -159,7 +159,10 @@ def texts(svg: str) -> list[str]:
 
 def test_curves_name_the_run_and_the_last_value_of_each_line():
     training = [
-        {"step": step, "loss_words": 1 / step, "loss_regions": 2.0, "learning_rate": 0.1} for step in range(1, 21)
+        {"step": step, "loss_words": 1 / step, "loss_regions": 2.0, "learning_rate": 1e-5 * step, "data_wait": 0.5}
+        | {"samples_per_second": 30.0 + step}
+        | ({"gradient_norm": 3.25} if step < 20 else {})  # all steps of the last line were left out
+        for step in range(1, 21)
     ]
     validation = [
         {"step": 10, "words_accuracy": 0.25, "seconds": 3.0},
@@ -170,7 +173,10 @@ def test_curves_name_the_run_and_the_last_value_of_each_line():
     assert "a <b> run: validation" in shown
     assert {"loss_words 0.050", "loss_regions 2.000"} <= set(shown)
     assert {"words_accuracy 0.500", "watched_accuracy_grounding 0.125"} <= set(shown)
-    assert not [text for text in shown if "learning_rate" in text or "seconds" in text or "yes/no" in text]
+    assert {"learning rate 0.0002", "gradient norm 3.25", "samples/s 50"} <= set(shown)
+    assert not [text for text in shown if "data_wait" in text or "seconds" in text or "yes/no" in text]
+    bare = [{"step": 1, "loss_words": 1.0}]
+    assert not [text for text in texts(draw("x", bare, [])) if "norm" in text or "rate" in text or "/s" in text]
     assert draw("x", training, validation) == draw("x", training, validation)  # no date, no random ids
     assert not [text for text in texts(draw("x", training, [])) if "validation" in text]
 

@@ -172,6 +172,14 @@ def test_the_commands_that_are_printed_name_the_root_and_the_seed(tmp_path: Path
     assert '-m demo ui --root "my root"' in make("ui")
 
 
+def test_the_ui_needs_what_prefect_recorded_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "prefect.yaml").touch()  # and no world, whose port another program may have
+    served = []
+    monkeypatch.setattr(demo, "serve", lambda *given: served.append(given))
+    demo.show_ui(tmp_path, 4321)
+    assert served == [(tmp_path / "prefect", 4321, tmp_path / "prefect.yaml")]
+
+
 def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):
     def clean(root: Path) -> int:
         return subprocess.run(

@@ -80,6 +80,7 @@ def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
     told = environment(tmp_path, 4321, 2.5)
     assert told["PREFECT_HOME"] == str(tmp_path)
     assert told["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert told["PREFECT_UI_API_URL"] == "/api", "at whatever address the pages came from"
     assert told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT)
     assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
     program = "import shutil; print(shutil.which('python'))"

@@ -196,6 +196,7 @@ def test_six_deployments_are_listed(page: Page):
         ("collect-captions", "default"),
         ("detect-regions", "default"),
         ("detect-regions", "scheduled"),
+        ("pretrain", "default"),
         ("finetune", "default"),
         ("train-detector", "default"),
     ]:
@@ -220,6 +221,7 @@ def plain(text: str) -> str:
         ("pretrain-vlbert/default", (Dataset, DetectorSettings, PretrainSettings, FinetuneSettings)),
         ("collect-captions/default", (Source,)),
         ("detect-regions/default", (DetectorSettings,)),
+        ("pretrain/default", (PretrainSettings,)),
         ("finetune/default", (FinetuneSettings,)),
         ("train-detector/default", (TrainDetectorSettings,)),
     ],
