@@ -11,12 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import MissingContextError
@@ -24,6 +27,7 @@ from prefect.runtime import flow_run
 
 from storage.catalog import OK, Catalog
 
+Result = TypeVar("Result")
 _LONGEST = 200  # characters of an example that a table shows
 _COMMONEST = 10  # reasons that a table of counts shows
 _DIFFERING = r"[0-9a-fA-F]{6,}|[0-9]+"  # what differs between two details that give the same reason
@@ -45,7 +49,7 @@ class Live:
     """
 
     def __init__(self, stage: str, name: str, seconds: float = 10.0, image: bool = False):
-        self.key, self.description = key_of(stage, name), f"{stage}: {name}"
+        self.key, self.description, self.run = key_of(stage, name), f"{stage}: {name}", flow_run.get_id()
         self.seconds, self.image, self.share = seconds, image, 0.05 if image else 0.01
         self.started, self.shown, self.id = time.monotonic(), None, None
 
@@ -61,11 +65,79 @@ class Live:
             content = f"![{self.key}]({content})"
         with reporting():
             if self.id is None:
-                self.id = create_markdown_artifact(content, key=self.key, description=self.description)
+                # Of the run that made this, also where a stage of that run is the first that the server hears.
+                about = {"key": self.key, "description": self.description, "flow_run_id": self.run}
+                self.id = MarkdownArtifact(markdown=content, **about).create(_sync=True).id
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=content))
         self.shown = time.monotonic()
+
+
+class Stages:
+    """The artifact of a run with stages, each a flow run of its own: how far they are, and what they came to.
+
+    It is shown when a stage begins and ends and, as often as a Live is, when the stage at work calls `tell`.
+    """
+
+    def __init__(self, name: str, stages: Sequence[str]):
+        self.live, self.rows = Live("road", name), {stage: Stage(stage) for stage in stages}
+        self.show()
+
+    def run(self, stage: str, work: Callable[[], Result], came_to: Callable[[Result], str]) -> Result:
+        """What `work` returns, which is done as this stage; `came_to` says what that is in a few words."""
+        row = self.rows[stage]
+        row.began, row.came_to = time.monotonic(), "at work"
+        self.show()
+        token = _STAGES.set((self, row))
+        try:
+            result = work()
+        except Exception as error:
+            row.end(f"failed: {reason_of(error)}")
+            self.show()
+            raise
+        finally:
+            _STAGES.reset(token)
+        row.end(came_to(result))
+        self.show()
+        return result
+
+    def show(self) -> None:
+        """Show all stages as they are now."""
+        self.live.show(table_of_stages(list(self.rows.values())))
+
+
+@dataclass
+class Stage:
+    """A line of the table of stages; facts are those that `tell` was given."""
+
+    name: str
+    came_to: str = ""
+    run: str | None = None  # id of its flow run
+    facts: Mapping[str, str] = field(default_factory=dict)
+    began: float | None = None
+    seconds: float | None = None
+
+    def end(self, came_to: str) -> None:
+        self.came_to, self.facts, self.seconds = came_to, {}, time.monotonic() - self.began
+
+
+_STAGES: ContextVar[tuple[Stages, Stage] | None] = ContextVar("stages", default=None)
+
+
+def tell(facts: Callable[[], Mapping[str, str]] = dict) -> None:
+    """Show on the page of the run that this flow run is a stage of, where it is one, what `facts` gives: `step`, `loss`
+    and `time left`. Called often: `facts` is asked only where that is due."""
+    stages, row = _STAGES.get() or (None, None)
+    if stages and (row.run is None or stages.live.due):
+        with reporting():
+            row.run, row.facts = flow_run.get_id(), facts()
+            stages.show()
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
@@ -161,12 +233,17 @@ def _beside_the_paper(metrics: Mapping[str, float | None], reported: Mapping[str
     return lines
 
 
-def table_of_stages(stages: Sequence[tuple[str, str, float]]) -> str:
-    """(stage, what it came to, seconds) of a whole road."""
-    lines = ["| stage | seconds | came to |", "|---|---:|---|"]
-    return "\n".join(
-        lines + [f"| {escaped(name)} | {seconds:,.0f} | {escaped(what)} |" for name, what, seconds in stages]
-    )
+def table_of_stages(stages: Sequence[Stage]) -> str:
+    """How far each stage is, with a link to its flow run; the latter without a host, which a browser may know by
+    another name."""
+    lines = ["| stage | step | loss | time left | seconds | came to |", "|---|---:|---|---:|---:|---|"]
+    for stage in stages:
+        name = f"[{escaped(stage.name)}](/runs/flow-run/{stage.run})" if stage.run else escaped(stage.name)
+        facts = [escaped(stage.facts.get(fact, "")) for fact in ("step", "loss", "time left")]
+        seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
+        cells = [name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.came_to)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:

@@ -12,7 +12,7 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
+from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
 from flows.settings import Source
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
@@ -104,6 +104,7 @@ def collect_flow(root: str, dataset: Source) -> Collected:
     """
     settings, progress = collect_settings(dataset), Live("collecting", dataset.name)
     name_run(f"collect {dataset.name} from {settings.origin.name}", f"dataset:{dataset.name}")
+    tell()
     open_storage(root)
     started, shards, committed = time.monotonic(), 0, set()
 
@@ -127,6 +128,7 @@ def collect_flow(root: str, dataset: Source) -> Collected:
         }
         if progress.due or shards == group.shards:
             progress.show(table_of_progress(facts))
+        tell(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
         return counts
 
     try:

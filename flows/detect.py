@@ -27,7 +27,7 @@ from prefect.states import Cancelled
 from prefect.tasks import exponential_backoff
 
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, finished
-from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress
+from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
 from flows.collect import network_failed, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
@@ -155,15 +155,16 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
     started, progress = time.monotonic(), Live("detecting", dataset)
 
     def on_shard(report: dict) -> None:
+        seconds = time.monotonic() - started
+        facts = {
+            "shards": f"{report['done']:,} of {report['of']:,}",
+            "images": f"{report['new_images']:,}, {report['new_images'] / seconds:.1f}/s",
+            "time left": f"{seconds / report['done'] * (report['of'] - report['done']) / 60:.0f} min",
+        }
         if progress.due or report["done"] == report["of"]:
-            seconds = time.monotonic() - started
-            facts = {
-                "shards": f"{report['done']:,} of {report['of']:,}",
-                "images": f"{report['new_images']:,}, {report['new_images'] / seconds:.1f}/s",
-                "time left": f"{seconds / report['done'] * (report['of'] - report['done']) / 60:.0f} min",
-            }
             progress.show(table_of_progress(facts))
             cancel_repeats()
+        tell(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
 
     return detect(root, dataset, detector, get_run_logger().info, on_shard)
 
@@ -214,6 +215,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",
         *(f"dataset:{n}" for n in names),
     )
+    tell()
     if not names:
         logger.info("nothing to detect: no dataset under %s has images", objects.where(""))
     detected, failed = {}, []

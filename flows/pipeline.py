@@ -10,13 +10,13 @@ its last checkpoint.
 
 import dataclasses
 import resource
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prefect import flow
 
-from flows.artifacts import name_run, publish, table_of_stages
+from flows.artifacts import Stages, name_run, reason_of
 from flows.check import check
 from flows.collect import Collected, collect_flow
 from flows.detect import Detected, detect_flow
@@ -57,14 +57,21 @@ def pretrain_vlbert(
             running, and the whole fails at the end.
     """
     check(datasets, pretraining, finetunings)
-    collected = [collect_flow(root, dataset) for dataset in datasets]
+    names, run = [dataset.name for dataset in datasets], pretraining.run or pretraining.recipe
+    runs = [run, *(settings.run or settings.recipe_name for settings in finetunings)]
+    stages = Stages(run, [f"{stage} {name}" for stage in ("collect", "detect") for name in names] + runs)
+    collected = [
+        stages.run(f"collect {dataset.name}", partial(collect_flow, root, dataset), told_of_images)
+        for dataset in datasets
+    ]
     detected: dict[str, Detected] = {}
     for dataset in datasets:
-        detected |= detect_flow(root, dataset.detector, (dataset.name,))
+        find = partial(detect_flow, root, dataset.detector, (dataset.name,))
+        detected |= stages.run(f"detect {dataset.name}", find, told_of_regions)
 
     detector = detected[pretraining.dataset].detector
     name_run(f"{pretraining.recipe} on {detector}", f"recipe:{pretraining.recipe}", f"detector:{detector}")
-    pretrained = pretrain_flow(root, work, pretraining, detector)
+    pretrained = stages.run(run, partial(pretrain_flow, root, work, pretraining, detector), told_of_training)
     name_run(pretrained.name, *pretrained.tags)
 
     def started(settings: FinetuneSettings) -> Trained:
@@ -73,48 +80,44 @@ def pretrain_vlbert(
             pretraining=settings.pretraining or pretrained.run,
             detector=settings.detector or detected[settings.dataset_name].detector,
         )
-        return finetune_flow(root, work, settings)
+        tune = partial(finetune_flow, root, work, settings)
+        return stages.run(settings.run or settings.recipe_name, tune, told_of_training)
 
     finetuned, failed = each_in_turn(finetunings, started)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    road = Road(collected, detected, pretrained, finetuned, peak_bytes)
-    publish("road", pretrained.run, lambda: table_of_stages(came_to(road, failed)))
     if failed:
-        reasons = "; ".join(f"{run}: {reason}" for run, (reason, _) in failed.items())
+        reasons = "; ".join(f"{run}: {reason}" for run, reason in failed.items())
         raise RuntimeError(
             f"{len(failed)} of {len(finetunings)} fine-tunings failed, each in a flow of its own: {reasons}"
         )
-    return road
+    return Road(collected, detected, pretrained, finetuned, peak_bytes)
 
 
 def each_in_turn(
     finetunings: Sequence[FinetuneSettings], start: Callable[[FinetuneSettings], Trained]
-) -> tuple[list[Trained], dict[str, tuple[str, float]]]:
-    """Start one after the other, whatever becomes of it; what they came to and, by run, why one failed and after how
-    many seconds. Signals end it all."""
+) -> tuple[list[Trained], dict[str, str]]:
+    """Start one after the other, whatever becomes of it; what they came to and, by run, why one failed. Signals end it
+    all."""
     finetuned, failed = [], {}
     for settings in finetunings:
-        began = time.monotonic()
         try:
             finetuned.append(start(settings))
         except Exception as error:  # noqa: BLE001  of whatever kind: the other tasks are not to be lost by it
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            failed[settings.run or settings.recipe_name] = reason, time.monotonic() - began
+            failed[settings.run or settings.recipe_name] = reason_of(error)
     return finetuned, failed
 
 
-def came_to(road: Road, failed: Mapping[str, tuple[str, float]]) -> list[tuple[str, str, float]]:
-    """(stage, what it came to, seconds), in order; the stages' own artifacts say more. `failed`: why, and seconds."""
-    lines = [
-        (f"collect {one.dataset}", f"{one.counts.get(OK, 0):,} images in {one.shards:,} shards", one.seconds)
-        for one in road.collected
-    ]
-    lines += [
-        (f"detect {one.dataset}", f"{one.regions:,} regions in {one.images:,} images by {one.detector}", one.seconds)
-        for one in road.detected.values()
-    ]
-    for trained in (road.pretrained, *road.finetuned):
-        whole = {name: value for name, value in trained.metrics.items() if "accuracy" in name and "/" not in name}
-        numbers = ", ".join(f"{name} {value:.3f}" for name, value in whole.items())
-        lines.append((trained.run, numbers or trained.checkpoint, trained.seconds))
-    return lines + [(run, f"failed: {reason}", seconds) for run, (reason, seconds) in failed.items()]
+# What the table of stages says of each; the stages' own artifacts say more.
+
+
+def told_of_images(collected: Collected) -> str:
+    return f"{collected.counts.get(OK, 0):,} images in {collected.shards:,} shards"
+
+
+def told_of_regions(detected: dict[str, Detected]) -> str:
+    return "; ".join(f"{one.regions:,} regions in {one.images:,} images by {one.detector}" for one in detected.values())
+
+
+def told_of_training(trained: Trained) -> str:
+    whole = {name: value for name, value in trained.metrics.items() if "accuracy" in name and "/" not in name}
+    return ", ".join(f"{name} {value:.3f}" for name, value in whole.items()) or trained.checkpoint

@@ -6,10 +6,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from detectors.record import last_metrics
-from flows.artifacts import Live, name_run, publish, reporting, table_of_evaluation, table_of_metrics, table_of_progress
+from detectors.record import last_metrics, read_heartbeat
+from flows.artifacts import (
+    Live,
+    name_run,
+    publish,
+    reporting,
+    table_of_evaluation,
+    table_of_metrics,
+    table_of_progress,
+    tell,
+)
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
@@ -222,9 +232,12 @@ class Watch:
         self.root, self.recipe, self.run = root, recipe, run or recipe
         self.progress = Live(f"{stage}-progress", self.run)
         self.curves = Live(f"{stage}-curves", self.run, seconds=20.0, image=True)
+        self.began = datetime.now(UTC)
+        tell()
 
     def __call__(self, line: str) -> None:
         """A line that the training printed."""
+        tell(self.facts)
         reading, progress = _READING.search(line), _PROGRESS.match(line)
         if reading:
             detector, snapshot = reading["detector"], reading["snapshot"]
@@ -246,6 +259,18 @@ class Watch:
                 self.progress.show(table_of_progress(facts))
             if self.curves.due or done:
                 self.draw()
+
+    def facts(self) -> dict[str, str]:
+        """How far the run says that it is; nothing where it has not begun since this watches."""
+        beat = read_heartbeat(open_objects(self.root, write=False), self.run)
+        if beat is None or datetime.fromisoformat(beat["time"]) < self.began:
+            return {}
+        left, losses = beat["seconds_left"], beat["losses"] or {}
+        return {
+            "step": f"{beat['step']:,} of {beat['steps']:,}",
+            "loss": ", ".join(f"{name} {value:.3f}" for name, value in losses.items()),
+            "time left": "" if left is None else str(timedelta(seconds=round(left))),
+        }
 
     def draw(self) -> None:
         """Show the curves as far as they are written."""

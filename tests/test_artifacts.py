@@ -1,17 +1,21 @@
 """What the flow UI shows: tables, links, curves, and artifacts that grow; a UI that is away stops nobody."""
 
 import base64
+import json
 import re
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from flows import artifacts
 from flows.artifacts import (
     Live,
+    Stages,
     commonest_reasons,
     key_of,
     link,
@@ -22,8 +26,10 @@ from flows.artifacts import (
     table_of_evaluation,
     table_of_metrics,
     table_of_progress,
+    tell,
 )
 from flows.curves import curves, draw
+from flows.training import Watch
 from storage.catalog import Catalog, Row
 from storage.objects import StorageUnreachable, open_objects
 
@@ -244,6 +250,73 @@ def test_one_artifact_is_made_and_then_changed_and_a_server_that_refuses_is_logg
         mine = [artifact for artifact in client.read_artifacts(limit=200) if artifact.key == key_of("showing", name)]
     assert (run.name, run.tags, run.state_type.value) == ("second", ["a:1", "b:2"], "COMPLETED")
     assert [(artifact.data, artifact.type, artifact.flow_run_id) for artifact in mine] == [("two", "markdown", run.id)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_away_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+
+    name, seen, runs, made = f"stages-{uuid.uuid4().hex[:6]}", [], {}, artifacts.MarkdownArtifact
+
+    def first_away(**given: object) -> object:
+        monkeypatch.setattr(artifacts, "MarkdownArtifact", made)
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(artifacts, "MarkdownArtifact", first_away)
+
+    def rows() -> list[str]:
+        with get_client(sync_client=True) as client:
+            (one,) = [one for one in client.read_artifacts(limit=200) if one.key == key_of("road", name)]
+        assert str(one.flow_run_id) == runs["parent"]
+        return [re.sub(r"\d+( \| [^|]+ \|)$", r"N\1", line) for line in one.data.splitlines()[2:]]
+
+    @flow(name="stage", validate_parameters=False)
+    def stage(which: str) -> str:
+        runs[which] = flow_run.get_id()
+        tell(lambda: {"step": "3 of 9", "loss": "words 1", "time left": "7"})
+        seen.append(rows())
+        tell(lambda: pytest.fail("not due again so soon"))
+        if which == "b":
+            raise ValueError("no file\nand more")
+        return which
+
+    def work() -> None:
+        runs["parent"] = flow_run.get_id()
+        stages = Stages(name, ["a", "b", "c"])
+        assert stages.run("a", lambda: stage("a"), lambda result: f"made {result}") == "a"
+        seen.append(rows())
+        with pytest.raises(ValueError, match="no file"):
+            stages.run("b", lambda: stage("b"), str)
+        seen.append(rows())
+
+    in_a_flow(work)
+    a, b = (f"| [{which}](/runs/flow-run/{runs[which]})" for which in "ab")
+    waits = ["| b |  |  |  |  |  |", "| c |  |  |  |  |  |"]
+    assert seen[0] == [a + " | 3 of 9 | words 1 | 7 | N | at work |", *waits]
+    assert seen[1] == [a + " |  |  |  | N | made a |", *waits]
+    assert seen[3] == [a + " |  |  |  | N | made a |", b + r" |  |  |  | N | failed\: ValueError\: no file |", waits[1]]
+    in_a_flow(lambda: tell(lambda: pytest.fail("of no road")))
+
+
+def test_a_training_tells_what_its_heartbeat_says_and_nothing_of_an_earlier_start(tmp_path: Path):
+    objects, watch = open_objects(str(tmp_path)), Watch("pretrain", str(tmp_path), "pretrain_vlbert_demo", "r")
+    assert watch.facts() == {}
+    beat = {"step": 1234, "steps": 5000, "losses": {"words": 1.23456, "regions": 2.0}, "seconds_left": 3723.4}
+
+    def put(seconds: float, **changes: object) -> None:
+        told = beat | {"time": (watch.began + timedelta(seconds=seconds)).isoformat()} | changes
+        objects.put("runs/r/heartbeat.json", json.dumps(told).encode())
+
+    put(-1)
+    assert watch.facts() == {}
+    put(1)
+    assert watch.facts() == {"step": "1,234 of 5,000", "loss": "words 1.235, regions 2.000", "time left": "1:02:03"}
+    put(1, losses=None, seconds_left=None)
+    assert watch.facts() == {"step": "1,234 of 5,000", "loss": "", "time left": ""}
 
 
 def test_a_table_that_cannot_be_read_and_a_place_outside_any_run_fail_nothing(caplog: pytest.LogCaptureFixture):

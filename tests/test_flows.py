@@ -372,7 +372,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
     runs = [FinetuneSettings(run=run) for run in "abc"]
     finetuned, failed = each_in_turn(runs, start)
     assert finetuned == ["a", "c"]
-    assert {run: reason for run, (reason, _) in failed.items()} == {"b": "ValueError: no such file"}
+    assert failed == {"b": "ValueError: no such file"}
     with pytest.raises(Signal):
         each_in_turn([FinetuneSettings(run="stop"), *runs], start)
 
@@ -427,7 +427,8 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     with get_client(sync_client=True) as client:
         stages = below(client, first)
         looked_at(client, road, first, stages)
-        shown(root, road, artifacts_of(client, first, *stages))
+        shown(root, road, artifacts_of(client, first, *stages), stages)
+        assert "road-pretrain" in artifacts_of(client, first)
         assert {run.state_type.value for run in [first, second, *stages, *below(client, second)]} == {"COMPLETED"}
         assert (second.name, second.tags) == (first.name, first.tags)
         assert [run.name for run in below(client, second)] == [run.name for run in stages[:-1]]
@@ -526,7 +527,7 @@ def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[
     ]
 
 
-def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
+def shown(root: Path, road: Road, artifacts: dict[str, str], runs_of_stages: list[FlowRun]) -> None:
     """What the road leaves in the flow UI."""
     datasets, runs = ("captions", "held-out", "coco"), {"pretrain": "pretrain", "finetune": "refcoco-with"}
     assert set(artifacts) == {
@@ -534,17 +535,18 @@ def shown(root: Path, road: Road, artifacts: dict[str, str]) -> None:
         *(f"{stage}{what}-{run}" for stage, run in runs.items() for what in ("", "-progress", "-curves")),
         "road-pretrain",
     }
-    stages = [
-        re.match(r"\| (.*?) \| [\d,]+ \| (.*) \|$", row).groups() for row in artifacts["road-pretrain"].splitlines()[2:]
-    ]
-    assert [re.sub(r"\\(.)", r"\1", name) for name, _ in stages] == [
-        *(f"collect {name}" for name in datasets),
-        *(f"detect {name}" for name in datasets),
-        *("pretrain", "refcoco-with"),
-    ]
-    assert stages[0][1] == f"{road.collected[0].counts['ok']} images in 4 shards"
+    row = r"\| \[(.*?)\]\(/runs/flow-run/(\S+)\) \|  \|  \|  \| [\d,]+ \| (.*) \|$"
+    stages = [re.match(row, line).groups() for line in artifacts["road-pretrain"].splitlines()[2:]]
+    assert [(re.sub(r"\\(.)", r"\1", name), run) for name, run, _ in stages] == list(
+        zip(
+            [f"{stage} {name}" for stage in ("collect", "detect") for name in datasets] + ["pretrain", "refcoco-with"],
+            [str(run.id) for run in runs_of_stages],
+            strict=True,
+        )
+    )
+    assert stages[0][2] == f"{road.collected[0].counts['ok']} images in 4 shards"
     accuracy = f"{road.finetuned[0].metrics['accuracy_published']:.3f}"
-    assert rf"accuracy\_published {accuracy}".replace(".", r"\.") in stages[-1][1]
+    assert rf"accuracy\_published {accuracy}".replace(".", r"\.") in stages[-1][2]
     assert "| shards | 4 of 4 |" in artifacts["collecting-captions"]
     assert "| rows | 32 of 32 |" in artifacts["collecting-captions"]
     assert "| shards | 4 of 4 |" in artifacts["detecting-captions"]
