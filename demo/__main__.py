@@ -3,8 +3,8 @@
     make demo [ROOT=demo-root] [SEED=0]             everything; what is done already is not done again
     make demo-full [ROOT=demo-full-root] [SEED=0]   the detector is trained there, too, and the models with three seeds
                                                     and on VCR besides
-    make ui [ROOT=demo-root]                        the flow UI on what was recorded. To collect shards again, which have
-                                                    been removed, serve the pictures: python -m demo.serve ROOT/world
+    make ui [ROOT=demo-root]                        the flow UI on what was recorded. To collect removed shards again,
+                                                    serve the pictures: python -m demo.serve ROOT/world
 
 Regions come from a detector that was trained on such scenes: `make demo` takes the one beside this file. Exits with 1
 where detector or models are not as good as they should be.

@@ -93,7 +93,7 @@ class Stages:
         try:
             result = work()
         except Exception as error:
-            row.end(f"failed: {reason_of(error)}")
+            row.end("failed", reason_of(error))
             self.show()
             raise
         finally:
@@ -117,9 +117,10 @@ class Stage:
     facts: Mapping[str, str] = field(default_factory=dict)
     began: float | None = None
     seconds: float | None = None
+    reason: str = ""  # why it failed
 
-    def end(self, came_to: str) -> None:
-        self.came_to, self.facts, self.seconds = came_to, {}, time.monotonic() - self.began
+    def end(self, came_to: str, reason: str = "") -> None:
+        self.came_to, self.reason, self.facts, self.seconds = came_to, reason, {}, time.monotonic() - self.began
 
 
 _STAGES: ContextVar[tuple[Stages, Stage] | None] = ContextVar("stages", default=None)
@@ -243,7 +244,8 @@ def table_of_stages(stages: Sequence[Stage]) -> str:
         seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
         cells = [name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.came_to)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    failed = [f"- **{escaped(stage.name)}** failed: {escaped(stage.reason)}" for stage in stages if stage.reason]
+    return "\n".join([*lines, *([""] * bool(failed)), *failed])  # a list for them, because they are long
 
 
 def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:

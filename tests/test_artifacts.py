@@ -298,7 +298,13 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
     waits = ["| b |  |  |  |  |  |", "| c |  |  |  |  |  |"]
     assert seen[0] == [a + " | 3 of 9 | words 1 | 7 | N | at work |", *waits]
     assert seen[1] == [a + " |  |  |  | N | made a |", *waits]
-    assert seen[3] == [a + " |  |  |  | N | made a |", b + r" |  |  |  | N | failed\: ValueError\: no file |", waits[1]]
+    assert seen[3] == [
+        a + " |  |  |  | N | made a |",
+        b + " |  |  |  | N | failed |",
+        waits[1],
+        "",
+        r"- **b** failed: ValueError\: no file",
+    ]
     in_a_flow(lambda: tell(lambda: pytest.fail("of no road")))
 
 

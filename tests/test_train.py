@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
 from vlbert.recipes import RECIPES
 from vlbert.text import make_corpus
-from vlbert.train import main, train
+from vlbert.train import find_complete, main, train
 
 ALONE = World(0, 1, torch.device("cpu"))
 HOUSE = Path(__file__).parents[1]
@@ -185,9 +186,43 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(root, six_steps, capsy
 def test_a_finished_run_says_so_and_does_nothing(root, six_steps, capsys):
     before = {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")}
     metrics = train(tiny_recipe(root, run="whole"), ALONE)
-    assert "whole is complete" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("whole is complete")
     assert "words_accuracy" in metrics
+    recipe, *given = command_line(root, "whole")
+    assert find_complete(recipe, given, 2) == said.strip()
     assert {path: path.stat().st_mtime_ns for path in (root / "runs" / "whole").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes"),
+    [
+        (["steps=7"], 1),
+        (["optimizer.learning_rate=0.5"], 1),  # refused
+        (["optimizer.no_such=1"], 1),
+        (["data.root="], 1),
+        (["data.text_corpus=none"], 1),
+        (["model.regions.untrained=false"], 1),  # refused before any checkpoint is looked at
+        ([], 3),  # cannot share the batch
+        (["run=nobody"], 1),
+    ],
+)
+def test_of_a_run_that_is_not_complete_or_would_be_refused_the_program_speaks(
+    root, six_steps, changes: list[str], processes: int
+):
+    recipe, *given = command_line(root, "whole")
+    assert find_complete(recipe, [*given, *changes], processes) is None
+
+
+def test_a_finished_run_is_settled_where_a_kill_came_before_that(root, six_steps):
+    shutil.copytree(root / "runs" / "whole", root / "runs" / "unsettled")
+    (root / "runs" / "unsettled" / "best.json").unlink()
+    recipe, *given = command_line(root, "unsettled")
+    assert find_complete(recipe, [*given, "keep_checkpoints=1"], 1)
+    assert (root / "runs" / "unsettled" / "best.json").is_file()
+    assert not (root / "runs" / "unsettled" / "step-0000003" / "state.json").exists()
+    (root / "runs" / "unsettled" / "step-0000006" / "state.json").unlink()
+    assert find_complete(recipe, given, 1) is None, "no whole checkpoint is left"
 
 
 def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_stopped(root, six_steps):

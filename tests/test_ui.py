@@ -165,6 +165,19 @@ def test_curves_are_a_picture(page: Page, names: dict[str, str]):
     assert page.locator("body").inner_text().count("base64") == 0, "the picture's own text is no reading"
 
 
+def test_the_road_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
+    (road,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    page.goto(f"/runs/flow-run/{road['id']}")
+    page.locator("#artifacts").click()
+    page.locator(".artifact-card__title").filter(has_text=re.compile("^road-pretrain$")).click()
+    shown = page.locator(".artifact-data-view article")
+    expect(shown.get_by_role("row")).to_have_count(1 + 8)
+    expect(shown.get_by_role("row", name="collect captions")).to_contain_text("24 images in 4 shards")
+    href = shown.get_by_role("link", name="detect coco", exact=True).get_attribute("href")
+    page.goto(href)
+    expect(page.get_by_text(names["detect coco"], exact=True).first).to_be_visible()
+
+
 def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
     shown = open_artifact(page, names["finetune"], "finetune-progress-refcoco-with")
     expect(shown.get_by_role("row", name="step 4 of 4", exact=True)).to_be_visible()
