@@ -455,7 +455,7 @@ def deployments_of(file: Path) -> dict[str, dict]:
 
 
 NAMES = {
-    *("pretrain-vlbert/default", "collect-captions/default", "finetune/default"),
+    *("pretrain-vlbert/default", "collect-captions/default", "pretrain/default", "finetune/default"),
     *("detect-regions/default", "detect-regions/scheduled", "train-detector/default"),
 }
 
@@ -470,6 +470,7 @@ def test_the_projects_deployments_fit_their_flows():
         assert found[name]["read"]["detector"] == dataset.detector
         assert found[name]["read"]["datasets"] == (dataset.name,)
     pretraining = found["pretrain-vlbert/default"]["read"]["pretraining"]
+    assert found["pretrain/default"]["read"]["settings"] == pretraining
     assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
 
 
@@ -497,6 +498,7 @@ def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(wor
     assert collect_settings(captions) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
     assert found["detect-regions/scheduled"]["read"]["detector"] == captions.detector
     assert found["detect-regions/scheduled"]["read"]["datasets"] == (captions.name,)
+    assert found["pretrain/default"]["read"]["settings"] == road["pretraining"]
     assert found["finetune/default"]["read"]["settings"] == dataclasses.replace(
         road["finetunings"][0], pretraining=road["pretraining"].run
     )

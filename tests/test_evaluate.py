@@ -28,7 +28,7 @@ from storage.objects import StorageUnreachable
 from storage.sample import Sample
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
-from vlbert.evaluate import evaluate, load_task_model, main
+from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main
 from vlbert.recipes import RECIPES
 from vlbert.results import Answered, flaws_of, warnings
 from vlbert.results_page import worst_and_best
@@ -175,6 +175,23 @@ def test_what_is_done_already_by_the_same_settings_is_left_as_it_is_without_a_lo
     assert contents(place) == before
     with pytest.raises(ValueError, match="model.safetensors is torn"):
         evaluated(folder, again=True)
+
+
+def test_that_an_evaluation_is_done_is_known_without_its_program(world, tmp_path):
+    folder, name = copied(world, tmp_path), "finetune_refcoco_base"
+    path, given = f"{folder}/storage/runs/tuned", [f"task.folder={folder / 'refcoco+'}"]
+    assert find_evaluation(name, path, "val", given) is None
+    recipe = dataclasses.replace(a_recipe(folder), name=name)
+    about = evaluate(recipe, [path], "val", given, None, ALONE)
+    assert find_evaluation(name, path, "val", [*given, f"data.root={folder}/storage"]) == json.loads(json.dumps(about))
+    for other in (
+        (name, path, "testA", given),
+        (name, path, "val", [*given, "task.iou=plain"]),
+        (name, path, "val", [*given, "task.no_such=1"]),
+        ("finetune_vqa_base", path, "val", given),
+        (name, f"{folder}/storage/runs/nobody", "val", given),
+    ):
+        assert find_evaluation(*other) is None
 
 
 def test_an_evaluation_is_not_overwritten_by_another_and_its_old_files_go_with_it(world, tmp_path):

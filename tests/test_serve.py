@@ -111,6 +111,7 @@ def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served:
         "collect_flow/default": "ENQUEUE",
         "detect_flow/default": "ENQUEUE",
         "detect_flow/scheduled": "ENQUEUE",
+        "pretrain_flow/default": "ENQUEUE",
         "finetune_flow/default": "ENQUEUE",
         "train_detector_flow/default": "ENQUEUE",
     }
@@ -125,6 +126,7 @@ def taken(server: Operated, directory: Path) -> None:
         "collect-captions/default",
         "detect-regions/default",
         "detect-regions/scheduled",
+        "pretrain/default",
         "finetune/default",
         "train-detector/default",
     }
@@ -133,7 +135,7 @@ def taken(server: Operated, directory: Path) -> None:
     assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
     # Relative paths in parameters begin where `prefect deploy` ran.
     moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
-    assert [one["pull_steps"] for one in found.values()] == 6 * [[moves]]
+    assert [one["pull_steps"] for one in found.values()] == len(found) * [[moves]]
     scheduled = found["detect-regions/scheduled"]
     project = yaml.safe_load(server.deployments.read_text())
     (asked,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
