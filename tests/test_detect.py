@@ -326,6 +326,9 @@ def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], othe
     flags = [str(file) if flag == "FILE" else flag for flag in flags]
     catalog = collected(root, [[a_sample(0), a_sample(1)], ["http_404"]])
     assert finished(catalog, flags) is None
+    another = annotations(tmp_path / "b.json", [1])  # a detector that is done
+    main([str(root), "captions", "--backend", "annotated", "--annotations", str(another)])
+    assert finished(catalog, flags) is None
     main([str(root), "captions", *flags, "--shard", "00000"])
     assert finished(catalog, flags) is None, "a shard is left"
     main([str(root), "captions", *flags])
