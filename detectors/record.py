@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from detectors.lines import Board, Lines
 from detectors.stopping import Stopped
 from storage.objects import Objects, StorageUnreachable
+from storage.progress import clock
 from storage.safe_json import parse_json
 
 if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
@@ -130,7 +131,7 @@ class Record:
         numbers |= line.norms | waits | {"memory_gb": line.memory / 1e9} | line.counts
         said = [f"{k} {v:.3f}" for k, v in line.losses.items()] + [f"{k} {v}" for k, v in line.counts.items()]
         said += [f"{samples_per_second:.1f} samples/s", f"data wait {line.data_wait:.0%}".replace("%", " %")]
-        said += [f"{_clock(time.monotonic() - self._began)} gone", f"{_clock(left)} left"]
+        said += [f"{clock(time.monotonic() - self._began)} gone", f"{clock(left)} left"]
         print("  ".join([f"step {step}/{self.steps}", *said]), flush=True)
         self._write("training", step, numbers)
         self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses}
@@ -257,11 +258,6 @@ def last_metrics(objects: Objects, run: str) -> dict[str, float]:
     """The numbers of the run's last validation; none where it had none."""
     validations = read_metrics(objects, run, "validation")
     return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
-
-
-def _clock(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def _number(value: float) -> float | None:

@@ -3,7 +3,8 @@
     python -m detectors.run ROOT DATASET --backend annotated --annotations FILE
     python -m detectors.run ROOT DATASET --backend faster_rcnn --weights FILE
 
-ROOT is a local folder or s3://bucket/prefix. Prints one JSON line per shard, and one about the whole stage at the end.
+ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
+a JSON object with --json.
 Any number of these may run at once: each takes the shards in an order of its own and passes over those that another has
 done since. A run that was stopped goes on where it was.
 Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, which running again does not change; 75
@@ -17,16 +18,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
 from detectors import Detector
 from storage.catalog import OK, Catalog, Manifest, Row
 from storage.objects import StorageUnreachable, open_objects
+from storage.progress import progress_line
 from storage.sample import Regions, Sample
 
 if TYPE_CHECKING:
@@ -140,6 +142,30 @@ def detect_pending(
     return committed
 
 
+class Progress:
+    """What `detect_pending` reports of shards, as lines for people; images and regions are those of this process."""
+
+    def __init__(self, dataset: str):
+        self.dataset, self.started = dataset, time.monotonic()
+        self.shards = self.images = self.regions = 0  # that this process committed
+
+    def line(self, report: Mapping[str, Any]) -> str:
+        """Take down a report; the line about all so far."""
+        ours = report["by"] == "this"
+        self.shards += ours
+        self.images += ours * report["images"]
+        self.regions += ours * report["regions"]
+        counts, seconds = {"images": self.images, "regions": self.regions}, time.monotonic() - self.started
+        return progress_line(self.dataset, report["done"], report["of"], "shards", counts, seconds)
+
+
+def size_line(size: Mapping[str, Any]) -> str:
+    """What `stage_size` gives, for people."""
+    per_1000 = f", {size['bytes_per_1000_images'] / 1e6:,.1f} per 1,000 images" if size["images"] else ""
+    kept = "with" if size["keep_features"] else "without"
+    return f"{size['bytes'] / 1e6:,.1f} MB in {size['stage']}{per_1000}, {kept} features"
+
+
 def stage_size(catalog: Catalog, stage: str) -> dict:
     """What a detector's regions take where they are stored, images included, and whether features are among them.
 
@@ -175,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("root", help="a folder or s3://bucket/prefix")
     parser.add_argument("dataset", help="the dataset below it, such as captions")
     parser.add_argument("--backend", choices=["annotated", "faster_rcnn", "detectron2"], required=True)
+    parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")
     parser.add_argument("--shard", action="append", help="only this one; may be given several times")
 
     annotated = parser.add_argument_group("annotated: regions from an annotation file; also those of --boxes given")
@@ -339,8 +366,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         detector = make_detector(options)
         if detector.about["untrained"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
-        detect_pending(catalog, detector, lambda report: print(json.dumps(report), flush=True), options.shard)
-        print(json.dumps(stage_size(catalog, stage_of(detector))), flush=True)
+        tell = (lambda report: json.dumps(report)) if options.json else Progress(options.dataset).line
+        detect_pending(catalog, detector, lambda report: print(tell(report), flush=True), options.shard)
+        size = stage_size(catalog, stage_of(detector))
+        print(json.dumps(size) if options.json else f"{options.dataset}: {size_line(size)}", flush=True)
     except StorageUnreachable as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         sys.exit(STORAGE_UNREACHABLE)

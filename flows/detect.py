@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.tasks import exponential_backoff
 
-from detectors.run import IMAGES, STORAGE_UNREACHABLE, finished
+from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
 from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
 from flows.collect import network_failed, open_storage
 from flows.settings import DetectorSettings
@@ -74,28 +74,22 @@ def detect(
     `on_shard` gets what the detector reports of each shard, with new_shards and new_images, this run's own so far.
     StorageUnreachable where the storage was out of reach, which another attempt may change.
     """
-    started, shards, images, sizes = time.monotonic(), 0, 0, []
+    started, progress, sizes = time.monotonic(), Progress(dataset), []
 
     def on_line(line: str) -> None:
-        nonlocal shards, images
         report = _as_report(line) or {}
         if "stage" in report:
             sizes.append(report)
         elif "done" not in report:
             say(f"{dataset}: {line}")
         else:
-            ours = report["by"] == "this"
-            shards, images = shards + ours, images + ours * report["images"]
-            say(
-                f"{dataset}: shard {report['shard']}, {report['done']} of {report['of']}: {report['images']} "
-                f"images, {report['regions']} regions, {report['images_per_s']:.1f} images/s"
-            )
-            on_shard(report | {"new_shards": shards, "new_images": images})
+            say(progress.line(report))
+            on_shard(report | {"new_shards": progress.shards, "new_images": progress.images})
 
     catalog, peak_bytes = Catalog(open_objects(root, write=False), dataset), 0
     size = finished(catalog, detector.flags())
     if size is None:
-        command = [sys.executable, "-m", "detectors.run", root, dataset, *detector.flags()]
+        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *detector.flags()]
         try:
             peak_bytes = run_child(command, on_line, silence=detector.silence).peak_bytes
         except ChildFailed as error:
@@ -105,12 +99,10 @@ def detect(
         if not sizes:
             raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
         size = sizes[-1]
-    detected = _look(catalog, size["stage"], shards, time.monotonic() - started, peak_bytes)
+    detected = _look(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
     if size["images"]:
-        megabytes, per_1000 = size["bytes"] / 1e6, size["bytes_per_1000_images"] / 1e6
-        kept = "with" if size["keep_features"] else "without"
-        say(f"{dataset}: {megabytes:,.1f} MB in {size['stage']}, {per_1000:,.1f} per 1,000 images, {kept} features")
-    if not shards:
+        say(f"{dataset}: {size_line(size)}")
+    if not progress.shards:
         say(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.untrained:
         say(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")

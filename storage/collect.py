@@ -45,6 +45,7 @@ from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.manifests import Manifest
 from storage.normalise import Picture
 from storage.objects import ObjectMissing, StorageUnreachable, open_objects
+from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.sample import sample_key
 from storage.spool import PartialShard, remove_partial
@@ -152,6 +153,7 @@ class Group:
     """Shards that are collected together; of the whole run: rows by status before this group, all rows, all shards.
 
     has_images  whether the dataset has an ok row somewhere: until then, a shard without one is not committed
+    started     of the whole run, by time.monotonic
     """
 
     parts: tuple[Part, ...]
@@ -159,6 +161,7 @@ class Group:
     rows: int
     shards: int
     has_images: bool = True
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def collect(
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
         for first in range(0, len(missing), settings.shards_per_group):
             portion = tuple(missing[first : first + settings.shards_per_group])
-            group = Group(portion, dict(counts), rows, len(missing), has_images)
+            group = Group(portion, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             if not has_images and not counts[OK]:
                 held_back += portion
@@ -481,8 +484,8 @@ class _Progress:
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.of_group())
-            name, rows = self.settings.name, self.group.rows
-            self.say(f"{name}: {counts.total()} of {rows} rows: {_by_status(counts)}")
+            name, seconds = self.settings.name, time.monotonic() - self.group.started
+            self.say(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
             self.due = time.monotonic() + self.settings.report_every
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
+from storage.progress import progress_line
 from storage.sample import Regions, Sample
 
 
@@ -248,7 +250,15 @@ def test_two_processes_share_the_shards(tmp_path: Path):
         [[dataclasses.replace(s, key=f"{shard}-{s.key}") for s in picture] for shard in range(12)],
     )
     file = annotations(tmp_path / "a.json", range(60))
-    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend", "annotated"]
+    command = [
+        sys.executable,
+        "-m",
+        "detectors.run",
+        str(tmp_path / "root"),
+        "captions",
+        "--json",
+        "--backend=annotated",
+    ]
     command += ["--annotations", str(file)]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) for _ in range(2)
@@ -368,10 +378,35 @@ def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_
     assert 2 * numbers > 20_480
 
 
-def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command_tells_people_how_far_it_is_in_the_form_of_every_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
     collected(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
     file = annotations(tmp_path / "a.json", [0, 1])
     main([str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    form = r"captions: \d of 2 shards: \d images, \d regions; [\d,]+\.\d shards/s, 0:\d\d gone, 0:\d\d left"
+    assert [bool(re.fullmatch(form, line)) for line in lines] == [True, True, False]
+    assert lines[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
+    assert re.fullmatch(r"captions: 0.0 MB in regions/\w+, \d+\.\d per 1,000 images, without features", lines[2])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        (2.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 500.0 rows/s, 0:02 gone, 0:06 left"),
+        (3600.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 0.3 rows/s, 1:00:00 gone, 3:00:00 left"),
+        (0.0, "x: 1,000 of 4,000 rows: 900 ok, 100 http_404; 0.0 rows/s, 0:00 gone"),
+    ],
+)
+def test_progress_has_counts_rate_and_what_is_left(seconds: float, line: str):
+    assert progress_line("x", 1000, 4000, "rows", {"http_404": 100, "ok": 900}, seconds) == line
+
+
+def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
+    collected(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
+    file = annotations(tmp_path / "a.json", [0, 1])
+    main([str(tmp_path / "root"), "captions", "--json", "--backend", "annotated", "--annotations", str(file)])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["done"], line["of"]) for line in lines[:2]] == [(1, 2), (2, 2)]
     assert sorted((line["shard"], line["images"]) for line in lines[:2]) == [("00000", 1), ("00001", 2)]
@@ -404,7 +439,7 @@ def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, c
     network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
     stages = []
     for flags in ([], ["--no-keep-features"], ["--keep-features"], ["--keep-features", "--boxes", "regressed"]):
-        main([*network, *flags])
+        main([*network, "--json", *flags])
         stages.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     names = [stage["stage"] for stage in stages]
     assert names[0] == names[1]
@@ -508,7 +543,7 @@ def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path
 
     monkeypatch.setattr(sys, "stdout", Unplugging())
     with pytest.raises(SystemExit) as ended:
-        main(["s3://bucket/root", "captions", "--backend", "annotated", "--annotations", str(file)])
+        main(["s3://bucket/root", "captions", "--json", "--backend", "annotated", "--annotations", str(file)])
     assert ended.value.code == 75
     assert json.loads(sys.stdout.getvalue())["done"] == 1
 

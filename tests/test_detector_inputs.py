@@ -476,7 +476,7 @@ def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_ima
     write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
     file = annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
     command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights), "--keep-features"]
-    main([*command, "--boxes", "given", "--annotations", str(file), "--batch", "2"])
+    main([*command, "--json", "--boxes", "given", "--annotations", str(file), "--batch", "2"])
     stage = json.loads(capsys.readouterr().out.splitlines()[-1])["stage"]
     manifest = catalog.manifest(stage, "00000")
     assert [(row["status"], row["num_regions"]) for row in manifest.table.to_pylist()] == [
@@ -531,7 +531,7 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
 
     def run(*flags: str) -> tuple[str, int]:
         """The stage, and how many shards were detected."""
-        main([*command, *flags])
+        main([*command, "--json", *flags])
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         return lines[-1]["stage"], len(lines) - 1
 
@@ -591,7 +591,7 @@ def test_a_run_that_was_stopped_goes_on_with_one_network_for_all_shards(
     before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("captions/regions/*/*")}
     assert len(before) == 4
     assert len(made) == 1
-    main(command)
+    main([*command, "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["done"], line["of"]) for line in lines[:-1]] == [(1, 2), (2, 2)]
     assert catalog.pending("images", lines[-1]["stage"]) == []
@@ -617,7 +617,7 @@ def test_memory_stays_flat_over_shards(tmp_path: Path):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
     committed(tmp_path / "root", *[samples] * 12)
     command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
-    command += ["--preset=demo", "--untrained", "--short-side=84", "--long-side=112", "--post-nms=30"]
+    command += ["--json", "--preset=demo", "--untrained", "--short-side=84", "--long-side=112", "--post-nms=30"]
     memory = []
     with subprocess.Popen(
         [*command, "--batch=8", "--workers=2"], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]

@@ -178,13 +178,13 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
         len(sample.regions) for shard in of(root).shards(found.stage) for sample in of(root).read(found.stage, shard)
     )
     assert [line.partition(":")[0] for line in said] == ["captions"] * 5
-    assert ", 4 of 4:" in said[3]
+    assert said[3].startswith("captions: 4 of 4 shards: ")
     assert f" MB in {found.stage}, " in said[4]
 
     of(root).objects.delete(f"captions/{found.stage}/00001.parquet")
     said.clear()
     assert detect(root, dataset.name, dataset.detector, said.append).new_shards == 1
-    assert "shard 00001, 1 of 1:" in said[0]
+    assert said[0].startswith("captions: 1 of 1 shards: ")
     said.clear()
     again = detect(root, dataset.name, dataset.detector, said.append)
     assert said[1] == f"captions: nothing to detect: 4 of 4 shards have {found.stage}"
