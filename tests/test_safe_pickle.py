@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -108,6 +109,52 @@ WEIGHT_BOMBS = {
     + b"\x85cnumpy\ndtype\nU\x02f4\x85R\x89U\x04abcdtb",
     "an array of texts": ARRAY + b"(K\x01)cnumpy\ndtype\nU\x02U4\x85R\x89U\x04abcdtb",
 }
+
+
+@pytest.mark.parametrize(
+    ("bomb", "says"),
+    [
+        (LISTS, "again and again"),
+        (TUPLES, "again and again"),
+        (BOMBS["tuples whose hash takes 2^60 steps"], "a tuple is the key of a dict"),
+        (b"})Ns", "a tuple is the key of a dict"),
+        (b"()Nd", "a tuple is the key of a dict"),
+        (b"}()Nu", "a tuple is the key of a dict"),
+        (SAME_HASH, "a int is the key of a dict"),
+        (b"]" * 65 + b"a" * 64, "nested more than 64 deep"),
+        (b"(" * 70, "nested more than 64 deep"),
+        (BOMBS["a list that holds itself"], "holds itself"),
+        (BOMBS["a far place in the memo"], "index of 134217728 in the memo"),
+        (BOMBS["a far place in the memo, as text"], "index of 134217728 in the memo"),
+        (b"\x8a\x41" + bytes(65), "a whole number of 65 bytes"),
+        (b"I" + b"1" * 201 + b"\n", "a number or name of 201 bytes"),
+        (b"U\x05abc", "5 bytes at byte 2, of which 4 are there"),
+        (b"T\xff\xff\xff\xff", "-1 bytes"),
+        (b"\x8f", "0x8f, no opcode"),
+        (b"}(U\x01aNU\x01bu", "a key without a value"),
+    ],
+)
+def test_each_limit_says_what_is_wrong(bomb: bytes, says: str):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_pickle(bomb + b".")
+
+
+def test_values_up_to_the_limits_are_taken():
+    deep, number = b"]" * 64 + b"a" * 63 + b".", b"\x8a\x40" + b"\x01" * 64 + b"."
+    assert repr(read_pickle(deep)[0]) == "[" * 64 + "]" * 64
+    assert read_pickle(number)[0] == int.from_bytes(b"\x01" * 64, "little")
+    assert read_pickle(b"]q\x01]h\x01a.")[0] == [[]]
+
+
+@pytest.mark.parametrize("side", [10, 11])
+def test_a_tensor_ends_where_its_storage_does(tmp_path: Path, side: int):
+    members = {"data.pkl": tensor_pickle(10, (side,), (1,)), "data/0": bytes(40)}
+    file = torch_zip(tmp_path / "w.pth", members)
+    if side == 10:
+        assert read_tensors(file).tensors["w"].tolist() == [0] * 10
+        return
+    with pytest.raises(ValueError, match="a tensor outside its storage of 10 numbers"):
+        read_tensors(file)
 
 
 def refcoco(folder: Path, refs: bytes) -> Path:
