@@ -23,9 +23,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.killed_writer import s3_of_its_own
-from detectors.checkpoints import checkpoints, optimizer_tensors, remove_old, write_checkpoint
+from detectors.checkpoints import optimizer_tensors, remove_old, write_checkpoint
 from detectors.writer import Writer
 from storage.objects import Objects, open_objects
+from storage.runs import checkpoints
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES

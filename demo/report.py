@@ -25,11 +25,11 @@ from demo.scenes import COLOURS, SHAPES
 from demo.trials import OF_DEMO, STARTS, TRIALS, joint_folder, run_of
 from demo.trials import ROLES as FINE_TUNINGS
 from demo.world import World, read_world
-from detectors.checkpoints import checkpoints, read_state
 from detectors.record import read_metrics
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
 from storage.objects import Objects, open_objects
+from storage.runs import CONFIG, checkpoints, open_folder
 from storage.sample import Sample
 from vlbert.data import region_stage
 from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
@@ -182,8 +182,9 @@ def read_run(objects: Objects, runs: dict[str, str], role: str) -> Run:
         predictions = [json.loads(line) for line in objects.get(path).decode().splitlines()]
     steps, stage, saved = None, None, checkpoints(objects, name)
     if saved:
-        steps = json.loads(objects.get(f"{saved[-1]}/config.json"))["recipe"]["steps"]
-        stage = (read_state(objects, saved[-1])["held_out"] or {}).get("stage")
+        folder = open_folder(objects, saved[-1])
+        steps = folder.json(CONFIG)["recipe"]["steps"]
+        stage = (folder.state["held_out"] or {}).get("stage")
     return Run(name, training, validations, predictions, steps, stage)
 
 

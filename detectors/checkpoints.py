@@ -1,44 +1,28 @@
-"""The checkpoints of a run: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
+"""Writes the checkpoints of a run, removes old ones, and loads their tensors; what they are, storage/runs.py says.
 
 Files are safetensors and JSON, never pickles; which ones, vlbert/checkpoint.py and detectors/train.py say. Kept are the
 newest, and the best: ROOT/runs/<run>/best.json names it.
 """
 
-import json
+import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
 from detectors.record import read_metrics
 from detectors.writer import Writer
 from storage.objects import Objects
+from storage.runs import STATE, Best, Folder, checkpoints, folder_of, named_best, path_of_best, sealed_json, way_out
+from storage.safe_json import printable
 
-
-@dataclass(frozen=True)
-class Best:
-    """The checkpoint with the highest value of a metric; the path of its folder is relative to the root."""
-
-    step: int
-    metric: str
-    value: float
-    checkpoint: str
-
-
-def checkpoints(objects: Objects, run: str) -> list[str]:
-    """The whole checkpoints of a run, oldest first."""
-    pattern = re.compile(rf"runs/{re.escape(run)}/step-\d{{7}}/state\.json")
-    found = [info.path for info in objects.list(f"runs/{run}/") if pattern.fullmatch(info.path)]
-    return sorted(path.removesuffix("/state.json") for path in found)
-
-
-def folder_of(run: str, step: int) -> str:
-    return f"runs/{run}/step-{step:07d}"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
 def write_checkpoint(
@@ -51,16 +35,16 @@ def write_checkpoint(
     keep: int,
     metric: str | None,
 ) -> str:
-    """Have the checkpoint of step `step` of `steps` written, state.json last, and then those removed that are not to be
-    kept; returns its path when its tensors are copied, long before it is whole."""
-    folder = folder_of(run, step)
+    """Have the checkpoint of step `step` of `steps` written, state.json last, with the hashes of the others, and then
+    those removed that are not to be kept; returns its path when its tensors are copied, long before it is whole."""
+    folder, state = folder_of(run, step), copy.deepcopy(dict(state))  # the training changes what it told
 
     def tell() -> None:
         best = settle(writer.objects, run, keep, metric, writer.say)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
 
-    writer.checkpoint(folder, {**files, "state.json": as_json(dict(state))}, tell)
+    writer.checkpoint(folder, {**files, STATE: lambda hashes: sealed_json({**state, "files": hashes})}, tell)
     return folder
 
 
@@ -78,7 +62,7 @@ def settle(
         say(f"no checkpoint is removed, for the best is not known: {error}")
         return None
     if best and best != before:
-        objects.put(_path_of_best(run), as_json(asdict(best)))
+        objects.put(path_of_best(run), sealed_json(asdict(best)))
     remove_old(objects, run, keep, best)
     return best
 
@@ -95,24 +79,6 @@ def find_best(objects: Objects, run: str, metric: str) -> Best | None:
     return max(found, key=lambda best: best.value, default=None)
 
 
-def named_best(objects: Objects, run: str) -> Best | None:
-    """What best.json names, be it there or not; None where there is no such file."""
-    path = _path_of_best(run)
-    if not objects.exists(path):
-        return None
-    try:
-        return Best(**json.loads(objects.get(path)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{objects.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
-            "start of the run"
-        ) from error
-
-
-def _path_of_best(run: str) -> str:
-    return f"runs/{run}/best.json"
-
-
 def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None:
     """Delete all checkpoints but the `keep` newest and the best, and what was never finished before the newest.
 
@@ -124,7 +90,7 @@ def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None
     kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
     for folder in whole:
         if folder not in kept:
-            objects.delete(f"{folder}/state.json")
+            objects.delete(f"{folder}/{STATE}")
     pattern = re.compile(rf"(runs/{re.escape(run)}/step-\d{{7}})/.+")
     for info in list(objects.list(f"runs/{run}/step-")):
         found = pattern.fullmatch(info.path)
@@ -132,18 +98,30 @@ def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None
             objects.delete(info.path)
 
 
-def read_state(objects: Objects, folder: str) -> dict[str, Any]:
-    """state.json: the step, and what else a run needs to go on."""
-    return json.loads(objects.get(f"{folder}/state.json"))
+def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; ValueError names it where it is none, or not what was written."""
+    data = folder.get(name)
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        way = way_out(folder.objects, folder.path)
+        raise ValueError(
+            f"{folder.where_of(name)} is torn or no safetensors file ({printable(error)}); {way}"
+        ) from error
 
 
-def load_optimizer(objects: Objects, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's moments and step counts, on every rank alike."""
-    tensors = load(objects.get(f"{folder}/optimizer.safetensors"))
+def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's moments and step counts, on every rank alike; ValueError where they are another model's."""
     parameters = dict(model.named_parameters())
-    for entry, tensor in tensors.items():
+    for entry, tensor in load_tensors(folder, OPTIMIZER).items():
         name, _, quantity = entry.rpartition("/")
-        parameter = parameters[name]
+        parameter = parameters.get(name)
+        if parameter is None or (tensor.shape and tensor.shape != parameter.shape):
+            shape = None if parameter is None else tuple(parameter.shape)
+            raise ValueError(
+                f"{folder.where_of(OPTIMIZER)} has {entry} as {tuple(tensor.shape)}, the model's parameter is {shape}: "
+                "it is of another model; start another run (run=NAME), from this checkpoint (start_from=...) or not"
+            )
         if quantity != "step":
             # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.
             tensor = torch.empty_like(parameter).copy_(tensor)
@@ -157,7 +135,3 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for name, parameter in model.named_parameters()
         for quantity, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def as_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load
 from torch import Tensor, nn
 
 from detectors import distributed, loop
 from detectors.checkpoints import (
-    as_json,
-    checkpoints,
+    MODEL,
+    OPTIMIZER,
     load_optimizer,
+    load_tensors,
     optimizer_tensors,
-    read_state,
     settle,
     write_checkpoint,
 )
@@ -43,9 +42,9 @@ from detectors.weights import COUNTER, write_weights
 from detectors.writer import Writer
 from storage.objects import Objects, open_objects
 from storage.order import mix
-from storage.safe_json import parse_json
+from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 
@@ -116,15 +115,12 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     """Read the annotations and make the network: a new one, or that of the run's last checkpoint."""
     objects = open_objects(recipe.root)
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
-    state = read_state(objects, saved[-1]) if saved else {"step": 0, "bad": []}
+    folder = open_folder(objects, saved[-1]) if saved else None
+    state = folder.state if folder else {"step": 0, "bad": []}
     if not saved:
         check_decay(recipe)
     else:
-        check_same(
-            recipe,
-            parse_json(objects.get(f"{saved[-1]}/config.json"), f"{objects.where(saved[-1])}/config.json"),
-            objects.where(saved[-1]),
-        )
+        check_same(recipe, folder.json(CONFIG), folder.where)
     # Once for all: the files of Visual Genome take minutes and gigabytes to read.
     truth = distributed.from_first(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
@@ -136,14 +132,14 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     network = FasterRCNN(recipe.network)
     if saved:
-        _load(network, objects, saved[-1])
+        _load(network, folder)
     elif recipe.start_from:
         say(start_from(network, Path(recipe.start_from), truth.classes, truth.attribute_names))
     network.backbone.freeze(recipe.frozen_stages)
     network.to(world.device, memory_format=torch.channels_last)
     optimizer = make_optimizer(network, recipe.optimizer)
     if saved:
-        load_optimizer(objects, saved[-1], network, optimizer)
+        load_optimizer(folder, network, optimizer)
     if saved and world.first:  # it may have been killed before it came to that
         settle(objects, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
     run = Run(objects, state["step"], network, optimizer, truth, set(state["bad"]), state.get("loop"))
@@ -230,9 +226,9 @@ def save_checkpoint(run: Run, writer: Writer, recipe: DetectorRecipe, done: int,
         "loop": loop_state,
     }
     files = {
-        "config.json": as_json(to_json(recipe)),
-        "model.safetensors": run.network.state_dict(),
-        "optimizer.safetensors": optimizer_tensors(run.network, run.optimizer),
+        CONFIG: as_json(to_json(recipe)),
+        MODEL: run.network.state_dict(),
+        OPTIMIZER: optimizer_tensors(run.network, run.optimizer),
     }
     write_checkpoint(writer, recipe.run_name, done, recipe.steps, files, state, recipe.keep_checkpoints, BEST_BY)
 
@@ -241,8 +237,8 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _load(network: FasterRCNN, objects: Objects, folder: str) -> None:
-    tensors = load(objects.get(f"{folder}/model.safetensors"))
+def _load(network: FasterRCNN, folder: Folder) -> None:
+    tensors = load_tensors(folder, MODEL)
     own = network.state_dict()
     # Norms of stages that do not learn were saved frozen, and count nothing.
     tensors |= {name: tensor for name, tensor in own.items() if COUNTER.search(name) and name not in tensors}

@@ -8,17 +8,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from storage.objects import Objects, StorageUnreachable
+from storage.runs import file_hash
 
 PATIENCE = 600.0  # seconds that storage may be away when a run has come to its end
 STOPPED_PATIENCE = 20.0  # the same when it was told to stop, or failed: who sends SIGTERM sends SIGKILL soon after
 _LONGEST_PAUSE = 60.0  # seconds between two attempts; the first is 1 s, and each is twice the one before
 _SILENCE = 90.0  # a request to S3 is given 60 s, and up to 7 such tries: an attempt may fail after 8 minutes only
 _CHECKPOINT = "checkpoint"
+FromHashes = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
 _DTYPES = {  # of a safetensors file, in the order in which it holds them
     torch.int64: "I64",
     torch.float64: "F64",
@@ -92,20 +95,22 @@ class Writer:
             self._add(_Job(path, self.objects.where(path), deque([work]), urgent=urgent))
 
     def checkpoint(
-        self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor]], then: Callable[[], None]
+        self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor] | FromHashes], then: Callable[[], None]
     ) -> None:
         """Write the files of a folder in this order, tensors as safetensors, and do `then`, in the thread too.
 
+        A function is given the hashes of the files before it (storage.runs.file_hash), by name, and makes the content.
         Returns when all tensors are copied, so that they may change. There is one set of copies: while the checkpoint
         before is being written this waits, and it is given up where storage is away.
         """
         began = time.monotonic()
         self._make_room()
         steps: deque[Callable[[], object]] = deque()
+        hashes: dict[str, dict[str, Any]] = {}
         for name, content in files.items():
-            if not isinstance(content, bytes):
+            if isinstance(content, Mapping):
                 content = _Watched(safetensors(self._copy(name, content)), self._part_is_written)
-            steps.append(functools.partial(self.objects.put, f"{folder}/{name}", content))
+            steps.append(functools.partial(self._put_hashed, folder, name, content, hashes))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies run beside this thread
         where = self.objects.where(folder)
@@ -213,6 +218,15 @@ class Writer:
                 self._changed.wait(min(due.values()) - now)
             self._thread = None
             return None
+
+    def _put_hashed(
+        self, folder: str, name: str, content: bytes | Sequence[memoryview] | FromHashes, hashes: dict[str, dict]
+    ) -> None:
+        if callable(content):
+            content = content(hashes)
+        elif name not in hashes:  # else storage has refused it before
+            hashes[name] = file_hash([content] if isinstance(content, bytes) else content)
+        self.objects.put(f"{folder}/{name}", content)
 
     def _part_is_written(self) -> None:
         """Put something urgent that is due, if there is such a thing, before the running checkpoint goes on."""

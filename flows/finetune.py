@@ -10,7 +10,7 @@ from flows.collect import open_storage
 from flows.settings import FinetuneSettings
 from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
 from storage.objects import open_objects
-from storage.safe_json import parse_json
+from storage.runs import CONFIG, checkpoints, open_folder
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -83,8 +83,6 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
             f"finetune: checkpoint is {settings.checkpoint} and pretraining names no run; name a run under "
             f"{root}/runs, give ROOT/runs/RUN/STEP as checkpoint, or start from none"
         )
-    from detectors.checkpoints import checkpoints  # here, because it brings torch, which other stages do without
-
     objects = open_objects(root, write=False)
     saved = [path.rpartition("/")[2] for path in checkpoints(objects, settings.pretraining)]
     wanted = saved[-1:] if settings.checkpoint in ("latest", "none") else [settings.checkpoint]
@@ -98,14 +96,9 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
 
 def began_from(root: str, run: str) -> str | None:
     """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
-    from detectors.checkpoints import checkpoints  # here, as above
-
     objects = open_objects(root, write=False)
     saved = checkpoints(objects, run)
-    if not saved:
-        return None
-    path = f"{saved[-1]}/config.json"
-    return parse_json(objects.get(path), objects.where(path))["recipe"]["start_from"]
+    return open_folder(objects, saved[-1]).json(CONFIG)["recipe"]["start_from"] if saved else None
 
 
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
@@ -113,7 +106,7 @@ def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(open_objects(root, write=False).get(f"runs/{path}/vocab.txt"))
+    file.write_bytes(open_folder(open_objects(root, write=False), f"runs/{path}").get("vocab.txt"))
     return file
 
 

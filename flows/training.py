@@ -24,6 +24,7 @@ from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.objects import open_objects
+from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
 
 # What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
@@ -100,8 +101,7 @@ def train(
     `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
     """
     started = time.monotonic()
-    from detectors.checkpoints import checkpoints, read_state  # here, because they bring torch: other stages need none
-    from vlbert.train import find_complete
+    from vlbert.train import find_complete  # here, because it brings torch: other stages need none
 
     run, peak_bytes = run or recipe, 0
     given = assigned({"data.root": root, "run": run} | fields, overrides)
@@ -114,7 +114,7 @@ def train(
     saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
     if not saved:
         raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
-    data = read_state(objects, saved[-1])["data"]
+    data = open_folder(objects, saved[-1]).state["data"]
     return Trained(
         run=run,
         recipe=recipe,

@@ -2,7 +2,7 @@
 
 status ROOT                                   stages, rows by status, snapshots, what each training run pinned
 history ROOT [DATASET]                        what was committed when
-verify ROOT [DATASET]                         every hash and place held against the tars; exit status 1 on a fault
+verify ROOT [DATASET]                         every file held against its digest; exit status 1 on a fault
 gc ROOT [--grace HOURS] [--delete]            what nothing names any more; deletes it only with --delete
 """
 
@@ -26,6 +26,7 @@ from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog, sha2
 from storage.digests import is_whole
 from storage.manifests import OK, Header, Manifest
 from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
 from storage.safe_json import parse_json
 from storage.shards import index_shard
 from storage.snapshots import SNAPSHOT_SCHEMA, Snapshot, read_columns, read_snapshot
@@ -36,6 +37,8 @@ _MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 _TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
+_BEST = re.compile(r"runs/(.+)/best\.json")
+_METRICS = re.compile(r"runs/(.+)/metrics\.jsonl")
 _PAUSE = 3600.0  # seconds without a commit that end an entry of the history
 _READERS = 4  # tars hashed at a time
 _PIECE = 2**24  # bytes of a tar that are fetched at a time
@@ -71,7 +74,7 @@ class Inventory:
     """One listing of a root, sorted out."""
 
     def __init__(self, objects: Objects, dataset: str | None = None):
-        self.objects = objects
+        self.objects, self.dataset = objects, dataset
         self.manifests: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)  # the newest of each shard
         self.replaced: list[tuple[str, str, str]] = []  # dataset, stage and shard of those with earlier revisions
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
@@ -79,9 +82,15 @@ class Inventory:
         self.tars: dict[str, ObjectInfo] = {}
         self.partials: list[ObjectInfo] = []
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
+        self.bests: dict[str, str] = {}  # run -> path
+        self.metrics: dict[str, str] = {}
         for info in objects.list():
             if found := _STATE.fullmatch(info.path):
                 self.states[found[1]][int(found[2])] = info.path
+            elif found := _BEST.fullmatch(info.path):
+                self.bests[found[1]] = info.path
+            elif found := _METRICS.fullmatch(info.path):
+                self.metrics[found[1]] = info.path
             elif dataset is not None and not info.path.startswith(f"{dataset}/"):
                 continue
             elif found := _MANIFEST.fullmatch(info.path):
@@ -124,19 +133,17 @@ class Inventory:
             return self._pins_of_run(run, newest_only)
 
     def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
-        data = self.objects.get(path)
+        state = read_state(self.objects, path.removesuffix(f"/{STATE}"))
         try:
-            state = parse_json(data, self.objects.where(path))
             pins = []
             # A detector's training reads no shards: there, `data` is the hash of its annotations.
             if isinstance(data := state.get("data"), dict):
-                used = data.get("snapshots", [{"epoch": 0, "snapshot": data.get("snapshot")}])
-                for entry in used:
+                for entry in data["snapshots"]:
                     place = data["dataset"], data["stage"], entry["snapshot"]
                     pins.append(Pin(run, step, *place, f"epoch {entry['epoch']} on"))
             if (held := state.get("held_out")) is not None:
                 pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self.objects.where(path)} is no checkpoint's state that this code can read ({error!r}); remove the "
                 "checkpoint's folder if it is not needed"
@@ -227,8 +234,11 @@ def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectIn
 
 
 def verify(inventory: Inventory) -> Iterator[str]:
-    """Every fault: tars against manifests, byte by byte, places against tars, sources, snapshots. Reads all tars."""
+    """Every fault: tars against manifests, byte by byte, places against tars, sources, snapshots; and, where the
+    inventory is not that of one dataset, every file of every checkpoint. Reads all of it."""
     objects = inventory.objects
+    if inventory.dataset is None:
+        yield from _faults_of_runs(inventory)
     for (name, stage), found in sorted(inventory.manifests.items()):
         catalog = Catalog(objects, name)
 
@@ -297,6 +307,64 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
         )
 
 
+def _faults_of_runs(inventory: Inventory) -> Iterator[str]:
+    objects = inventory.objects
+    folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
+    with ThreadPoolExecutor(_READERS) as pool:
+        for faults in pool.map(lambda path: list(_faults_of_checkpoint(objects, path)), sorted(folders)):
+            yield from faults
+    for run, path in sorted(inventory.bests.items()):
+        try:
+            best = named_best(objects, run)
+            if best and not objects.exists(f"{best.checkpoint}/{STATE}"):
+                yield (
+                    f"{objects.where(path)} names {objects.where(best.checkpoint)}, which is no whole checkpoint; put "
+                    f"that back, or delete {objects.where(path)}"
+                )
+        except ValueError as error:
+            yield str(error)
+
+
+def _faults_of_checkpoint(objects: Objects, path: str) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint; nothing where a training has removed it since the listing."""
+    try:
+        state = read_state(objects, path)
+        found = {info.path.removeprefix(f"{path}/"): info for info in objects.list(f"{path}/")}
+        for name, wanted in sorted(state["files"].items()):
+            if name not in found:
+                fault = "is gone"
+            elif found[name].size != wanted["bytes"]:
+                fault = differing({"bytes": found[name].size}, wanted)
+            elif (hashed := file_hash(_pieces(objects, found[name]))) != wanted:
+                fault = differing(hashed, wanted)
+            else:
+                continue
+            if not objects.exists(f"{path}/{STATE}"):
+                return
+            yield f"{objects.where(f'{path}/{name}')} {fault}; {way_out(objects, path)}"
+    except ObjectMissing:
+        return
+    except ValueError as error:
+        yield str(error)
+
+
+def remarks(inventory: Inventory) -> Iterator[str]:
+    """What is odd and no fault of anything that is kept: lines of a run's log that are torn."""
+    objects = inventory.objects
+    for _, path in sorted(inventory.metrics.items() if inventory.dataset is None else ()):
+        for number, line in enumerate(objects.get(path).splitlines(), 1):
+            try:
+                parse_json(line, f"{objects.where(path)}, line {number},", nan=True, fix="its numbers are lost")
+            except ValueError as error:
+                yield str(error)
+
+
+def _pieces(objects: Objects, info: ObjectInfo) -> Iterator[bytes]:
+    """The bytes of an object, some at a time."""
+    for offset in range(0, info.size, _PIECE):
+        yield objects.get_range(info.path, offset, min(_PIECE, info.size - offset))
+
+
 @contextlib.contextmanager
 def _as_file(objects: Objects, info: ObjectInfo) -> Iterator[Path]:
     """The object as a file of this machine: a copy, made piece by piece, where it lies in a bucket."""
@@ -306,8 +374,8 @@ def _as_file(objects: Objects, info: ObjectInfo) -> Iterator[Path]:
         return
     with temporary_folder("verify-") as folder:
         with (folder / "copy").open("xb") as copy:
-            for offset in range(0, info.size, _PIECE):
-                copy.write(objects.get_range(info.path, offset, min(_PIECE, info.size - offset)))
+            for piece in _pieces(objects, info):
+                copy.write(piece)
         yield folder / "copy"
 
 
@@ -486,15 +554,18 @@ def _hours(text: str) -> float:
 def _print_faults(inventory: Inventory) -> int:
     """The exit status: 1 where there was a fault, or nothing to look at."""
     shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
-    if not shards + snapshots:
+    checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
+    if not shards + snapshots + checkpoints:
         print(f"nothing is committed under {inventory.objects.where()}", file=sys.stderr)
         return 1
     faults = 0
     for fault in verify(inventory):
         print(fault, flush=True)
         faults += 1
+    for remark in remarks(inventory):
+        print(f"no fault, but: {remark}")
     told = f"{faults:,} faults" if faults else "no fault: all is as it was committed"
-    print(f"{told} (checked: shards {shards:,}, snapshots {snapshots:,})")
+    print(f"{told} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
     return 1 if faults else 0
 
 
@@ -504,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, about in [
         ("status", "stages, rows by status, snapshots, and what each training run pinned"),
         ("history", "what was committed when, and which snapshots were taken"),
-        ("verify", "hold every tar and snapshot against the manifests; exit status 1 on a fault"),
+        ("verify", "hold every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault"),
         ("gc", "list what nothing names any more, or delete it"),
     ]:
         command = commands.add_parser(name, help=about, description=about)

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
+from storage.objects import Objects
+from storage.runs import file_hash, sealed_json
 from storage.sample import Regions, Sample, sample_key
 
 # A grey picture of 16 x 8 pixels.
@@ -99,3 +101,12 @@ def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
     data = bytearray(sink.getvalue())
     seal(data)
     return bytes(data)
+
+
+def put_checkpoint(objects: Objects, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
+    """A whole checkpoint of these files."""
+    files = files or {}
+    for name, data in files.items():
+        objects.put(f"{folder}/{name}", data)
+    hashes = {name: file_hash([data]) for name, data in files.items()}
+    objects.put(f"{folder}/state.json", sealed_json({"step": int(folder[-7:]), **state, "files": hashes}))

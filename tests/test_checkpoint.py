@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from detectors.checkpoints import checkpoints, load_optimizer, remove_old
+from detectors.checkpoints import load_optimizer, remove_old
 from detectors.resnet import ResNetConfig
 from detectors.writer import Writer
 from storage.objects import open_objects
+from storage.runs import checkpoints, read_state
 from vlbert.checkpoint import CHECKPOINT_VERSION, load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert
@@ -68,14 +69,16 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
     assert saved.model_config == RECIPE.model
     assert saved.vocabulary.pieces == WORDS.pieces
     assert saved.num_classes == 3
-    assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3} | STATE
+    hashes = saved.state["files"]
+    assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3, "files": hashes} | STATE
+    assert sorted(hashes) == ["config.json", "model.safetensors", "optimizer.safetensors", "vocab.txt"]
     expected, optimizer = model_and_optimizer()
     model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))
     load_model(model, saved.model, saved.where)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     fresh = make_optimizer(model, RECIPE.optimizer)
-    load_optimizer(open_objects(str(GOLDEN / "checkpoint")), FOLDER, model, fresh)
+    load_optimizer(saved.folder, model, fresh)
     for ours, theirs in zip(expected.parameters(), model.parameters(), strict=True):
         for quantity, value in optimizer.state[ours].items():
             assert torch.equal(fresh.state[theirs][quantity], value)
@@ -87,12 +90,15 @@ def test_todays_code_writes_the_golden_bytes(tmp_path):
     with Writer(open_objects(str(tmp_path))) as writer:
         folder = save_checkpoint(writer, "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
     assert folder == FOLDER
-    for file in ("vocab.txt", "state.json", "model.safetensors", "optimizer.safetensors"):
+    for file in ("vocab.txt", "model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / folder / file).read_bytes() == (GOLDEN / "checkpoint" / folder / file).read_bytes(), file
     ours, theirs = (
         json.loads((root / folder / "config.json").read_text()) for root in (tmp_path, GOLDEN / "checkpoint")
     )
     assert {k: v for k, v in ours.items() if k != "recipe"} == {k: v for k, v in theirs.items() if k != "recipe"}
+    ours, theirs = (read_state(open_objects(str(root)), folder) for root in (tmp_path, GOLDEN / "checkpoint"))
+    del ours["files"]["config.json"], theirs["files"]["config.json"]  # of the recipe, too
+    assert ours == theirs
 
 
 def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
@@ -141,16 +147,26 @@ def test_a_checkpoint_and_what_save_pretrained_wrote_are_opened_alike(tmp_path):
 
 @pytest.fixture
 def model_folder(tmp_path) -> Path:
-    return Path(shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model"))
+    """A model in a folder, without a checkpoint's state."""
+    folder = Path(shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model"))
+    (folder / "state.json").unlink()
+    return folder
 
 
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("config.json", lambda data: data.replace(b'"version": 2', b'"version": 1'), "of version 1, this code reads 2"),
-        ("config.json", lambda data: b"[]", "config.json is not the configuration of a VL-BERT"),
-        ("config.json", lambda data: data[:99], "config.json is torn or no JSON"),
+        ("config.json", lambda data: data.replace(b'"version": 3', b'"version": 2'), "of version 2, this code reads 3"),
+        ("config.json", lambda data: b"{}", "config.json is not the configuration of a VL-BERT"),
+        ("config.json", lambda data: data[:99], "config.json is not JSON, or is torn"),
+        (
+            "config.json",
+            lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
+            "config.json: `files`",
+        ),
         ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
         ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 pieces, the model 7: not its own"),
     ],

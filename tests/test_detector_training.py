@@ -28,7 +28,6 @@ from detectors.average_precision import (
     judge,
     mean_average_precision,
 )
-from detectors.checkpoints import checkpoints
 from detectors.distributed import World
 from detectors.examples import TooManyBadImages, TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, apply_deltas
@@ -50,6 +49,7 @@ from detectors.train import check_complete, main, prepare_step, train
 from detectors.validate import validate
 from detectors.weights import load_resnet, load_weights, read_config
 from storage.objects import open_objects
+from storage.runs import checkpoints
 
 ALONE = World(0, 1, torch.device("cpu"))
 HOUSE = Path(__file__).parents[1]

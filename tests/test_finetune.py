@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from s3 import s3_server
+from seeded import put_checkpoint
 
 from flows.finetune import copy_vocabulary, find_checkpoint, finetune
 from flows.settings import FinetuneSettings, Processes
@@ -18,10 +19,9 @@ from vlbert.recipes import RECIPES
 def root(tmp_path: Path) -> str:
     """Pre-training x with two whole checkpoints and the first files of a third."""
     objects = open_objects(str(tmp_path / "root"))
-    for step in ("step-0000010", "step-0000020", "step-0000030"):
-        objects.put(f"runs/x/{step}/vocab.txt", f"[PAD]\n{step}\n".encode())
     for step in ("step-0000010", "step-0000020"):
-        objects.put(f"runs/x/{step}/state.json", b"{}")
+        put_checkpoint(objects, f"runs/x/{step}", {}, {"vocab.txt": f"[PAD]\n{step}\n".encode()})
+    objects.put("runs/x/step-0000030/vocab.txt", b"[PAD]\n")
     return str(tmp_path / "root")
 
 
@@ -50,11 +50,11 @@ def test_a_run_that_goes_on_starts_from_what_it_began_with_even_if_that_is_gone(
     """Pre-training went on meanwhile, and removed its old checkpoints."""
     objects = open_objects(root)
     began = f"{root}/runs/x/step-0000005"
-    objects.put("runs/tuned/step-0000100/config.json", json.dumps({"recipe": {"start_from": began}}).encode())
+    config = json.dumps({"recipe": {"start_from": began}}).encode()
     settings = FinetuneSettings(run="tuned", checkpoint=checkpoint, pretraining="x")
     if checkpoint == "latest":  # no whole checkpoint yet: a new run
         assert find_checkpoint(root, settings) == f"{root}/runs/x/step-0000020"
-    objects.put("runs/tuned/step-0000100/state.json", b"{}")
+    put_checkpoint(objects, "runs/tuned/step-0000100", {}, {"config.json": config})
     assert find_checkpoint(root, settings) == began
     other = FinetuneSettings(run="tuned", checkpoint="step-0000010", pretraining="x")
     assert find_checkpoint(root, other) == f"{root}/runs/x/step-0000010", "asked for: training says what differs"
@@ -160,8 +160,8 @@ def test_what_a_split_came_to_is_read_from_where_the_program_wrote_it(
 def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
     with s3_server("bucket"):
         objects = open_objects("s3://bucket/root")
-        objects.put("runs/x/step-0000010/vocab.txt", b"old\n")
-        objects.put("runs/x/step-0000020/vocab.txt", b"[PAD]\nred\n")
+        put_checkpoint(objects, "runs/x/step-0000010", {}, {"vocab.txt": b"old\n"})
+        put_checkpoint(objects, "runs/x/step-0000020", {}, {"vocab.txt": b"[PAD]\nred\n"})
         file = copy_vocabulary(objects.where("runs/x/step-0000020"), tmp_path / "work")
     assert file.read_bytes() == b"[PAD]\nred\n"
     assert file.is_relative_to(tmp_path / "work")

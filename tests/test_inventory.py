@@ -15,7 +15,7 @@ import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from seeded import DETECTOR, sealed_parquet, seeded_sample, shard_of
+from seeded import DETECTOR, put_checkpoint, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, history, litter, main, status, verify
@@ -36,8 +36,7 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> str:
 
 
 def checkpoint(objects: Objects, run: str, step: int, data: dict | str | None, held_out: dict | None = None) -> None:
-    state = {"version": 2, "step": step, "data": data, "held_out": held_out}
-    objects.put(f"runs/{run}/step-{step:07d}/state.json", json.dumps(state).encode())
+    put_checkpoint(objects, f"runs/{run}/step-{step:07d}", {"data": data, "held_out": held_out}, {"m": b"weights"})
 
 
 def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
@@ -113,7 +112,7 @@ def test_a_state_that_cannot_be_read_is_named_and_keeps_everything(local):
     commit(local, 0)
     local.objects.put("runs/torn/step-0000001/state.json", b"{")
     for use in (status, lambda objects: collect(objects, 0, True)):
-        with pytest.raises(ValueError, match=r"runs/torn/step-0000001/state\.json is no checkpoint's state"):
+        with pytest.raises(ValueError, match=r"runs/torn/step-0000001/state\.json is damaged"):
             use(local.objects)
 
 
@@ -275,7 +274,7 @@ def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source
     source, snapshot = verify(Inventory(local.objects))
     assert f"{REGIONS}/00000.parquet was made from another" in source
     assert ".tar is gone or damaged, and" in snapshot
-    failed, told = command("verify", local.objects.root), "2 faults (checked: shards 2, snapshots 1)"
+    failed, told = command("verify", local.objects.root), "2 faults (checked: shards 2, snapshots 1, checkpoints 0)"
     assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, told])
 
 

@@ -31,6 +31,7 @@ from detectors.stopping import Stop
 from detectors.writer import Writer
 from flows.training import _PROGRESS
 from storage.objects import LocalObjects, Objects, StorageUnreachable, open_objects
+from storage.runs import sealed_json
 from vlbert.batch import Batch
 from vlbert.train import train
 
@@ -367,7 +368,7 @@ def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
     file = root / "runs/old/step-0000003/state.json"
     state = json.loads(file.read_text())
     assert state.pop("loop")["skipping"]["in_a_row"] == 0
-    file.write_text(json.dumps(state))
+    file.write_bytes(sealed_json(state))
     train(dataclasses.replace(recipe, steps=4), ALONE)
     assert [line["step"] for line in read_metrics(open_objects(str(root)), "old", "training")] == [1, 2, 3, 4]
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, features
+from seeded import put_checkpoint
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 import vlbert.tasks
@@ -521,8 +522,7 @@ def test_a_checkpoint_that_cannot_be_asked_is_named(root, tmp_path):
         Predictor(str(tmp_path / "headless"))
     with pytest.raises(ValueError, match="holds no model: it has no config.json"):
         Predictor(str(tmp_path))
-    (tmp_path / "runs/detector/step-0000001").mkdir(parents=True)
-    (tmp_path / "runs/detector/step-0000001/state.json").write_text("{}")  # of a training of a detector
+    put_checkpoint(open_objects(str(tmp_path)), "runs/detector/step-0000001", {}, {"optimizer.safetensors": b""})
     with pytest.raises(ValueError, match="step-0000001 holds no model: it has no config.json"):
         Predictor(str(tmp_path / "runs/detector"))
     copied = tmp_path / "without-words"

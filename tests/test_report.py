@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from seeded import put_checkpoint
 
 from demo.report import annotated_boxes, main, write_report
 from demo.trials import STARTS, joint_folder
@@ -24,6 +25,7 @@ from detectors.run import detect_shard, stage_of
 from storage.catalog import OK, Catalog, Row
 from storage.download import read_captions
 from storage.objects import open_objects
+from storage.runs import sealed_json
 from storage.sample import Sample, sample_key
 from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
 from vlbert.official.refcoco import overlap, read_expressions
@@ -112,9 +114,9 @@ def commit_images(
 def write_run(root: Path, run: str, lines: Sequence[dict], predictions: Sequence[dict], steps: int, stage: str) -> None:
     """What vlbert.train leaves of a run, as far as the report reads it."""
     checkpoint = root / "runs" / run / "step-0000040"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text(json.dumps({"recipe": {"steps": steps}}))
-    (checkpoint / "state.json").write_text(json.dumps({"step": 40, "held_out": {"stage": stage}}))
+    config = json.dumps({"recipe": {"steps": steps}}).encode()
+    state = {"held_out": {"stage": stage}}
+    put_checkpoint(open_objects(str(root)), f"runs/{run}/step-0000040", state, {"config.json": config})
     for name, rows in (("metrics.jsonl", lines), ("predictions.jsonl", predictions)):
         (checkpoint.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -490,7 +492,8 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
 
     assert detect_shard(catalog, "00000", Untrained())
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
-    state.write_text(json.dumps({"step": 40, "held_out": {"stage": "regions/0123456789ab"}}))
+    held_out = {"held_out": {"stage": "regions/0123456789ab"}}
+    state.write_bytes(sealed_json(json.loads(state.read_text()) | held_out))
     page = Page(write_report(root, world, TIMINGS, RUNS))
     assert "These regions mean nothing." in page.between("with their regions", "How it learned")
     assert "held-out/regions/0123456789ab" in page.text
@@ -518,7 +521,8 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
 
     assert detect_shard(Catalog(open_objects(str(root)), "held-out"), "00000", Other())
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
-    state.write_text(json.dumps({"step": 40, "held_out": {"stage": "regions/0123456789ab"}}))
+    held_out = {"held_out": {"stage": "regions/0123456789ab"}}
+    state.write_bytes(sealed_json(json.loads(state.read_text()) | held_out))
     page = Page(write_report(root, world, TIMINGS, RUNS))
     section = page.between("with their regions", "How it learned")
     assert section.count(f"1 region: {'a dog' if classes else 'class 2'} 1.00") == 8

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import re
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +17,20 @@ from test_data import rows_in_order
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from benchmarks.killed_training import check
-from detectors.checkpoints import checkpoints, read_state
 from detectors.distributed import World
 from detectors.loop import batches
 from detectors.record import read_metrics
 from storage.catalog import Catalog, Row
+from storage.inventory import Inventory, main, verify
 from storage.objects import open_objects
 from storage.order import shuffled
 from storage.reading import ShardSamples
+from storage.runs import Best, checkpoints, open_folder, sealed_json
 from vlbert.batch import Batch
+from vlbert.checkpoint import open_checkpoint, read_model
 from vlbert.config import Recipe
 from vlbert.data import CAPTIONS, Stretch, TrainingData, drawn, newer_snapshot
+from vlbert.predict import Predictor
 from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary
 from vlbert.train import train
@@ -262,7 +268,9 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp
         {"epoch": 0, "consumed": 0, "questions": 20, "snapshot": first},
         {"epoch": 1, "consumed": 20, "questions": 28, "snapshot": second},
     ]
-    recorded = {folder: read_state(objects, folder)["data"]["snapshots"] for folder in checkpoints(objects, "whole")}
+    recorded = {
+        folder: open_folder(objects, folder).state["data"]["snapshots"] for folder in checkpoints(objects, "whole")
+    }
     assert list(recorded.values()) == [stretches[:1]] * 2 + [stretches] * 7
     assert read_metrics(objects, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | stretches[1]]
     said = capsys.readouterr().out
@@ -287,7 +295,7 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp
         after = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
         assert all(torch.equal(weights[name], after[name]) for name in weights)
         assert len(read_metrics(objects, "whole", "snapshot")) == 1
-        assert read_state(objects, "runs/whole/step-0000009")["data"]["snapshots"] == stretches
+        assert open_folder(objects, "runs/whole/step-0000009").state["data"]["snapshots"] == stretches
 
 
 @pytest.mark.parametrize("junk", ["manifest", "tar"])
@@ -307,7 +315,7 @@ def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_pat
     assert len(said) == 1
     assert "no new shards enter in step 3, the next border looks again: " in said[0]
     assert "00009" in said[0]
-    state = read_state(open_objects(str(root)), "runs/disturbed/step-0000009")
+    state = open_folder(open_objects(str(root)), "runs/disturbed/step-0000009").state
     assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
 
 
@@ -315,11 +323,105 @@ def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
     root = tiny_root(tmp_path, samples=20)
     seen = Seen(root, at=1)
     train(a_run(root, "kept", new_shards_every=None), ALONE, seen)
-    state = read_state(open_objects(str(root)), "runs/kept/step-0000009")
+    state = open_folder(open_objects(str(root)), "runs/kept/step-0000009").state
     assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
 
 
 # --- what cannot go on ------------------------------------------------------------------------------------------------
+
+
+def flipped(place: float) -> Callable[[bytes, bytes], bytes]:
+    """A bit flipped so far into the file."""
+
+    def flip(data: bytes, other: bytes) -> bytes:
+        at = int(place * (len(data) - 1))
+        return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+    return flip
+
+
+DAMAGES = {f"a bit at {place}": flipped(place) for place in (0, 0.2, 0.5, 0.77, 1)} | {
+    "nothing left": lambda data, other: b"",
+    "half of it": lambda data, other: data[: len(data) // 2],
+    "a byte more": lambda data, other: data + b"\0",
+    "of another step": lambda data, other: other,
+    "gone": lambda data, other: None,
+}
+FILES = ["config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory) -> Recipe:
+    """Of a run whose checkpoints of steps 1 and 2 are there, one step more."""
+    recipe = dataclasses.replace(a_run(tiny_root(tmp_path_factory.mktemp("saved"), samples=16), "run"), steps=2)
+    train(recipe, ALONE)
+    assert [*verify(Inventory(open_objects(recipe.data.root)))] == []
+    return dataclasses.replace(recipe, steps=3)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_by_all_that_read_it_with_the_one_before_it(saved_twice, file):
+    objects = open_objects(saved_twice.data.root)
+    first, last = checkpoints(objects, "run")
+    data, other = objects.get(f"{last}/{file}"), objects.get(f"{first}/{file}")
+    for name, damage in DAMAGES.items():
+        changed = damage(data, other)
+        if changed == data or (changed is None and file == "state.json"):  # both steps have it, or it is none
+            continue
+        objects.delete(f"{last}/{file}")
+        if changed is not None:
+            objects.put(f"{last}/{file}", changed)
+        named = f"{re.escape(objects.where(f'{last}/{file}'))} is .*the checkpoint before it, {objects.where(first)}: "
+        with pytest.raises(ValueError, match=f"^{named}"):
+            train(saved_twice, ALONE)
+        if file != "optimizer.safetensors":  # of which they need nothing
+            for path in (objects.where("runs/run"), objects.where(last)):
+                with pytest.raises(ValueError, match=f"^{named}"):
+                    Predictor(path)
+            with pytest.raises(ValueError, match=re.escape(objects.where(last))):
+                read_model(objects.where(last))  # as a folder of which it does not know the run
+        (fault,) = verify(Inventory(objects))
+        assert re.match(named, fault), name
+    objects.put(f"{last}/{file}", data)
+    assert [*verify(Inventory(objects))] == []
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one_when_that_is_removed(saved_twice, tmp_path, capsys):
+    root = Path(shutil.copytree(saved_twice.data.root, tmp_path / "root"))
+    first, last = root / "runs/run/step-0000001", root / "runs/run/step-0000002"
+    (last / "model.safetensors").write_bytes(b"")
+    shutil.rmtree(last)
+    train(dataclasses.replace(saved_twice, data=dataclasses.replace(saved_twice.data, root=str(root))), ALONE)
+    assert f"goes on from {first}" in capsys.readouterr().out
+    (first / "optimizer.safetensors").write_bytes(b"")
+    for damaged in (last, root / "runs/run/step-0000003"):
+        (damaged / "state.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"has no other checkpoint: with .*/step-0000003 removed it begins anew"):
+        open_checkpoint(str(root / "runs/run"))
+
+
+def test_verify_names_a_damaged_best_json_and_tells_of_torn_lines_of_the_log(saved_twice, tmp_path, capsys):
+    root = Path(shutil.copytree(Path(saved_twice.data.root) / "runs", tmp_path / "root/runs")).parent
+    objects, best = open_objects(str(root)), root / "runs/run/best.json"
+    objects.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
+    with (root / "runs/run/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "trai')
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(root)])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert "/metrics.jsonl, line" in lines[0]
+    assert lines[1:] == ["no fault: all is as it was committed (checked: shards 0, snapshots 0, checkpoints 2)"]
+    data = best.read_bytes()
+    best.write_bytes(data.replace(b'"value": 0.5', b'"value": 0.7'))
+    (fault,) = verify(Inventory(objects))
+    assert fault.startswith(f"{best} does not name a checkpoint: ")
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        open_checkpoint(f"{root}/runs/run/best")
+    best.write_bytes(data)
+    shutil.rmtree(root / "runs/run/step-0000002")
+    (fault,) = verify(Inventory(objects))
+    assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is no whole checkpoint")
 
 
 def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
@@ -330,16 +432,11 @@ def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
     state = json.loads(file.read_text())
 
     def written(data: dict) -> None:
-        file.write_text(json.dumps(state | {"data": data}))
+        file.write_bytes(sealed_json(state | {"data": data}))
 
     (stretch,) = state["data"]["snapshots"]
     written(state["data"] | {"snapshots": [stretch | {"questions": 17}]})
     with pytest.raises(ValueError, match="step-0000002 was trained on 17 questions, now there are 16: the files of"):
-        train(a_run(root, "run"), ALONE)
-    written({"dataset": "captions", "stage": STAGE, "shards": ["00000", "00001"], "snapshot": stretch["snapshot"]})
-    with pytest.raises(
-        ValueError, match="was written before checkpoints named the snapshot .* start_from=.*step-0000002"
-    ):
         train(a_run(root, "run"), ALONE)
     written(state["data"])
     (root / "captions" / STAGE / "snapshots" / f"{stretch['snapshot']}.parquet").unlink()

@@ -20,11 +20,11 @@ from s3 import s3_server
 from safetensors.torch import load_file, save_file
 from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
-from detectors.checkpoints import checkpoints, read_state
 from detectors.distributed import World
 from detectors.record import read_metrics
 from storage.catalog import Catalog
 from storage.objects import open_objects
+from storage.runs import checkpoints, open_folder
 from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
 from vlbert.recipes import RECIPES
@@ -277,7 +277,7 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
     assert folder == "runs/whole/step-0000006"
     names = {path.name for path in (root / folder).iterdir()}
     assert names == {"config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"}
-    state = read_state(objects, folder)
+    state = open_folder(objects, folder).state
     assert state["step"] == 6
     assert (state["samples_consumed"], state["text_consumed"], state["seed"]) == (48, 24, 0)
     snapshot = Catalog(objects, "captions").snapshot(f"regions/{DETECTOR}").id
@@ -419,7 +419,7 @@ def test_regions_of_an_untrained_detector_are_announced(tmp_path, capsys):
     root = tiny_root(tmp_path, untrained=True)
     run(root, "trial", steps=1)
     assert "WARNING: the regions come from an UNTRAINED detector" in capsys.readouterr().out
-    assert read_state(open_objects(str(root)), "runs/trial/step-0000001")["data"]["untrained"] is True
+    assert open_folder(open_objects(str(root)), "runs/trial/step-0000001").state["data"]["untrained"] is True
 
 
 def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):

@@ -17,11 +17,12 @@ from safetensors.torch import load, save
 from tiny import tiny_recipe, tiny_root
 from torch import Tensor
 
-from detectors.checkpoints import Best, checkpoints, find_best, settle, write_checkpoint
+from detectors.checkpoints import find_best, settle, write_checkpoint
 from detectors.distributed import World
 from detectors.record import read_metrics
 from detectors.writer import Writer, safetensors
 from storage.objects import Content, LocalObjects, Objects, S3Objects, StorageUnreachable, open_objects
+from storage.runs import Best, checkpoints, named_best, read_state
 from vlbert.checkpoint import find_checkpoint
 from vlbert.train import train
 
@@ -424,7 +425,7 @@ def test_a_kill_in_the_middle_of_the_writing_leaves_whole_checkpoints_and_none_t
             for name in "mo":
                 found = load(objects.get(f"{folder}/{name}"))["a"]
                 assert (found == step).all(), f"{name} of step {step}"
-            assert json.loads(objects.get(f"{folder}/state.json")) == {"step": step}
+            assert read_state(objects, folder)["step"] == step
         before = last_step(objects)
         assert "runs/r/step-0000003" in whole or before < 3
     assert half > 0, "none of the kills hit the writing: the test shows nothing"
@@ -458,7 +459,7 @@ def test_the_best_of_the_checkpoints_that_a_validation_measured_is_kept_with_the
     best = settle(objects, "r", 1, "accuracy")
     assert best == Best(3, "accuracy", 0.7, "runs/r/step-0000003"), "of equals the oldest; 7 was not saved"
     assert checkpoints(objects, "r") == ["runs/r/step-0000003", "runs/r/step-0000006"]
-    assert json.loads(objects.get("runs/r/best.json")) == vars(best)
+    assert named_best(objects, "r") == best
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == "runs/r/step-0000003"
 
     saved(tmp_path, 7)  # and killed: best.json names another, and an older one is left

@@ -5,40 +5,49 @@ task.json                                     what the outputs of its task's hea
 ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
 """
 
-import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from detectors.checkpoints import as_json, checkpoints, named_best, optimizer_tensors, read_state, write_checkpoint
+from detectors.checkpoints import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
 from detectors.fields import from_json, to_json
 from detectors.writer import Writer
 from storage.objects import LocalObjects, Objects, open_objects
+from storage.runs import CONFIG, STATE, Folder, as_json, checkpoints, file_hash, named_best, open_folder
+from storage.safe_json import parse_json
 from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 _COUNTER = ".num_batches_tracked"
-CONFIG, MODEL, VOCABULARY, TASK = "config.json", "model.safetensors", "vocab.txt", "task.json"
+VOCABULARY, TASK = "vocab.txt", "task.json"
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """What was read of a model, and of the run that it is a checkpoint of: `model` holds "vlbert.*" and "head.*"."""
 
-    where: str
+    folder: Folder
     config: dict
     model_config: ModelConfig
     vocab_size: int
     vocabulary: Vocabulary | None
     model: dict[str, Tensor]
     kept: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
-    state: dict = field(default_factory=dict)  # state.json: step, seed, samples consumed, the shards that were read
+
+    @property
+    def where(self) -> str:
+        return self.folder.where
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """state.json: step, seed, samples consumed, the shards that were read; empty where there is none."""
+        return self.folder.state
 
     @property
     def num_classes(self) -> int:
@@ -63,7 +72,8 @@ def model_files(
 ) -> dict[str, bytes]:
     """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*", `about` adds to config.json."""
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return _model_files(config, vocab_size, vocabulary, about) | {MODEL: model}
+    hashes = {"files": {MODEL: file_hash([model])}}
+    return _model_files(config, vocab_size, vocabulary, (about or {}) | hashes) | {MODEL: model}
 
 
 def _model_files(
@@ -96,7 +106,7 @@ def save_checkpoint(
     files = _model_files(recipe.model, len(vocabulary), vocabulary, about)
     kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
     files |= {TASK: as_json(kept)} if kept else {}
-    tensors = {MODEL: model.state_dict(), "optimizer.safetensors": optimizer_tensors(model, optimizer)}
+    tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
     state = {"version": CHECKPOINT_VERSION, "step": step} | state
     keep, metric = recipe.keep_checkpoints, best_by(model.task, recipe.task)
     return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
@@ -110,8 +120,7 @@ def best_by(task: Any, settings: Any) -> str | None:
 def open_checkpoint(path: str) -> Checkpoint:
     """The model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, the newest of ROOT/runs/RUN, or any local folder
     that holds one."""
-    objects, folder = find_checkpoint(path)
-    return read_checkpoint(objects, folder) if folder else _read(objects, "", {})
+    return _read(_opened(*find_checkpoint(path)))
 
 
 def find_checkpoint(path: str) -> tuple[Objects, str]:
@@ -121,7 +130,7 @@ def find_checkpoint(path: str) -> tuple[Objects, str]:
         if "://" in path:
             raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
         objects = LocalObjects(path)
-        _check_there(objects, "")
+        _check_there(Folder(objects, ""))
         return objects, ""
     objects = open_objects(root, write=False)
     run, _, named = rest.partition("/")
@@ -149,67 +158,82 @@ def _find_best(objects: Objects, run: str) -> str:
 
 
 def read_checkpoint(objects: Objects, folder: str, tensors: bool = True) -> Checkpoint:
-    """A whole checkpoint, or all of it but the model's tensors; ValueError says what is missing or of another
+    """A whole checkpoint, or all of it but the model's tensors; ValueError names what is missing, damaged or of another
     version."""
-    _check_whole(objects, folder)
-    return _read(objects, folder, read_state(objects, folder), tensors)
+    return _read(open_folder(objects, folder), tensors)
 
 
 def _check_whole(objects: Objects, folder: str) -> None:
-    if not objects.exists(f"{folder}/state.json"):
+    if not objects.exists(f"{folder}/{STATE}"):
         raise ValueError(
-            f"{objects.where(folder)} is no whole checkpoint: it has no state.json; name a step-* folder of a run"
+            f"{objects.where(folder)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
         )
 
 
-def _check_there(objects: Objects, inside: str) -> None:
+def _check_there(folder: Folder) -> None:
     for name in (CONFIG, MODEL):
-        if not objects.exists(inside + name):
-            raise ValueError(f"{objects.where(inside.rstrip('/')).rstrip('/')} holds no model: it has no {name}")
+        if not folder.has(name):
+            raise ValueError(f"{folder.where} holds no model: it has no {name}")
 
 
 def read_model(folder: str | Path) -> Checkpoint:
-    """The model in a local folder, whoever wrote it; ValueError says what is missing or of another version."""
-    return _read(LocalObjects(str(folder)), "", {})
+    """The model in a local folder, whoever wrote it; errors as of read_checkpoint."""
+    return _read(_opened(LocalObjects(str(folder)), ""))
 
 
-def _read(objects: Objects, folder: str, state: dict, tensors: bool = True) -> Checkpoint:
-    where, inside = objects.where(folder).rstrip("/"), f"{folder}/" if folder else ""
-    _check_there(objects, inside)
-    config = read_config(objects.get(inside + CONFIG), f"{where}/{CONFIG}")
-    try:
-        model = load(objects.get(inside + MODEL)) if tensors else {}
-    except SafetensorError as error:
-        raise ValueError(f"{where}/{MODEL} is torn or no safetensors file ({error}); copy it again") from error
-    vocabulary = None
-    if objects.exists(inside + VOCABULARY):
+def read_config_at(objects: Objects, path: str) -> dict:
+    """config.json of what find_checkpoint found, and nothing else of it."""
+    folder = _opened(objects, path)
+    return read_config(folder.get(CONFIG), folder.where_of(CONFIG))
+
+
+def _opened(objects: Objects, path: str) -> Folder:
+    """A checkpoint by its state.json; any other folder, which has none, as it is."""
+    name = f"{path}/{STATE}" if path else STATE
+    return open_folder(objects, path) if path or objects.exists(name) else Folder(objects, path)
+
+
+def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
+    _check_there(folder)
+    config = read_config(folder.get(CONFIG), folder.where_of(CONFIG))
+    if not folder.state:
+        folder = replace(folder, hashes=_told_hashes(config, folder.where_of(CONFIG)))
+    model, vocabulary = load_tensors(folder, MODEL) if tensors else {}, None
+    if folder.has(VOCABULARY):
+        where = folder.where_of(VOCABULARY)
         try:
-            pieces = objects.get(inside + VOCABULARY).decode().splitlines()
+            pieces = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where}/{VOCABULARY} is not UTF-8 ({error}); copy it again") from error
-        vocabulary = Vocabulary(pieces, where=f"{where}/{VOCABULARY}")
+            raise ValueError(f"{where} is not UTF-8 ({error}); copy it again") from error
+        vocabulary = Vocabulary(pieces, where=where)
         if len(vocabulary) != config["vocab_size"]:
-            raise ValueError(
-                f"{where}/{VOCABULARY} has {len(vocabulary)} pieces, the model {config['vocab_size']}: not its own"
-            )
+            raise ValueError(f"{where} has {len(vocabulary)} pieces, the model {config['vocab_size']}: not its own")
     return Checkpoint(
-        where=where,
+        folder=folder,
         config=config,
-        model_config=from_json(ModelConfig, config["model"], f"{where}/{CONFIG}"),
+        model_config=from_json(ModelConfig, config["model"], folder.where_of(CONFIG)),
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
         model=model,
-        kept=_read_kept(objects.get(inside + TASK), f"{where}/{TASK}") if objects.exists(inside + TASK) else {},
-        state=state,
+        kept=_read_kept(folder.get(TASK), folder.where_of(TASK)) if folder.has(TASK) else {},
     )
 
 
+def _told_hashes(config: dict, where: str) -> dict:
+    """What config.json of a model says of the files beside it; {} where it says nothing."""
+    told = config.get("files", {})
+    sound = isinstance(told, dict) and all(
+        isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
+        for about in told.values()
+    )
+    if not sound:
+        raise ValueError(f"{where}: `files` must say `bytes` and `sha256` of each file; copy it again")
+    return told
+
+
 def _read_kept(data: bytes, where: str) -> dict:
-    try:
-        kept = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{where} is torn or no JSON ({error}); copy it again") from error
-    if not isinstance(kept, dict) or not all(isinstance(value, list) for value in kept.values()):
+    kept = parse_json(data, where, fix="copy it again")
+    if not all(isinstance(value, list) for value in kept.values()):
         raise ValueError(
             f"{where} does not say what a head's outputs mean: an object of lists is needed; copy it again"
         )
@@ -242,11 +266,8 @@ def check_kept(task: Any, checkpoint: Checkpoint) -> None:
 
 def read_config(data: bytes, where: str) -> dict:
     """What config.json holds; ValueError where it is that of something else, or of another version of this code."""
-    try:
-        config = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{where} is torn or no JSON ({error}); copy it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("version"), int):
+    config = parse_json(data, where, fix="copy it again")
+    if not isinstance(config.get("version"), int):
         raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
     if config["version"] > CHECKPOINT_VERSION:
         raise ValueError(

@@ -34,7 +34,7 @@ from storage.safe_json import shown
 from storage.sample import Regions, Sample
 from vlbert.attention import attention_of, chosen_heads, write_attention
 from vlbert.batch import Batch, collate
-from vlbert.checkpoint import CONFIG, Checkpoint, find_checkpoint, open_checkpoint, read_config
+from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at
 from vlbert.config import Recipe
 from vlbert.drawing import colour_of, draw_boxes, write_below
 from vlbert.evaluate import load_task_model
@@ -244,9 +244,7 @@ def _trained_from(config: dict) -> str | None:
     if weights or not before:
         return weights
     try:
-        objects, folder = find_checkpoint(before)
-        file = f"{folder}/{CONFIG}" if folder else CONFIG
-        return _trained_from(read_config(objects.get(file), objects.where(file)))
+        return _trained_from(read_config_at(*find_checkpoint(before)))
     except (ValueError, OSError):  # that run is gone
         return None
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from detectors import distributed
-from detectors.checkpoints import checkpoints, load_optimizer, settle
+from detectors.checkpoints import load_optimizer, settle
 from detectors.distributed import World
 from detectors.fields import differing_fields, flat, override, to_json
 from detectors.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
@@ -23,6 +23,7 @@ from storage.catalog import Catalog
 from storage.objects import Objects, open_objects
 from storage.order import mix
 from storage.reading import ShardSamples
+from storage.runs import checkpoints
 from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (
@@ -253,7 +254,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
     execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
-        load_optimizer(objects, saved[-1], model, optimizer)
+        load_optimizer(resumed.folder, model, optimizer)
 
     everything, trainable = count_parameters(model)
     say(
@@ -327,12 +328,7 @@ def detector_of(objects: Objects, dataset: str, samples: ShardSamples) -> dict:
 
 
 def stretches_of(resumed: Checkpoint) -> list[Stretch]:
-    """Over which snapshots a run went; ValueError where its checkpoint is older than that list."""
-    if "snapshots" not in resumed.state["data"]:
-        raise ValueError(
-            f"{resumed.where} was written before checkpoints named the snapshot of every epoch, so its run cannot go "
-            f"on; start another from it: run=NAME start_from={resumed.where}"
-        )
+    """Over which snapshots a run went."""
     return [Stretch(**stretch) for stretch in resumed.state["data"]["snapshots"]]
 
 

@@ -1,0 +1,194 @@
+"""The checkpoints of training runs: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
+
+state.json is written last. It names size and sha256 of every other file, and whoever reads a checkpoint does so through
+a `Folder`, which holds each file against that. detectors/checkpoints.py writes them; docs/formats.md is the contract.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from storage.digests import BLANK, OWN_SHA256, is_whole, seal
+from storage.objects import ObjectMissing, Objects
+from storage.safe_json import parse_json
+
+CONFIG, STATE = "config.json", "state.json"
+_STEP = re.compile(r"(runs/.+)/step-(\d{7})")
+
+
+def checkpoints(objects: Objects, run: str) -> list[str]:
+    """The whole checkpoints of a run, oldest first."""
+    pattern = re.compile(rf"runs/{re.escape(run)}/step-\d{{7}}/state\.json")
+    found = [info.path for info in objects.list(f"runs/{run}/") if pattern.fullmatch(info.path)]
+    return sorted(path.removesuffix("/state.json") for path in found)
+
+
+def folder_of(run: str, step: int) -> str:
+    return f"runs/{run}/step-{step:07d}"
+
+
+def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """`bytes` and `sha256` of a file, as state.json has them."""
+    sha256, size = hashlib.sha256(), 0
+    for part in parts:
+        sha256.update(part)
+        size += len(part)
+    return {"bytes": size, "sha256": sha256.hexdigest()}
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """The files of a checkpoint, or of a model in any folder; each is held against its hash as it is read.
+
+    path    under the root of `objects`; "" is the root itself
+    state   what state.json says; empty in a folder that has none
+    hashes  file name -> `bytes` and `sha256`, of those whose hash is known
+    """
+
+    objects: Objects
+    path: str
+    state: Mapping[str, Any] = field(default_factory=dict)
+    hashes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return self.objects.where(self.path).rstrip("/")
+
+    def where_of(self, name: str) -> str:
+        """A file in full, for messages."""
+        return self.objects.where(self._path_of(name))
+
+    def has(self, name: str) -> bool:
+        return name in self.hashes or (not self.state and self.objects.exists(self._path_of(name)))
+
+    def get(self, name: str) -> bytes:
+        """A file, read once; ValueError names it and the way out where it is gone or not what was written."""
+        try:
+            data = self.objects.get(self._path_of(name))
+        except ObjectMissing as error:
+            raise ValueError(f"{self.where_of(name)} is gone; {way_out(self.objects, self.path)}") from error
+        wanted = self.hashes.get(name)
+        if wanted is not None and (found := file_hash([data])) != wanted:
+            raise ValueError(f"{self.where_of(name)} {differing(found, wanted)}; {way_out(self.objects, self.path)}")
+        return data
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file that holds a JSON object; errors as of `get`."""
+        return parse_json(self.get(name), self.where_of(name), fix="copy it again")
+
+    def _path_of(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
+
+def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """What is wrong with a file that has another hash than state.json says."""
+    if found["bytes"] != wanted["bytes"]:
+        return f"is damaged: it has {found['bytes']} bytes, and {wanted['bytes']} were written"
+    return f"is damaged: its sha256 is {found['sha256'][:12]}..., that of what was written {wanted['sha256'][:12]}..."
+
+
+def open_folder(objects: Objects, path: str) -> Folder:
+    """A checkpoint, with its state read; ValueError where state.json is missing, damaged or of another checkpoint."""
+    try:
+        state = read_state(objects, path)
+    except ObjectMissing as error:
+        raise ValueError(
+            f"{objects.where(path)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
+        ) from error
+    return Folder(objects, path, state, state["files"])
+
+
+def read_state(objects: Objects, path: str) -> dict[str, Any]:
+    """What state.json says; ObjectMissing where there is none, ValueError where it is damaged or of another one."""
+    name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
+    try:
+        state = _read_sealed(objects.get(name), objects.where(name))
+        if "files" not in state or (step and state.get("step") != int(step[2])):
+            raise ValueError(f"{objects.where(name)} is that of another checkpoint or program")
+    except ValueError as error:
+        raise ValueError(f"{error}; {way_out(objects, path)}") from error
+    return state
+
+
+def way_out(objects: Objects, path: str) -> str:
+    """What to do where a file of this folder is damaged: another checkpoint of the run is offered, if there is one."""
+    step = _STEP.fullmatch(path)
+    if not step:
+        return f"copy the whole folder {objects.where(path)} again"
+    run = step[1].removeprefix("runs/")
+    sound = [other for other in checkpoints(objects, run) if other != path and _looks_sound(objects, other)]
+    before, where = [other for other in sound if other < path], objects.where(path)
+    if before:
+        return (
+            f"put it back from a copy, or use the checkpoint before it, {objects.where(before[-1])}: name that one, or "
+            f"remove {where}, and the run goes on from there"
+        )
+    if sound:
+        return f"put it back from a copy, or name {objects.where(sound[-1])}, the newest of this run"
+    return f"put it back from a copy; the run has no other checkpoint: with {where} removed it begins anew"
+
+
+def _looks_sound(objects: Objects, path: str) -> bool:
+    """Whether state.json is whole and the files are as large as it says: what one listing and one read tell."""
+    sizes = {info.path.removeprefix(f"{path}/"): info.size for info in objects.list(f"{path}/")}
+    try:
+        files = _read_sealed(objects.get(f"{path}/{STATE}"), path)["files"]
+    except (ObjectMissing, ValueError, KeyError):
+        return False
+    return all(sizes.get(name) == about["bytes"] for name, about in files.items())
+
+
+# --- JSON with its own digest -----------------------------------------------------------------------------------------
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def sealed_json(value: Mapping[str, Any]) -> bytes:
+    """as_json, with a digest of the whole text in it: storage/digests.py."""
+    data = bytearray(as_json({**value, OWN_SHA256: BLANK}))
+    seal(data)
+    return bytes(data)
+
+
+def _read_sealed(data: bytes, where: str) -> dict[str, Any]:
+    if not is_whole(data):
+        raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
+    value = parse_json(data, where, nan=True)
+    del value[OWN_SHA256]
+    return value
+
+
+# --- the best one -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the highest value of a metric; the path of its folder is relative to the root."""
+
+    step: int
+    metric: str
+    value: float
+    checkpoint: str
+
+
+def path_of_best(run: str) -> str:
+    return f"runs/{run}/best.json"
+
+
+def named_best(objects: Objects, run: str) -> Best | None:
+    """What best.json names, be it there or not; None where there is no such file."""
+    path = path_of_best(run)
+    if not objects.exists(path):
+        return None
+    try:
+        return Best(**_read_sealed(objects.get(path), objects.where(path)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{objects.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
+            "start of the run"
+        ) from error
