@@ -4,6 +4,8 @@ import base64
 import dataclasses
 import hashlib
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -110,3 +112,10 @@ def put_checkpoint(objects: Objects, folder: str, state: dict, files: dict[str, 
         objects.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in files.items()}
     objects.put(f"{folder}/state.json", sealed_json({"step": int(folder[-7:]), **state, "files": hashes}))
+
+
+def reseal(folder: Path) -> None:
+    """As if the files that are in a checkpoint's folder now had been written so."""
+    state = json.loads((folder / "state.json").read_text())
+    hashes = {file.name: file_hash([file.read_bytes()]) for file in folder.iterdir() if file.name != "state.json"}
+    (folder / "state.json").write_bytes(sealed_json(state | {"files": hashes}))

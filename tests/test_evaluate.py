@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from seeded import reseal
 from test_refcoco import change_refs, write_refcoco
 from test_vcr import write_vcr
 from test_vqa import SAID, coco, write_vqa
@@ -119,6 +120,7 @@ def test_a_checkpoint_of_another_version_of_this_code_is_said_to_be_one(world, t
     folder = copied(world, tmp_path) / "storage/runs/tuned/step-0000002"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
+    reseal(folder)
     for read in (reported, lambda path: load_task_model(open_checkpoint(path))):
         with pytest.raises(ValueError, match=f"{folder}.* {message}"):
             read(str(folder))
@@ -173,7 +175,7 @@ def test_what_is_done_already_by_the_same_settings_is_left_as_it_is_without_a_lo
     assert first == f"evaluated already, by the same settings: {place}; --again does it once more"
     assert last == f"evaluated val: {place}"
     assert contents(place) == before
-    with pytest.raises(ValueError, match="model.safetensors is torn"):
+    with pytest.raises(ValueError, match="model.safetensors is damaged: it has 4 bytes"):
         evaluated(folder, again=True)
 
 
@@ -507,6 +509,7 @@ def test_a_converted_model_has_no_recipe_and_brings_the_settings_of_its_task(wor
     config = json.loads((folder / "config.json").read_text())
     config["settings"] = config.pop("recipe")["task"]
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "state.json").unlink()
     model, recipe = load_task_model(open_checkpoint(str(folder)))
     assert (recipe.name, recipe.task, recipe.model) == ("converted", a_recipe(world).task, a_recipe(world).model)
     assert isinstance(model.task, RefCOCO)
@@ -575,8 +578,12 @@ def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_t
 def test_a_checkpoint_whose_list_of_answers_is_torn_says_so(vqa, tmp_path):
     folder = copied(vqa, tmp_path) / "storage/runs/tuned/step-0000001"
     whole = (folder / "task.json").read_text()
-    for torn_one, message in ((whole[:20], "task.json is torn or no JSON"), ('{"answers": 3}', "an object of lists")):
+    for torn_one, message in (
+        (whole[:20], "task.json is not JSON, or is torn"),
+        ('{"answers": 3}', "an object of lists"),
+    ):
         (folder / "task.json").write_text(torn_one)
+        reseal(folder)
         with pytest.raises(ValueError, match=message):
             open_checkpoint(str(folder))
 
@@ -633,6 +640,7 @@ def test_what_does_not_fit_is_one_line(world, tmp_path, arguments, message):
     for name in ("plain", "wordless"):
         shutil.copytree(step, folder / name)
     (folder / "wordless" / "vocab.txt").unlink()
+    reseal(folder / "wordless")
     load_task_model(open_checkpoint(str(step)))[0].vlbert.save_pretrained(folder / "headless")
     (folder / "file").touch()
     if "data.held_out=elsewhere" in arguments:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from seeded import put_checkpoint
+from seeded import put_checkpoint, reseal
 
 from demo.report import annotated_boxes, main, write_report
 from demo.trials import STARTS, joint_folder
@@ -460,6 +460,7 @@ def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, worl
 def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, world: World):
     config = root / "runs" / "first-run" / "step-0000040" / "config.json"
     config.write_text(json.dumps({"recipe": {"steps": 1300}}))
+    reseal(config.parent)
     metrics = root / "runs" / "second-run" / "metrics.jsonl"
     metrics.write_text("".join(line for line in metrics.open() if "validation" not in line))
     (root / "runs" / "second-run" / "predictions.jsonl").unlink()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from s3 import s3_server
 from safetensors.torch import load_file, save_file
+from seeded import reseal
 from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from detectors.distributed import World
@@ -181,6 +182,37 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(root, six_steps, capsy
     assert losses(root, "stopped") == six_steps
     whole, resumed = weights(root, "whole", 6), weights(root, "stopped", 6)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+ONE_READS_IT_DAMAGED = """
+import os, sys
+from storage.objects import LocalObjects
+from vlbert.train import main
+
+read = LocalObjects.get
+
+def get(self, path):
+    data = read(self, path)
+    damaged = path.endswith(sys.argv[1]) and os.environ["RANK"] == sys.argv[2]
+    return data[:-1] + bytes([data[-1] ^ 1]) if damaged else data
+
+LocalObjects.get = get
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_damage_that_one_rank_alone_sees_ends_all_and_is_named(root, six_steps, tmp_path, file, rank):
+    (tmp_path / "damaged.py").write_text(ONE_READS_IT_DAMAGED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "damaged.py"), file, rank, *command_line(root, "whole", steps=7)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)}
+    ended = subprocess.run(command, cwd=HOUSE, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    of_rank = "" if rank == "0" else "rank 1: "
+    assert f"{of_rank}{root}/runs/whole/step-0000006/{file} is damaged" in ended.stderr
 
 
 def test_a_finished_run_says_so_and_does_nothing(root, six_steps, capsys):
@@ -381,6 +413,7 @@ def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_is
     tensors = load_file(folder / "model.safetensors")
     tensors["vlbert.embedding.words.weight"][:] = torch.inf
     save_file(tensors, folder / "model.safetensors")
+    reseal(folder)
     says = f"3 steps in a row were left out, the last of them, 5, because .* the last good checkpoint is {folder}"
     with pytest.raises(FloatingPointError, match=says):
         train(tiny_recipe(root, run="broken", save_every=8, steps=8, most_skipped=3), ALONE)
