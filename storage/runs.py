@@ -117,7 +117,10 @@ def way_out(objects: Objects, path: str) -> str:
     """What to do where a file of this folder is damaged: another checkpoint of the run is offered, if there is one."""
     step = _STEP.fullmatch(path)
     if not step:
-        return f"copy {objects.where(path)} again, or, where a change was meant, remove its {STATE}"
+        return (
+            f"copy {objects.where(path)} again, or, where a change was meant, remove its {STATE}, or `files` from its "
+            f"{CONFIG}"
+        )
     run = step[1].removeprefix("runs/")
     sound = [other for other in checkpoints(objects, run) if other != path and _looks_sound(objects, other)]
     before, where = [other for other in sound if other < path], objects.where(path)

@@ -337,6 +337,11 @@ def test_a_report_of_other_weights_is_refused(converted, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["head.output.bias"] += 1e-5  # float16, which the file had, cannot hold that
     save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="/model.safetensors is damaged: .* `files` from its config"):
+        to_theirs(tmp_path, tmp_path / "back.model")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["files"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="final_mlp.2.bias was float16, which cannot hold today's head.output.bias"):
         to_theirs(tmp_path, tmp_path / "back.model")
     assert not list(tmp_path.glob("back.model*"))
