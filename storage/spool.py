@@ -26,7 +26,7 @@ _SCHEMA = pa.schema(
         "flags": pa.list_(pa.string()),
     }
 )
-_PORTION = 16 * 2**20  # bytes of images in one object
+_PORTION = 4 * 2**20  # bytes of images in one object
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from storage.download import CaptionRow, Download, DownloadSettings
 from storage.inventory import Inventory, litter, verify
 from storage.inventory import collect as collect_litter
 from storage.normalise import Picture
-from storage.objects import open_objects
+from storage.objects import StorageUnreachable, open_objects
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
 
@@ -796,6 +796,10 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
 
 def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(catalog: Catalog, monkeypatch):
     monkeypatch.setattr("storage.spool._PORTION", 1000)
+
+    def lost(*_: object) -> None:
+        raise StorageUnreachable("away")
+
     shard = functools.partial(PartialShard, catalog.objects, "captions", "00007")
     pictures = {f"http://x/{i}": Picture(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)}
     with Spool() as spool, Spool() as again:
@@ -808,7 +812,11 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
         first, other, second = shard("a" * 12), shard("b" * 12), shard("a" * 12)
         for url, picture in pictures.items():
             first.add(url, spool.keep(picture))
-        first.save()
+        with monkeypatch.context() as away:
+            away.setattr(catalog.objects, "put", lost)
+            with pytest.raises(StorageUnreachable):
+                first.save()
+        first.save()  # all of it, though the storage was away
         first.save()  # nothing new
         assert len(partials(catalog)) == 3
         assert read_back("a" * 12) == pictures

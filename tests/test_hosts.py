@@ -335,6 +335,27 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     assert away.seconds < 200  # not 20 s for each eight
 
 
+def test_a_slow_host_that_comes_back_is_noticed_by_the_one_url_that_is_asked_with_all_patience():
+    urls = [f"http://host.example/{number}" for number in range(10)]
+    # Too late for those that are asked in brief, and too slow for them.
+    done = downloaded([urls], lambda _, now, __: Answer(3 if now > 10.5 else None), DownloadSettings())
+    assert done.statuses == {"ok": 10}
+
+
+def test_what_was_asked_in_brief_is_asked_again_where_its_host_answers_while_its_shard_waits_for_others():
+    def serve(url: yarl.URL, now: float, _: int) -> Answer:
+        if url.host == "busy.example":
+            return Answer(0.1) if now > 29 else Answer(0.1, 429, headers={"Retry-After": "30"})
+        if url.host == "slow.example":  # its last URL leads to the other one's host when that is back
+            return Answer(4.5, 302, headers={"Location": "http://back.example/3"}) if url.name == "3" else Answer(4.5)
+        return Answer(0.1 if now > 16 else None)
+
+    waiting = [*(f"http://back.example/{number}" for number in range(3)), "http://busy.example/0"]
+    slow = [f"http://slow.example/{number}" for number in range(4)]
+    done = downloaded([waiting, slow], serve, DownloadSettings(per_host=1, deadline=10, read_timeout=5))
+    assert done.statuses == {"ok": 7, "timeout": 1}  # the one that was asked with all patience while it was away
+
+
 def test_one_fast_host_is_downloaded_at_its_pace_and_one_that_is_overloaded_is_not_pressed():
     urls = [f"http://host.example/{number}" for number in range(800)]
     hangs = set(random.Random(13).sample(range(800), 8))
