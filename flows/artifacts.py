@@ -25,6 +25,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
+from flows.patience import not_waiting
 from storage.catalog import OK, Catalog
 
 Result = TypeVar("Result")
@@ -143,9 +144,10 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Whatever goes wrong in the block is logged, and no more."""
+    """Whatever goes wrong in the block is logged, and no more; a server that is away is not waited for."""
     try:
-        yield
+        with not_waiting():
+            yield
     except Exception as error:  # noqa: BLE001  of the server, the network, the client: none of them is the stage's
         try:
             logger = get_run_logger()

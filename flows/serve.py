@@ -1,9 +1,10 @@
-"""Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarm for runs that died.
+"""Serve the deployments of prefect.yaml on this machine: Prefect's server, a worker, the alarms for runs that died.
 
     python -m flows.serve [--deployments FILE] [--home FOLDER] [--port PORT] [--limit N] [--query SECONDS]  until Ctrl-C
 
-Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A worker
-that dies is replaced; its runs have died with it. docs/operating.md says how to run the parts on machines of their own.
+Everything that Prefect keeps goes to FOLDER (.prefect, or PREFECT_HOME), nothing to the user's own Prefect. A server
+that dies is replaced, and runs go on meanwhile. A worker that dies is replaced; its runs have died with it.
+docs/operating.md says how to run the parts on machines of their own.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from uuid import UUID
 
+from flows.engine import NO_SIGN
 from flows.settings import quiet_prefect
 from flows.supervisor import background, run_child
 
@@ -33,9 +35,11 @@ SIGNS_KEPT = 3600  # seconds: a training of two days gives thousands, and the al
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
 _START_SECONDS = 120.0  # that the server may take
 QUERY = 5.0  # seconds between two questions of the worker for work
-_POLL = 0.5  # seconds between looks at the worker
-_PAUSE = 5.0  # seconds before a worker that died is replaced
+_POLL = 0.5  # seconds between looks at server and worker
+_PAUSE = 5.0  # seconds before one that died is replaced
+BEGINNING = 180  # seconds after which a run counts as crashed whose process was to start and has not begun
 _ALARM = "flow runs without a sign of life are crashed"
+_NEVER_BEGAN = "flow runs that never begin are crashed"
 
 
 @contextmanager
@@ -46,7 +50,7 @@ def serving(
 
     home: folder for the database and the logs; port: of the server on 127.0.0.1; deployments: a file such as
     prefect.yaml; query_seconds: between two questions of the worker for work; limit: runs that it takes at once.
-    Yields a function that replaces the worker where it has ended, and raises RuntimeError where the server has.
+    Yields a function that replaces server and worker where they have ended.
     """
     home.mkdir(parents=True, exist_ok=True)
     with alone(home, port):
@@ -63,19 +67,27 @@ def _serving(
     server_log, worker_log = home / "server.log", home / "worker.log"
     for log in (server_log, worker_log):
         log.unlink(missing_ok=True)
-    with background([*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)], server_log) as serves:
+    server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with replaceable("server", lambda: background(server, server_log)) as (serves, serve_again):
         wait_for_server(port, serves, server_log)
         crash_the_dead()
         deploy(deployments)
-        command = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
+        worker = [sys.executable, "-m", "flows.patience", "worker", "start", "--pool", POOL, "--type", "process"]
         if limit is not None:
-            command += ["--limit", str(limit)]
-        with replaceable(lambda: background(command, worker_log), crash_the_dead) as works_again:
+            worker += ["--limit", str(limit)]
+
+        def bury() -> None:
+            with suppress(Exception):  # where the server is away, the alarms do it
+                crash_the_dead()
+
+        with replaceable("worker, and its runs with it,", lambda: background(worker, worker_log), bury) as (
+            _,
+            work_again,
+        ):
 
             def check() -> None:
-                if not serves():
-                    raise RuntimeError(f"the Prefect server ended; {end_of(server_log)}")
-                works_again()
+                serve_again()
+                work_again()
 
             yield check
 
@@ -99,9 +111,12 @@ def alone(home: Path, port: int) -> Iterator[None]:
 
 @contextmanager
 def replaceable(
-    start: Callable[[], AbstractContextManager[Callable[[], bool]]], after: Callable[[], None]
-) -> Iterator[Callable[[], None]]:
-    """A child in the background; yields a function that calls `after` and starts another where it has ended."""
+    name: str, start: Callable[[], AbstractContextManager[Callable[[], bool]]], after: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Callable[[], bool], Callable[[], None]]]:
+    """A child in the background; yields two functions: does it run, and one that replaces it where it has ended.
+
+    The latter says that `name` ended, and calls `after` before it starts another.
+    """
     with ExitStack() as running:
         runs = running.enter_context(start())
 
@@ -109,12 +124,12 @@ def replaceable(
             nonlocal runs
             if not runs():
                 running.close()
-                print("the worker ended, and its runs with it; another one is started", flush=True)
-                time.sleep(_PAUSE)  # its runs have ended in 5 s
+                print(f"the {name} ended; another one is started", flush=True)
+                time.sleep(_PAUSE)  # a worker's runs have ended in 5 s
                 after()
                 runs = running.enter_context(start())
 
-        yield again
+        yield lambda: runs(), again
 
 
 def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
@@ -153,48 +168,52 @@ def wait_for_server(port: int, serves: Callable[[], bool], log: Path) -> None:
 
 
 def deploy(deployments: Path) -> None:
-    """Make the work pool, the alarm, and what the file says; ChildFailed with Prefect's words where it is wrong."""
+    """Make the work pool, the alarms, and what the file says; ChildFailed with Prefect's words where it is wrong."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set before
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
 
     with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-    set_alarm()
+    set_alarms()
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(deployments)]
     run_child(command, lambda line: None)
 
 
-def set_alarm() -> None:
-    """The automation that crashes a flow run whose process and worker are both gone: nobody else would say so."""
+def set_alarms() -> None:
+    """The automations that crash a flow run whose process and worker are both gone: nobody else would say so."""
     from prefect.automations import Automation, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
 
+    sign, begun = "prefect.flow-run.heartbeat", "prefect.flow-run.Pending"
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
-    wanted = {
-        "description": f"made by flows/serve.py; a run gives a sign of life every {HEARTBEAT} s",
-        "trigger": EventTrigger(
-            after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *ended},
-            match={"prefect.resource.id": ["prefect.flow-run.*"]},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=SILENCE),
-        ),
-        "actions": [
-            ChangeFlowRunState(state=StateType.CRASHED, message=f"no sign of life for {SILENCE} s: its process is gone")
-        ],
-    }
-    try:
-        found = Automation.read(name=_ALARM)
-    except ValueError:
-        Automation(name=_ALARM, **wanted).create()
-        return
-    for field, value in wanted.items():
-        setattr(found, field, value)
-    found.update()
+    left = ended | {f"prefect.flow-run.{state}" for state in ("Running", "Cancelling", "AwaitingConcurrencySlot")}
+    for name, after, expected, seconds, message in (
+        (_ALARM, sign, {sign, *ended}, SILENCE, f"{NO_SIGN} for {SILENCE} s: its process is gone"),
+        (_NEVER_BEGAN, begun, left, BEGINNING, f"{NO_SIGN} in its first {BEGINNING} s: its process is gone"),
+    ):
+        wanted = {
+            "description": f"made by flows/serve.py; a run gives a sign of life every {HEARTBEAT} s",
+            "trigger": EventTrigger(
+                after={after},
+                expect=expected,
+                match={"prefect.resource.id": ["prefect.flow-run.*"]},
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=seconds),
+            ),
+            "actions": [ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+        }
+        try:
+            found = Automation.read(name=name)
+        except ValueError:
+            Automation(name=name, **wanted).create()
+            continue
+        for field, value in wanted.items():
+            setattr(found, field, value)
+        found.update()
 
 
 def crash_the_dead() -> None:

@@ -36,7 +36,7 @@ class Operated:
     def ask(self, method: str, path: str, **json: object) -> object:
         """The answer of the server's API."""
         for _ in range(5):
-            answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=30, trust_env=False)
+            answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=60, trust_env=False)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 break  # else its database is busy: ask again, as Prefect's own client does
             time.sleep(1)
@@ -110,11 +110,18 @@ class Operated:
 
     def worker(self) -> int:
         """Process id of the worker."""
+        return self._prefects("worker")
+
+    def server(self) -> int:
+        """Process id of the server."""
+        return self._prefects("server")
+
+    def _prefects(self, part: str) -> int:
         ours = f"PREFECT_HOME={self.home}"
         return next(
             pid
             for pid, command, variables in running()
-            if "\0worker\0start\0" in command and "supervisor.py" not in command and ours in variables.split("\0")
+            if f"\0{part}\0start\0" in command and "supervisor.py" not in command and ours in variables.split("\0")
         )
 
 

@@ -8,15 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from operated import ENDED, Operated, operated, running, tiny_road, wait_until
+from pydantic import TypeAdapter
 
 from demo.world import World
+from flows.collect import collect_settings
+from flows.settings import Source
+from storage.collect import collect
 
 pytestmark = pytest.mark.slow
 
+AWAY = 75.0  # seconds without a server: signs of life may be missing for 70
+CANCELLED = 10.0  # seconds after which a cancelled run has no process
 LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
 # A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
@@ -39,15 +47,19 @@ def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def collected(world: World, served: Operated, tmp_path_factory: pytest.TempPathFactory) -> str:
+def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A root of its own, where no road detects with another detector: more shards of one row than are used up."""
-    root = tmp_path_factory.mktemp("collected")
+    return collect_rows(world, tmp_path_factory.mktemp("collected"))
+
+
+def collect_rows(world: World, root: Path) -> str:
     rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
     (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
     source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
     source = source | {"rows_per_shard": 1, "shards_per_task": 100}
     del source["detector"]
-    served.complete("collect-captions/default", root=str(root), dataset=source)
+    settings = collect_settings(TypeAdapter(Source).validate_python(source))
+    collect(str(root), settings, lambda line: None)  # not by the flow, whose event would have them detected
     return str(root)
 
 
@@ -119,8 +131,7 @@ def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
     at_work = [command for command in commands.values() if child in command and "supervisor.py" not in command]
     assert len(at_work) == (3 if child == "vlbert.train" else 1), commands  # torchrun and two ranks
     if event == "cancel":
-        command = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
-        subprocess.run(command, env=os.environ | served.variables, check=True, capture_output=True, timeout=60)
+        cancel_by_command(served, run)
     else:
         victims = {
             "SIGTERM to the flow": [served.process(run)],
@@ -138,6 +149,87 @@ def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
     runs = [child["id"] for child in served.below(run)]
     served.wait_for(run, lambda: all(served.state(one) in ENDED for one in runs), ALARM + 10)
     return {"gone": gone, "ended": ended, "all_ended": time.monotonic() - started, "state": served.state(run)}
+
+
+def cancel_by_command(served: Operated, run: str) -> None:
+    command = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
+    subprocess.run(command, env=os.environ | served.variables, check=True, capture_output=True, timeout=60)
+
+
+def cancel_by_page(served: Operated, run: str) -> None:
+    """What the button of the flow UI asks for."""
+    state = {"type": "CANCELLING", "name": "Cancelling", "message": "Cancelled from the Prefect UI"}
+    served.ask("POST", f"/flow_runs/{run}/set_state", state=state)
+
+
+def answers(served: Operated) -> bool:
+    try:
+        return served.ask("GET", "/health") is True
+    except httpx.TransportError:
+        return False
+
+
+def cancelled(served: Operated, run: str, told: str, cancel: Callable[[Operated, str], None]) -> None:
+    """Cancel `told`, the run or its stage, and see that all of it has ended in time."""
+    cancel(served, told)
+    seconds = served.wait_for(run, lambda: not served.processes(run), 4 * CANCELLED)
+    served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
+    print(f"\n| {cancel.__name__} | {'run' if told == run else 'stage'} | {seconds:.1f} | {served.state(run)} | | |")
+    assert seconds <= CANCELLED
+    assert served.state(run) == served.state(told) == "CANCELLED"
+    assert {served.state(child["id"]) for child in served.below(run)} <= {"CANCELLED", "COMPLETED"}
+
+
+def stage_of(served: Operated, run: str) -> str:
+    """The stage of the road that is at work."""
+    (stage,) = [one["id"] for one in served.below(run) if one["state_type"] == "RUNNING"]
+    return stage
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cancel", [cancel_by_command, cancel_by_page])
+def test_a_stage_that_is_cancelled_takes_the_road_with_it(
+    served: Operated, road: dict, cancel: Callable[[Operated, str], None]
+):
+    root, before = road["root"], set(checkpoints(road["root"]))
+    run = served.start("pretrain-vlbert/default", **road)
+    served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
+    cancelled(served, run, stage_of(served, run), cancel)
+
+
+@pytest.mark.timeout(900)
+def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends(
+    served: Operated, road: dict, world: World, tmp_path: Path
+):
+    """A training on two processes and a detection, longer without a server than signs of life may be missing."""
+    root, before, images = road["root"], set(checkpoints(road["root"])), collect_rows(world, tmp_path)
+    training = served.start("pretrain-vlbert/default", **road)
+    served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
+    slower = SLOW | {"short_side": 600, "long_side": 1000}  # so that there is enough to do
+    detection = served.start("detect-regions/default", root=images, detector=slower, datasets=["captions"])
+    served.wait_for(detection, lambda: committed(images), 120)
+    pids = {run: served.process(run) for run in (training, detection)}
+    serve = served.serve()
+    os.kill(serve, signal.SIGSTOP)  # else it starts another server at once
+    try:
+        os.kill(served.server(), signal.SIGKILL)
+        time.sleep(10)
+        then = checkpoints(root)[-1], len(committed(images))
+        time.sleep(AWAY)
+        assert checkpoints(root)[-1] > then[0], "the training went on"
+        assert len(committed(images)) > then[1], "the detection went on"
+    finally:
+        os.kill(serve, signal.SIGCONT)
+    wait_until(lambda: answers(served), 180)
+    time.sleep(15)  # the alarm takes them for dead, and they say that they are not
+    for run, pid in pids.items():
+        served.wait_for(run, lambda run=run: served.state(run) == "RUNNING", 60)
+        assert served.process(run) == pid, "the same process, at work all the time"
+    held = {one["name"]: one["active_slots"] for one in served.ask("POST", "/v2/concurrency_limits/filter")}
+    assert sorted(held.values()).count(1) == 2, held
+
+    cancelled(served, training, stage_of(served, training), cancel_by_page)
+    cancelled(served, detection, detection, cancel_by_command)
 
 
 @pytest.mark.timeout(400)
@@ -184,7 +276,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
             LEFT,
         )
     with operated(home, served.deployments) as second:
-        assert len(second.ask("POST", "/automations/filter")) == 2, "the alarm and the trigger, each once"
+        assert len(second.ask("POST", "/automations/filter")) == 3, "two alarms and the trigger, each once"
         assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
         assert second.state(run) == "CRASHED"
         last, said = checkpoints(root)[-1], second.listen()

@@ -1,5 +1,6 @@
 """`make serve`: what it tells Prefect, what it refuses, the alarm. What it is for: test_nothing_left, test_schedule."""
 
+import functools
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from operated import Operated, operated, wait_until
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
-from flows.serve import HEARTBEAT, SILENCE, alone, environment, replaceable
+from flows.serve import _NEVER_BEGAN, BEGINNING, HEARTBEAT, SILENCE, alone, environment, replaceable, set_alarms
 from flows.supervisor import background
 
 PROJECT = Path(__file__).parents[1]
@@ -60,9 +62,11 @@ def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tm
     def pids() -> list[int]:
         return [int(line) for line in log.read_text().split()]
 
-    with replaceable(lambda: background([sys.executable, "-S", "-c", program], log), lambda: after.append(1)) as check:
+    start = functools.partial(background, [sys.executable, "-S", "-c", program], log)
+    with replaceable("worker", start, lambda: after.append(1)) as (runs, check):
         wait_until(lambda: log.exists() and pids(), 10)
         check()
+        assert runs()
         assert len(pids()) == 1, "one that works is left alone"
         os.kill(pids()[0], signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -115,6 +119,28 @@ def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served:
         "finetune_flow/default": "ENQUEUE",
         "train_detector_flow/default": "ENQUEUE",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_free(served: Operated):
+    from prefect.automations import Automation
+
+    alarm = Automation.read(name=_NEVER_BEGAN)
+    assert alarm.trigger.within == timedelta(seconds=BEGINNING) <= timedelta(minutes=5)
+    alarm.trigger.within = timedelta(seconds=10)
+    alarm.update()
+    try:
+        deployment = served.ask("GET", "/deployments/name/collect-captions/default")
+        place = f"/v2/concurrency_limits/deployment:{deployment['id']}"
+        later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2100-01-01T00:00:00Z"}}  # for no worker
+        run = served.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", state=later)["id"]
+        served.ask("POST", f"/flow_runs/{run}/set_state", state={"type": "PENDING"}, force=False)
+        assert (served.state(run), served.ask("GET", place)["active_slots"]) == ("PENDING", 1)
+        served.wait_for(run, lambda: served.state(run) == "CRASHED", 60)
+        assert served.ask("GET", place)["active_slots"] == 0
+    finally:
+        set_alarms()
 
 
 def taken(server: Operated, directory: Path) -> None:

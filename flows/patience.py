@@ -1,0 +1,114 @@
+"""Prefect's client waits for a server that is away: an outage of any length costs nothing but its pages.
+
+    python -m flows.patience worker start --pool local --type process      as `prefect worker start`, but see below
+
+By itself, Prefect gives up after about a minute: a flow fails where it begins a stage, and a worker ends after some
+minutes of outage, with all its runs, or stops asking whether one was cancelled. Written for Prefect 3.8.8.
+"""
+
+import logging
+import runpy
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import httpx
+
+_PAUSE = 2.0  # seconds between two requests to a server that is away; Prefect's client has made several before
+_SAY = 60.0  # seconds between two lines in the log that say that it is
+_ANSWERS = (502, 503, 504)  # of a proxy whose server is away, or of a server whose database is
+_SHORT = 10.0  # seconds that a request may take that does not wait
+
+_waits: ContextVar[bool] = ContextVar("waits", default=True)
+
+
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """In the block Prefect's clients, if they are made there, fail within seconds where the server is away."""
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    token = _waits.set(False)
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1, PREFECT_API_REQUEST_TIMEOUT: _SHORT}):
+            yield
+    finally:
+        _waits.reset(token)
+
+
+class _Outage:
+    """The failures of one request in a row."""
+
+    def __init__(self) -> None:
+        self.since, self.said = time.monotonic(), -_SAY
+
+    def goes_on(self, error: Exception) -> None:
+        """Say so now and then; raises the error where it is of another kind, or nobody is to wait."""
+        import httpx
+
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        away = isinstance(error, httpx.TransportError) or status in _ANSWERS
+        if not away or not _waits.get() or _ending():
+            raise error
+        now = time.monotonic()
+        if now - self.said >= _SAY:
+            self.said = now
+            message = "the Prefect server is away (%s: %s); asked again since %.0f s"
+            # Not to the server, like what flows log.
+            logging.getLogger("prefect.patience").warning(message, type(error).__name__, error, now - self.since)
+
+
+def _ending() -> bool:
+    """Whether this thread is about to end because of a signal: it reports that where it can, and does not wait."""
+    from prefect.exceptions import ExternalSignal
+
+    error = sys.exc_info()[1]
+    while error is not None:
+        if isinstance(error, ExternalSignal | KeyboardInterrupt | SystemExit):  # not CancelledError: a timeout has it
+            return True
+        error = error.__context__
+    return False
+
+
+def wait_for_server() -> None:
+    """From here on, in this process."""
+    from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+
+    PrefectHttpxSyncClient.send = _waiting(PrefectHttpxSyncClient.send)
+    PrefectHttpxAsyncClient.send = _waiting_async(PrefectHttpxAsyncClient.send)
+
+
+def _waiting(send: "Callable[..., httpx.Response]") -> "Callable[..., httpx.Response]":
+    def patiently(*arguments: object, **named: object) -> "httpx.Response":
+        outage = _Outage()
+        while True:
+            try:
+                return send(*arguments, **named)
+            except Exception as error:  # noqa: BLE001  raised where it is no outage
+                outage.goes_on(error)
+            time.sleep(_PAUSE)
+
+    return patiently
+
+
+def _waiting_async(send: "Callable[..., Awaitable[httpx.Response]]") -> "Callable[..., Awaitable[httpx.Response]]":
+    import anyio
+
+    async def patiently(*arguments: object, **named: object) -> "httpx.Response":
+        outage = _Outage()
+        while True:
+            try:
+                return await send(*arguments, **named)
+            except Exception as error:  # noqa: BLE001  as above
+                outage.goes_on(error)
+            await anyio.sleep(_PAUSE)
+
+    return patiently
+
+
+if __name__ == "__main__":
+    wait_for_server()
+    runpy.run_module("prefect", run_name="__main__", alter_sys=True)
