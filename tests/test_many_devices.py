@@ -317,7 +317,7 @@ def trained_by_a_flow(root: Path, run: str, watch: Callable[[str], None], proces
     said, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
     recipe = tiny_recipe(root, run=run, data=workers, **changes)
     overrides = as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]())
-    torchrun("vlbert.train", ["pretrain_vlbert_demo"], run, {}, overrides, processes, said.append, watch)
+    torchrun("vlbert.train", ["pretrain_vlbert_demo", *overrides], run, processes, said.append, watch)
     return said
 
 
@@ -388,7 +388,7 @@ def test_a_flow_tells_a_training_that_was_stopped_from_one_that_failed_after_tha
     for lines, kind in lives:
         Path("lines").write_text("\n".join(lines))
         with pytest.raises(RuntimeError) as ended:
-            torchrun("a.program", [], "tiny", {}, [], Processes(), lambda line: None, lambda line: None)
+            torchrun("a.program", [], "tiny", Processes(), lambda line: None, lambda line: None)
         assert ended.type is kind, lines
         if lines[-2:] == failed:
             assert str(ended.value).splitlines()[2:] == [f"  | {failed[0]}"], "and none of torchrun's own"
@@ -414,7 +414,7 @@ def test_torchrun_is_told_how_often_to_start_again_and_has_so_long_to_save(tmp_p
     for grace, said in ((0.1, ["ready"]), (20, ["ready", "saved"])):
         processes = Processes(restarts=3, grace=grace, timeout=1)
         with pytest.raises(ChildTimedOut) as failed:
-            torchrun("no.program", [], "run", {}, [], processes, lambda line: None, lambda line: None)
+            torchrun("no.program", [], "run", processes, lambda line: None, lambda line: None)
         assert failed.value.tail == said
         assert "--max-restarts=3" in failed.value.command
 
