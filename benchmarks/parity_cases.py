@@ -166,6 +166,7 @@ def describe(case: Case, shapes: dict[str, tuple[int, ...]]) -> Published:
             norm="frozen" if network["IMAGE_FROZEN_BN"] else "batch",
         ),
         frozen_stages=next(stage for stage in range(6) if stage + 1 not in frozen),
+        padding="batch",  # a case brings its images in one tensor, VCR's too
     )
     task = what.task
     if case.kind == "vcr":
@@ -250,15 +251,29 @@ def pictures(case: Case, valid: Tensor) -> list[Picture]:
     made = []
     for row, keep in enumerate(valid):
         inside = boxes[row][keep]
+        width, height = (int(side) for side in info[row, :2])
         made.append(
             Picture(
                 boxes=inside[:, :4].numpy(),
                 hidden=np.zeros(len(inside), bool),
-                size=tuple(int(side) for side in info[row, :2]),
+                size=(width, height),
+                pixels=stored_pixels(case, row, height, width) if "in/image" in case.arrays else None,
                 features=inside[:, 4:].numpy() if "in/image" not in case.arrays else None,
             )
         )
     return made
+
+
+def stored_pixels(case: Case, row: int, height: int, width: int) -> Tensor:
+    """float [3, height, width], RGB of 0 to 255: a picture before it was normalised, as far as a case tells.
+
+    Theirs are B, G, R less their mean, and zero where a masked region hid them: there stands noise, which the network
+    must not see.
+    """
+    image = case.tensor("in/image")[row, :, :height, :width]
+    noise = np.random.default_rng(row).uniform(0, 255, image.shape).astype(np.float32)
+    pixels = image + torch.tensor(case.network["PIXEL_MEANS"])[:, None, None]
+    return torch.where((image == 0).all(dim=0), torch.from_numpy(noise), pixels).flip(0)
 
 
 def pretraining_batch(case: Case, task: Pretraining) -> Batch:

@@ -268,7 +268,7 @@ def _pad_pixels(groups: Sequence[Sequence[Picture]]) -> tuple[Tensor, ...]:
     padded = []
     for group in groups:
         height, width = (max(picture.pixels.shape[axis] for picture in group) for axis in (1, 2))
-        pixels = torch.zeros(len(group), 3, height, width, dtype=torch.uint8)
+        pixels = group[0].pixels.new_zeros(len(group), 3, height, width)
         for place, picture in zip(pixels, group, strict=True):
             place[:, : picture.pixels.shape[1], : picture.pixels.shape[2]] = picture.pixels
         padded.append(pixels)
