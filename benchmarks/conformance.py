@@ -4,8 +4,9 @@
 
 Every file expected* in DIR or below it says what official code makes of the inputs beside it (benchmarks/
 conformance_cases.py: VQA, VCR, RefCOCO+, retrieval, selection of regions, geometry, caption lists). Prints how many of
-how many values agree, and the first of those that do not. Exits with 1 where any does not, where such a file is
-damaged, of no known kind or without its inputs, and where there is none.
+how many values agree, and the first of those that do not. Exits with 1 where any does not, where such a file or an
+input could not be compared (damaged, of no known kind, without inputs, without anything expected), and where there is
+none.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from benchmarks.conformance_cases import KINDS, Comparison, NotCompared, read_expected
+from benchmarks.conformance_cases import INPUTS, KINDS, Comparison, NotCompared, read_expected
 
 SHOWN = 3  # values that differ, of each line
 
@@ -50,13 +51,21 @@ def check_folder(folder: Path) -> bool:
             if isinstance(one, Path):
                 continue
             if isinstance(one, NotCompared):
-                remarks.append(f"{file}: not compared: {one.what}")
+                remarks.append(f"{file}: {'NOT COMPARED' if one.fails else 'not compared'}: {one.what}")
+                failed += [file] * one.fails
                 continue
             rows.append((where, one.what, one.agree, one.of))
             total = [total[0] + one.agree, total[1] + one.of]
             remarks += [f"{file}: {one.what} {line}" for line in one.differing[:SHOWN]]
             if len(one.differing) > SHOWN:
                 remarks.append(f"{file}: {one.what}: {len(one.differing) - SHOWN} more differ")
+        if not sum(one.of for one in found if isinstance(one, Comparison)):
+            failed.append(file)
+            remarks.append(f"{file}: NOT COMPARED: it holds no value")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(INPUTS)):
+        if path not in used and not any(path.is_relative_to(file.parent) for file in failed):
+            failed.append(path)
+            remarks.append(f"{path}: NOT COMPARED: nothing is expected of it")
     for where in dict.fromkeys(row[0] for row in rows):
         rows.append((where, "all", *(sum(row[column] for row in rows if row[0] == where) for column in (2, 3))))
     print_table([("folder", "what", "agree", "of"), *rows, ("", "all", *total)])

@@ -23,6 +23,8 @@ from vlbert.text import SPECIALS, Vocabulary
 
 IOU_TOLERANCE = 1e-9
 NUMBER_TOLERANCE = 1e-9
+# How the names of inputs end that ours is run on: beside such a file something must be expected of it.
+INPUTS = ("annotations.json", "results.json", "questions.json", "inputs.json", "predictions.json", ".csv", ".tsv")
 GEOMETRY_TOLERANCE = 1e-4  # sines of angles up to 100, in float32
 CONVENTIONS = {"mattnet": "mattnet", "published": "vlbert", "plain": "plain"}  # ours -> in the names of expected values
 
@@ -39,9 +41,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class NotCompared:
-    """What official code could have said, or an input could have shown, and is not there. No disagreement."""
+    """What official code could have said and did not, which is no disagreement; or a whole file of inputs that is
+    missing, or that nothing could be compared with, which fails."""
 
     what: str
+    fails: bool = False
 
 
 Found = Iterator[Comparison | NotCompared | Path]  # a path: of an input that was read
@@ -110,14 +114,14 @@ def vqa_scores(file: Path, expected: Any) -> Found:
             yield compare(what, {name: found}, {name: said[0]}, two_decimals)
     questions = beside(file, "questions.json")
     if questions is None:
-        yield NotCompared("the questions: no *questions.json")
+        yield NotCompared("the questions: no *questions.json", fails=True)
         return
     yield questions
     asked = read_json(questions, "DIR")
     lacking = [name for name in ("data_subtype",) if name not in asked]
     lacking += ["multiple_choice_answer"] * any("multiple_choice_answer" not in row for row in rows)
     if lacking:
-        yield NotCompared(f"the questions with their answers: there is no {', '.join(lacking)}")
+        yield NotCompared(f"the questions with their answers: there is no {', '.join(lacking)}", fails=True)
         return
     joined = {question.question_id: question for question in vqa.join_questions(questions, annotations, "conformance")}
     texts = {row["question_id"]: row["question"] for row in asked["questions"]}
@@ -129,7 +133,7 @@ def vqa_normalised(file: Path, expected: Any) -> Found:
     wanted = {row["input"]: row for row in expected}
     inputs = beside(file, "inputs.json")
     if inputs is None:
-        yield NotCompared("the list of strings: no *inputs.json; those of the expected file were taken")
+        yield NotCompared("the list of strings: no *inputs.json; those of the expected file were taken", fails=True)
     else:
         yield inputs
         given = read_json(inputs, "DIR", list)
@@ -293,8 +297,19 @@ def retrieval_ranks(file: Path, expected: Any) -> Found:
             yield from _recalled("recall, mean of the folds", means, _flat(mean))
     for split_file in sorted(file.parent.glob("dataset_*.json")):
         yield split_file
-        read = {split: len(images) for split, images in retrieval.read_splits(split_file, per_image).items()}
-        yield NotCompared(f"{split_file.name}, read as {read}: {file.name} says nothing of it")
+        yield compare(f"captions of an image, {split_file.name}", *_split_captions(split_file, per_image))
+
+
+def _split_captions(file: Path, count: int) -> tuple[dict, dict]:
+    """(ours, as the file says) of the captions of each image by its split and name."""
+    ours = {
+        (split, name): texts for split, of in retrieval.read_splits(file, count).items() for name, texts in of.items()
+    }
+    images = json.loads(file.read_bytes())["images"]
+    said = {
+        (one["split"], one["filename"]): [sentence["raw"] for sentence in one["sentences"][:count]] for one in images
+    }
+    return ours, said
 
 
 def _recalls(ranks: retrieval.Ranks) -> dict[str, float]:

@@ -10,6 +10,7 @@ theirs. Exits with 1 where one is past its bound or could not be compared, or wh
 """
 
 import argparse
+import io
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torchvision
+from PIL import Image
 from torch import Tensor
 
 from benchmarks.detector_cases import build, prepared, read_config, regenerated
@@ -30,6 +32,7 @@ from detectors.faster_rcnn import (
     FasterRCNN,
     HeadOutputs,
     cell_anchors,
+    decode_bgr,
     grid_anchors,
     resize,
     resize_scale,
@@ -193,6 +196,7 @@ _PROPOSALS = ("proposals", "proposal_logits")
 _DETECTIONS = {"det_boxes": "boxes", "det_scores": "scores", "det_classes": "classes", "det_keep": "keep"}
 # Every array that is compared, in order, with the arrays that its stage is fed with.
 _FED = {
+    "image_bgr": (),
     "resized_bgr": ("image_bgr",),
     "anchors_count": (),
     "anchors_first": (),
@@ -210,7 +214,7 @@ _FED = {
     "max_conf": ("proposals_orig", "prop_cls_logits"),
     "max_conf_caffe": ("proposals_orig", "prop_cls_logits"),
 }
-_ONLY_INPUTS = ("image_bgr", "given_boxes")
+_ONLY_INPUTS = ("given_boxes",)
 _SELECTION = re.compile(r"sel_(caffe_(?:origspace_)?)?thr([0-9.]+)(?:_(strict|ge))?_(\d+)_(\d+)")
 _END_TO_END = "pixels to proposals"
 
@@ -300,10 +304,17 @@ class Stages:
     # What our stages put out.
 
     @cached_property
-    def own_resized(self) -> np.ndarray:
+    def own_decoded(self) -> np.ndarray:
+        """The image as a shard would store it, without loss, and decoded as detection does."""
         if "image_bgr" not in self.stored:
             raise ValueError("image_bgr, the pixels to resize, is missing")
-        return resize(self.stored["image_bgr"], self.network.config)
+        stream = io.BytesIO()
+        Image.fromarray(self.stored["image_bgr"][:, :, ::-1]).save(stream, "PNG")
+        return decode_bgr(stream.getvalue())
+
+    @cached_property
+    def own_resized(self) -> np.ndarray:
+        return resize(self.own_decoded, self.network.config)
 
     @cached_property
     def own_c4(self) -> Tensor:
@@ -370,6 +381,7 @@ class Stages:
         if prefix in ("prop", "given") and output in _OUTPUTS[1:]:
             return self._compare_outputs(prefix, output, theirs, remark)
         ours = {
+            "image_bgr": lambda: torch.from_numpy(np.array(self.own_decoded)).long(),
             "resized_bgr": lambda: torch.from_numpy(np.array(self.own_resized)),
             "anchors_count": lambda: torch.tensor(len(self.own_anchors)),
             "anchors_first": lambda: self.own_anchors[: len(theirs)],
