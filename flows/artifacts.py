@@ -241,7 +241,7 @@ def table_of_stages(stages: Sequence[Stage]) -> str:
     another name."""
     lines = ["| stage | step | loss | time left | seconds | came to |", "|---|---:|---|---:|---:|---|"]
     for stage in stages:
-        name = f"[{escaped(stage.name)}](/runs/flow-run/{stage.run})" if stage.run else escaped(stage.name)
+        name = f"[{_words(stage.name)}](/runs/flow-run/{stage.run})" if stage.run else escaped(stage.name)
         facts = [escaped(stage.facts.get(fact, "")) for fact in ("step", "loss", "time left")]
         seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
         cells = [name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.came_to)]
@@ -259,8 +259,12 @@ def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:
 def link(where: str) -> str:
     """A place in the storage as a link that a person can copy where the browser does not follow it."""
     url = where if "://" in where else f"file://{where}"
-    text = re.sub(r"[\[\]\\]", lambda found: quote(found[0]), where)  # the UI shows all else as it is, escapes too
-    return f"[{text}]({quote(url, safe=':/')})"
+    return f"[{_words(where)}]({quote(url, safe=':/')})"
+
+
+def _words(text: str) -> str:
+    """The words of a link, which the UI shows as they are, escapes too, but for what ends a link or a cell."""
+    return re.sub(r"[\[\]\\|]", lambda found: quote(found[0]), text)
 
 
 def key_of(stage: str, name: str) -> str:

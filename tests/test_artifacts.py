@@ -15,6 +15,7 @@ import pytest
 from flows import artifacts
 from flows.artifacts import (
     Live,
+    Stage,
     Stages,
     commonest_reasons,
     key_of,
@@ -26,6 +27,7 @@ from flows.artifacts import (
     table_of_evaluation,
     table_of_metrics,
     table_of_progress,
+    table_of_stages,
     tell,
 )
 from flows.curves import curves, draw
@@ -130,6 +132,14 @@ def test_a_table_of_an_evaluation_links_its_files_and_leaves_parts_of_the_split_
         "|---|---:|---|",
         "| accuracy | 0.500 | 71\\.16 |",
         "| odd | – |  |",
+    ]
+
+
+def test_a_stage_that_has_a_run_is_a_link_whose_words_are_not_escaped():
+    begun, waits = Stage("collect held-out|x", run="id"), Stage("held-out|x")
+    assert table_of_stages([begun, waits]).splitlines()[2:] == [
+        "| [collect held-out%7Cx](/runs/flow-run/id) |  |  |  |  |  |",
+        r"| held\-out\|x |  |  |  |  |  |",
     ]
 
 
