@@ -112,7 +112,7 @@ class Catalog:
                     self.objects.put(self._path(stage, tar), file)
                 return True
         # The winner's manifest stands for good, so a tar that no revision names will never be named.
-        if tar is not None and self.manifest(stage, shard).tar != self._path(stage, tar):
+        if tar is not None and all(one.tar != self._path(stage, tar) for one in self.revisions(stage, shard)):
             self.objects.delete(self._path(stage, tar))
         return False
 
