@@ -114,6 +114,7 @@ def test_a_long_picture_is_bounded_by_its_long_side():
     assert resized(400, 100, 600, 1000) == (1000, 250)
     assert resized(600, 600, 600, 1000) == (600, 600)
     assert resized(201, 402, 600, 1000) == (500, 1000), "the exact ratio is an integer"
+    assert resized(600, 1001, 600, 1000) == (599, 999), "by one pixel over the limit"
     assert resized(1, 5000, 600, 1000) == (1, 1000), "no side is 0"
 
 
