@@ -11,10 +11,12 @@ And it outlives every outage of the server, and asks for its own state: cancelle
 within 10 s. No lease and no alarm ends it. Written for Prefect 3.8.8.
 """
 
+import atexit
 import logging
 import os
 import runpy
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -162,8 +164,27 @@ def once(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, Fra
     return handle
 
 
+def run_engine() -> None:
+    """Prefect's engine. The process ends with it: taking torch's modules apart would take seconds more."""
+    status = 1
+
+    def leave() -> None:
+        logging.shutdown()  # sends what the server has not yet; it is registered before this, and would come after
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # before Prefect registers what is to be done at the end, so it comes behind that
+    try:
+        runpy.run_module("prefect.engine", run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+
+
 if __name__ == "__main__":
     end_with(os.getppid())
     prepare()
     heed(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
-    runpy.run_module("prefect.engine", run_name="__main__")
+    run_engine()

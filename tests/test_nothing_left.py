@@ -108,8 +108,8 @@ def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
     found = interrupt(served, run, event, "detectors.run")
     assert before.items() <= committed(root).items(), "a shard was committed twice"
-    first = next(line for line in said() if "captions: shard" in line)
-    assert f", 1 of {left}:" in first, "it began with what the runs before it had left"
+    first = next(line for line in said() if " shards: " in line and "captions: " in line)
+    assert f"captions: 1 of {left} shards: " in first, "it began with what the runs before it had left"
     return found
 
 
