@@ -29,7 +29,7 @@ from detectors import Detector
 from storage.catalog import OK, Catalog, Manifest, Row
 from storage.objects import StorageUnreachable, open_objects
 from storage.progress import progress_line
-from storage.sample import Regions, Sample
+from storage.sample import Regions, Sample, check_sample
 
 if TYPE_CHECKING:
     from detectors.detect import DetectorSettings
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 IMAGES = "images"
 # Status of an image for which the network's numbers overflow, and of one in which there is nothing.
 NOT_FINITE, NO_REGIONS = "not_finite", "no_regions"
+# Of one that cannot be read, and of one whose regions no reader would take: a fault of the detector.
+BAD_SAMPLE, BAD_REGIONS = "bad_sample", "bad_regions"
 # Samples handed to a detector at a time: enough to find batches of equal size, and few decoded images in memory.
 _GROUP = 32
 # Exit status for "try again later", as sysexits.h has it.
@@ -62,13 +64,19 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     rows, samples = [], []
     for row, sample, found in _found(catalog, manifest, detector):
         if isinstance(found, Regions):
+            sample = dataclasses.replace(sample, regions=found)
+            try:
+                check_sample(sample)
+            except ValueError as error:
+                found = f"{BAD_REGIONS}: {error}"
+        if isinstance(found, Regions):
             rows.append(Row(row["row"], row["key"], OK, url=row["url"]))
-            samples.append(dataclasses.replace(sample, regions=found))
+            samples.append(sample)
         else:
             status, _, detail = found.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
-    judged = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE)]
-    if len(judged) > 1 and all(row.status == NOT_FINITE for row in judged):
+    judged = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE, BAD_REGIONS)]
+    if len(judged) > 1 and all(row.status in (NOT_FINITE, BAD_REGIONS) for row in judged):
         raise ValueError(
             f"shard {shard}: {judged[0].detail}, and so in all of the {len(judged)} images that the network saw: are "
             "these its weights? Nothing was committed"
@@ -84,13 +92,21 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
     return catalog.commit(stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
 
-def _found(catalog: Catalog, manifest: Manifest, detector: Detector) -> Iterator[tuple[dict, Sample, Regions | str]]:
-    """Each ok row of the manifest with its sample and what the detector says about it."""
+def _found(
+    catalog: Catalog, manifest: Manifest, detector: Detector
+) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
+    """Each ok row of the manifest, its sample, and what the detector says about it; None and why where it is none."""
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
-    samples = catalog.read(IMAGES, manifest.shard)
+    samples = catalog.read_each(IMAGES, manifest.shard)
     for start in range(0, len(rows), _GROUP):
         group = list(islice(samples, _GROUP))
-        yield from zip(rows[start : start + _GROUP], group, detector.detect(group), strict=True)
+        good = [sample for sample in group if isinstance(sample, Sample)]
+        found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))
+        for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
+            if isinstance(sample, Sample):
+                yield row, sample, found[sample.key]
+            else:
+                yield row, None, f"{BAD_SAMPLE}: {sample}"
 
 
 def detect_pending(

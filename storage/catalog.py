@@ -43,7 +43,7 @@ from storage.manifests import (
 )
 from storage.objects import ObjectMissing, Objects, StorageUnreachable
 from storage.safe_json import parse_json
-from storage.sample import Sample
+from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard, write_shard
 from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
 
@@ -174,7 +174,12 @@ class Catalog:
         return _each(load, list(self._newest(stage, shards).values()))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
-        """The samples of a committed shard, in the order of its rows.
+        """The samples of a committed shard, in the order of its rows; ValueError as `read_each`, and at one that cannot
+        be read."""
+        return map(_readable, self.read_each(stage, shard))
+
+    def read_each(self, stage: str, shard: str) -> Iterator[Sample | BadSample]:
+        """The samples of a committed shard, in the order of its rows, or for each why it cannot be read.
 
         ValueError, before the first of them, where the tar is not the one that was committed.
         """
@@ -348,6 +353,12 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             f"no room in {tempfile.gettempdir()}, where whole tars and snapshots are made: {error}. Set TMPDIR to a "
             "folder with more room, then run again: what is committed stays"
         ) from error
+
+
+def _readable(sample: Sample | BadSample) -> Sample:
+    if isinstance(sample, BadSample):
+        raise sample
+    return sample
 
 
 def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read]:

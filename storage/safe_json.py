@@ -4,6 +4,7 @@ Every JSON file that the program reads goes through `parse_json`; every text of 
 log or an artifact goes through `printable` or `shown`.
 """
 
+import codecs
 import json
 import math
 import re
@@ -39,8 +40,11 @@ def parse_json(
     """
     try:
         raw = data.encode() if isinstance(data, str) else bytes(data)
-        text, zeros = str(raw, "utf-8-sig"), raw.translate(_ZEROS)
-        value = _DECODERS[_HUGE[0] in zeros or _HUGE[1] in zeros or _HUGE[2] in zeros, nan].decode(text)
+        text, zeros = raw.removeprefix(codecs.BOM_UTF8).decode().strip(" \t\r\n"), raw.translate(_ZEROS)
+        huge = _HUGE[0] in zeros or _HUGE[1] in zeros or _HUGE[2] in zeros
+        value, end = _DECODERS[huge, nan].raw_decode(text)
+        if end != len(text):
+            raise ValueError(f"more text behind its value, from character {end} on")
         if "\\u" in text and _SURROGATE.search(text):
             _check_texts(value)
     except RecursionError:  # without the traceback of all the levels

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.sample import Sample, from_members, to_members
+from storage.sample import BadSample, Sample, from_members, to_members
 
 SHARD_VERSION = 1
 EXTENSIONS = ("jpg", "json", "mp")  # in this order within a sample
@@ -65,8 +65,9 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
     return spans
 
 
-def read_shard(source: bytes | Path, name: str = "the shard") -> Iterator[Sample]:
-    """The samples of one tar, in order; `name` stands for the bytes in messages (a Path names itself).
+def read_shard(source: bytes | Path, name: str = "the shard") -> Iterator[Sample | BadSample]:
+    """The samples of one tar, in order, or for each why it is none; `name` stands for the bytes in messages (a Path
+    names itself).
 
     ValueError names the file, the member and its offset where the tar is torn or not in our layout.
     """
@@ -116,16 +117,20 @@ def _mapped(file: Path) -> Iterator[bytes | mmap.mmap]:
                 yield data
 
 
-def _samples(data: bytes | mmap.mmap, name: str) -> Iterator[Sample]:
+def _samples(data: bytes | mmap.mmap, name: str) -> Iterator[Sample | BadSample]:
     for key, _, _, members in _groups(data, name):
-        yield _sample(key, {extension: data[start:end] for extension, (start, end) in members.items()}, name)
+        try:
+            sample = _sample(key, {extension: data[start:end] for extension, (start, end) in members.items()}, name)
+        except BadSample as error:
+            sample = error
+        yield sample
 
 
 def _sample(key: str, members: dict[str, bytes | memoryview], name: str) -> Sample:
     try:
         return from_members(key, members)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{name}: sample {key} cannot be read: {error!r}; write the shard again") from error
+    except BadSample as error:
+        raise BadSample(f"{name}: {error}; write the shard again", key) from error
 
 
 # key, offset of its first header, end of its last padded member, extension -> (start, end) of the content

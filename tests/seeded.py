@@ -1,21 +1,26 @@
 """Samples that depend on their seed alone: on no library's random numbers and no library's JPEG encoder."""
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+import storage.sample
+import storage.shards
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
 from storage.objects import Objects
 from storage.runs import file_hash, sealed_json
-from storage.sample import Regions, Sample, sample_key
+from storage.sample import Regions, Sample, sample_key, to_members
 
 # A grey picture of 16 x 8 pixels.
 JPEG = base64.b64decode(
@@ -48,6 +53,7 @@ def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: 
     return dataclasses.replace(
         regions,
         background=5,
+        labels=regions.labels % 5,
         attributes=np.arange(count, dtype=np.int32)[::-1] * 7,
         attribute_scores=seeded_fractions(f"attribute {seed}", count),
         features=seeded_fractions(f"feature {seed}", count, 3).astype(np.float16),
@@ -67,6 +73,19 @@ def seeded_sample(seed: int, regions: Regions | None = None) -> Sample:
         flags=("exif_rotated", "resized")[: seed % 3],
         regions=regions,
     )
+
+
+@contextlib.contextmanager
+def another_writer(change: Callable[[str, dict[str, bytes]], dict[str, bytes]] = lambda key, members: members):
+    """Shards are written meanwhile as by a program that checks nothing, with `change(key, members)` in their tars."""
+
+    def write(sample: Sample) -> dict[str, bytes]:
+        return change(sample.key, to_members(sample))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.sample, "check_sample", lambda sample: None)
+        patch.setattr(storage.shards, "to_members", write)
+        yield
 
 
 def shard_of(number: int, size: int = 6, regions: bool = False) -> tuple[list[Sample], list[Row]]:

@@ -15,7 +15,7 @@ import pytest
 from s3 import s3_server
 from test_data import ALONE, rows_in_order
 from test_reading import STAGE, Counted, identity, samples_of
-from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample, with_bytes
 
 from detectors.loop import batches
 from storage.cache import ShardCache
@@ -38,7 +38,8 @@ class Remote(Counted):
 
 
 def sample(number: int):
-    return dataclasses.replace(tiny_sample(number), image=os.urandom(1) * (SIZE // PER_SHARD - 4000))
+    sample = tiny_sample(number)
+    return with_bytes(sample, os.urandom(1) * (SIZE // PER_SHARD - 4000 - len(sample.image)))
 
 
 @pytest.fixture
@@ -338,7 +339,7 @@ def test_of_several_processes_one_fetches_and_another_takes_its_place(tmp_path, 
 
 @pytest.mark.slow
 def test_kill_9_leaves_no_file_that_looks_whole_and_is_not(tmp_path):
-    large = [dataclasses.replace(tiny_sample(i), image=os.urandom(5 << 20)) for i in range(16)]
+    large = [with_bytes(tiny_sample(i), os.urandom(5 << 20)) for i in range(16)]
     commit_samples(tmp_path / "root", "captions", large, per_shard=4)
     objects = remote(tmp_path)
     index = cache_of(objects, tmp_path)[1].index

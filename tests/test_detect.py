@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from seeded import another_writer
 
 from demo.__main__ import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
@@ -132,6 +133,49 @@ def test_a_broken_image_leaves_the_rest_of_its_shard_detected(tmp_path: Path):
         assert sample.regions.class_probs.shape == (len(regions), 37)
         assert sample.regions.boxes[:, 2].max() <= 112
         assert sample.regions.boxes[:, 3].max() <= 84
+
+
+def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
+    samples = [a_sample(n) for n in range(3)]
+    with another_writer(
+        lambda key, members: members | {"json": b"[]"} if key == samples[1].key else members,
+    ):
+        catalog = collected(tmp_path, [samples])
+    detector = untrained_demo()
+    assert detect_shard(catalog, "00000", detector)
+    table = catalog.manifest(stage_of(detector), "00000").table
+    assert table["status"].to_pylist() == ["ok", "bad_sample", "ok"]
+    assert f"sample {samples[1].key}: the .json member" in table["detail"][1].as_py()
+    assert [sample.key for sample in catalog.read(stage_of(detector), "00000")] == [samples[0].key, samples[2].key]
+    with pytest.raises(ValueError, match=samples[1].key):
+        list(catalog.read("images", "00000"))
+
+
+class Careless(AnnotatedDetector):
+    """Boxes that begin left of the image, in some images."""
+
+    def __init__(self, file: Path, wrong: Sequence[int]):
+        super().__init__(file)
+        self.wrong = [f"{number:020x}" for number in wrong]
+
+    def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
+        found = super().detect(samples)
+        for sample, regions in zip(samples, found, strict=True):
+            if sample.key in self.wrong:
+                regions.boxes[0, 0] = -1
+        return found
+
+
+def test_regions_that_no_reader_takes_are_not_written(tmp_path: Path):
+    catalog = collected(tmp_path, [[a_sample(n) for n in range(1, 4)]])
+    file = annotations(tmp_path / "a.json", [1, 2, 3])
+    with pytest.raises(ValueError, match=r"shard 00000: .* regions\.boxes\[0\] is .*all of the 3 images"):
+        detect_shard(catalog, "00000", Careless(file, [1, 2, 3]))
+    detector = Careless(file, [2])
+    assert detect_shard(catalog, "00000", detector)
+    table = catalog.manifest(stage_of(detector), "00000").table
+    assert table["status"].to_pylist() == ["ok", "bad_regions", "ok"]
+    assert f"{2:020x}: regions.boxes[0] is [-1.0, " in table["detail"][1].as_py()
 
 
 def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_path: Path):

@@ -62,7 +62,7 @@ def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_p
     commit(local, 1, REGIONS, untrained=False)
     new = local.pin(REGIONS)
     samples, rows = shard_of(0)
-    samples[1] = dataclasses.replace(samples[1], image=bytes(700_000))
+    samples[1] = dataclasses.replace(samples[1], image=samples[1].image + bytes(700_000))
     Catalog(local.objects, "refcoco+").commit("images", "00000", samples, rows, {})
     local.objects.put("runs/first/metrics.parquet", b"not ours")
     checkpoint(local.objects, "first", 10, data_of(old.id))

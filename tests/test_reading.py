@@ -13,7 +13,7 @@ import pytest
 from s3 import s3_server
 from s3_faults import faulty
 from test_data import captions, training_data
-from tiny import DETECTOR, commit_samples, tiny_root, tiny_sample
+from tiny import DETECTOR, commit_samples, tiny_root, tiny_sample, with_bytes
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog
@@ -107,7 +107,7 @@ def test_neighbours_in_a_tar_are_one_request(bucket, written):
 
 
 def test_a_chunk_is_one_request_where_single_samples_are_many(tmp_path):
-    large = [dataclasses.replace(tiny_sample(i), image=os.urandom(100_000)) for i in range(64)]
+    large = [with_bytes(tiny_sample(i), os.urandom(100_000)) for i in range(64)]
     commit_samples(tmp_path, "captions", large, per_shard=64)
     objects = Counted(open_objects(str(tmp_path)))
     samples = samples_of(objects)
@@ -129,7 +129,7 @@ def test_a_training_takes_chunks_of_neighbours(tmp_path):
 
 
 def test_what_is_read_together_is_bounded(tmp_path):
-    large = [dataclasses.replace(tiny_sample(i), image=os.urandom(3 << 20)) for i in range(5)]
+    large = [with_bytes(tiny_sample(i), os.urandom(3 << 20)) for i in range(5)]
     commit_samples(tmp_path, "captions", large)
     objects = Counted(open_objects(str(tmp_path)))
     samples = samples_of(objects)

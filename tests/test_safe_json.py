@@ -13,7 +13,7 @@ from storage.safe_json import parse_json, printable, shown
 REFUSED = {
     "torn": (b'{"a": [1, 2', "delimiter"),
     "empty": (b"", "Expecting value"),
-    "two values": (b"{} {}", "Extra data"),
+    "two values": (b"{} {}", "more text"),
     "deep lists": (b"[" * 10**5, "too deep"),
     "deep objects": (b'{"a":' * 10**5, "too deep"),
     "not a number": (b'{"a": NaN}', "NaN"),

@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import test_refcoco
 import test_vcr
 import test_vqa
 import torch
+from seeded import another_writer
+from test_sample import about, member, packed
 from test_train import torchrun
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from torch import Tensor, nn
@@ -74,10 +77,11 @@ def without_classes(sample: Sample) -> Sample:
 def a_root(folder: Path, broken: dict[int, Callable[[Sample], Sample]], count: int = 16, held_out: int = 0) -> Path:
     """A root with `count` samples, some of them broken, and as many held out as are asked for."""
     samples = [tiny_sample(i, regions=1 + i % 3) for i in range(count)]
-    commit_samples(folder, "captions", [broken.get(i, lambda s: s)(sample) for i, sample in enumerate(samples)])
-    if held_out:
-        samples = [tiny_sample(1000 + i) for i in range(held_out)]
-        commit_samples(folder, "held-out", [broken.get(1000 + i, lambda s: s)(s) for i, s in enumerate(samples)])
+    with another_writer():
+        commit_samples(folder, "captions", [broken.get(i, lambda s: s)(sample) for i, sample in enumerate(samples)])
+        if held_out:
+            samples = [tiny_sample(1000 + i) for i in range(held_out)]
+            commit_samples(folder, "held-out", [broken.get(1000 + i, lambda s: s)(s) for i, s in enumerate(samples)])
     (folder / "vocab.txt").write_text(WORDS.text())
     return folder
 
@@ -373,6 +377,41 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
     unreadable = [line.get("unreadable") for line in training]
     again = read_metrics(open_objects(str(root)), "tiny", "training")
     assert [line.get("unreadable") for line in again] == unreadable
+
+
+def test_a_run_over_samples_with_every_kind_of_damage_names_these_and_no_others(tmp_path):
+    """Among 24 good ones, trained on and validated on; the first of all is among the bad ones."""
+    changes = [
+        about(caption=3),
+        about(width=10**9),
+        about(flags={}),
+        member("json", b'{"caption":' + b"[" * 10**5),
+        member("json", b"\xff"),
+        member("mp", b"\x91" * 10**5),
+        member("mp", msgpack.packb({1: 2})),
+        packed(background=99),
+        packed(detector=msgpack.ExtType(1, b"")),
+        packed(boxes=["<f4", [1, 4], np.float32([0, 0, 1e30, 5]).tobytes()]),
+        packed(labels=["<i4", [2**62], bytes(4)]),
+        lambda members: members | {"jpg": members["jpg"][: len(members["jpg"]) // 2]},
+        member("jpg", b"<html>"),
+    ]
+    samples = [tiny_sample(i, regions=1) for i in range(24 + len(changes))]
+    bad = {samples[2 * i].key: change for i, change in enumerate(changes)}
+    held_out = [tiny_sample(1000 + i, regions=1) for i in range(4)]
+    bad |= {held_out[0].key: about(caption=None), held_out[2].key: packed(scores=["<f4", [1], b"\xff" * 4])}
+    with another_writer(lambda key, members: bad.get(key, dict)(members)):
+        commit_samples(tmp_path, "captions", samples)
+        commit_samples(tmp_path, "held-out", held_out)
+    (tmp_path / "vocab.txt").write_text(WORDS.text())
+    recipe = a_recipe(tmp_path, held_out="held-out", batch=len(samples))
+    train(dataclasses.replace(recipe, steps=2, log_every=1), ALONE)
+    lines = lines_of(tmp_path, "unreadable.jsonl")
+    assert sorted(line["key"] for line in lines) == sorted(bad)
+    assert all(line["key"] in line["reason"] for line in lines)
+    counts = [line["unreadable"] for line in read_metrics(open_objects(str(tmp_path)), "tiny", "training")]
+    assert counts == [len(changes)] * 2
+    assert read_metrics(open_objects(str(tmp_path)), "tiny", "validation")[-1]["unreadable"] == 2
 
 
 def test_slots_of_steps_before_a_validation_are_counted_in_the_line_after_it(tmp_path):

@@ -62,6 +62,11 @@ def tiny_sample(number: int, regions: int = 2) -> Sample:
     )
 
 
+def with_bytes(sample: Sample, more: bytes) -> Sample:
+    """The sample with so many bytes behind the end of its JPEG, where decoders pass over them."""
+    return dataclasses.replace(sample, image=sample.image + more)
+
+
 def commit_samples(
     root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, untrained: bool = False
 ) -> None:

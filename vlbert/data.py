@@ -253,9 +253,8 @@ class Asked:
 
     def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
         if isinstance(sample, ValueError):
-            return Unreadable(step, None, str(sample))
+            return Unreadable(step, getattr(sample, "key", None), str(sample))
         try:
-            _check_finite(sample)
             ask = None if self.questions.asks is None else self.questions.asks[number]
             rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if ask is None else number)
             flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
@@ -263,14 +262,6 @@ class Asked:
         except ValueError as error:
             reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
             return Unreadable(step, sample.key, reason)
-
-
-def _check_finite(sample: Sample) -> None:
-    """ValueError where an array that a model reads holds what is no number: every loss would become one."""
-    for name in ("boxes", "class_probs", "features"):
-        array = getattr(sample.regions, name, None)
-        if array is not None and not np.isfinite(array).all():
-            raise ValueError(f"regions.{name} of sample {sample.key} holds numbers that are not finite")
 
 
 class TrainingData(Dataset):

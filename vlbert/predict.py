@@ -31,7 +31,7 @@ from detectors.described import described_detector, detector_of_file
 from detectors.detect import FasterRCNNDetector
 from detectors.loop import find_recipe
 from storage.safe_json import shown
-from storage.sample import Regions, Sample
+from storage.sample import Regions, Sample, check_sample
 from vlbert.attention import attention_of, chosen_heads, write_attention
 from vlbert.batch import Batch, collate
 from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at
@@ -170,7 +170,9 @@ class Predictor:
         (regions,) = self.detector.detect([sample])
         if isinstance(regions, str):
             raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
-        return Sample(**vars(sample) | {"regions": regions})
+        sample = Sample(**vars(sample) | {"regions": regions})
+        check_sample(sample)
+        return sample
 
     def __call__(
         self,
