@@ -480,7 +480,7 @@ def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_ima
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     root, weights = tmp_path / "root", tmp_path / "w.safetensors"
-    samples = [a_sample(n, noise(84, 112, n)) for n in range(4)] + [a_sample(4, BAD[1][0], (84, 112))]
+    samples = [a_sample(n, noise(84, 112, n)) for n in range(4)] + [a_sample(4, BAD[3][0], (84, 112))]
     catalog = committed(root, samples)
     write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
     file = annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
