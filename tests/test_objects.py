@@ -259,6 +259,10 @@ def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
         objects.put(path, b"")
     objects.delete("run/step/a")
     assert (tmp_path / "root/run/step/b").exists()
+    empty = open_objects(str(tmp_path / "empty"))
+    empty.put("top", b"")
+    empty.delete("top")
+    assert (tmp_path / "empty").is_dir()
     for path in ("run/step/b", "run/step/b", "top"):
         objects.delete(path)
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]

@@ -527,6 +527,16 @@ def test_a_checkpoint_is_told_when_it_is_whole_and_with_the_best_so_far(tmp_path
     assert find_best(objects, "r", "accuracy").step == 2
 
 
+def test_a_state_is_written_as_it_was_when_its_checkpoint_began(tmp_path):
+    objects = Held(tmp_path, held="model.safetensors")
+    state = {"step": 1, "loop": {"taken": [1.0]}}
+    with Writer(objects) as writer:
+        write_checkpoint(writer, "r", 1, 1, {"model.safetensors": tensors(1)}, state, 1, None)
+        state["loop"]["taken"].append(2.0)  # by the step after it
+        objects.let_through.set()
+    assert read_state(objects, "runs/r/step-0000001")["loop"] == {"taken": [1.0]}
+
+
 def test_a_training_keeps_the_newest_and_the_best_by_its_task(tmp_path, capsys):
     root = tiny_root(tmp_path)
     recipe = tiny_recipe(root, steps=5, save_every=1, validate_every=1, keep_checkpoints=1, run="r")
