@@ -35,6 +35,7 @@ from demo.words import caption
 from storage.catalog import Catalog
 from storage.manifests import Row
 from storage.objects import open_objects
+from storage.runs import read_state
 from storage.sample import Regions, Sample, sample_key
 
 if TYPE_CHECKING:  # the harness itself needs no torch
@@ -372,14 +373,23 @@ def measured(root: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCKED} for line in lines]
 
 
+def last_state(root: Path) -> dict:
+    """state.json of the last checkpoint, but for the hash of config.json, which names the root."""
+    found = read_state(open_objects(str(root), write=False), f"runs/{RUN}/step-{STEPS:07d}")
+    del found["files"]["config.json"]
+    return found
+
+
 def unequal(before: Path, after: Path) -> list[str]:
     """Which files of the trainings in two roots differ, though they should be equal to the bit."""
-    names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json")]
+    names = [f"step-{STEPS:07d}/{name}" for name in ("model.safetensors", "optimizer.safetensors")]
     faults = [
         f"{after.name}: its {name} is not that of {before.name}"
         for name in [*names, "predictions.jsonl"]
         if (before / "runs" / RUN / name).read_bytes() != (after / "runs" / RUN / name).read_bytes()
     ]
+    if last_state(before) != last_state(after):
+        faults.append(f"{after.name}: its state.json is not that of {before.name}")
     pairs = list(itertools.zip_longest(measured(before), measured(after)))
     return faults + [f"{after.name}: {b} became {a}" for b, a in pairs if b != a][:3]
 
