@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import io
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_examples
 from hypothesis import strategies as st
+from seeded import put_checkpoint
 from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.world import World
@@ -517,10 +517,8 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     assert (old.ok_rows, new.ok_rows) == (3, 4)
     assert len(index.keys()) == 3
     assert list(verify(Inventory(open_objects(root)))) == []
-    (state := tmp_path / "root/runs/run/step-0000001").mkdir(parents=True)
-    (state / "state.json").write_text(
-        json.dumps({"data": {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}})
-    )
+    pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
+    put_checkpoint(open_objects(root), "runs/run/step-0000001", {"held_out": pin})
     assert collect_litter(open_objects(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
     collected = collect(root, again, said.append)
     assert (collected.asked_again, collected.newly_ok) == (1, 0)

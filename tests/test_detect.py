@@ -385,7 +385,7 @@ def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], othe
     assert finished(catalog, flags) is None
     main([str(root), "captions", *flags, "--shard", "00000"])
     assert finished(catalog, flags) is None, "a shard is left"
-    main([str(root), "captions", *flags])
+    main([str(root), "captions", *flags, "--json"])
     assert finished(catalog, flags) == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert finished(catalog, [*flags, *other]) is None
     file.write_text(file.read_text() + " ")
