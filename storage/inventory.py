@@ -410,10 +410,14 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Itera
         if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
             tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
             try:
-                sizes = [info.size for info in objects.list(tar)]
-            except ObjectMissing:
-                sizes = []
-            if sizes != [shard["tar_bytes"]]:
+                found = next(objects.list(tar), None)
+                whole = found is not None and found.size == shard["tar_bytes"]
+                if whole:
+                    with _as_file(objects, found) as file:
+                        whole = tar.endswith(f"-{sha256_of(file)[:12]}.tar")
+            except (ObjectMissing, FileNotFoundError):
+                whole = False
+            if not whole:
                 yield f"{objects.where(tar)} is gone or damaged, and {where} names it"
 
 
