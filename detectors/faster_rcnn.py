@@ -107,8 +107,6 @@ class FasterRCNNConfig:
         check(self, self.num_attributes >= 0, "num_attributes", "0 or more")
         if self.long_side < self.short_side:
             raise ValueError(f"FasterRCNNConfig.long_side {self.long_side} is less than short_side {self.short_side}")
-        if not self.anchor_sizes or not self.anchor_ratios or min(*self.anchor_sizes, *self.anchor_ratios) <= 0:
-            raise ValueError(f"anchor sizes {self.anchor_sizes} and ratios {self.anchor_ratios} must all be positive")
 
     @property
     def num_anchors(self) -> int:

@@ -658,7 +658,7 @@ def test_half_precision_in_res5_stays_near_single_precision():
         ({"resize": "cv2"}, "resize is 'cv2'"),
         ({"box_arithmetic": "legacy"}, "box_arithmetic is 'legacy'"),
         ({"long_side": 100}, "long_side 100 is less"),
-        ({"anchor_sizes": ()}, "must all be positive"),
+        ({"anchor_sizes": ()}, "anchor_sizes is \\(\\); it must be positive"),
         ({"num_classes": 0}, "num_classes is 0"),
     ],
 )

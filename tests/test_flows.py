@@ -444,6 +444,7 @@ class Started(Exception):
     """A stage has started this command."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("walked")
 def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
     served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
@@ -621,6 +622,7 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "walked")
 def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated, world: World):
     """Inside the road the next stage detects them, and where nothing is new there is nothing to detect."""

@@ -278,6 +278,7 @@ def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden(
         assert seen(hidden=1) > 1e-3
 
 
+@pytest.mark.slow
 def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
     sight, blind = means["pixels", "in full sight"], means["pixels", "blinded"]
     print(f"\nmasked colours, by text alone {commonest:.3f} at most")
@@ -287,6 +288,7 @@ def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
     assert blind["watched_accuracy"] < commonest + 0.05
 
 
+@pytest.mark.slow
 def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_that_overlap(means, commonest):
     """The paper's argument for masking raw pixels (3.3). No word is left to tell the class."""
     pixels, features = (means[hide, "without a word"]["regions_accuracy"] for hide in ("pixels", "features"))

@@ -243,6 +243,7 @@ def failures(folder: Path) -> set[str]:
 # --- figures of detectron2 --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_shared
 def test_every_stage_computes_what_detectron2_does_on_three_images():
     found = list(compare_folder(PARITY, "public", plain=False))

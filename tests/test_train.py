@@ -257,6 +257,7 @@ def test_a_finished_run_is_settled_where_a_kill_came_before_that(root, six_steps
     assert find_complete(recipe, given, 1) is None, "no whole checkpoint is left"
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_stopped(root, six_steps):
     model = dataclasses.replace(TINY_MODEL, dropout=0.0)  # dropout draws anew on every rank
     run(root, "one", model=model)
@@ -383,6 +384,7 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
         run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, heads=2))
 
 
+@pytest.mark.slow
 def test_a_held_out_dataset_that_is_not_there_names_its_field(root):
     """On two processes too, where torchrun's own report is the last that is printed."""
     data = {"data": dataclasses.replace(tiny_recipe(root).data, held_out="nothing")}
