@@ -299,6 +299,7 @@ def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_th
     assert means["pixels", "as usual"]["regions_accuracy"] > pixels + 0.2
 
 
+@pytest.mark.slow
 def test_only_what_another_picture_takes_away_is_grounding(means):
     reads, leaks = means["pixels", "as usual"], means["features", "as usual"]
     assert reads["watched_accuracy_grounding"] > 0.15
