@@ -244,6 +244,7 @@ def verify(inventory: Inventory) -> Iterator[str]:
 
         def look(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
             try:
+                catalog.revisions(stage, shard)  # an earlier one is held against its digest, too
                 return list(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
             except (ValueError, ObjectMissing) as error:
                 return [str(error)]

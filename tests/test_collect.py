@@ -523,11 +523,13 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     collected = collect(root, again, said.append)
     assert (collected.asked_again, collected.newly_ok) == (1, 0)
     assert of(root).headers(IMAGES)["00000"].revision == 2
-    old_tar = tmp_path / "root" / index.tars[0]
-    data = bytearray(old_tar.read_bytes())
-    data[700] ^= 1  # of as many bytes as before: only its hash tells
-    old_tar.write_bytes(data)
-    assert [str(old_tar) in fault for fault in verify(Inventory(open_objects(root)))] == [True]
+    for path in (index.tars[0], "captions/images/00000.parquet"):  # which the revision left as they were
+        file = tmp_path / "root" / path
+        whole = file.read_bytes()
+        file.write_bytes(whole[:700] + bytes([whole[700] ^ 1]) + whole[701:])
+        assert any(str(file) in fault for fault in verify(Inventory(open_objects(root))))
+        file.write_bytes(whole)
+    assert list(verify(Inventory(open_objects(root)))) == []
 
 
 def test_rows_that_are_not_reached_again_keep_what_they_were(web: Web, tmp_path: Path):
