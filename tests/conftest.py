@@ -31,6 +31,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, database=No
 hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(trylast=True)  # behind a plugin that shuffles them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does.
 
