@@ -1,5 +1,6 @@
 """The process of a flow run ends with its worker, hears of that once, and waits for a server that is away."""
 
+import contextvars
 import logging
 import os
 import signal
@@ -147,7 +148,9 @@ def ask_in_a_loop(url: str) -> int:
 def test_a_request_waits_until_the_server_is_back(asks: Callable[[str], int], caplog: pytest.LogCaptureFixture):
     port, found = free_port(0), []
     caplog.set_level(logging.WARNING)
-    asking = threading.Thread(target=lambda: found.append(asks(f"http://127.0.0.1:{port}/")), daemon=True)
+    here = contextvars.copy_context()  # else the thread would not see the settings, and Prefect itself would ask again
+    ask_it = lambda: found.append(asks(f"http://127.0.0.1:{port}/"))  # noqa: E731
+    asking = threading.Thread(target=here.run, args=(ask_it,), daemon=True)
     asking.start()
     time.sleep(0.5)
     assert not found
