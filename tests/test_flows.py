@@ -380,6 +380,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
 # --- the whole road, as a flow ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twice(
     served: Operated, walked: subprocess.CompletedProcess, walked_again: dict[str, list[str]]
