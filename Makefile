@@ -28,7 +28,7 @@ serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of p
 test: $(VENV)/installed lint  ## 10 minutes at most on 2 cores
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/installed lint  ## with the slow ones: 45 minutes at most
+test-all: $(VENV)/installed lint  ## with the slow ones: an hour at most
 	$(BIN)/python -m pytest -m ""
 
 lint: $(VENV)/installed
