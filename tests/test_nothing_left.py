@@ -205,7 +205,7 @@ def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends
     root, before, images = road["root"], set(checkpoints(road["root"])), collect_rows(world, tmp_path)
     training = served.start("pretrain-vlbert/default", **road)
     served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
-    slower = SLOW | {"short_side": 600, "long_side": 1000}  # so that there is enough to do
+    slower = SLOW | {"short_side": 800, "long_side": 1333, "post_nms": 300}  # it must outlast the outage
     detection = served.start("detect-regions/default", root=images, detector=slower, datasets=["captions"])
     served.wait_for(detection, lambda: committed(images), 120)
     pids = {run: served.process(run) for run in (training, detection)}
