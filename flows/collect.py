@@ -62,15 +62,18 @@ def storage_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     return False
 
 
-@task(
-    name="open-storage",
+# A task where the network is: tried again three times, after about 10, 20 and 40 s. What is done says the storage.
+networked = partial(
+    task,
     retries=3,
     retry_delay_seconds=exponential_backoff(10),
     retry_jitter_factor=0.5,
-    retry_condition_fn=storage_failed,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
+
+
+@networked(name="open-storage", retry_condition_fn=storage_failed)
 def open_bucket(root: str) -> Objects:
     return open_objects(root)
 
@@ -80,15 +83,10 @@ def open_storage(root: str) -> Objects:
     return open_bucket(root) if "://" in root else open_objects(root)
 
 
-@task(
+@networked(
     name="collect-shards",
     task_run_name="{settings.name} from {group.parts[0].shard}",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(10),
-    retry_jitter_factor=0.5,
     retry_condition_fn=network_failed,
-    cache_policy=NO_CACHE,
-    persist_result=False,
 )
 def collect_shards(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
     return collect_group(root, settings, group, on_commit, get_run_logger().info)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pyarrow.compute as pc
-from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -24,11 +23,10 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
-from prefect.tasks import exponential_backoff
 
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
 from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
-from flows.collect import network_failed, open_storage
+from flows.collect import network_failed, networked, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
@@ -133,16 +131,7 @@ def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_by
     )
 
 
-@task(
-    name="detect-dataset",
-    task_run_name="{dataset}",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(10),
-    retry_jitter_factor=0.5,
-    retry_condition_fn=network_failed,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@networked(name="detect-dataset", task_run_name="{dataset}", retry_condition_fn=network_failed)
 def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detected:
     started, progress = time.monotonic(), Live("detecting", dataset)
 

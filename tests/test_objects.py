@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,16 +324,28 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_pat
         paths(objects, "loop/")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_without_permission_below_the_root_is_an_error(tmp_path):
-    objects = open_objects(str(tmp_path))
-    objects.put("a/b/object", b"")
-    (tmp_path / "a" / "b").chmod(0)
+def test_a_folder_without_permission_below_the_root_is_an_error():
+    with unprivileged(), tempfile.TemporaryDirectory() as folder:
+        objects = open_objects(folder)
+        objects.put("a/b/object", b"")
+        (Path(folder) / "a" / "b").chmod(0)
+        try:
+            with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {folder}/a/b: "):
+                paths(objects)
+        finally:
+            (Path(folder) / "a" / "b").chmod(0o700)
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """As another user, where we are root, who may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
     try:
-        with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {tmp_path}/a/b: "):
-            paths(objects)
+        yield
     finally:
-        (tmp_path / "a" / "b").chmod(0o700)
+        os.seteuid(before)
 
 
 @pytest.mark.parametrize("if_absent", [False, True])
