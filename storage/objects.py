@@ -289,7 +289,10 @@ class LocalObjects:
     def _remove(self, file: Path) -> None:
         """The file and, where it was the last one there, its folder: a bucket has no empty folders either."""
         with _changing(file):
-            file.unlink(missing_ok=True)
+            try:
+                file.unlink()
+            except FileNotFoundError:
+                return  # the folder may be one that another has just made for its own file
         if file.parent != self._folder:
             with contextlib.suppress(OSError):  # it holds others
                 file.parent.rmdir()

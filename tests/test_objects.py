@@ -284,16 +284,17 @@ class Endless(Sequence):
         return memoryview(b"half")
 
 
-def delete_for_ever(root: str, path: str) -> None:
+def put_and_delete_for_ever(root: str, path: str) -> None:
     objects = open_objects(root)
     while True:
+        objects.put(path, b"")
         objects.delete(path)
 
 
 def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path):
     objects = open_objects(str(tmp_path))
     removing = multiprocessing.get_context("fork").Process(
-        target=delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
+        target=put_and_delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
     )
     removing.start()
     for number in range(200):
@@ -302,6 +303,12 @@ def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path
         objects.delete("run/step/mine")
     removing.kill()
     removing.join()
+
+
+def test_deleting_what_is_not_there_leaves_the_folder_to_who_has_just_made_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    open_objects(str(tmp_path)).delete("run/absent")
+    assert (tmp_path / "run").is_dir()
 
 
 def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):
