@@ -61,8 +61,8 @@ def parse_json(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        again = next(name for name in names if names.count(name) > 1)
+        seen = set()
+        again = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"an object has the name {shown(again)} twice")
     return found
 

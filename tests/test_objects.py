@@ -569,8 +569,9 @@ def test_a_download_that_breaks_off_is_asked_for_again():
             server.objects().get("a")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def https_s3(tmp_path_factory) -> Iterator[list[Mapping[str, str]]]:
+    """Of one test alone: the environment that leads to it must not meet the tests of `s3`, in whatever order."""
     with https_s3_server(tmp_path_factory.mktemp("https"), "secure") as came:
         yield came
 

@@ -72,6 +72,7 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     assert sorted(after) == [f"{number:05}" for number in range(8)]
 
 
+@pytest.mark.slow
 def test_the_clock_starts_it_every_quarter_of_an_hour(served: Operated):
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     (deployment,) = (one for one in project["deployments"] if one["name"] == "scheduled")

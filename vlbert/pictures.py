@@ -117,7 +117,7 @@ def _decode(sample: Sample) -> Tensor:
     try:
         return decode_jpeg(torch.frombuffer(bytearray(sample.image), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError as error:
-        raise ValueError(f"sample {sample.key} ({sample.url}): its JPEG does not decode: {error}") from error
+        raise ValueError(f"sample {sample.key}: its JPEG does not decode: {error}") from error
 
 
 def swap_sides(text: str) -> str:
