@@ -97,7 +97,7 @@ def _found(
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
     """Each ok row of the manifest, its sample, and what the detector says about it; None and why where it is none."""
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
-    samples = catalog.read_each(IMAGES, manifest.shard)
+    samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
         group = list(islice(samples, _GROUP))
         good = [sample for sample in group if isinstance(sample, Sample)]

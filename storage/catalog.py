@@ -176,14 +176,13 @@ class Catalog:
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
         """The samples of a committed shard, in the order of its rows; ValueError as `read_each`, and at one that cannot
         be read."""
-        return map(_readable, self.read_each(stage, shard))
+        return map(_readable, self.read_each(self.manifest(stage, shard)))
 
-    def read_each(self, stage: str, shard: str) -> Iterator[Sample | BadSample]:
-        """The samples of a committed shard, in the order of its rows, or for each why it cannot be read.
+    def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
+        """The samples of a committed shard, in the order of this manifest's rows, or for each why it cannot be read.
 
         ValueError, before the first of them, where the tar is not the one that was committed.
         """
-        manifest = self.manifest(stage, shard)
         if manifest.tar is None:
             return iter(())
         where = self.objects.where(manifest.tar)
@@ -192,9 +191,11 @@ class Catalog:
             source = self.objects.get(manifest.tar) if file is None else file
             sha256 = hashlib.sha256(source).hexdigest() if file is None else sha256_of(file)
         except (ObjectMissing, FileNotFoundError) as error:
-            raise ValueError(f"{where} is gone; {self._redo(stage, manifest.name)}") from error
+            raise ValueError(f"{where} is gone; {self._redo(manifest.stage, manifest.name)}") from error
         if sha256 != manifest.tar_sha256:
-            raise ValueError(f"{where} is damaged: its sha256 is {sha256[:12]}...; {self._redo(stage, manifest.name)}")
+            raise ValueError(
+                f"{where} is damaged: its sha256 is {sha256[:12]}...; {self._redo(manifest.stage, manifest.name)}"
+            )
         return read_shard(source, where)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:

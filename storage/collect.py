@@ -578,7 +578,11 @@ async def _download(
     free = asyncio.Semaphore(SHARDS_AT_ONCE)
     loop = asyncio.get_running_loop()
     # Reading and writing in a thread: it must not stop the clocks of the other shards.
-    with ThreadPoolExecutor(1, thread_name_prefix="files") as files:
+    # What is saved has one of its own: it must not wait for the commit of a large shard.
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="files") as files,
+        ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
+    ):
         async with Downloader(settings.download) as downloader:
             partials: set[PartialShard] = set()
 
@@ -587,7 +591,7 @@ async def _download(
                     await asyncio.sleep(settings.save_every)
                     for partial in list(partials):
                         try:
-                            await loop.run_in_executor(files, partial.save)
+                            await loop.run_in_executor(saves, partial.save)
                         except StorageUnreachable as error:
                             progress.say(f"{settings.name}: images in progress could not be written down: {error}")
                         except ValueError:

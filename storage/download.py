@@ -61,9 +61,7 @@ STATUSES: dict[str, str] = {
 _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 STATUSES |= {f"http_{code}": f"HTTP {code} {_HTTP_NAMES.get(code, '')}".rstrip() for code in range(400, 600)}
 
-# URLs of a silent host that a shard asks with all patience before it gives up the rest: that takes about as long as
-# to ask all of them in brief did.
-_ONE_IN, _TRIALS = 8, 8
+_TRIALS = 3  # of a shard's URLs of a silent host, at most, are asked with all patience before it gives up the rest
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -205,16 +203,20 @@ class Downloader:
             else:
                 gather.settle(url, outcome)
 
+        async def patiently(host: str, left: _Later) -> None:
+            tries = _spread([url for url, (before, _) in left.items() if before.brief] or list(left))
+            if len(tries) > 1:
+                await all_of(again(url, left, patient=True) for url in tries)
+                return
+            async with hosts.trial(host):
+                # Of all shards that end at a time with a few URLs of the host, one asks.
+                if hosts.silent(host) and hosts.tried(host) <= max(before.ended for before, _ in left.values()):
+                    await again(tries[0], left, patient=True)
+
         async def second(host: str, left: _Later) -> None:
             while left:
                 if hosts.silent(host):
-                    async with hosts.trial(host):
-                        in_brief = [url for url, (before, _) in left.items() if before.brief] or list(left)
-                        tries = _spread(in_brief)
-                        # Of all shards that end at a time with a few URLs of the host, one asks.
-                        tried = hosts.tried(host) > max(before.ended for before, _ in left.values())
-                        if hosts.silent(host) and not (tried and len(tries) == 1):
-                            await all_of(again(url, left, patient=True) for url in tries)
+                    await patiently(host, left)
                     if hosts.silent(host):
                         return
                 await all_of(again(url, left) for url in list(left))
@@ -259,8 +261,8 @@ class Downloader:
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """One in eight of them, from 1 to 8, from all over the list: URLs that hang often stand next to each other."""
-    count = min(max(len(urls) // _ONE_IN, 1), _TRIALS)
+    """One in eight of them, from 1 to 3, from all over the list: URLs that hang often stand next to each other."""
+    count = min(max(len(urls) // 8, 1), _TRIALS)
     return [urls[(2 * place + 1) * len(urls) // (2 * count)] for place in range(count)]
 
 

@@ -35,7 +35,7 @@ _MAX_PAGES = 256 * 2**20  # bytes of these columns in a row group, as its footer
 _MAX_STATS = 2**20  # bytes of NNNNN_stats.json
 _BATCH = 1000  # rows of a table that are decoded at a time
 _COLUMNS = ("key", "caption", "url", "status", "error_message")
-_KEY = re.compile(r"[^/\\\0]*")  # a file's name without its extension: never a path
+_KEY = re.compile(r"[^/\\\0]{0,60}")  # a file's name without its extension: never a path
 _SUCCESS = "success"
 
 # Its error messages are those of urllib, of sockets and its own: the first that is found decides.
@@ -274,5 +274,7 @@ def _images(folder: Path, shard: str, wanted: set[str], limit: int) -> Iterator[
         except tarfile.TarError as error:
             raise ValueError(f"{tar} is torn: {error}; copy it again, or run img2dataset again") from error
         stream.seek(end)
-        if any(stream.read()):  # tarfile takes a damaged header for the end
+        if any(
+            any(block) for block in iter(lambda: stream.read(1 << 20), b"")
+        ):  # tarfile takes a damaged header for the end
             raise ValueError(f"{tar} is damaged at byte {end}; copy it again, or run img2dataset again")

@@ -243,11 +243,13 @@ def verify(inventory: Inventory) -> Iterator[str]:
         catalog = Catalog(objects, name)
 
         def look(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
+            faults = []
             try:
                 catalog.revisions(stage, shard)  # an earlier one is held against its digest, too
-                return list(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
+                faults.extend(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
             except (ValueError, ObjectMissing) as error:
-                return [str(error)]
+                faults.append(str(error))
+            return faults
 
         with ThreadPoolExecutor(_READERS) as pool:
             for faults in pool.map(look, sorted(found)):
@@ -269,9 +271,12 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
     ok = table.filter(pc.equal(table["status"], OK))
     source = manifest.meta.get("source", {})
     if "manifest_sha256" in source:
-        revisions = catalog.revisions(source["stage"], source["shard"])  # an earlier one: it is pending, and no fault
-        if source["manifest_sha256"] not in [one.sha256 for one in revisions]:
-            yield f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than stands there"
+        with contextlib.suppress(ValueError):  # it is damaged, which is said where its own shard is looked at
+            revisions = catalog.revisions(source["stage"], source["shard"])  # an earlier one: it is pending, no fault
+            if source["manifest_sha256"] not in [one.sha256 for one in revisions]:
+                yield (
+                    f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than stands there"
+                )
     if manifest.tar is None:
         if len(ok):
             yield f"{where} names no tar for {len(ok)} rows that are ok"
@@ -451,8 +456,11 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     found = [_broken_off(one) for one in left]
     named = set()
     for (dataset, stage), manifests in inventory.manifests.items():
-        for header in Catalog(objects, dataset).headers(stage, sorted(manifests)).values():
+        catalog = Catalog(objects, dataset)
+        for shard, header in catalog.headers(stage, sorted(manifests)).items():
             named.add(header.tar)
+            if header.revision != int(_MANIFEST.fullmatch(manifests[shard].path)[4] or 1):  # another since the listing
+                named |= {earlier.tar for earlier in catalog.revisions(stage, shard)}
     for dataset, stage, shard in inventory.replaced:
         # Who has read the revision before may be about to pin it.
         if now - inventory.manifests[dataset, stage][shard].modified <= grace:

@@ -334,8 +334,9 @@ def unpack_regions(data: bytes | memoryview) -> Regions:
             dtype, shape, raw = stored
             if dtype != _ARRAYS[name][0]:
                 raise ValueError(f"it is stored as {shown(dtype)}, not {_ARRAYS[name][0]}")
-            if type(shape) is not list or not all(type(side) is int and side >= 0 for side in shape):
-                raise ValueError(f"its shape is {shown(shape)}")
+            sides = type(shape) is list and all(type(side) is int and side >= 0 for side in shape)
+            if not sides or len(shape) != len(_ARRAYS[name][1]):
+                raise ValueError(f"its shape is {shown(shape)}, not of {len(_ARRAYS[name][1])} sides")
             arrays[name] = np.frombuffer(raw, dtype=dtype).reshape(shape)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"regions.{name} cannot be read: {printable(error)}") from error

@@ -107,6 +107,7 @@ class PartialShard:
         self._prefix = f"{self._shard}{settings}-"
         self._new: list[tuple[str, SpooledPicture]] = []
         self._closed = False
+        self._lock = threading.Lock()  # one thread saves while another closes
 
     def add(self, url: str, picture: SpooledPicture) -> None:
         """An image that came, for the next `save`."""
@@ -115,19 +116,24 @@ class PartialShard:
     def save(self) -> None:
         """Write down what came since the last time."""
         while self._new and not self._closed:
-            count = size = 0
-            while count < len(self._new) and size < _PORTION:
-                size += self._new[count][1].length
-                count += 1
-            rows = [
-                {name: url if name == "url" else getattr(picture, name) for name in _SCHEMA.names}
-                for url, picture in self._new[:count]
-            ]
-            out = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
-            data = out.getvalue()
-            self._objects.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
-            del self._new[:count]  # only now: where the storage was away, the next time tries it again
+            with self._lock:
+                if not self._closed:
+                    self._save_portion()
+
+    def _save_portion(self) -> None:
+        count = size = 0
+        while count < len(self._new) and size < _PORTION:
+            size += self._new[count][1].length
+            count += 1
+        rows = [
+            {name: url if name == "url" else getattr(picture, name) for name in _SCHEMA.names}
+            for url, picture in self._new[:count]
+        ]
+        out = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
+        data = out.getvalue()
+        self._objects.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
+        del self._new[:count]  # only now: where the storage was away, the next time tries it again
 
     def load(self, spool: Spool) -> dict[str, SpooledPicture]:
         """What earlier runs wrote down, by URL; what is damaged is passed over, and downloaded again."""
@@ -147,8 +153,9 @@ class PartialShard:
     def close(self) -> None:
         """The shard is committed, by whomever: nothing of this is needed any more."""
         self._closed = True
-        for info in list(self._objects.list(self._shard)):
-            self._objects.delete(info.path)
+        with self._lock:  # a portion on its way arrives before the list is made
+            for info in list(self._objects.list(self._shard)):
+                self._objects.delete(info.path)
 
 
 def remove_partial(objects: Objects, dataset: str, committed: Container[str]) -> None:

@@ -41,7 +41,7 @@ from storage.collect import (
     main,
     plan,
 )
-from storage.download import CaptionRow, Download, DownloadSettings
+from storage.download import CaptionRow, Download, DownloadSettings, commit_images
 from storage.inventory import Inventory, litter, verify
 from storage.inventory import collect as collect_litter
 from storage.normalise import Picture
@@ -799,6 +799,26 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
         images = [sample.image for sample in catalog.read(IMAGES, shard)]
         assert images[:10] == [encode(draw(seed=good.index(path))) for path in paths]
     assert partials(catalog) == []
+
+
+def test_images_are_written_down_while_another_shard_is_being_committed(web: Web, tmp_path: Path, monkeypatch):
+    web.put("/while/slow.jpg", silent(10))  # its shard is in progress meanwhile
+    for name in "abc":
+        web.put(f"/while/{name}.jpg", send(encode(draw(seed=ord(name)))))
+    lines = [f"caption\t/while/{name}.jpg" for name in ("a", "b", "c", "slow")]
+    settings = served(web, tmp_path / "list.tsv", *lines, save_every=0.1)
+    root, seen = str(tmp_path / "root"), []
+
+    def slow_commit(*arguments: object, **options: object) -> bool:
+        end = time.monotonic() + 10
+        while not partials(of(root)) and time.monotonic() < end:
+            time.sleep(0.05)
+        seen.append(partials(of(root)))
+        return commit_images(*arguments, **options)
+
+    monkeypatch.setattr("storage.collect.commit_images", slow_commit)
+    collect(root, settings, lambda line: None)
+    assert any("/00001-" in path for path in seen[0])
 
 
 def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(catalog: Catalog, monkeypatch):

@@ -266,7 +266,7 @@ def test_the_program_imports_a_folder(tmp_path: Path):
     assert "5 ok" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("key", ["../secret", "/etc/secret", "sub/secret", "..\\secret", "a\0b"])
+@pytest.mark.parametrize("key", ["../secret", "/etc/secret", "sub/secret", "..\\secret", "a\0b", "1" * 300])
 def test_a_key_that_could_leave_the_folder_is_refused_by_name(tmp_path: Path, key: str):
     (tmp_path / "secret.jpg").write_bytes(picture(0))
     write_shard(tmp_path / "folder", 0, [row(0, 0, picture(1))], "files")

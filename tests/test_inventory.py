@@ -282,6 +282,18 @@ def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source
     assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, told])
 
 
+def test_verify_reads_the_tar_of_a_shard_whose_source_is_damaged_too(local):
+    commit(local, 0)
+    tar = commit(local, 0, REGIONS)
+    for path in ("captions/images/00000.parquet", tar):
+        data = bytearray(local.objects.get(path))
+        data[len(data) // 2] ^= 1
+        local.objects.put(path, bytes(data))
+    faults = list(verify(Inventory(local.objects)))
+    assert sum("images/00000.parquet is damaged" in fault for fault in faults) == 1
+    assert any(f"{tar} is damaged" in fault for fault in faults)
+
+
 def test_verify_finds_a_snapshot_whose_rows_are_not_the_manifests(local, tmp_path):
     commit(local, 0)
     snapshot = local.pin("images")
@@ -461,6 +473,22 @@ def test_a_tar_that_is_named_since_gc_looked_stays(local):
     local.objects.delete(path)
     assert found.remove() is True
     assert not local.objects.exists(tar)
+
+
+def test_the_tar_of_a_shard_that_is_replaced_while_gc_looks_stays(local, monkeypatch):
+    tar = commit(local, 0)
+    at(local.objects, tar, 48)
+    pins = Inventory.pins
+
+    def replaced_meanwhile(inventory: Inventory) -> list:
+        samples, rows = shard_of(0)
+        samples = [dataclasses.replace(sample, flags=("made again",)) for sample in samples]
+        assert local.commit("images", "00000", samples, rows, {}, local.manifest("images", "00000"))
+        return pins(inventory)
+
+    monkeypatch.setattr(Inventory, "pins", replaced_meanwhile)
+    assert [one.where for one in litter(local.objects, 24 * HOUR)] == []
+    assert local.objects.exists(tar)
 
 
 @pytest.mark.parametrize("newest_only", [False, True])

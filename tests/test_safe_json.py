@@ -26,6 +26,10 @@ REFUSED = {
     "65 bits": (b'{"a": 18446744073709551616}', "64 bits"),
     "65 bits with a sign": (b'{"a": -9223372036854775809}', "64 bits"),
     "one name twice": (b'{"a": {"b": 1, "c": 2, "b": 3}}', "'b'"),
+    "the last of many names twice": (
+        b'{"a": {' + b"".join(b'"%d":0,' % i for i in range(30_000)) + b'"29999":0}}',
+        "29999",
+    ),
     "half a surrogate pair": (b'{"a": ["x\\ud83d"]}', "surrogate"),
     "half a surrogate pair as a name": (b'{"\\uDE00": 1}', "surrogate"),
     "half a surrogate pair as text": ('{"a": "\ud83d"}', "surrogates"),
