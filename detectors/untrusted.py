@@ -266,26 +266,22 @@ class _Other(StandIn):
 
 def _read_zip(file: Path) -> Any:
     """What torch writes today: data.pkl, and a stored, not compressed, member of each storage."""
-    with zipfile.ZipFile(file) as archive:
-        members = {member.filename: member for member in archive.infolist()}
-        if len(members) != len(archive.infolist()):
-            raise ValueError("two of its members have one name")
-        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickles) != 1 or f"{pickles[0][:-8]}constants.pkl" in members:
-            raise ValueError("a zip file, and no state dict of torch")
-        folder = pickles[0].removesuffix("data.pkl")
-        # Members may lie on each other, or be written small: reading all of them must not take more than the file.
-        if sum(member.file_size for member in members.values()) > file.stat().st_size:
-            raise ValueError("its members are larger than the file")
-        order = folder + "byteorder"
-        if order in members and archive.read(order) != b"little":
-            raise ValueError("its numbers are of a machine whose big end comes first")
-
-        def read(key: str) -> bytes:
-            with zipfile.ZipFile(file) as again:
-                return again.read(folder + "data/" + key)
-
-        return read_pickle(archive.read(pickles[0]), names=_NAMES, persistent=_Storages(read).named)[0]
+    archive = zipfile.ZipFile(file)  # open as long as a storage may be read: its list of members is read once
+    members = {member.filename: member for member in archive.infolist()}
+    if len(members) != len(archive.infolist()):
+        raise ValueError("two of its members have one name")
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1 or f"{pickles[0][:-8]}constants.pkl" in members:
+        raise ValueError("a zip file, and no state dict of torch")
+    folder = pickles[0].removesuffix("data.pkl")
+    # Members may lie on each other, or be written small: reading all of them must not take more than the file.
+    if sum(member.file_size for member in members.values()) > file.stat().st_size:
+        raise ValueError("its members are larger than the file")
+    order = folder + "byteorder"
+    if order in members and archive.read(order) != b"little":
+        raise ValueError("its numbers are of a machine whose big end comes first")
+    storages = _Storages(lambda key: archive.read(f"{folder}data/{key}"))
+    return read_pickle(archive.read(pickles[0]), names=_NAMES, persistent=storages.named)[0]
 
 
 def _read_old_torch(data: bytes) -> Any:
