@@ -343,6 +343,14 @@ def _opened_new(file: Path) -> BinaryIO:
     return opened
 
 
+@functools.cache
+def _loader() -> Any:
+    """botocore's descriptions of services, read once a process: to read them again takes 0.2 s a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader(os.environ.get("AWS_DATA_PATH"))
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -583,6 +591,7 @@ class S3Objects:
         session = Session(
             session_vars={name: (name, f"AWS_{name.upper()}", "when_required", None) for name in _CHECKSUMS}
         )
+        session.register_component("data_loader", _loader())
         return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
