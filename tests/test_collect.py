@@ -639,7 +639,7 @@ def test_shards_in_progress_share_what_is_known_of_a_host(tmp_path: Path):
             server, answer = (good, send(encode(draw()))) if number % 2 else (hanging, silent(20))
             lines.append(f"caption {number}\t{server.put(f'/{number}.jpg', answer)}")
         download = DownloadSettings(
-            deadline=60, read_timeout=3, retries=0, second_pass=0, allowed_hosts=(good.host, hanging.host)
+            deadline=20, read_timeout=1.2, retries=0, second_pass=0, allowed_hosts=(good.host, hanging.host)
         )
         settings = served(good, tmp_path / "list.tsv", *lines, rows_per_shard=4, download=download)
         collected = collect(str(tmp_path / "root"), settings, lambda line: None)

@@ -49,6 +49,7 @@ def test_two_models_compute_what_the_authors_code_computes_in_each_precision(fil
 MORE_CASES = [file for file in SHARED_CASES if not (HERE / file.name).exists()]
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("file", MORE_CASES, ids=lambda file: file.stem)
 def test_seven_more_models_compute_what_the_authors_code_computes(file: Path):

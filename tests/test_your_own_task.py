@@ -82,6 +82,7 @@ def test_the_file_is_short(folder: Path):
     assert len([line for line in lines if line.strip()]) <= LINES
 
 
+@pytest.mark.slow
 def test_it_trains_and_learns_to_look(folder: Path, trained: str):
     lines = (folder / "root/runs/finetune_colours/metrics.jsonl").read_text().splitlines()
     (last,) = [line for line in map(json.loads, lines) if line["kind"] == "validation"]
