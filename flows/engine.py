@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,7 @@ from flows.patience import not_waiting, wait_for_server
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.objects import FlowRun, State
 
 # With this begins what the alarm of flows/serve.py says of a run. After an outage it may be wrong.
 NO_SIGN = "no sign of life"
@@ -39,6 +39,9 @@ _LAST_SECONDS = 3.5  # between SIGTERM and SIGKILL, so that nothing is left 5 s 
 _POLL = 0.2  # seconds between looks at who is our parent
 _ASK = 1.0  # seconds between questions for the run's state
 _LEASE = 86400.0  # seconds that a run keeps its place among those of its deployment without a word: the server's most
+_SHORT_LEASE = 60.0  # the same, until the run's state names the lease: the server's least
+_RENEW = 600.0  # seconds between two renewals
+_NO_LIMIT = "a run without a place"  # no concurrency limit is called so: a lease of it frees nothing
 
 
 def end_with(parent: int) -> None:
@@ -67,12 +70,12 @@ def is_supervisor(process: int) -> bool:
 # --- what the server says of this run ---------------------------------------------------------------------------------
 
 
-def heed(run: UUID) -> None:
-    """Ask for the state of `run` and its stages as long as this process lives, and do what it says."""
-    threading.Thread(target=_heed, args=(run, datetime.now(UTC)), daemon=True).start()
+def heed(run: UUID, place: "Place") -> None:
+    """Ask for the state of `run` and its stages as long as this process lives, do what it says, and keep its place."""
+    threading.Thread(target=_heed, args=(run, place, datetime.now(UTC)), daemon=True).start()
 
 
-def _heed(run: UUID, began: datetime) -> None:
+def _heed(run: UUID, place: "Place", began: datetime) -> None:
     from prefect.client.orchestration import get_client
 
     logger = logging.getLogger("prefect.engine")
@@ -83,10 +86,11 @@ def _heed(run: UUID, began: datetime) -> None:
                 runs = [client.read_flow_run(run), *stages(client, run)]
                 for one in runs:
                     if wrongly_crashed(one, began):
-                        at_work_again(client, one)
+                        at_work_again(client, one, place)
                 # A stage takes the whole with it: what comes behind needs what it would have made.
                 if any(one.state and one.state.is_cancelling() for one in runs):
                     break
+                place.keep(client, runs[0])
             except Exception as error:  # noqa: BLE001  the server is away, or not well: it is asked again
                 logger.debug("the state of the run is not known: %s", error)
     _end_as_cancelled()
@@ -115,41 +119,92 @@ def wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
 
-def at_work_again(client: "SyncPrefectClient", run: "FlowRun") -> None:
+class Place:
+    """A run's place among those of its deployment: a lease, named in the run's state, by which the server frees it.
+
+    A lease that is not renewed is freed by the server some time after its end, whoever has the place by then. So what
+    is taken here is short at first, and `keep` makes it long when the state names it.
+    """
+
+    def __init__(self) -> None:
+        self.lease: UUID | None = None  # that the state of the run named last
+        self._taken: UUID | None = None  # by `again`
+        self._renewed: tuple[UUID, float] | None = None
+
+    def keep(self, client: "SyncPrefectClient", run: "FlowRun") -> None:
+        """Renew the lease that the state of the run names, where that is due."""
+        state = run.state
+        lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
+        if lease is None:
+            return
+        self.lease = lease
+        if self._renewed is None or self._renewed[0] != lease or time.monotonic() - self._renewed[1] >= _RENEW:
+            client.renew_concurrency_lease(lease, _LEASE)
+            self._renewed = lease, time.monotonic()
+
+    def again(self, client: "SyncPrefectClient", deployment: UUID) -> UUID:
+        """A lease for a run that lost its own: of its place or, where another run has that, of none.
+
+        Without any lease the server would free the other's place when this run ends.
+        """
+        if self._taken is not None:  # the server may not have heard of it in the run's state
+            try:
+                client.renew_concurrency_lease(self._taken, _SHORT_LEASE)
+                return self._taken
+            except Exception as error:  # noqa: BLE001  it has ended
+                self._taken = None
+                logging.getLogger("prefect.engine").debug("another lease is taken: %s", error)
+        try:
+            self._taken = _lease(client, f"deployment:{deployment}")
+        except Exception as error:  # noqa: BLE001  another has it: both work
+            logging.getLogger("prefect.engine").warning("the run works without a place of its own: %s", error)
+            self._taken = _lease(client, _NO_LIMIT)
+        return self._taken
+
+
+def _lease(client: "SyncPrefectClient", limit: str) -> UUID:
+    answer = client.increment_concurrency_slots_with_lease([limit], 1, "concurrency", _SHORT_LEASE)
+    return UUID(answer.json()["lease_id"])
+
+
+def at_work_again(client: "SyncPrefectClient", run: "FlowRun", place: Place) -> None:
     """Say that the run works, and have its place among those of its deployment again, if nobody has taken it."""
     from prefect.states import Running
 
     state = Running(message="at work; the server was away")
     if run.deployment_id:
-        names, logger = [f"deployment:{run.deployment_id}"], logging.getLogger("prefect.engine")
-        try:
-            answer = client.increment_concurrency_slots_with_lease(names, 1, "concurrency", _LEASE)
-            # With it in the state, the server gives the place back when the run ends.
-            state.state_details.deployment_concurrency_lease_id = UUID(answer.json()["lease_id"])
-        except Exception as error:  # noqa: BLE001  another has it: both work
-            logger.warning("the run works without a place of its own: %s", error)
+        # With it in the state, the server gives the place back when the run ends.
+        state.state_details.deployment_concurrency_lease_id = place.again(client, run.deployment_id)
     client.set_flow_run_state(run.id, state, force=True)
 
 
 # --- Prefect's engine, as it is to be here ----------------------------------------------------------------------------
 
 
-def prepare() -> None:
+def prepare(place: Place) -> None:
     """Change what Prefect's engine does in this process where the server is away, or a signal comes twice."""
     import prefect.flow_engine
     from prefect.utilities import engine
 
     wait_for_server()
-    keep = prefect.flow_engine.maintain_concurrency_lease
-
-    def keep_place(lease: UUID, seconds: float, **_: bool) -> AbstractContextManager:
-        # By itself it would end the run where three renewals fail: after five minutes of outage.
-        return keep(lease, _LEASE, raise_on_lease_renewal_failure=False)
-
-    prefect.flow_engine.maintain_concurrency_lease = keep_place
+    # By itself it would end the run where three renewals fail, after five minutes of outage; `heed` renews.
+    prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()
+    prefect.flow_engine.Cancelling = holding(place)
     engine._prefect_sigterm_handler = once(engine._prefect_sigterm_handler)
     # The engine itself reports a run as Cancelled, for its worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
+
+
+def holding(place: Place) -> "Callable[..., State]":
+    """Prefect's state Cancelling with the lease of `place`: forced, it loses what the state before it held."""
+    from prefect.states import Cancelling
+
+    def cancelling(**given: object) -> "State":
+        state = Cancelling(**given)
+        state.state_details.deployment_concurrency_lease_id = place.lease
+        return state
+
+    return cancelling
 
 
 def once(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
@@ -185,6 +240,7 @@ def run_engine() -> None:
 
 if __name__ == "__main__":
     end_with(os.getppid())
-    prepare()
-    heed(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
+    its_place = Place()
+    prepare(its_place)
+    heed(UUID(os.environ["PREFECT__FLOW_RUN_ID"]), its_place)
     run_engine()

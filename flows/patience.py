@@ -28,7 +28,7 @@ _waits: ContextVar[bool] = ContextVar("waits", default=True)
 
 @contextmanager
 def not_waiting() -> Iterator[None]:
-    """In the block Prefect's clients, if they are made there, fail within seconds where the server is away."""
+    """In the block Prefect's clients fail within seconds where the server is away, also those that were made before."""
     from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     token = _waits.set(False)
@@ -81,12 +81,21 @@ def wait_for_server() -> None:
     PrefectHttpxAsyncClient.send = _waiting_async(PrefectHttpxAsyncClient.send)
 
 
+def _hasten(request: "httpx.Request") -> None:
+    """Give it little time where nobody is to wait: a client that was made before the block gives a minute."""
+    import httpx
+
+    if not _waits.get():
+        request.extensions["timeout"] = httpx.Timeout(_SHORT).as_dict()
+
+
 def _waiting(send: "Callable[..., httpx.Response]") -> "Callable[..., httpx.Response]":
-    def patiently(*arguments: object, **named: object) -> "httpx.Response":
+    def patiently(client: object, request: "httpx.Request", *rest: object, **named: object) -> "httpx.Response":
         outage = _Outage()
+        _hasten(request)
         while True:
             try:
-                return send(*arguments, **named)
+                return send(client, request, *rest, **named)
             except Exception as error:  # noqa: BLE001  raised where it is no outage
                 outage.goes_on(error)
             time.sleep(_PAUSE)
@@ -97,11 +106,12 @@ def _waiting(send: "Callable[..., httpx.Response]") -> "Callable[..., httpx.Resp
 def _waiting_async(send: "Callable[..., Awaitable[httpx.Response]]") -> "Callable[..., Awaitable[httpx.Response]]":
     import anyio
 
-    async def patiently(*arguments: object, **named: object) -> "httpx.Response":
+    async def patiently(client: object, request: "httpx.Request", *rest: object, **named: object) -> "httpx.Response":
         outage = _Outage()
+        _hasten(request)
         while True:
             try:
-                return await send(*arguments, **named)
+                return await send(client, request, *rest, **named)
             except Exception as error:  # noqa: BLE001  as above
                 outage.goes_on(error)
             await anyio.sleep(_PAUSE)

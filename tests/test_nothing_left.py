@@ -170,13 +170,17 @@ def answers(served: Operated) -> bool:
 
 
 def cancelled(served: Operated, run: str, told: str, cancel: Callable[[Operated, str], None]) -> None:
-    """Cancel `told`, the run or its stage, and see that all of it has ended in time."""
+    """Cancel `told`, the run or its stage, and see that all of it has ended in time, the lease of its place too."""
+    held = served.ask("GET", f"/flow_runs/{run}")["state"]["state_details"]["deployment_concurrency_lease_id"]
+    lease = served.home / "concurrency_leases" / f"{held}.json"
+    assert lease.exists()
     cancel(served, told)
     seconds = served.wait_for(run, lambda: not served.processes(run), 4 * CANCELLED)
     served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
     print(f"\n| {cancel.__name__} | {'run' if told == run else 'stage'} | {seconds:.1f} | {served.state(run)} | | |")
     assert seconds <= CANCELLED
     assert served.state(run) == served.state(told) == "CANCELLED"
+    assert not lease.exists(), "else it frees another run's place when it ends, a day later"
     assert {served.state(child["id"]) for child in served.below(run)} <= {"CANCELLED", "COMPLETED"}
 
 
