@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> bool:
         print(f"there is no folder {folder}")
         return False
     files = sorted(path for path in folder.rglob("expected*") if path.is_file())
-    rows, remarks, total, failed, used = [], [], [0, 0], [], {*files}
+    rows, remarks, total, failed, used = [], [], [0, 0], set(), {*files}
     for file in files:
         where = str(file.parent.relative_to(folder))
         try:
@@ -42,7 +42,7 @@ def check_folder(folder: Path) -> bool:
                 warnings.simplefilter("always")
                 found = check_file(file)
         except Exception as error:  # noqa: BLE001  files may be torn anywhere; one must not keep the others from being compared
-            failed.append(file)
+            failed.add(file)
             remarks.append(f"{file}: NOT COMPARED: {type(error).__name__}: {error}")
             continue
         remarks += [f"{file}: {warning.message}" for warning in told]
@@ -52,7 +52,8 @@ def check_folder(folder: Path) -> bool:
                 continue
             if isinstance(one, NotCompared):
                 remarks.append(f"{file}: {'NOT COMPARED' if one.fails else 'not compared'}: {one.what}")
-                failed += [file] * one.fails
+                if one.fails:
+                    failed.add(file)
                 continue
             rows.append((where, one.what, one.agree, one.of))
             total = [total[0] + one.agree, total[1] + one.of]
@@ -60,11 +61,12 @@ def check_folder(folder: Path) -> bool:
             if len(one.differing) > SHOWN:
                 remarks.append(f"{file}: {one.what}: {len(one.differing) - SHOWN} more differ")
         if not sum(one.of for one in found if isinstance(one, Comparison)):
-            failed.append(file)
+            failed.add(file)
             remarks.append(f"{file}: NOT COMPARED: it holds no value")
+    torn = {file.parent for file in failed}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(INPUTS)):
-        if path not in used and not any(path.is_relative_to(file.parent) for file in failed):
-            failed.append(path)
+        if path not in used and not torn & {*path.parents}:
+            failed.add(path)
             remarks.append(f"{path}: NOT COMPARED: nothing is expected of it")
     for where in dict.fromkeys(row[0] for row in rows):
         rows.append((where, "all", *(sum(row[column] for row in rows if row[0] == where) for column in (2, 3))))

@@ -386,6 +386,21 @@ def test_a_damaged_or_missing_file_is_told_and_fails(fault, cases, capsys):
     assert "rois" in printed, "the others are compared all the same"
 
 
+def test_each_file_that_could_not_be_compared_is_told_and_counts_once(cases, capsys):
+    (cases / "vqa" / "normalise_inputs.json").unlink()  # which leaves the file that is about it without a value, too
+    (cases / "vqa" / "another.csv").write_text("1\n")  # which that file may be about
+    (cases / "alone").mkdir()
+    for name in ("a.csv", "b.csv"):
+        (cases / "alone" / name).write_text("1\n")
+    for other in ("made", "geometry", "retrieval"):
+        shutil.rmtree(cases / other)
+    assert not check_folder(cases)
+    printed = capsys.readouterr().out
+    for name in ("a.csv", "b.csv"):
+        assert f"alone/{name}: NOT COMPARED: nothing is expected of it" in printed, printed
+    assert printed.splitlines()[-1].endswith(", 3 files could not be compared")
+
+
 def test_what_official_code_may_leave_unsaid_is_named_and_does_not_fail(cases, capsys):
     edit_json(cases / "vqa" / "expected_official_eval.json", lambda e: e["perQuestion"].pop("1001000") and None)
     edit_json(cases / "retrieval" / "expected.json", lambda e: e.pop("five_folds") and e.pop("five_fold_mean") and None)
