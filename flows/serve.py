@@ -37,6 +37,8 @@ _START_SECONDS = 120.0  # that the server may take
 QUERY = 5.0  # seconds between two questions of the worker for work
 _POLL = 0.5  # seconds between looks at server and worker
 _PAUSE = 5.0  # seconds before one that died is replaced
+_AT_ONCE = 60.0  # seconds: what ended sooner after its start may be unable to start
+_MOST_AT_ONCE = 5  # such ends in a row
 BEGINNING = 180  # seconds after which a run counts as crashed whose process was to start and has not begun
 _ALARM = "flow runs without a sign of life are crashed"
 _NEVER_BEGAN = "flow runs that never begin are crashed"
@@ -68,7 +70,7 @@ def _serving(
     for log in (server_log, worker_log):
         log.unlink(missing_ok=True)
     server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with replaceable("server", lambda: background(server, server_log)) as (serves, serve_again):
+    with replaceable("server", lambda: background(server, server_log), server_log) as (serves, serve_again):
         wait_for_server(port, serves, server_log)
         crash_the_dead()
         deploy(deployments)
@@ -80,10 +82,8 @@ def _serving(
             with suppress(Exception):  # where the server is away, the alarms do it
                 crash_the_dead()
 
-        with replaceable("worker, and its runs with it,", lambda: background(worker, worker_log), bury) as (
-            _,
-            work_again,
-        ):
+        start_worker = lambda: background(worker, worker_log)  # noqa: E731
+        with replaceable("worker, and its runs with it,", start_worker, worker_log, bury) as (_, work_again):
 
             def check() -> None:
                 serve_again()
@@ -111,23 +111,31 @@ def alone(home: Path, port: int) -> Iterator[None]:
 
 @contextmanager
 def replaceable(
-    name: str, start: Callable[[], AbstractContextManager[Callable[[], bool]]], after: Callable[[], None] = lambda: None
+    name: str,
+    start: Callable[[], AbstractContextManager[Callable[[], bool]]],
+    log: Path,
+    after: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Callable[[], bool], Callable[[], None]]]:
     """A child in the background; yields two functions: does it run, and one that replaces it where it has ended.
 
-    The latter says that `name` ended, and calls `after` before it starts another.
+    The latter says that `name` ended, with the end of its log, and calls `after` before it starts another. RuntimeError
+    where it has ended at once so often that it seems unable to start, and no run is at work that this would end.
     """
     with ExitStack() as running:
         runs = running.enter_context(start())
+        started, at_once = time.monotonic(), 0
 
         def again() -> None:
-            nonlocal runs
+            nonlocal runs, started, at_once
             if not runs():
                 running.close()
-                print(f"the {name} ended; another one is started", flush=True)
+                at_once = at_once + 1 if time.monotonic() - started < _AT_ONCE else 0
+                if at_once >= _MOST_AT_ONCE and not worked_for():
+                    raise RuntimeError(f"the {name} ended at once {at_once} times in a row; {end_of(log)}")
+                print(f"the {name} ended; another one is started; {end_of(log)}", flush=True)
                 time.sleep(_PAUSE)  # a worker's runs have ended in 5 s
                 after()
-                runs = running.enter_context(start())
+                runs, started = running.enter_context(start()), time.monotonic()
 
         yield lambda: runs(), again
 

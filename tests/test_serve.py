@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import yaml
@@ -17,7 +19,18 @@ from operated import Operated, operated, wait_until
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
-from flows.serve import _NEVER_BEGAN, BEGINNING, HEARTBEAT, SILENCE, alone, environment, replaceable, set_alarms
+from flows.serve import (
+    _MOST_AT_ONCE,
+    _NEVER_BEGAN,
+    BEGINNING,
+    HEARTBEAT,
+    SILENCE,
+    alone,
+    environment,
+    replaceable,
+    set_alarms,
+    worked_for,
+)
 from flows.supervisor import background
 
 PROJECT = Path(__file__).parents[1]
@@ -56,14 +69,14 @@ def test_a_home_is_served_once(tmp_path: Path):
 
 def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("flows.serve._PAUSE", 0.1)
-    program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    program = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
     log, after = tmp_path / "log", []
 
     def pids() -> list[int]:
         return [int(line) for line in log.read_text().split()]
 
     start = functools.partial(background, [sys.executable, "-S", "-c", program], log)
-    with replaceable("worker", start, lambda: after.append(1)) as (runs, check):
+    with replaceable("worker", start, log, lambda: after.append(1)) as (runs, check):
         wait_until(lambda: log.exists() and pids(), 10)
         check()
         assert runs()
@@ -78,6 +91,41 @@ def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tm
         os.kill(pids()[1], 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pids()[1], 0)
+
+
+def test_what_cannot_start_is_replaced_while_runs_are_at_work_and_says_why(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
+    log = tmp_path / "server.log"
+    start = functools.partial(background, [sys.executable, "-S", "-c", "print('no space'); raise SystemExit(1)"], log)
+    at_work = subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": str(uuid4()), "PATH": os.defpath})
+
+    def replaced(check: Callable[[], None], runs: Callable[[], bool]) -> None:
+        wait_until(lambda: not runs(), 10)
+        check()
+
+    with replaceable("server", start, log) as (runs, check):
+        try:
+            for _ in range(_MOST_AT_ONCE + 1):
+                replaced(check, runs)
+        finally:
+            at_work.kill()
+            at_work.wait()
+        said = capfd.readouterr().out
+        assert said.count("the server ended; another one is started; ") == _MOST_AT_ONCE + 1
+        assert "no space" in said
+        if not worked_for():  # of another test's server on this machine
+            with pytest.raises(RuntimeError, match="the server ended at once 7 times in a row(.|\n)*no space"):
+                replaced(check, runs)
+
+
+def test_ends_that_lie_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
+    monkeypatch.setattr("flows.serve._AT_ONCE", 0.0)
+    log = tmp_path / "server.log"
+    with replaceable("server", functools.partial(background, ["false"], log), log) as (runs, check):
+        for _ in range(_MOST_AT_ONCE + 1):
+            wait_until(lambda: not runs(), 10)
+            check()
 
 
 def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
