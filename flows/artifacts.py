@@ -26,6 +26,7 @@ from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
 from flows.patience import not_waiting
+from flows.supervisor import ChildFailed
 from storage.catalog import OK, Catalog
 
 Result = TypeVar("Result")
@@ -52,7 +53,7 @@ class Live:
     def __init__(self, stage: str, name: str, seconds: float = 10.0, image: bool = False):
         self.key, self.description, self.run = key_of(stage, name), f"{stage}: {name}", flow_run.get_id()
         self.seconds, self.image, self.share = seconds, image, 0.05 if image else 0.01
-        self.started, self.shown, self.id = time.monotonic(), None, None
+        self.started, self.shown, self.id = time.monotonic(), None, None  # shown: the last attempt at it
 
     @property
     def due(self) -> bool:
@@ -72,6 +73,10 @@ class Live:
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=content))
+        self.attempted()
+
+    def attempted(self) -> None:
+        """Have `show` due later: what is to be shown may be out of reach, too, and is not asked for at every line."""
         self.shown = time.monotonic()
 
 
@@ -93,8 +98,9 @@ class Stages:
         token = _STAGES.set((self, row))
         try:
             result = work()
-        except Exception as error:
-            row.end("failed", reason_of(error))
+        except BaseException as error:
+            # A signal is no Exception: the stage was cancelled, or its process is to end.
+            row.end("failed" if isinstance(error, Exception) else "ended", reason_of(error))
             self.show()
             raise
         finally:
@@ -118,7 +124,7 @@ class Stage:
     facts: Mapping[str, str] = field(default_factory=dict)
     began: float | None = None
     seconds: float | None = None
-    reason: str = ""  # why it failed
+    reason: str = ""  # why it failed or ended
 
     def end(self, came_to: str, reason: str = "") -> None:
         self.came_to, self.reason, self.facts, self.seconds = came_to, reason, {}, time.monotonic() - self.began
@@ -132,14 +138,19 @@ def tell(facts: Callable[[], Mapping[str, str]] = dict) -> None:
     and `time left`. Called often: `facts` is asked only where that is due."""
     stages, row = _STAGES.get() or (None, None)
     if stages and (row.run is None or stages.live.due):
+        row.run = flow_run.get_id()
         with reporting():
-            row.run, row.facts = flow_run.get_id(), facts()
+            row.facts = facts()
             stages.show()
+        stages.live.attempted()
 
 
-def reason_of(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def reason_of(error: BaseException) -> str:
+    """An error in one line; of a child's, why it ended and its last words."""
+    words = str(error)
+    if isinstance(error, ChildFailed):
+        words = ": ".join([error.reason, *error.tail[-1:]])
+    return f"{type(error).__name__}: {words}".splitlines()[0]
 
 
 @contextmanager
@@ -246,8 +257,8 @@ def table_of_stages(stages: Sequence[Stage]) -> str:
         seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
         cells = [name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.came_to)]
         lines.append(f"| {' | '.join(cells)} |")
-    failed = [f"- **{escaped(stage.name)}** failed: {escaped(stage.reason)}" for stage in stages if stage.reason]
-    return "\n".join([*lines, *([""] * bool(failed)), *failed])  # a list for them, because they are long
+    reasons = [f"- **{escaped(one.name)}** {one.came_to}: {escaped(one.reason)}" for one in stages if one.reason]
+    return "\n".join([*lines, *([""] * bool(reasons)), *reasons])  # a list for them, because they are long
 
 
 def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:

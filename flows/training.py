@@ -6,10 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from detectors.record import last_metrics, read_heartbeat
+from detectors.record import last_metrics
 from flows.artifacts import (
     Live,
     name_run,
@@ -232,13 +231,23 @@ class Watch:
         self.root, self.recipe, self.run = root, recipe, run or recipe
         self.progress = Live(f"{stage}-progress", self.run)
         self.curves = Live(f"{stage}-curves", self.run, seconds=20.0, image=True)
-        self.began = datetime.now(UTC)
+        self.facts: dict[str, str] = {}  # how far the run says that it is: its last progress line
         tell()
 
     def __call__(self, line: str) -> None:
-        """A line that the training printed."""
-        tell(self.facts)
+        """A line that the training printed. Nothing is asked of the storage at each: it may be out of reach, and a
+        training whose lines nobody takes waits."""
         reading, progress = _READING.search(line), _PROGRESS.match(line)
+        if progress:
+            self.facts = {
+                "step": f"{progress['step']} of {progress['steps']}",
+                "loss": progress["losses"],
+                "samples/s": progress["rate"],
+                "data wait": progress["wait"],
+                "time gone": progress["gone"],
+                "time left": progress["left"],
+            }
+        tell(lambda: self.facts)
         if reading:
             detector, snapshot = reading["detector"], reading["snapshot"]
             name_run(
@@ -248,29 +257,9 @@ class Watch:
         elif progress:
             done = progress["step"] == progress["steps"]
             if self.progress.due or done:
-                facts = {
-                    "step": f"{progress['step']} of {progress['steps']}",
-                    "loss": progress["losses"],
-                    "samples/s": progress["rate"],
-                    "data wait": progress["wait"],
-                    "time gone": progress["gone"],
-                    "time left": progress["left"],
-                }
-                self.progress.show(table_of_progress(facts))
+                self.progress.show(table_of_progress(self.facts))
             if self.curves.due or done:
                 self.draw()
-
-    def facts(self) -> dict[str, str]:
-        """How far the run says that it is; nothing where it has not begun since this watches."""
-        beat = read_heartbeat(open_objects(self.root, write=False), self.run)
-        if beat is None or datetime.fromisoformat(beat["time"]) < self.began:
-            return {}
-        left, losses = beat["seconds_left"], beat["losses"] or {}
-        return {
-            "step": f"{beat['step']:,} of {beat['steps']:,}",
-            "loss": ", ".join(f"{name} {value:.3f}" for name, value in losses.items()),
-            "time left": "" if left is None else str(timedelta(seconds=round(left))),
-        }
 
     def draw(self) -> None:
         """Show the curves as far as they are written."""
@@ -278,6 +267,7 @@ class Watch:
             picture = curves(open_objects(self.root, write=False), self.run)
             if picture:
                 self.curves.show(picture)
+        self.curves.attempted()
 
 
 def show_result(stage: str, trained: Trained, watch: Watch) -> None:

@@ -1,16 +1,16 @@
 """What the flow UI shows: tables, links, curves, and artifacts that grow; a UI that is away stops nobody."""
 
 import base64
-import json
 import re
+import signal
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from prefect.exceptions import TerminationSignal
 
 from flows import artifacts
 from flows.artifacts import (
@@ -22,6 +22,7 @@ from flows.artifacts import (
     link,
     name_run,
     publish,
+    reason_of,
     reporting,
     table_of_counts,
     table_of_evaluation,
@@ -31,6 +32,7 @@ from flows.artifacts import (
     tell,
 )
 from flows.curves import curves, draw
+from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.training import Watch
 from storage.catalog import Catalog, Row
 from storage.objects import StorageUnreachable, open_objects
@@ -318,21 +320,75 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
     in_a_flow(lambda: tell(lambda: pytest.fail("of no road")))
 
 
-def test_a_training_tells_what_its_heartbeat_says_and_nothing_of_an_earlier_start(tmp_path: Path):
-    objects, watch = open_objects(str(tmp_path)), Watch("pretrain", str(tmp_path), "pretrain_vlbert_demo", "r")
-    assert watch.facts() == {}
-    beat = {"step": 1234, "steps": 5000, "losses": {"words": 1.23456, "regions": 2.0}, "seconds_left": 3723.4}
+def test_a_training_tells_its_last_progress_line_and_asks_a_storage_that_is_away_seldom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    asked, told = [], []
 
-    def put(seconds: float, **changes: object) -> None:
-        told = beat | {"time": (watch.began + timedelta(seconds=seconds)).isoformat()} | changes
-        objects.put("runs/r/heartbeat.json", json.dumps(told).encode())
+    def away(root: str, write: bool) -> None:
+        asked.append(root)
+        raise StorageUnreachable("no bucket")
 
-    put(-1)
-    assert watch.facts() == {}
-    put(1)
-    assert watch.facts() == {"step": "1,234 of 5,000", "loss": "words 1.235, regions 2.000", "time left": "1:02:03"}
-    put(1, losses=None, seconds_left=None)
-    assert watch.facts() == {"step": "1,234 of 5,000", "loss": "", "time left": ""}
+    monkeypatch.setattr("flows.training.open_objects", away)
+    monkeypatch.setattr("flows.training.tell", lambda facts=dict: told.append(dict(facts())))
+    watch = Watch("pretrain", "s3://bucket/root", "pretrain_vlbert_demo", "r")
+    watch.progress.attempted()
+    for step in range(1, 30):
+        watch(f"step {step}/5000  words 1.235  regions 2.000  9.5 samples/s  data wait 3 %  0:09 gone  1:02:03 left")
+        watch("another line")
+    assert len(asked) == 1, "and not at each line"
+    assert caplog.text.count("the flow UI was not told") == 1
+    assert told[:2] == [{}, told[2]]
+    want = {"step": "29 of 5000", "loss": "words 1.235  regions 2.000", "time left": "1:02:03"}
+    assert want.items() <= told[-1].items()
+
+
+def test_facts_that_cannot_be_had_are_not_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch):
+    asked, stages = [], Stages.__new__(Stages)
+    stages.live, stages.rows = Live("road", "r"), {"a": Stage("a")}
+    monkeypatch.setattr(stages.live, "show", lambda content: None)
+
+    def facts() -> dict[str, str]:
+        asked.append(1)
+        raise StorageUnreachable("no bucket")
+
+    def work() -> None:
+        for _ in range(3):
+            stages.rows["a"].run = "known"
+            tell(facts)
+
+    stages.run("a", work, str)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no file\nand more"), "ValueError: no file"),
+        (ValueError(), "ValueError: "),
+        (
+            ChildFailed(["python", "-m", "x"], 3, ["a", "the cause"], "it failed with 3"),
+            "ChildFailed: it failed with 3: the cause",
+        ),
+        (ChildTimedOut(["python"], -15, [], "it took longer than 3 s"), "ChildTimedOut: it took longer than 3 s"),
+    ],
+)
+def test_a_reason_is_one_line_and_of_a_child_its_last_words(error: Exception, line: str):
+    assert reason_of(error) == line
+
+
+def test_a_stage_that_a_signal_ends_is_not_at_work(monkeypatch: pytest.MonkeyPatch):
+    shown = []
+    monkeypatch.setattr(Live, "show", lambda live, content: shown.append(content))
+
+    def work() -> None:
+        raise TerminationSignal(signal.SIGTERM)
+
+    with pytest.raises(TerminationSignal):
+        Stages("r", ["a"]).run("a", work, str)
+    row, reason = shown[-1].splitlines()[2], shown[-1].splitlines()[-1]
+    assert row.endswith("| ended |")
+    assert reason.startswith("- **a** ended: TerminationSignal")
 
 
 def test_a_table_that_cannot_be_read_and_a_place_outside_any_run_fail_nothing(caplog: pytest.LogCaptureFixture):
@@ -352,10 +408,10 @@ def test_reporting_swallows_what_goes_wrong_and_lets_a_signal_pass(caplog: pytes
         passed = []
         with reporting():
             raise ConnectionError("no server")
-        for signal in (KeyboardInterrupt(), SystemExit(1), Cancelled()):
+        for end in (KeyboardInterrupt(), SystemExit(1), Cancelled()):
             try:
                 with reporting():
-                    raise signal
+                    raise end
             except BaseException as error:  # noqa: BLE001  the very ones that must come through
                 passed.append(type(error).__name__)
         return passed
