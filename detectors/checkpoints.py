@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from detectors.record import read_metrics
 from detectors.writer import Writer
 from storage.objects import Objects
-from storage.runs import STATE, Best, Folder, checkpoints, folder_of, named_best, path_of_best, sealed_json, way_out
+from storage.runs import (
+    CHECKPOINT_VERSION,
+    STATE,
+    Best,
+    Folder,
+    checkpoints,
+    folder_of,
+    named_best,
+    path_of_best,
+    sealed_json,
+    way_out,
+)
 from storage.safe_json import printable
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -44,6 +55,7 @@ def write_checkpoint(
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
 
+    state["version"] = CHECKPOINT_VERSION
     writer.checkpoint(folder, {**files, STATE: lambda hashes: sealed_json({**state, "files": hashes})}, tell)
     return folder
 

@@ -44,7 +44,6 @@ from storage.objects import Objects, open_objects
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 
-CHECKPOINT_VERSION = 2
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 
@@ -218,7 +217,6 @@ def note_bad(run: Run, recipe: DetectorRecipe, bad: list[tuple[str, str]], world
 def save_checkpoint(run: Run, writer: Writer, recipe: DetectorRecipe, done: int, loop_state: dict) -> None:
     """Have the checkpoint of step `done` written; `loop_state` is what the loop wants back when the run goes on."""
     state = {
-        "version": CHECKPOINT_VERSION,
         "step": done,
         "steps": recipe.steps,
         "data": run.truth.hash,

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.digests import is_whole
+from storage.digests import check_version, check_version_of_unsealed, is_whole
 from storage.manifests import (
     MANIFEST_VERSION,
     OK,
@@ -296,6 +296,8 @@ class Catalog:
         """A manifest as it was committed: no reader sees another."""
         data = self.objects.get(self._manifest_path(stage, name))
         if not is_whole(data):
+            with contextlib.suppress(pa.ArrowException, OSError, KeyError, TypeError):
+                check_version_of_unsealed(data, _footer_of(data), MANIFEST_VERSION, self.where(stage, name))
             raise ValueError(
                 f"{self.where(stage, name)} is damaged or no manifest: its {len(data)} bytes are not those that were "
                 f"committed. Put it back as it was; {self._redo(stage, name)}"
@@ -307,17 +309,11 @@ class Catalog:
         data, where = self._bytes(stage, name), self.where(stage, name)
         shard, _, revision = name.partition(".r")
         try:
-            header = parse_json(
-                pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"], where, fix=self._redo(stage, name)
-            )
+            header = parse_json(_footer_of(data), where, fix=self._redo(stage, name))
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
             raise ValueError(f"{where} is no manifest ({error!r}); {self._redo(stage, name)}") from error
-        versions = header.get("version"), header.get("shard_version")
-        if versions != (MANIFEST_VERSION, SHARD_VERSION):
-            raise ValueError(
-                f"{where} is of version {versions[0]} for a shard of version {versions[1]}, this code reads "
-                f"{MANIFEST_VERSION} and {SHARD_VERSION}"
-            )
+        check_version(header.get("version"), MANIFEST_VERSION, where)
+        check_version(header.get("shard_version"), SHARD_VERSION, f"the tar of {where}")
         if (header["stage"], header["shard"]) != (stage, shard):
             raise ValueError(
                 f"{where} says that it is shard {header['shard']} of {header['stage']}: move it back there"
@@ -333,6 +329,11 @@ class Catalog:
             sha256=hashlib.sha256(data).hexdigest(),
             revision=int(revision or 1),
         )
+
+
+def _footer_of(data: bytes) -> bytes:
+    """The JSON in the footer of a manifest."""
+    return pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]
 
 
 def sha256_of(file: Path) -> str:

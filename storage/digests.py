@@ -7,10 +7,40 @@ files carry one, and which digest holds each of the others.
 import hashlib
 import mmap
 
+from storage.safe_json import parse_json, shown
+
 OWN_SHA256 = "own_sha256"  # of a JSON object, and of the key-value metadata of a Parquet file
 BLANK = "0" * 64
 # Before the digits: as json.dumps writes it, and as the footer of a Parquet file has it (Thrift's compact protocol).
 _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
+
+
+class OtherVersion(ValueError):
+    """A file that another version of this code wrote: it is no damage, and nothing needs to be removed."""
+
+
+def check_version(found: object, version: int, where: str) -> None:
+    """OtherVersion names the file where its version is not the one that this code reads."""
+    if type(found) is not int or found != version:
+        raise OtherVersion(
+            f"{where} is of version {shown(found)}, this code reads {version}: use the code that wrote it"
+        )
+
+
+def check_version_of_unsealed(data: bytes, text: bytes, version: int, where: str) -> None:
+    """Call it where is_whole(data) is False: a file from before the digests has none, and is refused by its version.
+
+    text: the JSON object in the file that holds `version`. Where data carry a digest, or text names no version, nothing
+    is known but that the file is damaged, which is left to the caller to say.
+    """
+    if _place(data) is not None:
+        return
+    try:
+        found = parse_json(text, where).get("version")
+    except ValueError:
+        return
+    if type(found) is int:
+        check_version(found, version, where)
 
 
 def seal(data: bytearray | mmap.mmap) -> None:

@@ -11,10 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage.digests import BLANK, OWN_SHA256, is_whole, seal
+from storage.digests import (
+    BLANK,
+    OWN_SHA256,
+    OtherVersion,
+    check_version,
+    check_version_of_unsealed,
+    is_whole,
+    seal,
+)
 from storage.objects import ObjectMissing, Objects
 from storage.safe_json import parse_json
 
+CHECKPOINT_VERSION = 3  # of the files of a checkpoint, whatever is trained, and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
 _STEP = re.compile(r"(runs/.+)/step-(\d{7})")
 
@@ -91,7 +100,8 @@ def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def open_folder(objects: Objects, path: str) -> Folder:
-    """A checkpoint, with its state read; ValueError where state.json is missing, damaged or of another checkpoint."""
+    """A checkpoint, with its state read; ValueError where state.json is missing, damaged, of another version or
+    of another checkpoint."""
     try:
         state = read_state(objects, path)
     except ObjectMissing as error:
@@ -102,12 +112,16 @@ def open_folder(objects: Objects, path: str) -> Folder:
 
 
 def read_state(objects: Objects, path: str) -> dict[str, Any]:
-    """What state.json says; ObjectMissing where there is none, ValueError where it is damaged or of another one."""
+    """What state.json says; ObjectMissing where there is none, OtherVersion where another version wrote it,
+    any other ValueError where it is damaged or of another checkpoint."""
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
         state = _read_sealed(objects.get(name), objects.where(name))
-        if "files" not in state or (step and state.get("step") != int(step[2])):
+        if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
             raise ValueError(f"{objects.where(name)} is that of another checkpoint or program")
+        check_version(state["version"], CHECKPOINT_VERSION, objects.where(name))
+    except OtherVersion:
+        raise
     except ValueError as error:
         raise ValueError(f"{error}; {way_out(objects, path)}") from error
     return state
@@ -160,6 +174,7 @@ def sealed_json(value: Mapping[str, Any]) -> bytes:
 
 def _read_sealed(data: bytes, where: str) -> dict[str, Any]:
     if not is_whole(data):
+        check_version_of_unsealed(data, data, CHECKPOINT_VERSION, where)
         raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
     value = parse_json(data, where, nan=True)
     del value[OWN_SHA256]

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.digests import BLANK, OWN_SHA256, seal
+from storage.digests import BLANK, OWN_SHA256, check_version, seal
 from storage.manifests import Header
 from storage.objects import ObjectMissing, Objects, StorageUnreachable
 from storage.safe_json import parse_json
@@ -227,8 +227,7 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
     about = parse_json(text, where, fix=_WAY_OUT)
-    if about.get("version") != SNAPSHOT_VERSION:
-        raise ValueError(f"{where} is of version {about.get('version')}, this code reads {SNAPSHOT_VERSION}")
+    check_version(about.get("version"), SNAPSHOT_VERSION, where)
     shards = about["shards"]
     snapshot = Snapshot(
         id=_id((shard["shard"], shard["manifest_sha256"]) for shard in shards),

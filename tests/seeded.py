@@ -19,7 +19,7 @@ import storage.shards
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
 from storage.objects import Objects
-from storage.runs import file_hash, sealed_json
+from storage.runs import CHECKPOINT_VERSION, file_hash, sealed_json
 from storage.sample import Regions, Sample, sample_key, to_members
 
 # A grey picture of 16 x 8 pixels.
@@ -130,7 +130,8 @@ def put_checkpoint(objects: Objects, folder: str, state: dict, files: dict[str, 
     for name, data in files.items():
         objects.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in files.items()}
-    objects.put(f"{folder}/state.json", sealed_json({"step": int(folder[-7:]), **state, "files": hashes}))
+    about = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
+    objects.put(f"{folder}/state.json", sealed_json(about | state | {"files": hashes}))
 
 
 def reseal(folder: Path) -> None:

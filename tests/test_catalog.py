@@ -422,13 +422,18 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is no manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1 for a shard of version 1"),
-        (rewritten(table, {**header, "shard_version": 2}), "is of version 2 for a shard of version 2"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 2: use the code"),
+        (unsealed(table, {**header, "version": 1}), "is of version 1, this code reads 2: use the code"),
+        (unsealed(table, header), "is damaged or no manifest"),
+        (unsealed(table, {}), "is damaged or no manifest"),
+        (b'{"version": 1}', "is damaged or no manifest"),
+        (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),
     ]:
         local.objects.put("captions/images/00001.parquet", wrong)
-        with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}"):
+        with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:
             local.manifest("images", "00001")
+        assert "of version" not in message or "delete" not in str(error.value)
 
 
 def test_a_snapshot_that_is_damaged_is_written_again_by_who_pins_it(local):
@@ -442,6 +447,13 @@ def test_a_snapshot_that_is_damaged_is_written_again_by_who_pins_it(local):
 
 def rewritten(table, header: dict) -> bytes:
     return sealed_parquet(table, {"manifest": json.dumps(header)})
+
+
+def unsealed(table, header: dict) -> bytes:
+    """A manifest as version 1 was written: without a digest of its own."""
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({"manifest": json.dumps(header)} if header else {}), sink)
+    return sink.getvalue()
 
 
 def in_folder(folder: str, work: Callable, *arguments: object) -> None:

@@ -16,9 +16,10 @@ from safetensors.torch import load
 from detectors.checkpoints import load_optimizer, remove_old
 from detectors.resnet import ResNetConfig
 from detectors.writer import Writer
+from storage.inventory import Inventory, verify
 from storage.objects import open_objects
-from storage.runs import checkpoints, read_state
-from vlbert.checkpoint import CHECKPOINT_VERSION, load_model, read_checkpoint, read_model, save_checkpoint
+from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
+from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
@@ -115,6 +116,32 @@ def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
     remove_old(objects, "run", 1, best=None)
     assert checkpoints(objects, "run") == ["runs/run/step-0000002"]
     assert not list(objects.list("runs/run/step-0000001/"))
+
+
+@pytest.mark.parametrize("written", [as_json, sealed_json], ids=["before the digests", "sealed"])
+@pytest.mark.parametrize("version", [1, 2, CHECKPOINT_VERSION + 1])
+def test_a_checkpoint_of_another_version_is_refused_as_such_and_never_offered_for_removal(tmp_path, version, written):
+    objects = open_objects(str(tmp_path))
+    for step in (100, 200):
+        state = {"version": version, "step": step, "files": {}}
+        objects.put(f"runs/run/step-{step:07d}/state.json", written(state))
+    for read in (read_checkpoint, open_folder, read_state):
+        with pytest.raises(ValueError, match="state.json is of version") as error:
+            read(objects, "runs/run/step-0000200")
+        where = objects.where("runs/run/step-0000200/state.json")
+        wanted = f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote it"
+        assert str(error.value) == wanted
+    assert [*verify(Inventory(objects))] == [wanted.replace("200/", f"{step}/") for step in (100, 200)]
+
+
+@pytest.mark.parametrize(
+    "state", [{"version": CHECKPOINT_VERSION}, {"version": "2"}, {}, {"version": 2, "own_sha256": ""}]
+)
+def test_a_state_without_a_digest_and_without_another_version_is_damaged(tmp_path, state):
+    objects = open_objects(str(tmp_path))
+    objects.put("runs/run/step-0000100/state.json", as_json({"step": 100, "files": {}} | state))
+    with pytest.raises(ValueError, match="step-0000100/state.json is damaged: .* put it back from a copy"):
+        open_folder(objects, "runs/run/step-0000100")
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):

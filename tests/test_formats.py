@@ -20,6 +20,7 @@ from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
 from storage.digests import is_whole
 from storage.download import CaptionRow, Download, ImageSettings, commit_images
 from storage.objects import LocalObjects
+from storage.runs import CHECKPOINT_VERSION
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
 from storage.shards import SHARD_VERSION, Span, index_shard, read_span
 from storage.snapshots import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_columns
@@ -288,6 +289,7 @@ def test_the_document_tells_the_versions_of_this_code():
         ("Index", MANIFEST_VERSION),
         ("Manifest", MANIFEST_VERSION),
         ("Snapshot", SNAPSHOT_VERSION),
+        ("Model and checkpoint", CHECKPOINT_VERSION),
     ]:
         assert f"\n## {name} (version {version})\n" in text
     for field in [*SCHEMA, *SNAPSHOT_SCHEMA]:

@@ -213,8 +213,16 @@ def test_a_name_that_is_no_model_is_said_to_be_none(hub, tmp_path):
     [
         ("config.json", None, "holds no model: it has no config.json"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
-        ("config.json", b'{"version": 4}', "config.json is of version 4, this code reads 3: take a newer vlbert"),
-        ("config.json", b'{"version": 1}', "config.json is of version 1, this code reads 3: .*train it again"),
+        (
+            "config.json",
+            b'{"version": 4}',
+            "config.json is of version 4, this code reads 3: use the code that wrote it",
+        ),
+        (
+            "config.json",
+            b'{"version": 1}',
+            "config.json is of version 1, this code reads 3: use the code that wrote it",
+        ),
         ("config.json", b'{"version": 3}', "config.json lacks model or vocab_size"),
         ("config.json", b'{"version": 3,', "config.json is not JSON"),
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),

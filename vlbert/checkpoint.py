@@ -17,13 +17,23 @@ from torch import Tensor, nn
 from detectors.checkpoints import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
 from detectors.fields import from_json, to_json
 from detectors.writer import Writer
+from storage.digests import check_version
 from storage.objects import LocalObjects, Objects, open_objects
-from storage.runs import CONFIG, STATE, Folder, as_json, checkpoints, file_hash, named_best, open_folder
+from storage.runs import (
+    CHECKPOINT_VERSION,
+    CONFIG,
+    STATE,
+    Folder,
+    as_json,
+    checkpoints,
+    file_hash,
+    named_best,
+    open_folder,
+)
 from storage.safe_json import parse_json
 from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
 
-CHECKPOINT_VERSION = 3
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
 
@@ -107,7 +117,7 @@ def save_checkpoint(
     kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
     files |= {TASK: as_json(kept)} if kept else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
-    state = {"version": CHECKPOINT_VERSION, "step": step} | state
+    state = {"step": step} | state
     keep, metric = recipe.keep_checkpoints, best_by(model.task, recipe.task)
     return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
 
@@ -269,15 +279,7 @@ def read_config(data: bytes, where: str) -> dict:
     config = parse_json(data, where, fix="copy it again")
     if not isinstance(config.get("version"), int):
         raise ValueError(f"{where} is not the configuration of a VL-BERT of this code: it names no version")
-    if config["version"] > CHECKPOINT_VERSION:
-        raise ValueError(
-            f"{where} is of version {config['version']}, this code reads {CHECKPOINT_VERSION}: take a newer vlbert"
-        )
-    if config["version"] < CHECKPOINT_VERSION:
-        raise ValueError(
-            f"{where} is of version {config['version']}, this code reads {CHECKPOINT_VERSION}: the model was another "
-            "one then; train it again, or use the code that it was made with"
-        )
+    check_version(config["version"], CHECKPOINT_VERSION, where)
     if not isinstance(config.get("model"), dict) or not isinstance(config.get("vocab_size"), int):
         raise ValueError(f"{where} lacks model or vocab_size: it is not whole; copy it again")
     return config
