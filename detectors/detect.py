@@ -35,7 +35,7 @@ from detectors.select import SelectionSettings, select_regions
 from storage.sample import Regions, Sample
 
 # Goes into every detector's id: raise it when the code here, in faster_rcnn.py or in select.py finds other regions.
-_RULES_VERSION = 2
+_RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Of res5's input, on a CPU as many as its caches like, on a GPU as many as fill it (1 GB in float32).
 _ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}

@@ -12,6 +12,7 @@ from torch import Tensor
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
 from detectors.untrusted import read_tensors
 from detectors.weights import ANCHORS, COUNTER, read_about, tensor_fault
+from storage.safe_json import printable
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -86,12 +87,12 @@ def _check_meaning(
         ours = getattr(config.resnet, name)
         if theirs.get(name, ours) != ours:
             raise ValueError(
-                f"{file} was trained with resnet.{name} = {theirs[name]}, and the recipe has {ours}; set "
-                f"network.resnet.{name}={str(theirs[name]).lower()}"
+                f"{file} was trained with resnet.{name} = {printable(theirs[name])}, and the recipe has {ours}; set "
+                f"network.resnet.{name}={printable(theirs[name]).lower()}"
             )
 
     def differ(name: str) -> bool:
-        return name in their_network and list(their_network[name]) != list(getattr(config, name))
+        return name in their_network and their_network[name] != list(getattr(config, name))
 
     anchors, own = tensors.pop(ANCHORS, None), network.proposal_generator.cell_anchors
     if anchors is None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN, FasterRCNNConfig
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
+from storage.safe_json import parse_json, printable, shown
 
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
@@ -110,18 +111,23 @@ def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], conf
         file=Path(file).name,
         sha256=weights_hash(file),
         attributes=attributes,
-        anchors=_told(metadata, "anchors", file) or ("file" if ANCHORS in names else "generated"),
+        anchors=_told(metadata, "anchors", file, str) or ("file" if ANCHORS in names else "generated"),
         classes=_told_names(metadata, "classes", config.num_classes, file),
         attribute_names=_told_names(metadata, "attributes", config.num_attributes, file) if attributes else None,
-        release=_told(metadata, "release", file),
-        differences=differences(_told(metadata, "detection", file) or {}, config),
+        release=_told(metadata, "release", file, str),
+        differences=differences(_told(metadata, "detection", file, dict) or {}, config),
     )
 
 
 def read_about(file: Path) -> dict[str, Any]:
     """What a file's metadata say of its `network`, `classes` and `attributes`, as far as they do."""
     _, metadata = _read(file, tensors=False)
-    return {name: _told(metadata, name, file) for name in ("network", "classes", "attributes") if name in metadata}
+    kinds = {"network": dict, "classes": list, "attributes": list}
+    found = {name: _told(metadata, name, file, kind) for name, kind in kinds.items() if name in metadata}
+    resnet = (found.get("network") or {}).get("resnet", {})
+    if not isinstance(resnet, dict):
+        raise ValueError(f"{file}: its metadata 'network' has the resnet {shown(resnet)}, no object; convert it again")
+    return found
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
@@ -138,15 +144,17 @@ def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
         resnet = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["resnet"].items()}
         return FasterRCNNConfig(**fields | {"resnet": ResNetConfig(**resnet)})
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        told = printable(error)
+        raise ValueError(f"{where}: its `network` is none of this version ({told}); convert it again") from error
 
 
 def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:
     """Where a network does not detect as `detection` (Release.detection) says, one sentence each."""
     here = dataclasses.asdict(config)
     return tuple(
-        f"{name} is {here.get(name, 'unknown')}, the release's is {value}"
+        printable(f"{name} is {here.get(name, 'unknown')}, the release's is ")
+        + (printable(value) if isinstance(value, str) else shown(value))
         for name, value in detection.items()
         if here.get(name) != value
     )
@@ -195,8 +203,8 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
     # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
     counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    tensors, metadata = _read(file)
-    _check_wiring(backbone.config, metadata, file)
+    tensors, _ = _read(file)
+    _check_wiring(backbone.config, file)
     found = {
         name: tensor for name, tensor in tensors.items() if name.startswith(tuple(modules)) and not COUNTER.search(name)
     }
@@ -207,18 +215,18 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
         module.load_state_dict(mine, strict=True)
 
 
-def _check_wiring(config: ResNetConfig, metadata: Mapping[str, str], file: Path) -> None:
+def _check_wiring(config: ResNetConfig, file: Path) -> None:
     """ValueError where a ResNet of the same tensors would compute something else than the file's.
 
     Not about the stem's pool: VL-BERT's authors took theirs for weights that were trained with the other.
     """
-    theirs = (_told(metadata, "network", file) or {}).get("resnet", {})
+    theirs = (read_about(file).get("network") or {}).get("resnet", {})
     for name in ("stride_in_1x1", "res5_dilated"):
         ours = getattr(config, name)
         if theirs.get(name, ours) != ours:
             raise ValueError(
-                f"{file} was trained with resnet.{name} = {theirs[name]}, and it is to start a ResNet with {ours}; set "
-                f"model.regions.resnet.{name}={str(theirs[name]).lower()}"
+                f"{file} was trained with resnet.{name} = {printable(theirs[name])}, and it is to start a ResNet with "
+                f"{ours}; set model.regions.resnet.{name}={printable(theirs[name]).lower()}"
             )
 
 
@@ -288,16 +296,20 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         raise ValueError(f"{file} does not fit the network; is it for another preset? {'; '.join(faults)}")
 
 
-def _told(metadata: Mapping[str, str], key: str, file: Path) -> Any:
-    """A value of the file's metadata, None where it has none."""
-    try:
-        return json.loads(metadata.get(key, "null"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: its metadata {key!r} is no JSON ({error}); convert it again") from error
+def _told(metadata: Mapping[str, str], key: str, file: Path, wanted: type) -> Any:
+    """A value of the file's metadata, of type `wanted`, a list one of texts; None where it has none.
+
+    ValueError names the file and the key.
+    """
+    where = f"{file}: its metadata {key!r}"
+    value = parse_json(metadata.get(key, "null"), where, (wanted, type(None)), fix="convert it again")
+    if wanted is list and not all(isinstance(one, str) for one in value or ()):
+        raise ValueError(f"{where} holds {shown(value)}, no list of texts; convert it again")
+    return value
 
 
 def _told_names(metadata: Mapping[str, str], key: str, count: int, file: Path) -> tuple[str, ...] | None:
-    names = _told(metadata, key, file)
+    names = _told(metadata, key, file, list)
     if names is not None and len(names) != count:
         raise ValueError(f"{file} names {len(names)} {key}, the network has {count}")
     return None if names is None else tuple(names)

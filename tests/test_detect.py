@@ -24,6 +24,8 @@ from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
+from detectors.start import start_from
+from detectors.weights import load_resnet, load_weights, read_config
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.progress import progress_line
@@ -390,6 +392,49 @@ def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], othe
     assert finished(catalog, [*flags, *other]) is None
     file.write_text(file.read_text() + " ")
     assert (finished(catalog, flags) is None) == (str(file) in flags), "another file, another detector"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("network", "[" * 100_000),
+        ("network", "[1]"),
+        ("network", '{"resnet": [1]}'),
+        ("network", '{"resnet": {}, "num_classes": "x"}'),
+        ("network", '{"resnet": {}, "resize": ["pil"]}'),
+        ("network", "{"),
+        ("classes", "5"),
+        ("classes", '{"a": 1}'),
+        ("classes", "[1]"),
+        ("classes", '["\\ud800"]'),
+        ("attributes", '"names"'),
+        ("detection", "[1]"),
+        ("anchors", "{}"),
+        ("release", "7"),
+    ],
+)
+def test_metadata_of_another_kind_are_named_by_all_that_read_a_weight_file(key: str, text: str, tmp_path: Path):
+    file, root = tmp_path / "theirs.safetensors", tmp_path / "root"
+    tensors = {"roi_heads.box_predictor.attr_score.bias": torch.zeros(1)}
+    save_file(tensors, file, metadata={"network": json.dumps(dataclasses.asdict(DEMO)), key: text})
+    catalog = collected(root, [[a_sample(0)]])
+    main([str(root), "captions", "--backend", "annotated", "--annotations", str(annotations(tmp_path / "a.json", [0]))])
+    with pytest.raises(SystemExit) as ended:
+        main([str(root), "captions", *NETWORK, "--weights", str(file)])
+    assert re.search(f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again", ended.value.code)
+    assert finished(catalog, [*NETWORK, "--weights", str(file)]) is None
+    with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) "):
+        load_weights(FasterRCNN(DEMO), file) if key != "network" else read_config(file)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"resnet": [1]}', "[" * 100_000])
+def test_a_resnet_of_a_file_whose_metadata_are_of_another_kind_is_refused(text: str, tmp_path: Path):
+    file, network = tmp_path / "theirs.safetensors", FasterRCNN(DEMO)
+    save_file({"backbone.a": torch.zeros(1)}, file, metadata={"network": text})
+    with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
+        load_resnet(network.backbone, network.roi_heads.res5, file)
+    with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
+        start_from(network, file)
 
 
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):

@@ -128,6 +128,8 @@ def test_a_rank_that_dies_takes_the_others_with_it_and_its_own_error_comes_first
     others = [line for line in lines if f"rank{1 - rank}" in line or "another rank" in line]
     assert len(others) <= 1, complained
     assert re.search(rf"Root Cause.*\n.*\n.*\n.*\n  rank      : {rank} ", complained), complained
+    if death == "bad data":  # by the file that torchrun names in TORCHELASTIC_ERROR_FILE
+        assert re.search(r"\n  traceback : rank 1: row 7 of file x is no number\n", complained), complained
 
 
 @pytest.mark.slow

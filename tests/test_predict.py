@@ -641,7 +641,16 @@ def test_a_picture_may_be_a_file_its_bytes_or_pillows(root, kind):
 
 
 def test_pillows_picture_that_cannot_be_taken_is_one_clear_error():
-    for picture, says in ((Image.new("F", (90, 60)), "floating-point"), (Image.new("L", (20, 20)), "the shorter side")):
+    torn = Image.open(io.BytesIO(encoded(Image.new("RGB", (90, 60)), "PNG")[:50]))
+    empty = [
+        (Image.new(mode, size), "has no pixels") for mode in ("RGB", "I", "L") for size in ((0, 0), (0, 9), (9, 0))
+    ]
+    for picture, says in (
+        (Image.new("F", (90, 60)), "floating-point"),
+        (Image.new("L", (20, 20)), "the shorter side"),
+        (torn, r"\(truncated\)"),
+        *empty,
+    ):
         with pytest.raises(ValueError, match=f"the image cannot be taken: .*{says}"):
             read_image(picture)
 
@@ -681,7 +690,7 @@ def test_another_setting_is_told_by_name():
     there = recorded(demo_detector())
     there["about"] |= {"rules_version": 1}
     there["id"] = "0" * 12
-    with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 2 here and 1 there$"):
+    with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 3 here and 1 there$"):
         described_detector(there, WEIGHTS, "the run")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

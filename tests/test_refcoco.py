@@ -302,6 +302,12 @@ def test_a_missing_torn_or_foreign_file_is_named(tmp_path, samples):
     with pytest.raises(ValueError, match=r"there is no .*refs\(unc\).p; set task.folder"):
         read_expressions(tmp_path)
     write_refcoco(tmp_path, samples)
+    for name in ("instances.json", "refs(unc).p"):
+        (tmp_path / name).rename(tmp_path / "kept")
+        (tmp_path / name).symlink_to("/proc/self/mem")  # a file that opens, and whose bytes nobody may read
+        with pytest.raises(ValueError, match=f"^cannot read .*{re.escape(name)}: Input/output error"):
+            read_expressions(tmp_path)
+        (tmp_path / "kept").replace(tmp_path / name)
     file = tmp_path / "instances.json"
     whole = file.read_text()
     file.write_text(whole[: len(whole) // 2])

@@ -1,5 +1,6 @@
 import gzip
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -130,6 +131,18 @@ def test_a_corpus_is_made_once_and_again_when_its_inputs_change(tmp_path):
     assert find_corpus(tmp_path / "other", [file], None, 60, [captions]) is None
     assert find_corpus(tmp_path / "out", [file], None, 61, [captions]) is None
     assert find_corpus(tmp_path / "out", [tmp_path / "gone"], None, 60, [captions]) is None
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for a pipe"))
+    signal.alarm(20)
+    for name in ("folder", "pipe"):
+        assert find_corpus(tmp_path / "out", [file, tmp_path / name], None, 60, [captions]) is None
+        assert find_corpus(tmp_path / "out", [file], None, 60, [tmp_path / name]) is None
+        assert find_corpus(tmp_path / "out", [file], tmp_path / name, 60, [captions]) is None
+    signal.alarm(0)
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "corpus.json").symlink_to("/proc/self/mem")
+    assert find_corpus(tmp_path / "unreadable", [file], None, 60, [captions]) is None
     file.write_text("a cat\n")
     assert find_corpus(tmp_path / "out", [file], None, 60, [captions]) is None
     assert make_corpus(tmp_path / "out", [file], None, 60, [captions])[1]

@@ -405,6 +405,12 @@ def test_a_run_goes_on_only_as_it_began(root, six_steps):
         train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, batch=4)), ALONE)
     with pytest.raises(ValueError, match="data.chunk = 1, the recipe says 4"):
         train(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, chunk=4)), ALONE)
+    folder = next((root / "held-out" / "regions").glob("*/snapshots"))
+    folder.rename(root / "elsewhere")
+    with pytest.raises(ValueError, match="is gone; .*data.held_out=held-out .*put its files back, or start") as error:
+        train(recipe, ALONE)
+    (root / "elsewhere").rename(folder)
+    assert "=none" not in str(error.value), "a run goes on only as it began"
     cached = dataclasses.replace(recipe.data, cache=str(root / "cache"), cache_gb=1.0)
     assert train(dataclasses.replace(recipe, steps=6, data=cached), ALONE), "which decides no sample"
 

@@ -21,7 +21,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
     name = str(image) if isinstance(image, str | Path) else "the image"
     try:
         if isinstance(image, Image.Image):
-            image = _png_of(image)
+            image = _as_png(image)
         data = image if isinstance(image, bytes) else Path(image).read_bytes()
     except Refused as refused:
         raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
@@ -48,14 +48,16 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
     )
 
 
-def _as_png(data: bytes) -> bytes:
-    """A PNG of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF; Refused where it is none,
-    or holds pixels that nobody can bring to 8 bits."""
+def _as_png(image: bytes | Image.Image) -> bytes:
+    """A PNG of Pillow's picture, or of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF;
+    Refused where it is none, has no pixels, or holds some that nobody can bring to 8 bits."""
     try:
-        with Image.open(io.BytesIO(data), formats=FILE_FORMATS) as opened:
+        if isinstance(image, Image.Image):
+            return _png_of(image)
+        with Image.open(io.BytesIO(image), formats=FILE_FORMATS) as opened:
             return _png_of(opened)
     except UnidentifiedImageError as error:
-        told = f"{len(data)} bytes, first {data[:16]!r}"
+        told = f"{len(image)} bytes, first {image[:16]!r}" if isinstance(image, bytes) else str(error)
         raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {told}") from error
     except Image.DecompressionBombError as error:
         raise Refused("too_many_pixels", str(error)) from error
@@ -65,6 +67,8 @@ def _as_png(data: bytes) -> bytes:
 
 def _png_of(opened: Image.Image) -> bytes:
     width, height = opened.size
+    if not width * height:
+        raise Refused("bad_geometry", f"{width}x{height}: it has no pixels")
     if width * height > IMAGES.max_pixels:  # before any of it is decoded
         raise Refused("too_many_pixels", f"{width}x{height}, more than {IMAGES.max_pixels}")
     file = io.BytesIO()

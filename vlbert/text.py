@@ -309,10 +309,13 @@ def find_corpus(
 ) -> dict | None:
     """What corpus.json says where make_corpus would leave the folder as it is; None where it would make a corpus, and
     where an input is not there."""
-    about = _read_whole(folder)
+    inputs = [*files, *captions, *([vocabulary] if vocabulary else [])]
     try:
+        if not all(file.is_file() for file in inputs):  # a pipe or a device: it may never end, or wait for ever
+            return None
+        about = _read_whole(folder)
         same = about is not None and about.get("made_of") == _made_of(files, vocabulary, size, captions)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return about if same else None
 

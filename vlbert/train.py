@@ -229,10 +229,13 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
                 objects, config.held_out, config.detector, state["held_out"], world
             )
         except ValueError as error:
-            raise ValueError(
-                f"{error}; data.held_out={config.held_out} names that dataset: make it as docs/operating.md says (Data "
-                "that is held out), or train without validation: data.held_out=none"
-            ) from error
+            way_out = (
+                "put its files back, or start another run: run=NAME"
+                if resumed
+                else "make it as docs/operating.md says (Data that is held out), or train without validation: "
+                "data.held_out=none"
+            )
+            raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
     start_from = open_checkpoint(recipe.start_from) if recipe.start_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
     num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes

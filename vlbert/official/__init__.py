@@ -3,8 +3,9 @@
 Nothing here needs an image, a model or torch: annotations can be read, and predictions scored, on any machine.
 """
 
+import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -24,13 +25,30 @@ def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}; fetch it, or set {settings}")
-    return parse_json(file.read_bytes(), str(file), wanted, "fetch it again", nan=True)
+    return parse_json(read_bytes(file), str(file), wanted, "fetch it again", nan=True)
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """ValueError names the file where it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {file}: {error.strerror or error}; make it readable, or fetch it again"
+        ) from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """What a file holds; ValueError names it where it cannot be read."""
+    with reading(file):
+        return file.read_bytes()
 
 
 def read_text(file: Path) -> str:
     """What a text file holds, without a mark of its encoding; ValueError names it where it is not UTF-8."""
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from storage.safe_json import shown
 from storage.safe_pickle import Hostile, read_pickle
-from vlbert.official import check_ids, read_json
+from vlbert.official import check_ids, read_bytes, read_json
 
 FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
@@ -225,9 +225,9 @@ def read_detections(file: Path, instances: Path) -> Detections:
 
 def read_plain_pickle(file: Path) -> Any:
     """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
-
+    data = read_bytes(file)
     try:
-        return read_pickle(file.read_bytes(), encoding="utf-8")[0]
+        return read_pickle(data, encoding="utf-8")[0]
     except Hostile as error:
         raise ValueError(
             f"{file} wants to load {error}; a refs file holds plain values only: if it is your own, write it without "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from storage.safe_json import parse_json
-from vlbert.official import check_ids, read_json, read_text
+from vlbert.official import check_ids, read_json, read_text, reading
 
 CHOICES = 4
 _OBJECTS = (
@@ -150,7 +150,7 @@ def read_items(file: Path) -> list[Item]:
     if not file.is_file():
         raise ValueError(f"there is no {file}; set task.folder to the VCR folder that holds it")
     items, first = [], {}
-    with open(file, "rb") as lines:
+    with reading(file), open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 item = _item(line.decode(), file, number)
