@@ -437,6 +437,12 @@ def test_a_resnet_of_a_file_whose_metadata_are_of_another_kind_is_refused(text: 
         start_from(network, file)
 
 
+def test_a_file_whose_anchors_are_no_list_starts_another_rpn(tmp_path: Path):
+    file = tmp_path / "theirs.safetensors"
+    save_file(FasterRCNN(DEMO).state_dict(), file, metadata={"network": '{"anchor_sizes": 5}'})
+    assert str(file) in start_from(FasterRCNN(DEMO), file)
+
+
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
     pictures = [a_sample(n) for n in range(4)]
     catalog, sizes = collected(tmp_path, [pictures]), {}

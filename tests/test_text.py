@@ -1,5 +1,6 @@
 import gzip
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -143,6 +144,11 @@ def test_a_corpus_is_made_once_and_again_when_its_inputs_change(tmp_path):
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "corpus.json").symlink_to("/proc/self/mem")
     assert find_corpus(tmp_path / "unreadable", [file], None, 60, [captions]) is None
+    (tmp_path / "negative").mkdir()
+    wrong = {"version": 1, "vocabulary": "x", "lines": -1, "tokens": 0}
+    for name, text in (("corpus.json", json.dumps(wrong)), ("offsets.i64", ""), ("tokens.u16", "")):
+        (tmp_path / "negative" / name).write_text(text)
+    assert find_corpus(tmp_path / "negative", [file], None, 60, [captions]) is None
     file.write_text("a cat\n")
     assert find_corpus(tmp_path / "out", [file], None, 60, [captions]) is None
     assert make_corpus(tmp_path / "out", [file], None, 60, [captions])[1]

@@ -283,3 +283,9 @@ def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_
     exec(program, {})
     for sample, regions in zip(samples, AnnotatedDetector(tmp_path / "vcr-whole.json").detect(samples), strict=True):
         assert regions.boxes.tolist() == [[0, 0, sample.width, sample.height]]
+
+
+def test_a_file_whose_bytes_nobody_may_read_is_named(tmp_path):
+    (tmp_path / "val.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^cannot read .*val\.jsonl: Input/output error"):
+        read_items(tmp_path / "val.jsonl")
