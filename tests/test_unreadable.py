@@ -299,7 +299,9 @@ def test_errors_come_out_of_workers_as_they_are(tmp_path):
     with pytest.raises(ObjectMissing) as missing:
         next(batches(gone, range(4), 1, ALONE.device))
     assert str(missing.value).startswith("there is no object captions/regions")
-    with pytest.raises(ValueError, match=r"^8 questions in a row cannot be asked, the last because sample \w+ .*$"):
+    with pytest.raises(
+        ValueError, match=r"^8 questions in a row cannot be asked, the last because sample \w+: its JPEG .*$"
+    ):
         next(batches(training_data(torn_root), range(4), 1, ALONE.device))
 
 
