@@ -1,4 +1,4 @@
-"""For how long a training waits to be saved: written in the step, and beside it as detectors/writer.py does.
+"""For how long a training waits to be saved: written in the step, and beside it as training/writer.py does.
 
     python -m benchmarks.checkpoint [temporary moto ...] [--recipe pretrain_vlbert_base] [--saves 3] [--json FILE]
 
@@ -23,10 +23,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.killed_writer import s3_of_its_own
-from detectors.checkpoints import optimizer_tensors, remove_old, write_checkpoint
-from detectors.writer import Writer
 from storage.objects import Objects, open_objects
 from storage.runs import checkpoints
+from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
+from training.writer import Writer
 from vlbert.model import TaskModel, VLBert
 from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES

@@ -41,7 +41,7 @@ from storage.sample import Regions, Sample, sample_key
 if TYPE_CHECKING:  # the harness itself needs no torch
     from torch import Tensor
 
-    from detectors.distributed import World
+    from training.distributed import World
     from vlbert.batch import Batch
     from vlbert.config import Recipe
 
@@ -138,7 +138,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
 
 def trained(root: Path, seen: Path, workers: int) -> None:
     """What each rank does: train, and write down what every step is computed from, before it is."""
-    from detectors.loop import run_in_world
+    from training.loop import run_in_world
     from vlbert.train import train
 
     def work(world: "World") -> None:

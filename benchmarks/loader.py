@@ -30,7 +30,6 @@ import torch
 import webdataset
 from PIL import Image
 
-from detectors.distributed import World
 from storage.catalog import Catalog
 from storage.manifests import Header, Row
 from storage.objects import Objects, open_objects
@@ -39,6 +38,7 @@ from storage.reading import ShardSamples
 from storage.sample import Regions, Sample, from_members, sample_key
 from storage.shards import span_members
 from storage.snapshots import ShardIndex, write_snapshot
+from training.distributed import World
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data import CAPTIONS, TEXT, Stretch, TrainingData, drawn, generator
 from vlbert.pictures import view

@@ -3,7 +3,7 @@
     python -m benchmarks.scaling [--recipe pretrain_vlbert_base_precomputed] [--pairs 8] [--json FILE] [field=value ...]
 
 Every process has one thread. Weak: each takes as many pairs and text rows as the one alone. Strong: together they take
-as many. Steps are those of training (detectors/loop.py) on seeded inputs (benchmarks/step_inputs.py), the median
+as many. Steps are those of training (training/loop.py) on seeded inputs (benchmarks/step_inputs.py), the median
 counts. The gradients' all-reduce is timed by itself, too, as if nothing hid it behind the backward pass.
 """
 
@@ -26,10 +26,10 @@ from torch import distributed as dist
 from benchmarks.step_contenders import measured_recipe, new_model, task_of
 from benchmarks.step_inputs import drawn_samples, drawn_texts, masked_pairs
 from benchmarks.train_step import machine
-from detectors import distributed
-from detectors.distributed import World
-from detectors.loop import train_steps
-from detectors.precision import autocast, in_precision_of
+from training import distributed
+from training.distributed import World
+from training.loop import train_steps
+from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.model import TaskModel, count_parameters
 from vlbert.optim import make_optimizer, prepare_step

@@ -19,11 +19,11 @@ from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer, tota
 from benchmarks.step_inputs import CLASSES, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import Clock, marked
 from benchmarks.step_tables import PLAIN
-from detectors.distributed import World
-from detectors.fields import override
-from detectors.loop import batches, find_recipe
-from detectors.precision import autocast, in_precision_of
 from storage.sample import Sample
+from training.config import override
+from training.distributed import World
+from training.loop import batches, find_recipe
+from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.config import Recipe
 from vlbert.execution import execute_as

@@ -41,11 +41,11 @@ from benchmarks.step_contenders import (
 from benchmarks.step_inputs import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
 from benchmarks.step_tables import authors_table, check_table, losses_table, shown, step_tables
-from detectors.distributed import World
-from detectors.fields import to_json
-from detectors.loop import batches
-from detectors.precision import in_precision_of
 from storage.sample import Sample
+from training.config import to_json
+from training.distributed import World
+from training.loop import batches
+from training.precision import in_precision_of
 from vlbert.batch import Example, collate
 from vlbert.config import Recipe
 from vlbert.execution import compiled_graphs

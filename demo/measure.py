@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from demo.world import World
-from detectors import distributed
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
 from detectors.recipes import detector_demo
 from detectors.validate import validate
 from detectors.weights import load_weights, read_config, weights_hash
+from training import distributed
 
 FILE = "detector.json"
 

@@ -25,12 +25,12 @@ from demo.scenes import COLOURS, SHAPES
 from demo.trials import OF_DEMO, STARTS, TRIALS, joint_folder, run_of
 from demo.trials import ROLES as FINE_TUNINGS
 from demo.world import World, read_world
-from detectors.record import read_metrics
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
 from storage.objects import Objects, open_objects
 from storage.runs import CONFIG, checkpoints, open_folder
 from storage.sample import Sample
+from training.log import read_metrics
 from vlbert.data import region_stage
 from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
 from vlbert.recipes import RECIPES

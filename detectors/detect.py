@@ -30,9 +30,9 @@ from detectors.faster_rcnn import (
     resized_size,
     to_input,
 )
-from detectors.precision import float32_products
 from detectors.select import SelectionSettings, select_regions
 from storage.sample import Regions, Sample
+from training.precision import float32_products
 
 # Goes into every detector's id: raise it when the code here, in faster_rcnn.py or in select.py finds other regions.
 _RULES_VERSION = 3

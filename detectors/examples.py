@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from detectors.distributed import World
 from detectors.faster_rcnn import NARROWEST_INPUT, FasterRCNNConfig, resize, resized_size, to_input
 from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
 from detectors.recipes import DataConfig
 from storage.normalise import FILE_FORMATS
 from storage.order import mix, take
+from training.distributed import World
 
 _ORDER, _CHANCE = 0, 1  # streams of randomness that never meet
 # What Pillow raises where a file is no whole image.

@@ -17,8 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from detectors import distributed, loop
-from detectors.checkpoints import (
+from detectors.examples import Batch, TooManyBadImages, TrainingImages
+from detectors.faster_rcnn import FasterRCNN
+from detectors.ground_truth import GroundTruth, read_ground_truth
+from detectors.losses import Losses
+from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
+from detectors.start import start_from
+from detectors.validate import validate
+from detectors.weights import COUNTER, write_weights
+from storage.objects import Objects, open_objects
+from storage.order import mix
+from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
+from training import distributed, loop
+from training.checkpoints import (
     MODEL,
     OPTIMIZER,
     load_optimizer,
@@ -27,22 +38,11 @@ from detectors.checkpoints import (
     settle,
     write_checkpoint,
 )
-from detectors.distributed import World
-from detectors.examples import Batch, TooManyBadImages, TrainingImages
-from detectors.faster_rcnn import FasterRCNN
-from detectors.fields import differing_fields, flat, to_json
-from detectors.ground_truth import GroundTruth, read_ground_truth
-from detectors.losses import Losses
-from detectors.precision import autocast, in_precision_of
-from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
-from detectors.record import Record, last_metrics, read_metrics
-from detectors.start import start_from
-from detectors.validate import validate
-from detectors.weights import COUNTER, write_weights
-from detectors.writer import Writer
-from storage.objects import Objects, open_objects
-from storage.order import mix
-from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
+from training.config import differing_fields, flat, to_json
+from training.distributed import World
+from training.log import Record, last_metrics, read_metrics
+from training.precision import autocast, in_precision_of
+from training.writer import Writer
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 

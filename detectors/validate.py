@@ -5,14 +5,14 @@ import torch
 import torchvision
 from torch import Tensor
 
-from detectors import distributed
 from detectors.average_precision import Detections, Objects, class_results, judge, mean_average_precision
-from detectors.distributed import World
 from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN, to_input
 from detectors.ground_truth import LabelledImage
-from detectors.loop import batches
 from detectors.recipes import DetectorRecipe, ValidationConfig
+from training import distributed
+from training.distributed import World
+from training.loop import batches
 
 
 @torch.inference_mode()

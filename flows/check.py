@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from detectors.fields import differing_fields, override
 from flows import finetune, pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
 from storage.collect import image_files
 from storage.img2dataset import shard_names
+from training.config import differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data import check_shares
 from vlbert.recipes import RECIPES

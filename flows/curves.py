@@ -5,8 +5,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from detectors.record import read_metrics
 from storage.objects import Objects
+from training.log import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -208,7 +208,7 @@ class Processes:
         return {
             "OMP_NUM_THREADS": str(threads),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace))),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart fails: see detectors/distributed.py
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart fails: see training/distributed.py
         }
 
 

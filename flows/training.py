@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from detectors.record import last_metrics
 from flows.artifacts import (
     Live,
     name_run,
@@ -25,14 +24,15 @@ from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.objects import open_objects
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
+from training.log import last_metrics
 
-# What detectors.record and vlbert.train print: a progress line, and which samples the run reads.
+# What training.log and vlbert.train print: a progress line, and which samples the run reads.
 _PROGRESS = re.compile(
     r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  data wait (?P<wait>\d+ %)"
     r"  (?P<gone>\S+) gone  (?P<left>\S+) left$"
 )
 _READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
-# What detectors.loop prints of a run that was told to stop: PROGRAM RECIPE: stopped: ...
+# What training.loop prints of a run that was told to stop: PROGRAM RECIPE: stopped: ...
 _STOPPED = re.compile(r"(torchrun|python) -m \S+ \S+: stopped: (?P<saved>.*)$")
 # What a rank ends with that knows why, and what is printed where torchrun started it again and it goes on.
 _FAILED = re.compile(r"(torchrun|python) -m \S+ \S+: (?!stopped: |interrupted$|.*another rank is gone or hangs)")
@@ -288,7 +288,7 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
 
 def reported(checkpoint: str) -> dict[str, str]:
     """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
-    from detectors.fields import from_json  # here, as above
+    from training.config import from_json  # here, as above
     from vlbert.tasks import make_task, settings_named, validation_split
     from vlbert.text import Vocabulary
 

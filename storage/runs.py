@@ -1,7 +1,7 @@
 """The checkpoints of training runs: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
 
 state.json is written last. It names size and sha256 of every other file, and whoever reads a checkpoint does so through
-a `Folder`, which holds each file against that. detectors/checkpoints.py writes them; docs/formats.md is the contract.
+a `Folder`, which holds each file against that. training/checkpoints.py writes them; docs/formats.md is the contract.
 """
 
 import hashlib

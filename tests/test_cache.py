@@ -17,11 +17,11 @@ from test_data import ALONE, rows_in_order
 from test_reading import STAGE, Counted, identity, samples_of
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample, with_bytes
 
-from detectors.loop import batches
 from storage.cache import ShardCache
 from storage.catalog import Catalog, Row
 from storage.objects import Objects, open_objects
 from storage.reading import ShardSamples
+from training.loop import batches
 from vlbert.data import TrainingData, open_cache, open_samples
 from vlbert.tasks import make_task
 from vlbert.text import TextCorpus, Vocabulary

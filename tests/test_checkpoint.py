@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from detectors.checkpoints import load_optimizer, remove_old
 from detectors.resnet import ResNetConfig
-from detectors.writer import Writer
 from storage.inventory import Inventory, verify
 from storage.objects import open_objects
 from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
+from training.checkpoints import load_optimizer, remove_old
+from training.writer import Writer
 from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert

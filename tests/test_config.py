@@ -7,9 +7,9 @@ from tiny import as_overrides, tiny_recipe
 
 from detectors import recipes
 from detectors.faster_rcnn import FasterRCNNConfig
-from detectors.fields import from_json, override, to_json
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
+from training.config import from_json, override, to_json
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES

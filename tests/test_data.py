@@ -9,12 +9,12 @@ import torch
 from s3 import s3_server
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
-from detectors.distributed import World
-from detectors.loop import batches
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.order import mix, shuffled, take
 from storage.reading import ShardSamples
+from training.distributed import World
+from training.loop import batches
 from vlbert.batch import Batch
 from vlbert.config import DataConfig
 from vlbert.data import (

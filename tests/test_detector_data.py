@@ -18,8 +18,8 @@ from test_detector_training import ALONE, TINY, boxes, coco_data, command_line, 
 from tiny import CLASSES, as_overrides, tiny_sample
 
 import detectors.train
+import training.distributed
 from detectors.average_precision import RIGHT, UNCOUNTED, WRONG, Detections, judge
-from detectors.distributed import World, share_buffers
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.recipes import DataConfig, DetectorRecipe, OptimizerConfig, detector_vg_resnet101
@@ -27,6 +27,7 @@ from detectors.start import start_from
 from detectors.train import main, train
 from detectors.validate import validate
 from detectors.weights import ANCHORS, read_names, write_weights
+from training.distributed import World, share_buffers
 
 NAMES = ("red", "round", "old")
 
@@ -483,7 +484,7 @@ def norms_at_validation(recipe: DetectorRecipe, rank: int, folder: Path) -> None
         keep(network, "validated")
         return validate(network, *rest)
 
-    detectors.distributed.share_buffers, detectors.train.validate = share_and_keep, validate_and_keep
+    training.distributed.share_buffers, detectors.train.validate = share_and_keep, validate_and_keep
     train(recipe, World(rank, 2, torch.device("cpu")))
     dist.destroy_process_group()
 

@@ -28,7 +28,6 @@ from detectors.average_precision import (
     judge,
     mean_average_precision,
 )
-from detectors.distributed import World
 from detectors.examples import TooManyBadImages, TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, apply_deltas
 from detectors.ground_truth import read_ground_truth
@@ -42,7 +41,6 @@ from detectors.recipes import (
     detector_demo,
     detector_vg_resnet101,
 )
-from detectors.record import read_metrics
 from detectors.resnet import ResNetConfig
 from detectors.start import start_from
 from detectors.train import check_complete, main, prepare_step, train
@@ -50,6 +48,8 @@ from detectors.validate import validate
 from detectors.weights import load_resnet, load_weights, read_config
 from storage.objects import open_objects
 from storage.runs import checkpoints
+from training.distributed import World
+from training.log import read_metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
 HOUSE = Path(__file__).parents[1]

@@ -23,10 +23,10 @@ from test_vcr import write_vcr
 from test_vqa import SAID, coco, write_vqa
 from tiny import DETECTOR, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
-from detectors.distributed import World
 from flows.training import reported
 from storage.objects import StorageUnreachable
 from storage.sample import Sample
+from training.distributed import World
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main

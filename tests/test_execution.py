@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_root, tiny_sample
 
-from detectors.distributed import World
-from detectors.loop import copied_ahead
-from detectors.precision import autocast, in_precision_of
+from training.distributed import World
+from training.loop import copied_ahead
+from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.execution import blocks, compiled_graphs, execute_as
 from vlbert.model import TaskModel, VLBert

@@ -34,7 +34,6 @@ from s3 import s3_server
 from s3_faults import faulty
 
 from demo.world import World
-from detectors.record import last_metrics
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
@@ -49,6 +48,7 @@ from storage.catalog import Catalog
 from storage.collect import NothingStored, collect
 from storage.download import DownloadSettings
 from storage.objects import StorageUnreachable, open_objects
+from training.log import last_metrics
 
 PROJECT = Path(__file__).parents[1]
 IMAGES = "images"

@@ -18,8 +18,8 @@ import torch
 from PIL import Image, ImageDraw
 from tiny import DETECTOR, TINY_MODEL
 
-from detectors.distributed import World
 from storage.sample import Regions, Sample, sample_key
+from training.distributed import World
 from vlbert.batch import Batch, Example, Picture, Words, collate
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.data import TrainingData

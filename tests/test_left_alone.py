@@ -22,16 +22,16 @@ from tiny import tiny_recipe, tiny_root
 from torch import nn
 
 from benchmarks.killed_training import CLOCKED, check_stopped
-from detectors.distributed import World
-from detectors.loop import Stopped, batches, train_steps
-from detectors.measures import Since, Step
-from detectors.record import Record, read_heartbeat, read_metrics
-from detectors.skipping import WINDOW, Skipping
-from detectors.stopping import Stop
-from detectors.writer import Writer
 from flows.training import _PROGRESS
 from storage.objects import LocalObjects, Objects, StorageUnreachable, open_objects
 from storage.runs import open_folder, sealed_json
+from training.distributed import World
+from training.log import Record, read_heartbeat, read_metrics
+from training.loop import Stopped, batches, train_steps
+from training.metrics import Since, Step
+from training.skipping import WINDOW, Skipping
+from training.stopping import Stop
+from training.writer import Writer
 from vlbert.batch import Batch
 from vlbert.train import train
 
@@ -458,8 +458,8 @@ def test_ctrl_c_stays_ignored_where_it_was(before):
 # A request in a step, while the writer ends, when another rank has ended, and when Python clears up.
 TOLD_TO_THE_END = """
 import atexit, os, signal, sys
-from detectors.loop import run_in_world
-from detectors.stopping import Stop, Stopped
+from training.loop import run_in_world
+from training.stopping import Stop, Stopped
 
 def told(kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
     kill(pid, number)
@@ -496,7 +496,7 @@ def test_the_status_of_a_run_that_stopped_is_its_own_however_often_it_is_told(nu
 HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 TWICE = """
 import os, signal, sys, time
-from detectors.stopping import Stop
+from training.stopping import Stop
 
 with Stop():
     os.kill(os.getpid(), int(sys.argv[1]))
@@ -540,7 +540,7 @@ RANK = """
 import dataclasses, sys
 from pathlib import Path
 from tiny import TINY_MODEL, tiny_recipe
-from detectors import distributed
+from training import distributed
 from vlbert.train import train
 
 world = distributed.start()

@@ -22,9 +22,9 @@ from PIL import Image
 from released import WORDS, needs_key_lists, save_released, small_state
 from tiny import TINY_MODEL, tiny_recipe
 
-from detectors.fields import override
-from detectors.writer import Writer
 from storage.objects import open_objects
+from training.config import override
+from training.writer import Writer
 from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
 from vlbert.checkpoint import load_model, read_model, save_checkpoint
 from vlbert.config import ModelConfig

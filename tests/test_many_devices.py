@@ -20,10 +20,10 @@ from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 import detectors.train
 import vlbert.train
 from demo.serve import free_port
-from detectors.distributed import World
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.training import TrainingStopped, torchrun
+from training.distributed import World
 from vlbert.recipes import RECIPES
 from vlbert.train import train
 
@@ -39,8 +39,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from detectors.loop import run_in_world
-from detectors.stopping import Stop
+from training.loop import run_in_world
+from training.stopping import Stop
 
 def happen(what):
     if what == "kill -9": os.kill(os.getpid(), 9)
@@ -151,7 +151,7 @@ from pathlib import Path
 
 from tiny import TINY_MODEL, tiny_recipe
 
-from detectors.loop import run_in_world
+from training.loop import run_in_world
 from vlbert.config import Recipe
 from vlbert.train import train
 
@@ -270,7 +270,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from detectors.loop import run_in_world, train_steps
+from training.loop import run_in_world, train_steps
 
 crossed = []
 

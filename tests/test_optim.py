@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import tiny_recipe, tiny_root
 from torch import nn
 
-from detectors.distributed import World
+from training.distributed import World
 from vlbert.config import OptimizerConfig
 from vlbert.optim import learning_rate_factor, make_optimizer, prepare_step
 from vlbert.train import train

@@ -12,7 +12,6 @@ import pytest
 from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
-from detectors.record import read_metrics
 from flows.collect import collect_settings
 from flows.detect import detect
 from flows.pretrain import pretrain
@@ -21,6 +20,7 @@ from storage.catalog import Catalog
 from storage.collect import collect
 from storage.download import DownloadSettings
 from storage.objects import open_objects
+from training.log import read_metrics
 from vlbert.recipes import RECIPES
 
 PHOTOGRAPHS = Path(__file__).parents[2] / "shared" / "images"

@@ -10,13 +10,13 @@ import torch
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.distributed import World
 from detectors.faster_rcnn import DEMO, FasterRCNN
-from detectors.record import read_metrics
 from detectors.run import detect_pending, stage_of, stage_size
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.reading import ShardSamples
+from training.distributed import World
+from training.log import read_metrics
 from vlbert.config import RegionConfig
 from vlbert.pictures import view
 from vlbert.train import train

@@ -22,17 +22,17 @@ from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 import vlbert.tasks
 from detectors.described import described_detector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.distributed import World
 from detectors.examples import BAD_IMAGE, read_bgr
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.ground_truth import LabelledImage
 from detectors.run import detect_shard
 from detectors.select import SelectionSettings
 from detectors.weights import load_weights, read_config
-from detectors.writer import Writer
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Sample
+from training.distributed import World
+from training.writer import Writer
 from vlbert.batch import Example, Words, collate
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import RegionConfig

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from detectors.fields import differing_fields
-from detectors.writer import Writer
 from storage.objects import open_objects
+from training.config import differing_fields
+from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
 from vlbert.model import TaskModel, VLBert

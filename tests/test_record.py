@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from test_writer import Held, files, nothing, wait_for
 
-from detectors.lines import Lines
-from detectors.measures import Line
-from detectors.record import Record, read_heartbeat, read_metrics
-from detectors.writer import Writer
 from storage.objects import LocalObjects, StorageUnreachable, open_objects
+from training.lines import Lines
+from training.log import Record, read_heartbeat, read_metrics
+from training.metrics import Line
+from training.writer import Writer
 
 
 class Remote(LocalObjects):

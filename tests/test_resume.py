@@ -17,15 +17,15 @@ from test_data import rows_in_order
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from benchmarks.killed_training import check
-from detectors.distributed import World
-from detectors.loop import batches
-from detectors.record import read_metrics
 from storage.catalog import Catalog, Row
 from storage.inventory import Inventory, main, verify
 from storage.objects import open_objects
 from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
+from training.distributed import World
+from training.log import read_metrics
+from training.loop import batches
 from vlbert.batch import Batch
 from vlbert.checkpoint import open_checkpoint, read_model
 from vlbert.config import Recipe

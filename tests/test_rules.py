@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from detectors.fields import flat, override, override_values, to_json
+from training.config import flat, override, override_values, to_json
 from vlbert.recipes import RECIPES
 from vlbert.rules import RULES, numbers, paper, published, rules_of, table
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
-from detectors.distributed import World
-from detectors.fields import from_json, to_json
 from detectors.resnet import ResNetConfig
+from training.config import from_json, to_json
+from training.distributed import World
 from vlbert.checkpoint import read_model
 from vlbert.config import Recipe
 from vlbert.model import TaskModel, VLBert

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from seeded import reseal
 from tiny import DETECTOR, TINY_MODEL, as_overrides, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
-from detectors.distributed import World
-from detectors.record import read_metrics
 from storage.catalog import Catalog
 from storage.objects import open_objects
 from storage.runs import checkpoints, open_folder
+from training.distributed import World
+from training.log import read_metrics
 from vlbert.checkpoint import read_checkpoint
 from vlbert.config import Recipe
 from vlbert.recipes import RECIPES
@@ -72,7 +72,7 @@ def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> su
 
 RANK = """
 import os, pathlib, sys, time
-from detectors import distributed
+from training import distributed
 
 world = distributed.start()
 (pathlib.Path(sys.argv[1]) / str(world.rank)).write_text(str(os.getpid()))

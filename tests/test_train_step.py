@@ -19,8 +19,8 @@ from benchmarks.step_contenders import Fast, measured_recipe, new_model
 from benchmarks.step_inputs import drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import PARTS, Clock, counted_flops, marked
 from benchmarks.train_step import main
-from detectors.distributed import World
-from detectors.precision import autocast
+from training.distributed import World
+from training.precision import autocast
 from vlbert.batch import Example, collate
 from vlbert.config import ModelConfig, OptimizerConfig, Recipe
 from vlbert.execution import compiled_graphs, execute_as

@@ -13,9 +13,9 @@ from operated import Operated
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
-from detectors.record import last_metrics
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
 from storage.objects import open_objects
+from training.log import last_metrics
 
 pytestmark = pytest.mark.slow
 

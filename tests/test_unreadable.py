@@ -19,13 +19,13 @@ from test_train import torchrun
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from torch import Tensor, nn
 
-from detectors.distributed import World
-from detectors.loop import batches
-from detectors.measures import Line
-from detectors.record import Record, read_metrics
-from detectors.writer import Writer
 from storage.objects import ObjectMissing, open_objects
 from storage.sample import Sample
+from training.distributed import World
+from training.log import Record, read_metrics
+from training.loop import batches
+from training.metrics import Line
+from training.writer import Writer
 from vlbert.batch import Batch, Example, collate, void
 from vlbert.config import DataConfig
 from vlbert.data import (

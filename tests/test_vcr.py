@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SIZE, TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
-from detectors.distributed import World
+from training.distributed import World
 from vlbert.batch import Batch, Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 
-from detectors.distributed import World
-from detectors.fields import override
 from storage.sample import sample_key
+from training.config import override
+from training.distributed import World
 from vlbert.batch import Example, collate
 from vlbert.config import DataConfig
 from vlbert.model import Encoded, TaskModel, VLBert

@@ -17,12 +17,12 @@ from safetensors.torch import load, save
 from tiny import tiny_recipe, tiny_root
 from torch import Tensor
 
-from detectors.checkpoints import find_best, settle, write_checkpoint
-from detectors.distributed import World
-from detectors.record import read_metrics
-from detectors.writer import Writer, safetensors
 from storage.objects import Content, LocalObjects, Objects, S3Objects, StorageUnreachable, open_objects
 from storage.runs import Best, checkpoints, named_best, read_state
+from training.checkpoints import find_best, settle, write_checkpoint
+from training.distributed import World
+from training.log import read_metrics
+from training.writer import Writer, safetensors
 from vlbert.checkpoint import find_checkpoint
 from vlbert.train import train
 

@@ -14,9 +14,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from detectors.checkpoints import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
-from detectors.fields import from_json, to_json
-from detectors.writer import Writer
 from storage.digests import check_version
 from storage.objects import LocalObjects, Objects, open_objects
 from storage.runs import (
@@ -31,6 +28,9 @@ from storage.runs import (
     open_folder,
 )
 from storage.safe_json import parse_json
+from training.checkpoints import MODEL, OPTIMIZER, load_tensors, optimizer_tensors, write_checkpoint
+from training.config import from_json, to_json
+from training.writer import Writer
 from vlbert.config import ModelConfig, Recipe
 from vlbert.text import Vocabulary
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from detectors.fields import check, check_choices, flat, to_json
 from detectors.resnet import ResNetConfig
+from training.config import check, check_choices, flat, to_json
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
-from detectors.distributed import World, from_first
 from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.objects import Objects
@@ -23,6 +22,7 @@ from storage.order import mix, shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Sample
 from storage.snapshots import Snapshot
+from training.distributed import World, from_first
 from vlbert.batch import Batch, Example, Unreadable, collate, void
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.pictures import view

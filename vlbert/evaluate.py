@@ -22,10 +22,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from detectors.distributed import World, from_first, gather_on_first
-from detectors.fields import differing_fields, from_json, override
-from detectors.loop import EXPECTED, find_recipe, run_in_world
 from storage.objects import Objects, open_objects
+from training.config import differing_fields, from_json, override
+from training.distributed import World, from_first, gather_on_first
+from training.loop import EXPECTED, find_recipe, run_in_world
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data import ValidationData, open_cache, open_samples

@@ -29,9 +29,9 @@ from PIL import Image
 
 from detectors.described import described_detector, detector_of_file
 from detectors.detect import FasterRCNNDetector
-from detectors.loop import find_recipe
 from storage.safe_json import shown
 from storage.sample import Regions, Sample, check_sample
+from training.loop import find_recipe
 from vlbert.attention import attention_of, chosen_heads, write_attention
 from vlbert.batch import Batch, collate
 from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at

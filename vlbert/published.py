@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detectors.fields import differing_fields, from_json, to_json
 from detectors.resnet import ResNetConfig
 from detectors.untrusted import named_tensors, read_untrusted
 from storage.safe_json import parse_json
+from training.config import differing_fields, from_json, to_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
 from vlbert.config import ModelConfig, RegionConfig, architecture
 from vlbert.model import VLBert

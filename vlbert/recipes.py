@@ -8,8 +8,8 @@ batch = GPUs x accumulate x what one GPU computes at a time, and the learning ra
 
 from dataclasses import replace
 
-from detectors.fields import override_values
 from detectors.resnet import ResNetConfig
+from training.config import override_values
 from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.rules import paper, published

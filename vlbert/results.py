@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from detectors.fields import to_json
 from storage.objects import Objects, open_objects
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
+from training.config import to_json
 from vlbert.batch import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe

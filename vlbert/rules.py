@@ -9,7 +9,7 @@ the paper's. Numbers (learning rates, batches, steps) stand in the recipes thems
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from detectors.fields import flat, override_values, to_json
+from training.config import flat, override_values, to_json
 from vlbert.config import Recipe
 
 Book = Literal["paper", "published"]

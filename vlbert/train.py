@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from detectors import distributed
-from detectors.checkpoints import load_optimizer, settle
-from detectors.distributed import World
-from detectors.fields import differing_fields, flat, override, to_json
-from detectors.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
-from detectors.precision import autocast, in_precision_of
-from detectors.record import Record, last_metrics
-from detectors.writer import Writer
 from storage.catalog import Catalog
 from storage.objects import Objects, open_objects
 from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
+from training import distributed
+from training.checkpoints import load_optimizer, settle
+from training.config import differing_fields, flat, override, to_json
+from training.distributed import World
+from training.log import Record, last_metrics
+from training.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
+from training.precision import autocast, in_precision_of
+from training.writer import Writer
 from vlbert.batch import Batch, Unreadable
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (

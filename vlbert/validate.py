@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from detectors.distributed import World, gather_rows, sum_over_ranks
-from detectors.loop import batches
-from detectors.precision import autocast, in_precision_of
+from training.distributed import World, gather_rows, sum_over_ranks
+from training.loop import batches
+from training.precision import autocast, in_precision_of
 from vlbert.batch import Unreadable
 from vlbert.config import Recipe
 from vlbert.data import Samples, ValidationData

@@ -16,8 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from detectors.record import read_metrics
-from detectors.writer import Writer
 from storage.objects import Objects
 from storage.runs import (
     CHECKPOINT_VERSION,
@@ -32,6 +30,8 @@ from storage.runs import (
     way_out,
 )
 from storage.safe_json import printable
+from training.log import read_metrics
+from training.writer import Writer
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 

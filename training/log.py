@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from detectors.lines import Board, Lines
-from detectors.stopping import Stopped
 from storage.objects import Objects, StorageUnreachable
 from storage.progress import clock
 from storage.safe_json import parse_json
+from training.lines import Board, Lines
+from training.stopping import Stopped
 
 if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
-    from detectors.measures import Line, Step
-    from detectors.writer import Writer
+    from training.metrics import Line, Step
+    from training.writer import Writer
 
 _HEARTBEAT = "heartbeat.json"
 _BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same

@@ -23,15 +23,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from detectors import distributed
-from detectors.distributed import World
-from detectors.fields import override
-from detectors.measures import Losses, Since, Step, Totals, timed
-from detectors.record import Record
-from detectors.skipping import LiveNorms, Skipping
-from detectors.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
-from detectors.writer import PATIENCE, STOPPED_PATIENCE
 from storage.objects import ObjectMissing, StorageUnreachable
+from training import distributed
+from training.config import override
+from training.distributed import World
+from training.log import Record
+from training.metrics import Losses, Since, Step, Totals, timed
+from training.skipping import LiveNorms, Skipping
+from training.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
+from training.writer import PATIENCE, STOPPED_PATIENCE
 
 # What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
@@ -64,7 +64,7 @@ def train_steps(
     batches: for each step this process's parts, whose gradients are added. prepare(step) comes before a step,
     losses_of(model, part) is its forward pass, keys_of(part) names its samples; on_log comes before each line of the
     log, which tells the counts that it returns. On the first process alone, save(steps done, state of this loop)
-    begins a checkpoint, and finish(patience) returns when it is whole (detectors/writer.py). weights: of losses by
+    begins a checkpoint, and finish(patience) returns when it is whole (training/writer.py). weights: of losses by
     name, where not 1. resumed: the state in the checkpoint that goes on; None where that has none.
 
     FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after SIGTERM or

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from detectors.measures import Step
+from training.metrics import Step
 
 WINDOW = 100  # steps over whose mean a spike stands out
 

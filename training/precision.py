@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from detectors.distributed import World
+from training.distributed import World
 
 Float32 = Literal["ieee", "tf32"]
 

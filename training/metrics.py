@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from detectors import distributed
-from detectors.distributed import World
+from training import distributed
+from training.distributed import World
 
 Item = TypeVar("Item")
 
