@@ -26,9 +26,9 @@ from benchmarks.killed_writer import s3_of_its_own
 from storage.objects import Objects, open_objects
 from storage.runs import checkpoints
 from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
+from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 from vlbert.text import SPECIALS, Vocabulary

@@ -101,7 +101,8 @@ def make_root(root: Path) -> None:
 def recipe(root: Path, workers: int) -> "Recipe":
     """Seconds on a CPU, with all that a random generator could spoil: masks, mirrors, dropout."""
     from detectors.resnet import ResNetConfig
-    from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+    from training.optimizer import OptimizerConfig
+    from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
     from vlbert.masking import RegionMasking, WordMasking
     from vlbert.tasks.pretraining import PretrainingSettings
 

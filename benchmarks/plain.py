@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import roi_align
 
+from training.optimizer import OptimizerConfig
 from vlbert.batch import Example
-from vlbert.config import ModelConfig, OptimizerConfig
+from vlbert.config import ModelConfig
 from vlbert.model import TaskModel
 
 LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them

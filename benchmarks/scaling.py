@@ -29,10 +29,10 @@ from benchmarks.train_step import machine
 from training import distributed
 from training.distributed import World
 from training.loop import train_steps
+from training.optimizer import make_optimizer, set_learning_rate
 from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.model import TaskModel, count_parameters
-from vlbert.optim import make_optimizer, prepare_step
 
 WARM_UP = 2  # steps: DDP makes its buckets anew after the first
 
@@ -51,7 +51,7 @@ def measured(options: argparse.Namespace, world: World) -> dict[str, float]:
 
     def prepare(step: int) -> None:
         began.append(time.perf_counter())
-        prepare_step(optimizer, step, recipe.steps, recipe.optimizer)
+        set_learning_rate(optimizer, step, recipe.steps, recipe.optimizer)
 
     def losses_of(parallel: TaskModel, part: Batch) -> dict:
         with autocast(recipe, world):

@@ -23,12 +23,12 @@ from storage.sample import Sample
 from training.config import override
 from training.distributed import World
 from training.loop import batches, find_recipe
+from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.config import Recipe
 from vlbert.execution import execute_as
 from vlbert.model import TaskModel
-from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 from vlbert.tasks.pretraining import PretrainingSettings

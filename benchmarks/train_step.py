@@ -45,11 +45,11 @@ from storage.sample import Sample
 from training.config import to_json
 from training.distributed import World
 from training.loop import batches
+from training.optimizer import set_learning_rate
 from training.precision import in_precision_of
 from vlbert.batch import Example, collate
 from vlbert.config import Recipe
 from vlbert.execution import compiled_graphs
-from vlbert.optim import prepare_step
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 # Seconds that the authors' code takes for a forward and a backward pass, fp32, on two threads of a CPU that others used
@@ -304,7 +304,7 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
         data, curve = Stored(recipe, task_of(recipe), samples, pairs, texts), []
         with in_precision_of(recipe):
             for step, parts in enumerate(batches(data, range(options.losses), options.workers, device)):
-                prepare_step(fast.optimizer, step, options.losses, rates)
+                set_learning_rate(fast.optimizer, step, options.losses, rates)
                 torch.manual_seed(step)
                 losses = fast.losses(parts[0].to(device))
                 total(losses).backward()

@@ -10,6 +10,7 @@ from typing import Literal
 
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNNConfig
 from training.config import check, check_choices
+from training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -73,34 +74,10 @@ class SamplingConfig:
         check(self, self.attribute_weight >= 0, "attribute_weight", "0 or more")
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer, and how its learning rate goes up and down."""
-
-    kind: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: float = 1e-3  # after warm-up, for the whole batch; it never scales by itself
-    warm_up: int = 0  # steps in which it rises from 0
-    schedule: Literal["step", "linear"] = "step"  # after warm-up: by `decay` after each of decay_at, or to 0 at the end
-    decay_at: tuple[int, ...] = ()  # step: after so many steps
-    decay: float = 0.1  # step: factor
-    momentum: float = 0.9  # SGD's
-    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
-    weight_decay: float = 5e-4
-    clip: float | None = None  # largest global gradient norm; None: any
-
-    def __post_init__(self):
-        check_choices(self)
-        check(self, self.learning_rate > 0, "learning_rate", "positive")
-        check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
-        check(self, rising, "decay_at", "increasing numbers of steps")
-        check(self, self.schedule == "step" or not self.decay_at, "decay_at", "empty where schedule is linear")
-        check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
-        check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
-        fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        check(self, fits, "betas", "two numbers in [0, 1)")
-        check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
-        check(self, self.clip is None or self.clip > 0, "clip", "positive")
+# As detectron2 trains, and Caffe did: SGD at one rate.
+SGD = OptimizerConfig(
+    kind="sgd", learning_rate=1e-3, warm_up=0, schedule="constant", weight_decay=5e-4, clip=None, bert_adam=False
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +106,7 @@ class DetectorRecipe:
     network: FasterRCNNConfig = VG_RESNET101
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = SGD
     validation: ValidationConfig = ValidationConfig()
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
     run: str = ""  # name of the run; empty: the recipe's name
@@ -178,7 +155,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
     return DetectorRecipe(
         name="detector_vg_resnet101",
         sampling=SamplingConfig(anchors=64, rois=64, roi_foreground=0.5),
-        optimizer=OptimizerConfig(decay_at=(350_000,)),
+        optimizer=replace(SGD, schedule="step", decay_at=(350_000,)),
         validation=ValidationConfig(nms_threshold=0.3),
     )
 
@@ -199,8 +176,9 @@ def detector_demo() -> DetectorRecipe:
             kind="adamw",
             learning_rate=6e-3,
             warm_up=50,
-            schedule="linear",
             betas=(0.9, 0.99),
+            epsilon=1e-8,
+            bert_adam=False,
             weight_decay=1e-2,
             clip=10.0,
         ),

@@ -21,7 +21,7 @@ from detectors.examples import Batch, TooManyBadImages, TrainingImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
-from detectors.recipes import RECIPES, DetectorRecipe, OptimizerConfig
+from detectors.recipes import RECIPES, DetectorRecipe
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights import COUNTER, write_weights
@@ -41,6 +41,7 @@ from training.checkpoints import (
 from training.config import differing_fields, flat, to_json
 from training.distributed import World
 from training.log import Record, last_metrics, read_metrics
+from training.optimizer import check_decay, make_optimizer, set_learning_rate
 from training.precision import autocast, in_precision_of
 from training.writer import Writer
 
@@ -95,7 +96,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
             steps,
             ([batch] for batch in loop.batches(data, steps, recipe.data.workers, world.device)),
             record=record,
-            prepare=lambda step: prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer),
+            prepare=lambda step: set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer),
             losses_of=losses_of,
             keys_of=lambda batch: [example.image for example in batch.examples],
             validate=validate_now if run.truth.held_out else None,
@@ -117,7 +118,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     folder = open_folder(objects, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0, "bad": []}
     if not saved:
-        check_decay(recipe)
+        check_decay(recipe.optimizer, recipe.steps)  # one that has begun may be ended early
     else:
         check_same(recipe, folder.json(CONFIG), folder.where)
     # Once for all: the files of Visual Genome take minutes and gigabytes to read.
@@ -172,27 +173,6 @@ def _describe(run: Run, recipe: DetectorRecipe, world: World, say: Callable[[str
         say(f"left out: {count} {why}")
     if not run.truth.held_out:
         say("there will be no validation: neither data.held_out_list nor data.held_out_last names an image")
-
-
-def make_optimizer(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """SGD or AdamW over all that learns."""
-    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
-    if config.kind == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
-    return torch.optim.AdamW(parameters, betas=config.betas, **common)
-
-
-def prepare_step(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
-    """Give every group the learning rate of step 0..steps-1."""
-    if step + 1 < config.warm_up:
-        factor = (step + 1) / config.warm_up
-    elif config.schedule == "step":
-        factor = config.decay ** sum(step >= at for at in config.decay_at)
-    else:
-        factor = (steps - step) / max(1, steps + 1 - config.warm_up)
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * min(1.0, factor)
 
 
 def note_bad(run: Run, recipe: DetectorRecipe, bad: list[tuple[str, str]], world: World) -> None:
@@ -321,16 +301,6 @@ def check_complete(recipe: DetectorRecipe) -> None:
 def _check_file(file: str | None, name: str) -> None:
     if file is not None and not Path(file).is_file():
         raise ValueError(f"{name} is {file}, and there is no such file")
-
-
-def check_decay(recipe: DetectorRecipe) -> None:
-    """ValueError where a run would end before its learning rate falls; one that has begun may be ended early."""
-    late = [at for at in recipe.optimizer.decay_at if at >= recipe.steps]
-    if late:
-        raise ValueError(
-            f"optimizer.decay_at names step {late[-1]}, and the run has {recipe.steps}; set both, or "
-            "optimizer.decay_at="
-        )
 
 
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:

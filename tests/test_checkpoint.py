@@ -18,11 +18,11 @@ from storage.inventory import Inventory, verify
 from storage.objects import open_objects
 from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
 from training.checkpoints import load_optimizer, remove_old
+from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
 

@@ -10,7 +10,8 @@ from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
 from training.config import from_json, override, to_json
-from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, RegionConfig
+from training.optimizer import OptimizerConfig
+from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -80,7 +81,7 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("model.special_tokens=vocabulary", "own where regions have tokens by class or hidden ones one of theirs"),
         ("optimizer.schedule=step", "OptimizerConfig.decay_at is ()"),
         ("optimizer.decay_at=3", "given for schedule step, and only there"),
-        ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of steps"),
+        ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of updates"),
         ("optimizer.momentum=1", "OptimizerConfig.momentum is 1"),
         ("compile=true precision=tf32", "Recipe.compile is True; it must be false with tf32"),
         ("compile=true recompute=true model.regions.resnet.norm=batch", "false with recompute and live norms"),
@@ -109,7 +110,6 @@ SETTINGS = [
     RefCOCOSettings(),
     recipes.DataConfig(),
     recipes.SamplingConfig(),
-    recipes.OptimizerConfig(),
     recipes.ValidationConfig(),
     recipes.DetectorRecipe("detector"),
     FasterRCNNConfig(),

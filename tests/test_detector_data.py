@@ -22,7 +22,7 @@ import training.distributed
 from detectors.average_precision import RIGHT, UNCOUNTED, WRONG, Detections, judge
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
-from detectors.recipes import DataConfig, DetectorRecipe, OptimizerConfig, detector_vg_resnet101
+from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_vg_resnet101
 from detectors.start import start_from
 from detectors.train import main, train
 from detectors.validate import validate
@@ -388,8 +388,8 @@ def told(root: Path) -> dict[str, Any]:
 
 
 def test_a_new_run_that_ends_before_its_rate_falls_is_refused_and_one_that_has_begun_may_be_ended(drawn, tmp_path):
-    decays = a_recipe(drawn, tmp_path, optimizer=OptimizerConfig(learning_rate=2e-3, decay_at=(4,)))
-    with pytest.raises(ValueError, match=r"optimizer.decay_at names step 4, and the run has 2; set both"):
+    decays = a_recipe(drawn, tmp_path, optimizer=dataclasses.replace(SGD, schedule="step", decay_at=(4,)))
+    with pytest.raises(ValueError, match=r"optimizer.decay_at names update 4, and the run has 2 steps; set both"):
         train(decays, ALONE)
     assert not (tmp_path / "runs").exists()
     stopped_after(2, dataclasses.replace(decays, steps=6))
@@ -431,7 +431,7 @@ def test_weights_are_those_of_the_step_that_they_name_however_often_a_run_is_end
 
 
 def test_a_run_of_a_falling_rate_says_that_it_falls_to_another_end(drawn, tmp_path, capsys):
-    linear = OptimizerConfig(learning_rate=2e-3, schedule="linear")
+    linear = dataclasses.replace(SGD, learning_rate=2e-3, schedule="linear")
     stopped_after(2, a_recipe(drawn, tmp_path, steps=6, optimizer=linear))
     stopped_after(4, a_recipe(drawn, tmp_path, steps=6, optimizer=linear))
     assert "the learning rate goes on" not in capsys.readouterr().out

@@ -18,7 +18,7 @@ from detectors.examples import TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs
 from detectors.ground_truth import LabelledImage, read_ground_truth
 from detectors.losses import Losses, Target
-from detectors.recipes import DataConfig, DetectorRecipe, OptimizerConfig, SamplingConfig, ValidationConfig
+from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
 from detectors.train import train
 from detectors.validate import detect, validate
 
@@ -232,7 +232,7 @@ def start(tmp_path_factory) -> DetectorRecipe:
             workers=0,
         ),
         sampling=SamplingConfig(anchors=32, anchors_inside=False, rois=16, attribute_weight=1.0),
-        optimizer=OptimizerConfig(learning_rate=0.01, momentum=0.0, weight_decay=0.0),
+        optimizer=dataclasses.replace(SGD, learning_rate=0.01, momentum=0.0, weight_decay=0.0),
         root=str(folder),
         steps=2,
         start_from=str(folder / "start.safetensors"),
@@ -279,7 +279,10 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
         ("optimizer", {"clip": 0.5}),
         ("optimizer", {"weight_decay": 0.2}),
         ("optimizer", {"momentum": 0.7}),
-        ("optimizer", {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 2.0, "betas": (0.5, 0.7)}),
+        (
+            "optimizer",
+            {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 2.0, "epsilon": 1e-8, "betas": (0.5, 0.7)},
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )

@@ -20,12 +20,12 @@ from tiny import DETECTOR, TINY_MODEL
 
 from storage.sample import Regions, Sample, sample_key
 from training.distributed import World
+from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
 from vlbert.batch import Batch, Example, Picture, Words, collate
-from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data import TrainingData
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer, prepare_step
 from vlbert.pictures import view
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
@@ -129,7 +129,7 @@ def learn(model: TaskModel, batches: Sequence[Batch], steps: int, rate: float, p
     optimizer = make_optimizer(model, config)
     model.train()
     for step in range(steps):
-        prepare_step(optimizer, step, steps, config)
+        set_learning_rate(optimizer, step, steps, config)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             losses = model(batches[step % len(batches)])
         optimizer.zero_grad()

@@ -24,12 +24,12 @@ from tiny import TINY_MODEL, tiny_recipe
 
 from storage.objects import open_objects
 from training.config import override
+from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
 from vlbert.checkpoint import load_model, read_model, save_checkpoint
 from vlbert.config import ModelConfig
 from vlbert.model import TaskModel
-from vlbert.optim import make_optimizer
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 

@@ -32,13 +32,13 @@ from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Sample
 from training.distributed import World
+from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.batch import Example, Words, collate
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import RegionConfig
 from vlbert.drawing import colour_of
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer
 from vlbert.photo import read_image
 from vlbert.pictures import view
 from vlbert.predict import (

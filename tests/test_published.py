@@ -18,11 +18,11 @@ from transformers import BertConfig, BertModel
 
 from storage.objects import open_objects
 from training.config import differing_fields
+from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer
 from vlbert.published import REPORT, Refused, plain_name, read_file, skeleton, standard, to_ours, to_theirs, understand
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task

@@ -20,13 +20,13 @@ from benchmarks.step_inputs import drawn_samples, drawn_texts, made_up_vocabular
 from benchmarks.step_parts import PARTS, Clock, counted_flops, marked
 from benchmarks.train_step import main
 from training.distributed import World
+from training.optimizer import OptimizerConfig, make_optimizer
 from training.precision import autocast
 from vlbert.batch import Example, collate
-from vlbert.config import ModelConfig, OptimizerConfig, Recipe
+from vlbert.config import ModelConfig, Recipe
 from vlbert.execution import compiled_graphs, execute_as
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.model import TaskModel, VLBert
-from vlbert.optim import make_optimizer
 from vlbert.pictures import view
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import COLOURS, TINY_MODEL, as_overrides, commit_samples, tiny_sample
 
-from vlbert.config import OptimizerConfig, Recipe
+from training.optimizer import OptimizerConfig
+from vlbert.config import Recipe
 from vlbert.tasks import TASKS
 
 HOUSE = Path(__file__).parents[1]

@@ -11,7 +11,8 @@ from detectors.resnet import ResNetConfig
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Regions, Sample, sample_key
-from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+from training.optimizer import OptimizerConfig
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.text import make_corpus

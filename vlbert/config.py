@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
 from training.config import check, check_choices, flat, to_json
+from training.optimizer import OptimizerConfig, check_decay
 
 
 @dataclass(frozen=True)
@@ -139,48 +140,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer, and how its learning rate goes up and down (paper A.2)."""
-
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"  # decay beside the gradient, or in it (Adam, SGD with momentum)
-    learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
-    region_learning_rate: float | None = None  # of the Fast R-CNN; None: the same
-    warm_up: int = 8000  # steps from 0 to learning_rate
-    schedule: Literal["linear", "step"] = "linear"  # after warm-up: linearly to 0, or by `decay` at each of decay_at
-    decay_at: tuple[int, ...] = ()  # step: from these updates on
-    decay: float = 0.1  # step: factor
-    betas: tuple[float, float] = (0.9, 0.999)  # Adam's
-    momentum: float = 0.9  # SGD's
-    epsilon: float = 1e-6  # Adam's
-    # BERT's: epsilon is added before the second moment's bias is corrected, and decay follows the step. Else PyTorch's.
-    bert_adam: bool = True
-    weight_decay: float = 1e-4  # of every parameter, biases and LayerNorms included
-    clip: float | None = 10.0  # largest global gradient norm; None: any
-
-    def __post_init__(self):
-        check_choices(self)
-        check(self, self.learning_rate > 0, "learning_rate", "positive")
-        slow = self.region_learning_rate
-        check(self, slow is None or slow > 0, "region_learning_rate", "positive, or none")
-        check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        check(self, self.clip is None or self.clip > 0, "clip", "positive")
-        fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        check(self, fits, "betas", "two numbers in [0, 1)")
-        check(self, 0 < self.momentum < 1, "momentum", "in (0, 1)")
-        check(self, self.epsilon > 0, "epsilon", "positive")
-        check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
-        check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
-        check(
-            self,
-            (self.schedule == "step") == bool(self.decay_at),
-            "decay_at",
-            "given for schedule step, and only there",
-        )
-        rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
-        check(self, rising, "decay_at", "increasing numbers of steps")
-
-
-@dataclass(frozen=True)
 class Recipe:
     """One run, whole: `recipes.py` holds functions that return one; the command line may override fields."""
 
@@ -227,12 +186,7 @@ class Recipe:
         )
         live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
         check(self, not (self.compile and self.recompute and live), "compile", "false with recompute and live norms")
-        late = [at for at in self.optimizer.decay_at if at >= self.steps]
-        if late:
-            raise ValueError(
-                f"optimizer.decay_at names update {late[-1]}, and the run has {self.steps} steps; set both, or "
-                "optimizer.schedule=linear and optimizer.decay_at="
-            )
+        check_decay(self.optimizer, self.steps)
         check(self, not (self.from_scratch and (self.start_from or self.bert)), "from_scratch", "false with a start")
 
     @property

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from detectors.resnet import ResNetConfig
 from training.config import override_values
-from vlbert.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RegionConfig
+from training.optimizer import OptimizerConfig
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.masking import RegionMasking, WordMasking
 from vlbert.rules import paper, published
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -144,7 +145,11 @@ def finetune_vcr_base() -> Recipe:
         model=replace(BASE, regions=RegionConfig(long_side=1200)),
         data=DataConfig(dataset="vcr", held_out="vcr", batch=64, accumulate=4),
         optimizer=OptimizerConfig(
-            kind="sgd", learning_rate=4.48e-3, warm_up=1_000, schedule="step", decay_at=(14 * epoch, 18 * epoch)
+            kind="sgd",
+            learning_rate=4.48e-3,
+            warm_up=1_000,
+            schedule="step",
+            decay_at=(14 * epoch - 1, 18 * epoch - 1),  # theirs falls with the last update of an epoch
         ),
         steps=20 * epoch,
         bert="bert-base-uncased",  # for its pooler, which pre-training has not

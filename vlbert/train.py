@@ -22,6 +22,7 @@ from training.config import differing_fields, flat, override, to_json
 from training.distributed import World
 from training.log import Record, last_metrics
 from training.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
+from training.optimizer import make_optimizer, set_learning_rate
 from training.precision import autocast, in_precision_of
 from training.writer import Writer
 from vlbert.batch import Batch, Unreadable
@@ -49,7 +50,6 @@ from vlbert.data import (
 )
 from vlbert.execution import compiled_graphs, execute_as
 from vlbert.model import TaskModel, VLBert, count_parameters
-from vlbert.optim import make_optimizer, prepare_step
 from vlbert.recipes import RECIPES
 from vlbert.tasks import Questions, Task, make_task, splits_of, task_of, validation_split
 from vlbert.tasks.pretraining import PretrainingSettings
@@ -94,7 +94,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     unreadable: list[Unreadable] = []
 
     def prepare_one(step: int) -> None:
-        prepare_step(run.optimizer, step, recipe.steps, recipe.optimizer)
+        set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer)
         torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
 
     def losses_of(model: torch.nn.Module, part: Batch) -> Losses:

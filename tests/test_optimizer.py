@@ -11,8 +11,7 @@ from tiny import tiny_recipe, tiny_root
 from torch import nn
 
 from training.distributed import World
-from vlbert.config import OptimizerConfig
-from vlbert.optim import learning_rate_factor, make_optimizer, prepare_step
+from training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer, set_learning_rate
 from vlbert.train import train
 
 COMPONENTS = Path(__file__).parents[2] / "shared" / "parity" / "vlbert" / "components.npz"
@@ -38,7 +37,7 @@ def steps(start: np.ndarray, gradients: np.ndarray, config: OptimizerConfig) -> 
     optimizer = make_optimizer(model, config)
     after = []
     for step, gradient in enumerate(gradients):
-        prepare_step(optimizer, step, 1000, config)
+        set_learning_rate(optimizer, step, 1000, config)
         model.weight.grad = torch.tensor(gradient, dtype=torch.float32)
         optimizer.step()
         after.append(model.weight.detach().numpy().copy())
@@ -81,13 +80,31 @@ def test_adam_and_sgd_have_their_decay_in_the_gradient():
     ("figures", "config"),
     [
         ("triangle_w10_t50", OptimizerConfig(warm_up=10)),
-        ("multistep_w10_m30_40", OptimizerConfig(warm_up=10, schedule="step", decay_at=(30, 40), decay=0.1)),
+        ("multistep_w10_m30_40", OptimizerConfig(warm_up=10, schedule="step", decay_at=(29, 39), decay=0.1)),
     ],
 )
 def test_the_learning_rate_has_the_authors_factor_in_every_update(components, figures, config):
     theirs = components[f"lr/{figures}"]
     ours = [learning_rate_factor(update, 50, config) for update in range(1, len(theirs) + 1)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decay_at", "wanted"),
+    [
+        ("step", (4, 6), [0.5, 1, 1, 1, 0.1, 0.1, 0.01]),
+        ("linear", (), [0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("constant", (), [0.5, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_rate_rises_and_follows_its_schedule(schedule, decay_at, wanted):
+    config = OptimizerConfig(kind="sgd", learning_rate=1.0, warm_up=2, schedule=schedule, decay_at=decay_at)
+    optimizer = make_optimizer(nn.Linear(1, 1), config)
+    rates = []
+    for step in range(7):
+        set_learning_rate(optimizer, step, 7, config)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(wanted)
 
 
 def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rate():
@@ -99,11 +116,11 @@ def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rat
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
     rates = []
     for step in range(10):
-        prepare_step(optimizer, step, 10, config)
+        set_learning_rate(optimizer, step, 10, config)
         rates.append([group["lr"] for group in optimizer.param_groups])
     rising_and_falling = np.array([1 / 4, 2 / 4, 3 / 4, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
     np.testing.assert_allclose(rates, rising_and_falling[:, None] * [8, 2])
-    prepare_step(optimizer, 0, 5, OptimizerConfig(warm_up=0))
+    set_learning_rate(optimizer, 0, 5, OptimizerConfig(warm_up=0))
     assert 0 < optimizer.param_groups[0]["lr"] <= 8
 
 

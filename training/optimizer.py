@@ -1,0 +1,109 @@
+"""The optimizer of any model here, and how its learning rate goes up and down."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from training.config import check, check_choices
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its schedule; the defaults are those of VL-BERT (paper A.2)."""
+
+    kind: Literal["adamw", "adam", "sgd"] = "adamw"  # decay beside the gradient, or in it (Adam, SGD with momentum)
+    learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
+    region_learning_rate: float | None = None  # of a Fast R-CNN inside the model; None: the same
+    warm_up: int = 8000  # steps from 0 to learning_rate
+    # After warm-up: linearly to 0 at the end, by `decay` at each of decay_at, or as it is.
+    schedule: Literal["linear", "step", "constant"] = "linear"
+    decay_at: tuple[int, ...] = ()  # step: after so many updates
+    decay: float = 0.1  # step: factor
+    betas: tuple[float, float] = (0.9, 0.999)  # Adam's
+    momentum: float = 0.9  # SGD's
+    epsilon: float = 1e-6  # Adam's
+    # BERT's: epsilon is added before the second moment's bias is corrected, and decay follows the step. Else PyTorch's.
+    bert_adam: bool = True
+    weight_decay: float = 1e-4  # of every parameter, biases and LayerNorms included
+    clip: float | None = 10.0  # largest global gradient norm; None: any
+
+    def __post_init__(self):
+        check_choices(self)
+        check(self, self.learning_rate > 0, "learning_rate", "positive")
+        slow = self.region_learning_rate
+        check(self, slow is None or slow > 0, "region_learning_rate", "positive, or none")
+        check(self, self.warm_up >= 0, "warm_up", "0 or more")
+        check(self, self.clip is None or self.clip > 0, "clip", "positive")
+        fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check(self, fits, "betas", "two numbers in [0, 1)")
+        check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
+        check(self, self.epsilon > 0, "epsilon", "positive")
+        check(self, self.weight_decay >= 0, "weight_decay", "0 or more")
+        check(self, 0 < self.decay <= 1, "decay", "in (0, 1]")
+        fits = (self.schedule == "step") == bool(self.decay_at)
+        check(self, fits, "decay_at", "given for schedule step, and only there")
+        rising = list(self.decay_at) == sorted(set(self.decay_at)) and min(self.decay_at, default=1) > 0
+        check(self, rising, "decay_at", "increasing numbers of updates")
+
+
+def check_decay(config: OptimizerConfig, steps: int) -> None:
+    """ValueError where a decay would come after the last of `steps` updates."""
+    late = [at for at in config.decay_at if at >= steps]
+    if late:
+        raise ValueError(
+            f"optimizer.decay_at names update {late[-1]}, and the run has {steps} steps; set both, or "
+            "optimizer.schedule=linear and optimizer.decay_at="
+        )
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, Adam or SGD over all trainable parameters; those of a Fast R-CNN inside may have a learning rate of their
+    own.
+
+    Weight decay applies to every parameter, biases and LayerNorms included.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups["fast_rcnn." in name].append(parameter)
+    region_rate = config.learning_rate if config.region_learning_rate is None else config.region_learning_rate
+    peaks = {False: config.learning_rate, True: region_rate}
+    parameters = [{"params": group, "peak": peaks[of_regions]} for of_regions, group in groups.items() if group]
+    # Fused: one kernel for all parameters, on CPUs too.
+    common = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
+    if config.kind == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+    adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
+    return adam(parameters, betas=config.betas, eps=config.epsilon, **common)
+
+
+def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> float:
+    """Of update 1, 2, ... of `updates`: rises linearly to 1 over the warm-up, then follows config.schedule.
+
+    linear: to 0 at the last update, as in the authors' code. step: by `decay` after each of `decay_at` updates.
+    """
+    if update < config.warm_up:
+        return update / config.warm_up
+    if config.schedule == "linear":
+        return max(0.0, (updates - update) / max(1, updates - config.warm_up))
+    return config.decay ** sum(update > at for at in config.decay_at)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimizerConfig) -> None:
+    """Give every group what holds for step 0..steps-1: its learning rate and, for Adam, its epsilon."""
+    # One update more in the schedule than there are: so the last one is not lost to a learning rate of 0.
+    factor = learning_rate_factor(step + 1, steps + 1, config)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+        if config.kind != "sgd" and config.bert_adam:
+            # BERT's Adam divides by sqrt(v) + epsilon and then corrects the bias of v, PyTorch's the other way round.
+            # PyTorch counts its own updates, so behind n steps that were left out this is as of n updates later: by
+            # update 1,000 one of them changes epsilon by 0.03 %.
+            group["eps"] = config.epsilon / (1 - config.betas[1] ** (step + 1)) ** 0.5
+        if config.kind == "adamw" and config.bert_adam:
+            # And it decays what the step has changed already, PyTorch's what was there before it: the same as a step
+            # that is smaller by the decay.
+            decay = group["lr"] * config.weight_decay
+            group["lr"], group["weight_decay"] = group["lr"] * (1 - decay), config.weight_decay / (1 - decay)
