@@ -16,14 +16,11 @@ from detectors.recipes import DataConfig
 from storage.normalise import FILE_FORMATS
 from storage.order import mix, take
 from training.distributed import World
+from training.log import Unreadable
 
 _ORDER, _CHANCE = 0, 1  # streams of randomness that never meet
 # What Pillow raises where a file is no whole image.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-
-
-class TooManyBadImages(ValueError):
-    """More images cannot be read than the run may pass over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +56,7 @@ class Batch:
     """What one rank computes in a step, and which images could not be read: those after them took their places."""
 
     examples: list[Example]
-    bad: list[tuple[str, str]]
-    """Of each its id, and `FILE: why`."""
+    unreadable: list[Unreadable]
 
 
 def read_bgr(image: LabelledImage) -> np.ndarray:
@@ -115,10 +111,10 @@ class TrainingImages(Dataset):
         share = config.batch // self.world_size
         batch = Batch([], [])
         for epoch, number in everyone[self.rank * share : (self.rank + 1) * share]:
-            batch.examples.append(self._example(epoch, number, batch.bad))
+            batch.examples.append(self._example(step, epoch, number, batch.unreadable))
         return batch
 
-    def _example(self, epoch: int, number: int, bad: list[tuple[str, str]]) -> Example:
+    def _example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:
         """Image `number`, or the next that can be read."""
         for place in range(number, number + len(self.images)):
             image = self.images[place % len(self.images)]
@@ -127,8 +123,8 @@ class TrainingImages(Dataset):
             try:
                 return make_example(image, self.network, mirrored, seed)
             except BAD_IMAGE as error:
-                bad.append((image.id, f"{image.file}: {error}"))
-        raise TooManyBadImages(f"none of the {len(self.images)} images can be read; the last is {bad[-1][1]}")
+                unreadable.append(Unreadable(step + 1, image.id, f"{image.file}: {error}"))
+        raise ValueError(f"none of the {len(self.images)} images can be read; the last is {unreadable[-1].reason}")
 
 
 class HeldOutImages(Dataset):

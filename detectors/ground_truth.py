@@ -351,12 +351,12 @@ def _labelled(entry: _Annotated, file: Path, counts: Counter[str]) -> LabelledIm
 
 
 def _check_absent(absent: list[str], images: int, config: DataConfig) -> None:
-    if len(absent) > config.bad_images * images:
+    if len(absent) > config.unreadable * images:
         some = ", ".join(absent[:3])
         raise ValueError(
             f"{len(absent)} of {images} images are absent from {', '.join(config.images)}, or unreadable: {some}"
             f"{' ...' if len(absent) > 3 else ''}. Give their folders as data.images, or allow a larger share: "
-            "data.bad_images"
+            "data.unreadable"
         )
 
 

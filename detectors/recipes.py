@@ -29,7 +29,7 @@ class DataConfig:
     held_out_last: int = 0  # instead of a list: so many images of the highest ids
     batch: int = 8  # images a step, over all processes together
     flip: float = 0.5  # probability of mirroring an image
-    bad_images: float = 0.01  # share of the images that may be absent or unreadable; more end the run
+    unreadable: float = 0.01  # share of the images that may be absent or unreadable; more end the run
     workers: int = 2  # loading processes a rank; 0: load in the training process
     seed: int = 0  # of order, mirroring and sampling, and of new weights
 
@@ -37,7 +37,7 @@ class DataConfig:
         check_choices(self)
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
-        check(self, 0 <= self.bad_images <= 1, "bad_images", "a share from 0 to 1")
+        check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
         check(self, self.held_out_last >= 0, "held_out_last", "0 or more")
         check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 where held_out_list is given")
         check(self, self.workers >= 0, "workers", "0 or more")

@@ -10,14 +10,15 @@ ROOT/runs/RUN/weights.safetensors, which detectors.run and detectors.verify read
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from detectors.examples import Batch, TooManyBadImages, TrainingImages
+from detectors.examples import Batch, TrainingImages
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
@@ -25,10 +26,10 @@ from detectors.recipes import RECIPES, DetectorRecipe
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights import COUNTER, write_weights
-from storage.objects import Objects, open_objects
+from storage.objects import open_objects
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
-from training import distributed, loop
+from training import distributed
 from training.checkpoints import (
     MODEL,
     OPTIMIZER,
@@ -40,25 +41,68 @@ from training.checkpoints import (
 )
 from training.config import differing_fields, flat, to_json
 from training.distributed import World
-from training.log import Record, last_metrics, read_metrics
-from training.optimizer import check_decay, make_optimizer, set_learning_rate
+from training.log import last_metrics, read_metrics
+from training.loop import Run, batches, run_program, train_steps
+from training.optimizer import check_decay, make_optimizer
 from training.precision import autocast, in_precision_of
 from training.writer import Writer
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """All that one process needs to train: made by `prepare`."""
+@dataclass(eq=False, kw_only=True)
+class DetectorRun(Run):
+    """All that one process needs to train: made by `prepare`. `model` is the network with its losses."""
 
-    objects: Objects
-    step: int  # optimizer steps that are done already
-    network: FasterRCNN
-    optimizer: torch.optim.Optimizer
+    recipe: DetectorRecipe
+    model: Losses
     truth: GroundTruth
-    bad: set[str]  # ids of images that could not be read
-    loop: dict | None  # the state of the loop in the checkpoint that goes on
+
+    @property
+    def network(self) -> FasterRCNN:
+        return self.model.network
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"attributes": self.recipe.sampling.attribute_weight}
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.recipe.data.batch
+
+    @property
+    def most_unreadable(self) -> float:
+        return self.recipe.data.unreadable * len(self.truth.train)
+
+    def batches(self) -> Iterator[list[Batch]]:
+        config = self.recipe.data
+        data = TrainingImages(self.truth.train, self.recipe.network, config, self.world)
+        for batch in batches(data, range(self.step, self.recipe.steps), config.workers, self.world.device):
+            yield [batch]
+
+    def losses(self, model: nn.Module, part: Batch) -> dict[str, tuple[Tensor, int]]:
+        self.unreadable += part.unreadable
+        with autocast(self.recipe, self.world):
+            return model([example.target(self.world.device) for example in part.examples])
+
+    def keys(self, part: Batch) -> list[str]:
+        return [example.image for example in part.examples]
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.truth.held_out)
+
+    def validate(self) -> tuple[dict[str, float], list[dict]]:
+        # Live norms count on each rank by themselves; those of rank 0 are what is validated, and saved.
+        distributed.share_buffers(self.network, self.world)
+        return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
+
+    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
+        recipe, files = self.recipe, {CONFIG: as_json(to_json(self.recipe)), MODEL: self.network.state_dict()}
+        files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
+        state = {"step": done, "steps": recipe.steps, "data": self.truth.hash, "loop": loop_state}
+        name, keep = recipe.run_name, recipe.keep_checkpoints
+        write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
@@ -68,55 +112,21 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
         torch.set_num_threads(recipe.threads)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run.step >= recipe.steps:
-        return last_metrics(run.objects, recipe.run_name)
-    record, writer = None, Writer(run.objects)
-    if world.first:
-        record = Record(writer, recipe.run_name, run.step, recipe.steps, recipe.data.batch, world.size)
-    bad: list[tuple[str, str]] = []
-
-    def losses_of(model: nn.Module, batch: Batch) -> loop.Losses:
-        bad.extend(batch.bad)
-        with autocast(recipe, world):
-            return model([example.target(world.device) for example in batch.examples])
-
-    def validate_now() -> tuple[dict[str, float], list[dict]]:
-        # Live norms count on each rank by themselves; those of rank 0 are what is validated, and saved.
-        distributed.share_buffers(run.network, world)
-        return validate(run.network, recipe, run.truth.held_out, run.truth.classes, world)
-
+        return last_metrics(run.writer.objects, recipe.run_name)
     run.network.train()
-    steps = range(run.step, recipe.steps)
-    data = TrainingImages(run.truth.train, recipe.network, recipe.data, world)
-    with in_precision_of(recipe), writer:
-        metrics = loop.train_steps(
-            recipe,
-            world,
-            Losses(run.network, recipe.sampling),
-            run.optimizer,
-            steps,
-            ([batch] for batch in loop.batches(data, steps, recipe.data.workers, world.device)),
-            record=record,
-            prepare=lambda step: set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer),
-            losses_of=losses_of,
-            keys_of=lambda batch: [example.image for example in batch.examples],
-            validate=validate_now if run.truth.held_out else None,
-            save=lambda done, state: save_checkpoint(run, writer, recipe, done, state),
-            finish=writer.finish,
-            on_log=lambda: note_bad(run, recipe, bad, world),
-            weights={"attributes": recipe.sampling.attribute_weight},
-            resumed=run.loop,
-        )
+    with in_precision_of(recipe), run.writer:
+        metrics = train_steps(run)
     if world.first:
-        print(write_result(run, recipe, recipe.steps, metrics), flush=True)
+        print(write_result(run, recipe.steps, metrics), flush=True)
     return metrics
 
 
-def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> Run:
+def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
     """Read the annotations and make the network: a new one, or that of the run's last checkpoint."""
     objects = open_objects(recipe.root)
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
     folder = open_folder(objects, saved[-1]) if saved else None
-    state = folder.state if folder else {"step": 0, "bad": []}
+    state = folder.state if folder else {"step": 0}
     if not saved:
         check_decay(recipe.optimizer, recipe.steps)  # one that has begun may be ended early
     else:
@@ -142,8 +152,17 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
         load_optimizer(folder, network, optimizer)
     if saved and world.first:  # it may have been killed before it came to that
         settle(objects, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
-    run = Run(objects, state["step"], network, optimizer, truth, set(state["bad"]), state.get("loop"))
-    _describe(run, recipe, world, say)
+    run = DetectorRun(
+        recipe=recipe,
+        world=world,
+        model=Losses(network, recipe.sampling),
+        optimizer=optimizer,
+        writer=Writer(objects),
+        step=state["step"],
+        loop_state=state.get("loop"),
+        truth=truth,
+    )
+    _describe(run, say)
     if run.step >= recipe.steps:
         say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # It may have been stopped between its last checkpoint and this, or be ended early: steps=STEP.
@@ -151,7 +170,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
             validations = read_metrics(objects, recipe.run_name, "validation")
             of_this_step = validations and validations[-1]["step"] == run.step
             metrics = last_metrics(objects, recipe.run_name) if of_this_step else {}
-            say(write_result(run, recipe, run.step, metrics))
+            say(write_result(run, run.step, metrics))
     elif saved:
         say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}, step {run.step} of {recipe.steps}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
@@ -161,13 +180,13 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     return run
 
 
-def _describe(run: Run, recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> None:
+def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
     trained = sum(parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad)
     objects = sum(int((~image.crowd).sum()) for image in run.truth.train)
     say(
-        f"{recipe.run_name}: {len(run.truth.train)} images with {objects} objects of {len(run.truth.classes)} classes, "
-        f"{len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters trained, "
-        f"on {world.size} x {world.device.type}"
+        f"{run.recipe.run_name}: {len(run.truth.train)} images with {objects} objects of {len(run.truth.classes)} "
+        f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
+        f"trained, on {run.world.size} x {run.world.device.type}"
     )
     for why, count in run.truth.left_out.items():
         say(f"left out: {count} {why}")
@@ -175,40 +194,7 @@ def _describe(run: Run, recipe: DetectorRecipe, world: World, say: Callable[[str
         say("there will be no validation: neither data.held_out_list nor data.held_out_last names an image")
 
 
-def note_bad(run: Run, recipe: DetectorRecipe, bad: list[tuple[str, str]], world: World) -> None:
-    """Say which images could not be read since the last log, on all ranks; TooManyBadImages where they get too many."""
-    found = dict(distributed.gather_rows(bad, world))
-    new = sorted(found.keys() - run.bad)
-    bad.clear()
-    run.bad.update(new)
-    said = "; ".join(found[image] for image in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-    if world.first and new:
-        print(f"{len(run.bad)} images could not be read and were passed over: {said}", flush=True)
-    if len(run.bad) > recipe.data.bad_images * len(run.truth.train):
-        raise TooManyBadImages(
-            f"{len(run.bad)} of {len(run.truth.train)} images cannot be read: {said or min(run.bad)}; fetch them "
-            "again, or allow a larger share: data.bad_images"
-        )
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(run: Run, writer: Writer, recipe: DetectorRecipe, done: int, loop_state: dict) -> None:
-    """Have the checkpoint of step `done` written; `loop_state` is what the loop wants back when the run goes on."""
-    state = {
-        "step": done,
-        "steps": recipe.steps,
-        "data": run.truth.hash,
-        "bad": sorted(run.bad),
-        "loop": loop_state,
-    }
-    files = {
-        CONFIG: as_json(to_json(recipe)),
-        MODEL: run.network.state_dict(),
-        OPTIMIZER: optimizer_tensors(run.network, run.optimizer),
-    }
-    write_checkpoint(writer, recipe.run_name, done, recipe.steps, files, state, recipe.keep_checkpoints, BEST_BY)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -227,8 +213,9 @@ def _result(recipe: DetectorRecipe) -> str:
     return f"runs/{recipe.run_name}/weights.safetensors"
 
 
-def write_result(run: Run, recipe: DetectorRecipe, done: int, metrics: dict[str, float]) -> str:
+def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     """Write the weight file of step `done` that detectors.run reads, its norms frozen; says where."""
+    recipe, objects = run.recipe, run.writer.objects
     tensors = {n: _plain(t) for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     if recipe.half:
         tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
@@ -251,8 +238,8 @@ def write_result(run: Run, recipe: DetectorRecipe, done: int, metrics: dict[str,
         file = Path(folder) / "weights.safetensors"
         sha256 = write_weights(file, tensors, about)
         size = file.stat().st_size
-        run.objects.put(_result(recipe), file)
-    return f"{run.objects.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+        objects.put(_result(recipe), file)
+    return f"{objects.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
 def _halved(tensor: Tensor) -> Tensor:
@@ -337,7 +324,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    loop.run_program("python -m detectors.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("python -m detectors.train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

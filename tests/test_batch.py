@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vlbert.batch import Example, Picture, Unreadable, Words, collate, void
+from training.log import Unreadable
+from vlbert.batch import Example, Picture, Words, collate, void
 
 
 def words(length: int, asked: list[int]) -> Words:

@@ -400,15 +400,15 @@ def test_a_new_run_that_ends_before_its_rate_falls_is_refused_and_one_that_has_b
 
 def stopped_after(step: int, recipe: DetectorRecipe) -> None:
     """A run that ends as Ctrl-C would end it, right after it saved this step."""
-    save = detectors.train.save_checkpoint
+    save = detectors.train.DetectorRun.save
 
-    def save_and_stop(run: Any, writer: Any, recipe: DetectorRecipe, done: int, *state: Any) -> None:
-        save(run, writer, recipe, done, *state)
+    def save_and_stop(run: Any, done: int, loop_state: Any) -> None:
+        save(run, done, loop_state)
         if done == step:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detectors.train, "save_checkpoint", save_and_stop)
+        patch.setattr(detectors.train.DetectorRun, "save", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
             train(recipe, ALONE)
 
@@ -450,19 +450,19 @@ def test_a_narrow_image_is_passed_over_in_training_and_counted_in_validation(dra
         content["annotations"].append({"image_id": number, "category_id": 1, "bbox": [0, 0, 500, height]})
     network = dataclasses.replace(TINY, short_side=96, long_side=128)
     folders = (str(folder), str(drawn / "images"))
-    data = coco_data(drawn, annotations=write(tmp_path / "coco.json", content), images=folders, bad_images=0.2)
+    data = coco_data(drawn, annotations=write(tmp_path / "coco.json", content), images=folders, unreadable=0.2)
     data = dataclasses.replace(data, batch=4, held_out_last=4)
     metrics = train(a_recipe(drawn, tmp_path, network=network, data=data), ALONE)
     said = capsys.readouterr().out
-    assert "1 images could not be read and were passed over" in said
+    assert "1 samples cannot be read, and count for nothing: " in said
     assert "narrow-0.png: is too narrow: 128x1 of 1000x10 when it is resized" in said
     assert "cannot validate on" in said
     assert "narrow-10.png: is too narrow" in said
     assert "narrow-1.png" not in said
     assert "narrow-11.png" not in said
     assert metrics["unreadable_images"] == 1
-    state = json.loads((tmp_path / "runs/tiny/step-0000002/state.json").read_text())
-    assert state["bad"] == ["0"]
+    (line,) = (json.loads(line) for line in (tmp_path / "runs/tiny/unreadable.jsonl").read_text().splitlines())
+    assert line["key"] == "0"
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

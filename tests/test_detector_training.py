@@ -28,7 +28,7 @@ from detectors.average_precision import (
     judge,
     mean_average_precision,
 )
-from detectors.examples import TooManyBadImages, TrainingImages, make_example
+from detectors.examples import TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, apply_deltas
 from detectors.ground_truth import read_ground_truth
 from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, choose, encode_deltas, match_anchors
@@ -358,7 +358,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
     classes = tmp_path / "classes.txt"
     classes.write_text("red square,crimson square\n" + "".join(f"{name}\n" for name in CLASSES[1:]))
     file = rewritten(pictures / "objects.json", tmp_path, change)
-    truth = read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes), bad_images=0.05))
+    truth = read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes), unreadable=0.05))
     assert truth.left_out == {
         "attributes of no name in data.attribute_names": 1,
         "boxes of no class in data.classes": 1,
@@ -561,27 +561,27 @@ def test_the_result_is_the_network_that_was_trained(root, pictures):
     load_resnet(fresh.backbone, fresh.roi_heads.res5, file)
 
 
-def test_a_few_bad_images_are_passed_over_and_many_end_the_run(root, pictures, tmp_path, capsys):
+def test_a_few_unreadable_are_passed_over_and_many_end_the_run(root, pictures, tmp_path, capsys):
     (tmp_path / "images").mkdir()
     for file in (pictures / "images").iterdir():
         (tmp_path / "images" / file.name).write_bytes(file.read_bytes())
     torn = tmp_path / "images" / "3.jpg"
     torn.write_bytes(torn.read_bytes()[:400])
-    data = coco_data(pictures, images=(str(tmp_path / "images"),), bad_images=0.1)
+    data = coco_data(pictures, images=(str(tmp_path / "images"),), unreadable=0.1)
     recipe = tiny_recipe(pictures, root, run="torn", data=data)
     train(recipe, ALONE)
     said = capsys.readouterr().out
-    assert "1 images could not be read and were passed over" in said
+    assert "1 samples cannot be read, and count for nothing: " in said
     assert said.count("3.jpg: ") == 1, said
-    state = json.loads((root / "runs/torn/step-0000006/state.json").read_text())
-    assert state["bad"] == ["3"]
+    (line,) = (json.loads(line) for line in (root / "runs/torn/unreadable.jsonl").read_text().splitlines())
+    assert line["key"] == "3"
     (tmp_path / "images" / "5.jpg").write_bytes((pictures / "images" / "4.jpg").read_bytes()[:300])
-    with pytest.raises(TooManyBadImages, match=r"2 of 16 images cannot be read: .*5.jpg"):
+    with pytest.raises(ValueError, match=r"2 samples cannot be read, the last because .*[35].jpg: .* data.unreadable"):
         train(dataclasses.replace(recipe, run="torn-twice"), ALONE)
     for file in (tmp_path / "images").iterdir():
         file.write_bytes(b"torn")
     in_workers = dataclasses.replace(recipe, run="all-torn", data=dataclasses.replace(data, workers=1))
-    with pytest.raises(TooManyBadImages, match=r"^none of the 16 images can be read; the last is .*jpg: "):
+    with pytest.raises(ValueError, match=r"^none of the 16 images can be read; the last is .*jpg: "):
         train(in_workers, ALONE)
 
 

@@ -1,7 +1,6 @@
 """Training that nobody watches: steps left out, SIGTERM and Ctrl-C, the heartbeat, and what the log measures."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -26,8 +25,8 @@ from flows.training import _PROGRESS
 from storage.objects import LocalObjects, Objects, StorageUnreachable, open_objects
 from storage.runs import open_folder, sealed_json
 from training.distributed import World
-from training.log import Record, read_heartbeat, read_metrics
-from training.loop import Stopped, batches, train_steps
+from training.log import read_heartbeat, read_metrics
+from training.loop import Run, Stopped, batches, train_steps
 from training.metrics import Since, Step
 from training.skipping import WINDOW, Skipping
 from training.stopping import Stop
@@ -108,6 +107,43 @@ def parts_of(number: int, bad: Iterable[int] = (), spikes: Iterable[int] = ()) -
     return parts
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Taught(Run):
+    """A run over these parts."""
+
+    parts: list[list[torch.Tensor]]
+    on_validate: Callable[[], tuple[dict[str, float], list[dict]]] | None
+    on_save: Callable[[Writer, int, dict], None]
+    samples_per_step = 10
+
+    def batches(self) -> list[list[torch.Tensor]]:
+        return self.parts
+
+    def prepare(self, step: int) -> None:
+        pass  # the rate stays as it is
+
+    def losses(self, model: nn.Module, part: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+        return model(part)
+
+    def keys(self, part: torch.Tensor) -> list[str]:
+        return [f"{float(row[0]):.3f}" for row in part]
+
+    @property
+    def validates(self) -> bool:
+        return self.on_validate is not None
+
+    def validate(self) -> tuple[dict[str, float], list[dict]]:
+        return self.on_validate()
+
+    def save(self, done: int, loop_state: dict) -> None:
+        self.on_save(self.writer, done, loop_state)
+
+
+class Impatient(Writer):
+    def finish(self, patience: float = 0.1) -> None:
+        super().finish(0.1)
+
+
 def taught(
     objects: Objects,
     steps: Sequence[int],
@@ -117,7 +153,7 @@ def taught(
     rate: float = 0.1,
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
     save: Callable[[Writer, int, dict], None] = lambda writer, done, state: None,
-    finish: Callable[[Writer, float], None] = Writer.finish,
+    make_writer: Callable[[Objects], Writer] = Writer,
     **changes: Any,
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
@@ -125,23 +161,19 @@ def taught(
     settings |= {"most_skipped": 2, "optimizer": SimpleNamespace(clip=1.0)}
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
-    with Writer(objects) as writer:
-        train_steps(
-            SimpleNamespace(**settings | changes),
-            ALONE,
-            network,
-            optimizer,
-            range(len(steps)),
-            [parts_of(number, bad, spikes) for number in steps],
-            record=Record(writer, "run", 0, len(steps), 10),
-            prepare=lambda step: None,
-            losses_of=lambda model, part: model(part),
-            keys_of=lambda part: [f"{float(row[0]):.3f}" for row in part],
-            validate=validate,
-            save=functools.partial(save, writer),
-            finish=functools.partial(finish, writer),
-            resumed=resumed,
+    with make_writer(objects) as writer:
+        run = Taught(
+            recipe=SimpleNamespace(run_name="run", **settings | changes),
+            world=ALONE,
+            model=network,
+            optimizer=optimizer,
+            writer=writer,
+            loop_state=resumed,
+            parts=[parts_of(number, bad, spikes) for number in steps],
+            on_validate=validate,
+            on_save=save,
         )
+        train_steps(run)
     return network, optimizer
 
 
@@ -219,7 +251,7 @@ def test_a_checkpoint_that_is_still_being_written_when_a_run_fails_is_waited_for
             bad=[2, 3],
             save=save,
             save_every=2,
-            finish=lambda writer, patience: writer.finish(0.1 if full else patience),
+            make_writer=Impatient if full else Writer,
         )
     named = "no checkpoint was saved. " if full else f"the last good checkpoint is {tmp_path}/runs/run/step-0000002. "
     assert named in str(caught.value)

@@ -87,7 +87,7 @@ def a_root(folder: Path, broken: dict[int, Callable[[Sample], Sample]], count: i
 
 
 def a_recipe(root: Path, **data: object):
-    config = DataConfig(root=str(root), batch=4, text_batch=0, workers=0)
+    config = DataConfig(root=str(root), batch=4, text_batch=0, workers=0, unreadable=1.0)
     return tiny_recipe(
         root,
         task=ASKS,
@@ -348,6 +348,13 @@ def test_a_validation_without_a_readable_sample_is_an_error(tmp_path):
 
 def lines_of(root: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (root / "runs" / "tiny" / name).read_text().splitlines()]
+
+
+def test_a_run_with_more_broken_samples_than_it_may_pass_over_ends_and_names_the_last(tmp_path):
+    root = a_root(tmp_path, {0: torn, 7: torn, 1001: torn}, held_out=3)
+    train(a_recipe(root, held_out="held-out", unreadable=2 / 16), ALONE)  # what a validation cannot read is no third
+    with pytest.raises(ValueError, match="^2 samples cannot be read, the last because sample .* data.unreadable$"):
+        train(dataclasses.replace(a_recipe(root, unreadable=1.9 / 16), run="again"), ALONE)
 
 
 def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, capsys):

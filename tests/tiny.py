@@ -122,7 +122,13 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
         ),
         model=TINY_MODEL,
         data=DataConfig(
-            root=str(root), held_out="held-out", batch=8, text_batch=4, text_corpus=str(root / "text"), workers=0
+            root=str(root),
+            held_out="held-out",
+            batch=8,
+            text_batch=4,
+            text_corpus=str(root / "text"),
+            workers=0,
+            unreadable=1.0,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=2),
         steps=6,

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,20 @@ if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
 
 _HEARTBEAT = "heartbeat.json"
 _BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A sample that could not be read or decoded, whose slot in a batch counts for nothing.
+
+    step    from 1: the optimizer step that it belonged to; 0 in a validation
+    key     of the sample; None where not even that could be read
+    reason  names the key, or else the file and the place in it
+    """
+
+    step: int
+    key: str | None
+    reason: str
 
 
 class Record:
@@ -44,7 +59,7 @@ class Record:
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = {name: self._keep_until(step, name) for name in ("metrics.jsonl", "skipped.jsonl", "unreadable.jsonl")}
-        self._known = {line["reason"] for line in kept["unreadable.jsonl"]}
+        self._known = {line["reason"]: line["step"] for line in kept["unreadable.jsonl"]}
         self._lines = {name: Lines(self.folder / name, writer.say) for name in kept}
         self._board = Board(self.folder / "tensorboard", step, writer.say)
         self._began = self._line_began = time.monotonic()
@@ -162,20 +177,22 @@ class Record:
         data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
         self.writer.put(f"runs/{self.run}/predictions.jsonl", data)
 
-    def unreadable(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Samples that could not be read, each with at least `step` and `reason`; says which are new."""
+    def unreadable(self, lines: Iterable[dict[str, Any]]) -> int:
+        """Samples that could not be read, each with at least `step` and `reason`; says which are new, and returns how
+        many the run's steps have met in all."""
         new = {}
         for line in lines:
             if line["reason"] not in self._known:
                 new.setdefault(line["reason"], line)
         if new:
-            self._known |= new.keys()
+            self._known |= {reason: line["step"] for reason, line in new.items()}
             self._lines["unreadable.jsonl"].add(new.values())
             more = f"; and {len(new) - 3} more, see unreadable.jsonl" if len(new) > 3 else ""
             print(
                 f"{len(new)} samples cannot be read, and count for nothing: {'; '.join(list(new)[:3])}{more}",
                 flush=True,
             )
+        return sum(step > 0 for step in self._known.values())  # 0: of a validation
 
     def event(self, kind: str, step: int, about: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl that is no measurement."""

@@ -1,6 +1,6 @@
 """The loop that trains any model of ours: recipe from the command line, one optimizer step after the other.
 
-What a step computes, validates and saves is the caller's: vlbert/train.py and detectors/train.py.
+What a step computes, validates and saves, a subclass of Run says: in vlbert/train.py and detectors/train.py.
 """
 
 import argparse
@@ -13,10 +13,11 @@ import os
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,11 +28,12 @@ from storage.objects import ObjectMissing, StorageUnreachable
 from training import distributed
 from training.config import override
 from training.distributed import World
-from training.log import Record
+from training.log import Record, Unreadable
 from training.metrics import Losses, Since, Step, Totals, timed
+from training.optimizer import set_learning_rate
 from training.skipping import LiveNorms, Skipping
 from training.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
-from training.writer import PATIENCE, STOPPED_PATIENCE
+from training.writer import PATIENCE, STOPPED_PATIENCE, Writer
 
 # What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
@@ -39,156 +41,194 @@ STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop a
 _BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
 
 
-def train_steps(
-    recipe: Any,
-    world: World,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    batches: Iterable[Sequence[Any]],
-    *,
-    record: Record | None,
-    prepare: Callable[[int], None],
-    losses_of: Callable[[nn.Module, Any], Losses],
-    keys_of: Callable[[Any], Sequence[str]],
-    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None,
-    save: Callable[[int, dict[str, Any]], None],
-    finish: Callable[[float], None] = lambda patience: None,
-    on_log: Callable[[], Mapping[str, int] | None] = lambda: None,
-    weights: Mapping[str, float] | None = None,
-    resumed: Mapping[str, Any] | None = None,
-) -> dict[str, float]:
-    """Take these steps of a run; the metrics of the last validation.
+@dataclass(eq=False, kw_only=True)
+class Run(ABC):
+    """A training as the loop takes its steps: subclasses say what a step, a validation and a checkpoint are.
 
-    recipe: of its fields, steps, log_every, validate_every, save_every, spike, most_skipped and optimizer.clip count.
-    batches: for each step this process's parts, whose gradients are added. prepare(step) comes before a step,
-    losses_of(model, part) is its forward pass, keys_of(part) names its samples; on_log comes before each line of the
-    log, which tells the counts that it returns. On the first process alone, save(steps done, state of this loop)
-    begins a checkpoint, and finish(patience) returns when it is whole (training/writer.py). weights: of losses by
-    name, where not 1. resumed: the state in the checkpoint that goes on; None where that has none.
+    recipe      of its fields, run_name, steps, log_every, validate_every, save_every, spike, most_skipped and optimizer
+                count
+    model       what learns; the loop wraps it for several processes
+    step        optimizer steps that are done already
+    loop_state  the state of the loop in the checkpoint that goes on; None where that has none
+    log         on the first process, from the first step on
+    unreadable  what this process met since the last line of the log
+    """
+
+    recipe: Any
+    world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    writer: Writer
+    step: int = 0
+    loop_state: Mapping[str, Any] | None = None
+    log: Record | None = None
+    unreadable: list[Unreadable] = field(default_factory=list)
+
+    # By name, where a loss counts by another weight than 1.
+    loss_weights: ClassVar[Mapping[str, float]] = {}
+
+    @property
+    @abstractmethod
+    def samples_per_step(self) -> int:
+        """Over all processes."""
+
+    @abstractmethod
+    def batches(self) -> Iterable[Sequence[Any]]:
+        """For each step that is left this process's parts, whose gradients are added."""
+
+    def prepare(self, step: int) -> None:
+        """What comes before a step."""
+        set_learning_rate(self.optimizer, step, self.recipe.steps, self.recipe.optimizer)
+
+    @abstractmethod
+    def losses(self, model: nn.Module, part: Any) -> Losses:
+        """The forward pass of `model`, which is self.model, maybe wrapped; adds to `unreadable`."""
+
+    @abstractmethod
+    def keys(self, part: Any) -> Sequence[str]:
+        """Names of the samples in a part."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return False
+
+    def validate(self) -> tuple[dict[str, float], list[dict]]:
+        """(metrics, predictions), the same on every process."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
+        """On the first process: begin the checkpoint after `done` steps (training/writer.py)."""
+
+    @property
+    def most_unreadable(self) -> float:
+        """So many unreadable samples, and no more, are passed over."""
+        return math.inf
+
+    def note_unreadable(self, unreadable: list[Unreadable]) -> dict[str, int]:
+        """Write down, and forget, what could not be read on any process; how many that were.
+
+        ValueError, on every process, where the run has met more than `most_unreadable`.
+        """
+        found = [*distributed.gather_rows(unreadable, self.world)]
+        unreadable.clear()
+        if not found:
+            return {}
+        in_all = distributed.from_first(self.log and self.log.unreadable(asdict(one) for one in found), self.world)
+        if in_all > self.most_unreadable:
+            raise ValueError(
+                f"{in_all} samples cannot be read, the last because {found[-1].reason}. Fetch them again, or allow a "
+                "larger share: data.unreadable"
+            )
+        return {"unreadable": len(found)}
+
+
+def train_steps(run: Run) -> dict[str, float]:
+    """Take the steps of a run that are left; the metrics of the last validation.
 
     FloatingPointError where recipe.most_skipped steps in a row were left out. Stopped, on all ranks, after SIGTERM or
     SIGINT.
     """
+    recipe, world, optimizer = run.recipe, run.world, run.optimizer
+    if world.first:
+        run.log = Record(run.writer, recipe.run_name, run.step, recipe.steps, run.samples_per_step, world.size)
     # Gradients as views of what is sent: no second copy of them, in memory or in time.
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.size > 1 else model
-    resumed, weights, metrics = resumed or {}, weights or {}, {}
+    parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
+    resumed, metrics = run.loop_state or {}, {}
     skipping, since = Skipping(recipe.spike, resumed.get("skipping")), Since(resumed.get("since"))
-    norms = LiveNorms(model)
-    with Stop() as stop, record.running() if record else contextlib.nullcontext():
-        between = _Between(recipe, world, record, stop, skipping, since, on_log, validate, save, finish)
-        for step, (parts, waited) in zip(steps, timed(batches), strict=True):
-            prepare(step)
+    norms = LiveNorms(run.model)
+    with Stop() as stop, run.log.running() if run.log else contextlib.nullcontext():
+        for step, (parts, waited) in zip(range(run.step, recipe.steps), timed(run.batches()), strict=True):
+            run.prepare(step)
             norms.keep()
-            totals = add_gradients(parallel, parts, losses_of, weights, world, stop, waited)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip or math.inf)
-            found, done = Step.of(totals, norm, weights, world), step + 1
+            totals = add_gradients(run, parallel, parts, stop, waited)
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip or math.inf)
+            found, done = Step.of(totals, norm, run.loss_weights, world), step + 1
             why = skipping.why(found)
             if why is None:
                 optimizer.step()
             else:
                 norms.put_back()
-                tell_skipped(done, why, found, [key for part in parts for key in keys_of(part)], world, record)
+                tell_skipped(run, done, why, found, parts)
             optimizer.zero_grad(set_to_none=True)
             since.add(found, taken=why is None)
-            if record:
-                record.step(done)
+            if run.log:
+                run.log.step(done)
             if skipping.in_a_row >= recipe.most_skipped:
-                raise too_many_skipped(skipping.in_a_row, done, why, world, record, finish)
-            validated = between.steps(done, found.told, optimizer.param_groups[0]["lr"])
+                raise too_many_skipped(run, skipping.in_a_row, done, why)
+            validated = between_steps(run, done, found.told, stop, skipping, since)
             metrics = metrics if validated is None else validated
         distributed.wait_for_all(world)
     return metrics
 
 
-@dataclass(frozen=True, eq=False)
-class _Between:
-    """What comes between two steps: a line of the log, a validation, a checkpoint, or the end of a run that was told to
-    stop. The fields are arguments and state of `train_steps`."""
+def between_steps(
+    run: Run, done: int, told: bool, stop: Stop, skipping: Skipping, since: Since
+) -> dict[str, float] | None:
+    """A line of the log, a validation, a checkpoint, where they are due after so many steps; the metrics, where that
+    was a validation.
 
-    recipe: Any
-    world: World
-    record: Record | None
-    stop: Stop
-    skipping: Skipping
-    since: Since
-    on_log: Callable[[], Mapping[str, int] | None]
-    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None
-    save: Callable[[int, dict[str, Any]], None]
-    finish: Callable[[float], None]
-
-    def steps(self, done: int, told: bool, learning_rate: float) -> dict[str, float] | None:
-        """Do what is due after so many steps; the metrics, where that was a validation.
-
-        told: whether any rank was told to stop. Then Stopped, when all is saved.
-        """
-        recipe, record, since, metrics = self.recipe, self.record, self.since, None
-        last = done == recipe.steps
-        saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
-        if saves or done % recipe.log_every == 0:
-            since.counts.update(self.on_log() or {})
-            line = since.line(self.world.device)
-            if record:
-                record.training(done, line, learning_rate)
-        if validates and self.validate:
-            with since.paused(), record.during("validating") if record else contextlib.nullcontext():
-                metrics, rows = self.validate()
-            if record:
-                record.validation(done, metrics, rows)
-            told = any(distributed.gather_rows([told or self.stop.told], self.world))
-        stops = told and not last
-        if stops:
-            since.counts.update(self.on_log() or {})  # they wait for the next line in the state
-        if record and (saves or stops):
-            with since.paused(), record.during("saving"):
-                record.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-                self.save(done, {"skipping": self.skipping.state, "since": since.state})
-                if last or stops:
-                    self.finish(STOPPED_PATIENCE if stops else PATIENCE)
-        if stops:
-            checkpoint = distributed.from_first(record and record.checkpoint, self.world)
-            raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
-        return metrics
+    told: whether any rank was told to stop. Then Stopped, when all is saved.
+    """
+    recipe, world, log, metrics = run.recipe, run.world, run.log, None
+    last = done == recipe.steps
+    saves, validates = last or done % recipe.save_every == 0, last or done % recipe.validate_every == 0
+    if saves or done % recipe.log_every == 0:
+        since.counts.update(run.note_unreadable(run.unreadable))
+        line = since.line(world.device)
+        if log:
+            log.training(done, line, run.optimizer.param_groups[0]["lr"])
+    if validates and run.validates:
+        with since.paused(), log.during("validating") if log else contextlib.nullcontext():
+            metrics, rows = run.validate()
+        if log:
+            log.validation(done, metrics, rows)
+        told = any(distributed.gather_rows([told or stop.told], world))
+    stops = told and not last
+    if stops:
+        since.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
+    if log and (saves or stops):
+        with since.paused(), log.during("saving"):
+            log.publish()  # before the checkpoint: what is too new is cut off when the run goes on
+            run.save(done, {"skipping": skipping.state, "since": since.state})
+            if last or stops:
+                run.writer.finish(STOPPED_PATIENCE if stops else PATIENCE)
+    if stops:
+        checkpoint = distributed.from_first(log and log.checkpoint, world)
+        raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
+    return metrics
 
 
-def add_gradients(
-    parallel: nn.Module,
-    parts: Sequence[Any],
-    losses_of: Callable[[nn.Module, Any], Losses],
-    weights: Mapping[str, float],
-    world: World,
-    stop: Stop,
-    waited: float,
-) -> list[Totals]:
+def add_gradients(run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float) -> list[Totals]:
     """The forward and backward passes of a step; of each part what it came to over all ranks, and with the last
     whether any was told to stop."""
-    totals = []
+    totals, world = [], run.world
     for number, part in enumerate(parts):
         syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
         with contextlib.nullcontext() if syncs else parallel.no_sync():
-            losses = losses_of(parallel, part)
+            losses = run.losses(parallel, part)
             totals.append(Totals.of(losses, world, stop.told, waited))
-            loss = totals[-1].mean(losses, weights) / len(parts)
+            loss = totals[-1].mean(losses, run.loss_weights) / len(parts)
             (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
     return totals
 
 
-def tell_skipped(done: int, why: str, found: Step, keys: list[str], world: World, record: Record | None) -> None:
+def tell_skipped(run: Run, done: int, why: str, found: Step, parts: Sequence[Any]) -> None:
     """Write down that a step was left out, and the samples of all ranks in it."""
-    keys = distributed.gather_rows(keys, world)
-    if record:
-        record.skipped(done, why, found, keys)
+    keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], run.world)
+    if run.log:
+        run.log.skipped(done, why, found, keys)
 
 
-def too_many_skipped(
-    number: int, done: int, why: str, world: World, record: Record | None, finish: Callable[[float], None]
-) -> FloatingPointError:
+def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPointError:
     """The error that ends a run whose steps teach nothing any more, the same on every rank."""
-    if record:
+    log = run.log
+    if log:
         # One that is being written may be the last good checkpoint. What is not saved, the writer says at its end.
         with contextlib.suppress(StorageUnreachable):
-            finish(STOPPED_PATIENCE)
-    names, checkpoint = distributed.from_first(record and (record.where("skipped.jsonl"), record.checkpoint), world)
+            run.writer.finish(STOPPED_PATIENCE)
+    names, checkpoint = distributed.from_first(log and (log.where("skipped.jsonl"), log.checkpoint), run.world)
     return FloatingPointError(
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
         + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")

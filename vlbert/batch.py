@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.log import Unreadable
+
 
 @dataclass(frozen=True, eq=False)
 class Words:
@@ -80,20 +82,6 @@ class Example:
     @property
     def texts(self) -> tuple[Words, ...]:
         return (self.words, *self.more)
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A slot of weight zero: a question whose sample could not be read or decoded.
-
-    step    from 1: the optimizer step that it belonged to; 0 in a validation
-    key     of the sample; None where not even that could be read
-    reason  names the key, or else the tar and the place in it
-    """
-
-    step: int
-    key: str | None
-    reason: str
 
 
 @dataclass(frozen=True, eq=False)

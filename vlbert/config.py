@@ -116,6 +116,7 @@ class DataConfig:
     batch: int = 128  # examples with a picture, over all ranks together and one optimizer step
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
     text_corpus: str | None = None  # folder made by `python -m vlbert.text`; needed where text_batch > 0
+    unreadable: float = 0.1  # share of the samples that may be unreadable; more end the run
     accumulate: int = 1  # batches are cut into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring a picture
     workers: int = 2  # loading processes a rank; 0: load in the training process
@@ -129,6 +130,7 @@ class DataConfig:
     def __post_init__(self):
         check_choices(self)
         check(self, self.batch > 0, "batch", "at least 1")
+        check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
         check(self, self.text_batch >= 0, "text_batch", "0 or more")
         check(self, self.accumulate > 0, "accumulate", "at least 1")
         check(self, self.workers >= 0, "workers", "0 or more")

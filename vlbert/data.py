@@ -23,7 +23,8 @@ from storage.reading import ShardSamples
 from storage.sample import Sample
 from storage.snapshots import Snapshot
 from training.distributed import World, from_first
-from vlbert.batch import Batch, Example, Unreadable, collate, void
+from training.log import Unreadable
+from vlbert.batch import Batch, Example, collate, void
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.pictures import view
 from vlbert.tasks import Questions, Task

@@ -14,7 +14,7 @@ from storage.objects import Objects, open_objects
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
 from training.config import to_json
-from vlbert.batch import Unreadable
+from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
 from vlbert.tasks import Questions, Task, splits_of, validation_split

@@ -6,8 +6,9 @@ RECIPE is a function of vlbert/recipes.py; fields are those of vlbert/config.py,
 optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,12 +21,12 @@ from training import distributed
 from training.checkpoints import load_optimizer, settle
 from training.config import differing_fields, flat, override, to_json
 from training.distributed import World
-from training.log import Record, last_metrics
-from training.loop import EXPECTED, Losses, batches, find_recipe, run_program, train_steps
-from training.optimizer import make_optimizer, set_learning_rate
+from training.log import last_metrics
+from training.loop import EXPECTED, Losses, Run, batches, find_recipe, run_program, train_steps
+from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
 from training.writer import Writer
-from vlbert.batch import Batch, Unreadable
+from vlbert.batch import Batch
 from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (
     Checkpoint,
@@ -59,74 +60,99 @@ from vlbert.validate import validate
 Observe = Callable[[int, Sequence[Batch]], None]
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """All that one process needs to train: made by `prepare`."""
+@dataclass(eq=False, kw_only=True)
+class VLBertRun(Run):
+    """All that one process needs to train: made by `prepare`.
 
-    objects: Objects
-    step: int  # optimizer steps that are done already
+    observe(step, this process's parts) sees what each step, from 0 on, is computed from.
+    """
+
+    recipe: Recipe
     model: TaskModel
-    optimizer: torch.optim.Optimizer
     data: TrainingData
     held_out: tuple[ShardSamples, Questions] | None
     vocabulary: Vocabulary
     num_classes: int
     pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
     detector: dict | None  # see detector_of
-    loop: dict | None  # the state of the loop in the checkpoint that goes on
+    observe: Observe = lambda step, parts: None
     told: set[str] = field(default_factory=set)  # why new shards could not enter
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.recipe.data.batch + self.recipe.data.text_batch
+
+    @property
+    def most_unreadable(self) -> float:
+        return self.recipe.data.unreadable * len(self.data.asked.samples)
+
+    def batches(self) -> Iterator[Sequence[Batch]]:
+        """At some borders of epochs new shards enter."""
+        done, steps = self.step, self.recipe.steps
+        while done < steps:
+            ahead = iter(batches(self.data, range(done, steps), self.recipe.data.workers, self.world.device))
+            for step in range(done, steps):
+                border = self.data.border(step)
+                if border is not None and enter_new_shards(self, step, border):
+                    break
+                parts = next(ahead)
+                self.observe(step, parts)
+                yield parts
+                done = step + 1
+            del ahead  # what was loaded in advance is of the old shards, and so are the workers
+
+    def prepare(self, step: int) -> None:
+        super().prepare(step)
+        # Dropout: a resumed run draws the same.
+        torch.manual_seed(mix(self.recipe.data.seed, step, self.world.rank) % 2**63)
+
+    def losses(self, model: torch.nn.Module, part: Batch) -> Losses:
+        self.unreadable += part.unreadable
+        with autocast(self.recipe, self.world):
+            return model(part)
+
+    def keys(self, part: Batch) -> Sequence[str]:
+        return part.keys
+
+    @property
+    def validates(self) -> bool:
+        return self.held_out is not None
+
+    def validate(self) -> tuple[dict[str, float], list[dict]]:
+        left_out = []  # those in `unreadable` are of training steps, and counted in its next line
+        found = validate(self.model, self.recipe, *self.held_out, self.world, left_out)
+        self.note_unreadable(left_out)
+        return found
+
+    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
+        recipe = self.recipe
+        consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
+        data = self.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in self.data.stretches]}
+        state = self.pinned | {"data": data, "seed": recipe.data.seed, "loop": loop_state} | consumed
+        save_checkpoint(
+            self.writer,
+            recipe.run_name,
+            done,
+            recipe,
+            self.model,
+            self.optimizer,
+            self.vocabulary,
+            self.num_classes,
+            state,
+            self.detector,
+        )
 
 
 def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: None) -> dict[str, float]:
-    """The whole run, or the rest of it; returns the metrics of the last validation.
-
-    observe(step, this process's parts) sees what each step, from 0 on, is computed from.
-    """
+    """The whole run, or the rest of it; returns the metrics of the last validation. observe: see VLBertRun."""
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
         return last_metrics(open_objects(recipe.data.root, write=False), recipe.run_name)
-    record, writer = None, Writer(run.objects)
-    if world.first:
-        samples = recipe.data.batch + recipe.data.text_batch
-        record = Record(writer, recipe.run_name, run.step, recipe.steps, samples, world.size)
-
-    unreadable: list[Unreadable] = []
-
-    def prepare_one(step: int) -> None:
-        set_learning_rate(run.optimizer, step, recipe.steps, recipe.optimizer)
-        torch.manual_seed(mix(recipe.data.seed, step, world.rank) % 2**63)  # dropout: a resumed run draws the same
-
-    def losses_of(model: torch.nn.Module, part: Batch) -> Losses:
-        unreadable.extend(part.unreadable)
-        with autocast(recipe, world):
-            return model(part)
-
-    def validate_now() -> tuple[dict[str, float], list[dict]]:
-        left_out = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(run.model, recipe, *run.held_out, world, left_out)
-        note_unreadable(left_out, record, world)
-        return found
-
+    run.observe = observe
     run.model.train()
-    with in_precision_of(recipe), writer:
-        metrics = train_steps(
-            recipe,
-            world,
-            run.model,
-            run.optimizer,
-            range(run.step, recipe.steps),
-            all_batches(run, recipe, world, record, observe),
-            record=record,
-            prepare=prepare_one,
-            losses_of=losses_of,
-            keys_of=lambda part: part.keys,
-            validate=validate_now if run.held_out else None,
-            save=lambda done, state: save(run, writer, recipe, done, state),
-            finish=writer.finish,
-            on_log=lambda: note_unreadable(unreadable, record, world),
-            resumed=run.loop,
-        )
+    with in_precision_of(recipe), run.writer:
+        metrics = train_steps(run)
     if world.first and recipe.compile:
         print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
     if world.first:
@@ -134,26 +160,9 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     return metrics
 
 
-def all_batches(
-    run: Run, recipe: Recipe, world: World, record: Record | None, observe: Observe
-) -> Iterator[Sequence[Batch]]:
-    """This process's parts of every step that is left; at some borders of epochs new shards enter."""
-    done = run.step
-    while done < recipe.steps:
-        ahead = iter(batches(run.data, range(done, recipe.steps), recipe.data.workers, world.device))
-        for step in range(done, recipe.steps):
-            border = run.data.border(step)
-            if border is not None and enter_new_shards(run, world, record, step, border):
-                break
-            parts = next(ahead)
-            observe(step, parts)
-            yield parts
-            done = step + 1
-        del ahead  # what was loaded in advance is of the old shards, and so are the workers
-
-
-def enter_new_shards(run: Run, world: World, record: Record | None, step: int, border: int) -> bool:
+def enter_new_shards(run: VLBertRun, step: int, border: int) -> bool:
     """If more is committed than the run is pinned to, pin that, and let sample `border` and all after it be of that."""
+    world, objects = run.world, run.writer.objects
     dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
     before = run.data.stretches[-1]
     pinned = run.data.asked.samples.index.snapshot
@@ -161,8 +170,8 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     found, samples = None, None
     if world.first:
         try:
-            found = newer_snapshot(run.objects, dataset, pinned)
-            samples = found and open_samples(run.objects, dataset, None, _pins(run, found), world, cache)[0]
+            found = newer_snapshot(objects, dataset, pinned)
+            samples = found and open_samples(objects, dataset, None, _pins(run, found), world, cache)[0]
         except (*EXPECTED, OSError) as error:  # a look that nothing depends on ends no healthy training
             found = None
             if str(error) not in run.told:
@@ -171,11 +180,11 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     found = distributed.from_first(found, world)
     if found is None:
         return False
-    samples = samples or open_samples(run.objects, dataset, None, _pins(run, found), world, cache)[0]
+    samples = samples or open_samples(objects, dataset, None, _pins(run, found), world, cache)[0]
     run.data.enter(samples, run.data.asked.task.questions(samples, None), found, border)
     now = run.data.stretches[-1]
-    if record:
-        record.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
+    if run.log:
+        run.log.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
         print(
             f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.questions} questions an "
             f"epoch instead of {before.questions}, {dataset}/{stage} (snapshot {found})",
@@ -184,21 +193,12 @@ def enter_new_shards(run: Run, world: World, record: Record | None, step: int, b
     return True
 
 
-def _pins(run: Run, snapshot: str) -> dict:
+def _pins(run: VLBertRun, snapshot: str) -> dict:
     """What a checkpoint would pin if this were the run's snapshot."""
     return run.pinned["data"] | {"snapshot": snapshot}
 
 
-def note_unreadable(unreadable: list[Unreadable], record: Record | None, world: World) -> dict[str, int]:
-    """Write down, and forget, what could not be read on any rank since the last call; how many slots that were."""
-    found = [*distributed.gather_rows(unreadable, world)]
-    unreadable.clear()
-    if record:
-        record.unreadable(asdict(one) for one in found)
-    return {"unreadable": len(found)} if found else {}
-
-
-def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | None:
+def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertRun | None:
     """Open the data and make the model: a new one, or that of the run's last checkpoint; None where it is complete."""
     objects = open_objects(recipe.data.root)
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
@@ -271,8 +271,10 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
         say("there will be no validation: data.held_out names no dataset")
     for line in questions.left_out:
         say(f"left out: {line}")
-    return Run(
-        objects=objects,
+    return VLBertRun(
+        recipe=recipe,
+        world=world,
+        writer=Writer(objects),
         step=state["step"],
         model=model,
         optimizer=optimizer,
@@ -286,7 +288,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> Run | N
             "text": corpus.hash if corpus else None,
         },
         detector=detector_of(objects, pinned["dataset"], samples) if world.first else None,
-        loop=state.get("loop"),
+        loop_state=state.get("loop"),
     )
 
 
@@ -333,25 +335,6 @@ def detector_of(objects: Objects, dataset: str, samples: ShardSamples) -> dict:
 def stretches_of(resumed: Checkpoint) -> list[Stretch]:
     """Over which snapshots a run went."""
     return [Stretch(**stretch) for stretch in resumed.state["data"]["snapshots"]]
-
-
-def save(run: Run, writer: Writer, recipe: Recipe, done: int, loop: dict) -> None:
-    """Have the checkpoint of step `done` written; `loop` is what the loop wants back when the run goes on."""
-    consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
-    data = run.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in run.data.stretches]}
-    state = run.pinned | {"data": data, "seed": recipe.data.seed, "loop": loop} | consumed
-    save_checkpoint(
-        writer,
-        recipe.run_name,
-        done,
-        recipe,
-        run.model,
-        run.optimizer,
-        run.vocabulary,
-        run.num_classes,
-        state,
-        run.detector,
-    )
 
 
 def make_model(

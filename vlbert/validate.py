@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from training.distributed import World, gather_rows, sum_over_ranks
+from training.log import Unreadable
 from training.loop import batches
 from training.precision import autocast, in_precision_of
-from vlbert.batch import Unreadable
 from vlbert.config import Recipe
 from vlbert.data import Samples, ValidationData
 from vlbert.model import TaskModel
