@@ -41,7 +41,7 @@ from training.checkpoints import (
 )
 from training.config import differing_fields, flat, to_json
 from training.distributed import World
-from training.log import last_metrics, read_metrics
+from training.log import last_metrics
 from training.loop import Run, batches, run_program, train_steps
 from training.optimizer import check_decay, make_optimizer
 from training.precision import autocast, in_precision_of
@@ -97,10 +97,11 @@ class DetectorRun(Run):
         distributed.share_buffers(self.network, self.world)
         return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
 
-    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
+    def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe, files = self.recipe, {CONFIG: as_json(to_json(self.recipe)), MODEL: self.network.state_dict()}
         files[OPTIMIZER] = optimizer_tensors(self.network, self.optimizer)
-        state = {"step": done, "steps": recipe.steps, "data": self.truth.hash, "loop": loop_state}
+        state = {"step": done, "steps": recipe.steps, "data": self.truth.hash}
+        state |= {"validation": dict(validation), "loop": loop_state}
         name, keep = recipe.run_name, recipe.keep_checkpoints
         write_checkpoint(self.writer, name, done, recipe.steps, files, state, keep, BEST_BY)
 
@@ -167,10 +168,7 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
         say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
         # It may have been stopped between its last checkpoint and this, or be ended early: steps=STEP.
         if world.first and not objects.exists(_result(recipe)):
-            validations = read_metrics(objects, recipe.run_name, "validation")
-            of_this_step = validations and validations[-1]["step"] == run.step
-            metrics = last_metrics(objects, recipe.run_name) if of_this_step else {}
-            say(write_result(run, run.step, metrics))
+            say(write_result(run, run.step, state["validation"]))
     elif saved:
         say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}, step {run.step} of {recipe.steps}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:

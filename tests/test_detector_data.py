@@ -402,8 +402,8 @@ def stopped_after(step: int, recipe: DetectorRecipe) -> None:
     """A run that ends as Ctrl-C would end it, right after it saved this step."""
     save = detectors.train.DetectorRun.save
 
-    def save_and_stop(run: Any, done: int, loop_state: Any) -> None:
-        save(run, done, loop_state)
+    def save_and_stop(run: Any, done: int, *state: Any) -> None:
+        save(run, done, *state)
         if done == step:
             raise KeyboardInterrupt
 

@@ -135,7 +135,7 @@ class Taught(Run):
     def validate(self) -> tuple[dict[str, float], list[dict]]:
         return self.on_validate()
 
-    def save(self, done: int, loop_state: dict) -> None:
+    def save(self, done: int, validation: dict, loop_state: dict) -> None:
         self.on_save(self.writer, done, loop_state)
 
 

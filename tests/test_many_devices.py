@@ -297,7 +297,7 @@ class Counting(Run):
     def keys(self, part):
         return []
 
-    def save(self, done, loop_state):
+    def save(self, done, validation, loop_state):
         pass
 
 def work(world):

@@ -1,6 +1,5 @@
 """What a training leaves behind is written beside it: in order, whole, and in the end all of it or an error."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -14,6 +13,7 @@ import torch
 from s3 import s3_server
 from s3_faults import faulty
 from safetensors.torch import load, save
+from seeded import put_checkpoint
 from tiny import tiny_recipe, tiny_root
 from torch import Tensor
 
@@ -395,7 +395,8 @@ def save_for_ever(root: Path) -> None:
         while True:
             step += 1
             made = {"m": {"a": torch.full((1000, 5000), step)}, "o": {"a": torch.full((500, 5000), step)}}
-            write_checkpoint(writer, "r", step, step, made, {"step": step}, 2, "accuracy")
+            state = {"step": step, "validation": {"accuracy": 0.5} if step == 3 else {}}
+            write_checkpoint(writer, "r", step, step, made, state, 2, "accuracy")
 
 
 def folders_of(objects: Objects) -> set[str]:
@@ -410,7 +411,6 @@ def last_step(objects: Objects) -> int:
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_the_writing_leaves_whole_checkpoints_and_none_that_only_looks_whole(tmp_path):
     draw, objects, half, before = random.Random(0), open_objects(str(tmp_path)), 0, 0
-    measured(tmp_path, {3: 0.5})
     for _ in range(8):
         training = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
         training.start()
@@ -437,60 +437,47 @@ def test_a_kill_in_the_middle_of_the_writing_leaves_whole_checkpoints_and_none_t
 # --- which are kept ---------------------------------------------------------------------------------------------------
 
 
-def measured(root: Path, values: dict[int, float]) -> None:
-    (root / "runs/r").mkdir(parents=True, exist_ok=True)
-    lines = [{"kind": "validation", "step": step, "accuracy": value} for step, value in values.items()]
-    lines.append({"kind": "training", "step": 2, "accuracy": 5.0})
-    (root / "runs/r/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def saved(root: Path, *steps: int) -> list[str]:
+def saved(root: Path, *steps: int, **accuracies: float) -> list[str]:
+    """Whole checkpoints of these steps; `step3=0.7`: a validation after step 3 measured that."""
     objects = open_objects(str(root))
-    for step in steps:
-        for name in ("model.safetensors", "state.json"):
-            objects.put(f"runs/r/step-{step:07d}/{name}", b"")
+    measured = {int(name.removeprefix("step")): value for name, value in accuracies.items()}
+    for step in {*steps, *measured}:
+        validation = {"accuracy": measured[step]} if step in measured else {}
+        put_checkpoint(objects, f"runs/r/step-{step:07d}", {"validation": validation}, {"model.safetensors": b""})
     return checkpoints(objects, "r")
 
 
 def test_the_best_of_the_checkpoints_that_a_validation_measured_is_kept_with_the_newest(tmp_path):
     objects = open_objects(str(tmp_path))
-    saved(tmp_path, 1, 2, 3, 4, 5, 6)
-    measured(tmp_path, {1: float("nan"), 2: 0.2, 3: 0.7, 4: 0.7, 5: 0.1, 7: 0.9})
+    saved(tmp_path, 6, step1=float("nan"), step2=0.2, step3=0.7, step4=0.7, step5=0.1)
     best = settle(objects, "r", 1, "accuracy")
-    assert best == Best(3, "accuracy", 0.7, "runs/r/step-0000003"), "of equals the oldest; 7 was not saved"
+    assert best == Best(3, "accuracy", 0.7, "runs/r/step-0000003"), "of equals the oldest"
     assert checkpoints(objects, "r") == ["runs/r/step-0000003", "runs/r/step-0000006"]
     assert named_best(objects, "r") == best
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == "runs/r/step-0000003"
 
-    saved(tmp_path, 7)  # and killed: best.json names another, and an older one is left
+    saved(tmp_path, step7=0.9)  # and killed: best.json names another, and an older one is left
     assert settle(objects, "r", 1, "accuracy").step == 7
     assert checkpoints(objects, "r") == ["runs/r/step-0000007"]
     assert find_checkpoint(f"{tmp_path}/runs/r/best")[1] == "runs/r/step-0000007"
 
 
-def test_the_best_is_kept_where_the_log_has_lost_its_line_or_cannot_be_read(tmp_path, said):
+def test_where_a_damaged_state_hides_which_is_the_best_none_is_removed(tmp_path, said):
     objects = open_objects(str(tmp_path))
-    saved(tmp_path, 1, 2, 3)
-    measured(tmp_path, {1: 0.9, 2: 0.5})
-    best = settle(objects, "r", 1, "accuracy")
-    measured(tmp_path, {2: 0.5, 3: 0.6})
-    assert settle(objects, "r", 1, "accuracy") == best
-    assert checkpoints(objects, "r") == ["runs/r/step-0000001", "runs/r/step-0000003"]
-    measured(tmp_path, {1: 0.1, 3: 0.6})
-    assert settle(objects, "r", 2, "accuracy").step == 3, "what is measured anew counts"
-
-    saved(tmp_path, 4, 5)
-    with (tmp_path / "runs/r/metrics.jsonl").open("a") as file:
-        file.write("half\n")
+    saved(tmp_path, 3, 4, step1=0.9, step2=0.5)
+    state = objects.get("runs/r/step-0000002/state.json")
+    objects.put("runs/r/step-0000002/state.json", state[:-9])
     assert settle(objects, "r", 1, "accuracy", said.append) is None
     assert len(checkpoints(objects, "r")) == 4
-    assert said[0].startswith("no checkpoint is removed, for the best is not known: line 4 of ")
+    assert said[0].startswith(f"no checkpoint is removed, for the best is not known: {tmp_path}/runs/r/step-0000002/")
+    objects.put("runs/r/step-0000002/state.json", state)
+    assert settle(objects, "r", 1, "accuracy").step == 1
+    assert checkpoints(objects, "r") == ["runs/r/step-0000001", "runs/r/step-0000004"]
 
 
 def test_without_a_metric_the_newest_are_kept_and_none_is_the_best(tmp_path):
     objects = open_objects(str(tmp_path))
-    saved(tmp_path, 1, 2, 3)
-    measured(tmp_path, {1: 0.9})
+    saved(tmp_path, 2, 3, step1=0.9)
     assert settle(objects, "r", 2, "words_accuracy") is None
     assert settle(objects, "r", 2, None) is None
     assert checkpoints(objects, "r") == ["runs/r/step-0000002", "runs/r/step-0000003"]
@@ -512,11 +499,12 @@ def test_what_was_never_finished_is_removed_once_a_newer_one_is_whole(tmp_path):
 
 
 def test_a_checkpoint_is_told_when_it_is_whole_and_with_the_best_so_far(tmp_path, capsys):
-    measured(tmp_path, {1: 0.2, 2: 0.53, 3: 0.4})
+    measured = {1: 0.2, 2: 0.53, 3: 0.4}
     objects = Held(tmp_path, held="nothing")
     with Writer(objects) as writer:
-        for step in (1, 2, 3):
-            write_checkpoint(writer, "r", step, 3, {"m": tensors(step)}, {"step": step}, 1, "accuracy")
+        for step, value in measured.items():
+            state = {"step": step, "validation": {"accuracy": value}}
+            write_checkpoint(writer, "r", step, 3, {"m": tensors(step)}, state, 1, "accuracy")
     assert capsys.readouterr().out.splitlines() == [
         f"step 1/3  saved {tmp_path}/runs/r/step-0000001  best so far: accuracy 0.200 (step 1)",
         f"step 2/3  saved {tmp_path}/runs/r/step-0000002  best so far: accuracy 0.530 (step 2)",

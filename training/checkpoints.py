@@ -26,11 +26,11 @@ from storage.runs import (
     folder_of,
     named_best,
     path_of_best,
+    read_state,
     sealed_json,
     way_out,
 )
 from storage.safe_json import printable
-from training.log import read_metrics
 from training.writer import Writer
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -47,8 +47,11 @@ def write_checkpoint(
     metric: str | None,
 ) -> str:
     """Have the checkpoint of step `step` of `steps` written, state.json last, with the hashes of the others, and then
-    those removed that are not to be kept; returns its path when its tensors are copied, long before it is whole."""
-    folder, state = folder_of(run, step), copy.deepcopy(dict(state))  # the training changes what it told
+    those removed that are not to be kept; returns its path when its tensors are copied, long before it is whole.
+
+    state["validation"]: what a validation after the same step measured, by name.
+    """
+    folder, state = folder_of(run, step), {"validation": {}, **copy.deepcopy(dict(state))}  # a training changes it
 
     def tell() -> None:
         best = settle(writer.objects, run, keep, metric, writer.say)
@@ -65,7 +68,7 @@ def settle(
 ) -> Best | None:
     """Name the best checkpoint in best.json, and remove all but that and the `keep` newest.
 
-    Where a garbled file hides which is the best this says so, and removes none: no run shall end over its log.
+    Where a damaged file hides which is the best this says so, and removes none: no run shall end over that.
     """
     try:
         before = named_best(objects, run)
@@ -81,13 +84,13 @@ def settle(
 
 def find_best(objects: Objects, run: str, metric: str) -> Best | None:
     """The best of the whole checkpoints of which a validation after the same step found the metric, the oldest among
-    equals; None where there is none. What best.json says of one counts, too: metrics.jsonl may have lost its line."""
-    lines = read_metrics(objects, run, "validation")
-    before = named_best(objects, run)
-    values = {before.checkpoint: (before.step, before.value)} if before and before.metric == metric else {}
-    values |= {folder_of(run, line["step"]): (line["step"], line[metric]) for line in lines if metric in line}
-    found = [(folder, *values[folder]) for folder in checkpoints(objects, run) if folder in values]
-    found = [Best(step, metric, value, folder) for folder, step, value in found if math.isfinite(value)]
+    equals; None where there is none. ValueError names a state.json that cannot be read."""
+    found = []
+    for folder in checkpoints(objects, run):
+        state = read_state(objects, folder)
+        value = state["validation"].get(metric)
+        if value is not None and math.isfinite(value):
+            found.append(Best(state["step"], metric, value, folder))
     return max(found, key=lambda best: best.value, default=None)
 
 

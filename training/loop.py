@@ -98,8 +98,9 @@ class Run(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
-        """On the first process: begin the checkpoint after `done` steps (training/writer.py)."""
+    def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
+        """On the first process: begin the checkpoint after `done` steps (training/writer.py). `validation` is what was
+        measured after the same step, {} where nothing was."""
 
     @property
     def most_unreadable(self) -> float:
@@ -191,7 +192,7 @@ def between_steps(
     if log and (saves or stops):
         with since.paused(), log.during("saving"):
             log.publish()  # before the checkpoint: what is too new is cut off when the run goes on
-            run.save(done, {"skipping": skipping.state, "since": since.state})
+            run.save(done, metrics or {}, {"skipping": skipping.state, "since": since.state})
             if last or stops:
                 run.writer.finish(STOPPED_PATIENCE if stops else PATIENCE)
     if stops:

@@ -124,11 +124,12 @@ class VLBertRun(Run):
         self.note_unreadable(left_out)
         return found
 
-    def save(self, done: int, loop_state: Mapping[str, Any]) -> None:
+    def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe = self.recipe
         consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
         data = self.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in self.data.stretches]}
-        state = self.pinned | {"data": data, "seed": recipe.data.seed, "loop": loop_state} | consumed
+        state = self.pinned | {"data": data, "seed": recipe.data.seed} | consumed
+        state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
             self.writer,
             recipe.run_name,
