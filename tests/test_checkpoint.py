@@ -43,7 +43,15 @@ RECIPE = Recipe(
     ),
     data=DataConfig(root="somewhere"),
 )
-STATE = {"seed": 5, "samples_consumed": 384, "text_consumed": 0, "data": None, "held_out": None, "text": None}
+STATE = {
+    "validation": {"words_accuracy": 0.5},
+    "seed": 5,
+    "samples_consumed": 384,
+    "text_consumed": 0,
+    "data": None,
+    "held_out": None,
+    "text": None,
+}
 
 
 def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
