@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, resized_size, to_input
 from detectors.select import SelectionSettings, select_regions
-from detectors.weights import load_weights, read_config
+from detectors.weights.files import load_weights, read_config
 from storage.sample import Regions, Sample
 
 DETECTRON2 = "detectron2 fp32"

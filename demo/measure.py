@@ -11,7 +11,7 @@ from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
 from detectors.recipes import detector_demo
 from detectors.validate import validate
-from detectors.weights import load_weights, read_config, weights_hash
+from detectors.weights.files import load_weights, read_config, weights_hash
 from training import distributed
 
 FILE = "detector.json"

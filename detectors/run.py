@@ -288,7 +288,7 @@ def identify(options: argparse.Namespace) -> str:
     if options.backend == "annotated":
         return annotated
     from detectors.detect import described  # here, as below
-    from detectors.weights import describe_weights
+    from detectors.weights.files import describe_weights
 
     config, settings = _network_settings(options)
     untrained = {"untrained": True, "seed": options.seed or 0}
@@ -317,7 +317,7 @@ def _network_settings(options: argparse.Namespace) -> "tuple[FasterRCNNConfig, D
     from detectors.detect import DetectorSettings
     from detectors.faster_rcnn import PRESETS
     from detectors.select import SelectionSettings
-    from detectors.weights import read_config
+    from detectors.weights.files import read_config
 
     if (options.weights is None) == (options.untrained is None):
         raise ValueError(
@@ -338,7 +338,7 @@ def _network_settings(options: argparse.Namespace) -> "tuple[FasterRCNNConfig, D
 def _network_detector(options: argparse.Namespace, given: Detector | None) -> Detector:
     from detectors.detect import FasterRCNNDetector  # here, as above
     from detectors.faster_rcnn import FasterRCNN
-    from detectors.weights import load_weights
+    from detectors.weights.files import load_weights
 
     config, settings = _network_settings(options)
     kind = FasterRCNN

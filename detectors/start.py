@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
-from detectors.untrusted import read_tensors
-from detectors.weights import ANCHORS, COUNTER, read_about, tensor_fault
+from detectors.weights.files import ANCHORS, COUNTER, read_about, tensor_fault
+from detectors.weights.safe_pickle import read_tensors
 from storage.safe_json import printable
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.

@@ -25,7 +25,7 @@ from detectors.losses import Losses
 from detectors.recipes import RECIPES, DetectorRecipe
 from detectors.start import start_from
 from detectors.validate import validate
-from detectors.weights import COUNTER, write_weights
+from detectors.weights.files import COUNTER, write_weights
 from storage.objects import open_objects
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder

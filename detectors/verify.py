@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights import Loaded, load_weights, names_of, read_config
+from detectors.weights.files import Loaded, load_weights, names_of, read_config
 from storage.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
 from storage.sample import Regions, Sample
 

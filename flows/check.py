@@ -96,7 +96,7 @@ def _check_sources(dataset: Dataset) -> None:
     if detector.weights:
         _check_file(f"{where}: detector.weights", detector.weights)
     if detector.weights and not detector.preset:
-        from detectors.weights import read_config  # here, as below
+        from detectors.weights.files import read_config  # here, as below
 
         try:
             read_config(Path(detector.weights))

@@ -15,7 +15,7 @@ import demo.__main__ as demo
 from demo.measure import measure
 from demo.trials import OF_DEMO, STARTS, TRIALS
 from demo.world import DEFAULT_PORT, WorldSettings, draw_world
-from detectors.weights import load_resnet, read_config
+from detectors.weights.files import load_resnet, read_config
 from flows.pipeline import Road
 from flows.settings import quiet_prefect
 from flows.training import Trained

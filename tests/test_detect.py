@@ -25,7 +25,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from detectors.start import start_from
-from detectors.weights import load_resnet, load_weights, read_config
+from detectors.weights.files import load_resnet, load_weights, read_config
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.progress import progress_line

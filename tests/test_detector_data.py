@@ -26,7 +26,7 @@ from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_vg_resne
 from detectors.start import start_from
 from detectors.train import main, train
 from detectors.validate import validate
-from detectors.weights import ANCHORS, read_names, write_weights
+from detectors.weights.files import ANCHORS, read_names, write_weights
 from training.distributed import World, share_buffers
 
 NAMES = ("red", "round", "old")

@@ -24,7 +24,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN, decode_bgr, resize, resized_size, to_input
 from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.run import detect_shard, main, stage_of
-from detectors.weights import weights_hash, write_weights
+from detectors.weights.files import weights_hash, write_weights
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Regions, Sample

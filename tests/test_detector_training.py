@@ -45,7 +45,7 @@ from detectors.resnet import ResNetConfig
 from detectors.start import start_from
 from detectors.train import check_complete, main, train
 from detectors.validate import validate
-from detectors.weights import load_resnet, load_weights, read_config
+from detectors.weights.files import load_resnet, load_weights, read_config
 from storage.objects import open_objects
 from storage.runs import checkpoints
 from training.distributed import World

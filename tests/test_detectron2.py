@@ -22,7 +22,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.detectron2 import Detectron2FasterRCNN
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.resnet import ResNetConfig
-from detectors.weights import ANCHORS, ATTRIBUTE_HEAD, load_weights
+from detectors.weights.files import ANCHORS, ATTRIBUTE_HEAD, load_weights
 from storage.sample import Regions, Sample
 
 TINY = ResNetConfig(blocks=(1, 2, 1, 2), width=4)

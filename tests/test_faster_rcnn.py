@@ -33,7 +33,7 @@ from detectors.faster_rcnn import (
 )
 from detectors.resnet import RESNET101, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig
 from detectors.select import SelectionSettings
-from detectors.weights import load_resnet, load_weights, weights_hash
+from detectors.weights.files import load_resnet, load_weights, weights_hash
 from storage.sample import Sample
 
 PARITY = Path(__file__).parents[2] / "shared" / "parity" / "detector"

@@ -20,14 +20,14 @@ from seeded import put_checkpoint
 from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 import vlbert.tasks
-from detectors.described import described_detector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.examples import BAD_IMAGE, read_bgr
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.ground_truth import LabelledImage
+from detectors.rebuild import described_detector
 from detectors.run import detect_shard
 from detectors.select import SelectionSettings
-from detectors.weights import load_weights, read_config
+from detectors.weights.files import load_weights, read_config
 from storage.catalog import Catalog, Row
 from storage.objects import open_objects
 from storage.sample import Sample

@@ -18,19 +18,19 @@ from safetensors.torch import load_file
 from detectors import verify
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig, decode_bgr, to_input
-from detectors.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
-from detectors.untrusted import read_tensors
-from detectors.weights import (
+from detectors.weights.__main__ import main
+from detectors.weights.files import (
     ANCHORS,
     describe_weights,
     load_resnet,
     load_weights,
-    main,
     read_config,
     read_names,
     write_weights,
 )
+from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
+from detectors.weights.safe_pickle import read_tensors
 from storage.sample import Sample
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from detectors.described import described_detector, detector_of_file
 from detectors.detect import FasterRCNNDetector
+from detectors.rebuild import described_detector, detector_of_file
 from storage.safe_json import shown
 from storage.sample import Regions, Sample, check_sample
 from training.loop import find_recipe

@@ -354,7 +354,7 @@ def make_model(
         load_model(model, resumed.model, resumed.where)
         return model
     if recipe.model.regions.weights and not start_from:
-        from detectors.weights import load_resnet
+        from detectors.weights.files import load_resnet
 
         load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
         say(f"Fast R-CNN from {recipe.model.regions.weights}")

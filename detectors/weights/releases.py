@@ -19,8 +19,7 @@ from torch import Tensor
 
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.resnet import RESNET50, RESNET101
-from detectors.untrusted import read_tensors
-from detectors.weights import (
+from detectors.weights.files import (
     ANCHORS,
     ATTRIBUTE_HEAD,
     COUNTER,
@@ -29,6 +28,7 @@ from detectors.weights import (
     tensor_fault,
     weights_hash,
 )
+from detectors.weights.safe_pickle import read_tensors
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 _RESNET = ("backbone.", "roi_heads.res5.")

@@ -9,7 +9,7 @@ import torch
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights import config_from, load_weights, read_config, weights_hash
+from detectors.weights.files import config_from, load_weights, read_config, weights_hash
 
 
 def described_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:

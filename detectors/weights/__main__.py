@@ -1,0 +1,45 @@
+"""Converts the published weights of the Visual Genome detector.
+
+    python -m detectors.weights IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
+
+It says of every tensor what became of it; docs/detector.md tells more.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from detectors.weights.files import names_of, write_weights
+from detectors.weights.releases import convert, describe
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m detectors.weights", description="Convert published weights.")
+    parser.add_argument("source", type=Path, metavar="IN", help="a published file: .pkl, .pth, .bin or .model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new safetensors file")
+    parser.add_argument("--classes", type=Path, help="objects_vocab.txt: the classes' names, one a line")
+    parser.add_argument("--attributes", type=Path, help="attributes_vocab.txt: the attributes' names, one a line")
+    options = parser.parse_args(arguments)
+    try:
+        if options.out.exists():
+            raise ValueError(f"{options.out} is there already; give a new name")
+        converted = convert(options.source)
+        about, network = converted.metadata(), converted.network
+        counts = {"classes": network.num_classes, "attributes": network.num_attributes}
+        for kind, count in counts.items():
+            if getattr(options, kind):
+                about[kind] = names_of(getattr(options, kind), kind, 0 if converted.release.resnet_alone else count)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        sha256 = write_weights(options.out, converted.tensors, about)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    print(describe(converted))
+    for kind in counts:
+        if kind not in about and not converted.release.resnet_alone:
+            print(f"names of {kind}: none; --{kind} FILE puts them in")
+    print(f"{options.out}: {len(converted.tensors)} tensors, sha256 {sha256}")
+
+
+if __name__ == "__main__":
+    main()
