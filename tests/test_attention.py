@@ -1,15 +1,12 @@
-"""Which regions each word looks at: the numbers, the figure, and BertViz's page in a browser without a network."""
+"""Which regions each word looks at: the numbers and the figure."""
 
 import dataclasses
 import io
-import json
 import re
-import sys
 
 import numpy as np
 import pytest
 import torch
-from browser import chromium
 from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
@@ -17,7 +14,6 @@ from vlbert.attention import (
     MOST_REGIONS,
     Attention,
     attention_of,
-    bertviz_page,
     chosen_heads,
     draw_figure,
     numbered_boxes,
@@ -160,12 +156,10 @@ def test_many_words_and_regions_are_drawn_as_far_as_there_is_room(tmp_path):
         assert figure.size[1] < 2000
 
 
-def test_without_bertviz_there_is_the_figure_and_the_way_to_the_page(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bertviz", None)  # as if it were not installed
-    figure, page = write_attention(asked("a [MASK]"), tmp_path / "photo.png")
-    assert figure == f"attention: {tmp_path / 'photo-attention.png'}"
-    assert page == "no interactive page: bertviz is not installed; pip install 'vlbert[attention]'"
-    assert [file.name for file in tmp_path.iterdir()] == ["photo-attention.png"]
+def test_the_figure_lies_beside_the_drawing(tmp_path):
+    assert write_attention(asked("a [MASK]"), tmp_path / "photo.png") == tmp_path / "photo-attention.png"
+    with Image.open(tmp_path / "photo-attention.png") as figure:
+        figure.load()
 
 
 def test_a_prediction_without_maps_is_refused():
@@ -173,41 +167,3 @@ def test_a_prediction_without_maps_is_refused():
     blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
     with pytest.raises(ValueError, match="ask with attentions=True"):
         attention_of(blind)
-
-
-def test_the_page_draws_bertviz_without_a_network(tmp_path):
-    prediction = asked("a </script> <script>alert(1)</script> [MASK]")
-    prediction = dataclasses.replace(prediction, names=["1 </script><b>", "2 {view}"])
-    attention = attention_of(prediction)
-    page = tmp_path / "page.html"
-    page.write_text(bertviz_page(prediction, attention, [0, 1]), encoding="utf-8")
-    told, requested = [], []
-    with chromium() as browser:
-        context = browser.new_context(offline=True)
-        shown = context.new_page()
-        shown.on("console", lambda message: told.append((message.type, message.text)))
-        shown.on("pageerror", lambda error: told.append(("error", str(error))))
-        shown.on("request", lambda request: requested.append(request.url))
-        shown.goto(page.as_uri())
-        shown.wait_for_selector("svg")
-        assert [kind for kind, _ in told if kind != "log"] == []
-        assert [url for url in requested if not url.startswith("data:")] == [page.as_uri()]
-        assert shown.locator("#filter option:checked").inner_text() == "words -> regions"
-        right = shown.locator("svg #right text").all_text_contents()
-        assert [text.strip() for text in right] == [
-            "whole image",
-            "1 </script><b>",
-            "2 {view}",
-            "[END]",
-        ]
-        left = shown.locator("svg #left text").all_text_contents()
-        assert [text.strip() for text in left] == attention.words
-        lines = shown.locator("svg line")
-        assert lines.count() == 4 * len(left) * len(right)  # heads, words, regions and [END]
-        assert shown.locator("#layer option").all_inner_texts() == ["0", "1"]
-        assert shown.locator("img").evaluate("image => image.naturalWidth") == 640
-        shown.locator("#filter").select_option(label="All")
-        assert shown.locator("svg #left text").count() == len(left) + len(right)
-    data = json.loads(re.search(r"const params = (\{.*\}); // HACK", page.read_text()).group(1).replace("<\\/", "</"))
-    np.testing.assert_allclose(data["attention"][0]["attn"], attention.maps.numpy(), atol=6e-5)
-    np.testing.assert_allclose(np.array(data["attention"][3]["attn"])[..., :-1], attention.to_regions(), atol=6e-5)

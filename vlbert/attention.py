@@ -1,11 +1,9 @@
-"""Which regions each word looks at: a figure in the manner of the paper's figure 3, and BertViz's interactive page.
+"""Which regions each word looks at: a figure in the manner of the paper's figure 3.
 
 Layers and heads are counted from 0, as in the paper (appendix A.3). Shape letters: L layers, A heads, T words, R
 regions (the whole image first).
 """
 
-import html
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlbert.drawing import colour_of, data_uri, draw_boxes
+from vlbert.drawing import colour_of, draw_boxes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,18 +70,12 @@ def chosen_heads(attention: Attention, heads: str | None) -> list[tuple[int, int
     return chosen
 
 
-def write_attention(prediction: "Prediction", beside: Path, heads: str | None = None) -> list[str]:
-    """The figure and, where BertViz is installed, the page, beside a file; says line by line what was written."""
+def write_attention(prediction: "Prediction", beside: Path, heads: str | None = None) -> Path:
+    """The figure, beside a file; returns where it is."""
     attention = attention_of(prediction)
-    chosen = chosen_heads(attention, heads)
-    figure, page = (beside.with_name(f"{beside.stem}-attention.{kind}") for kind in ("png", "html"))
-    draw_figure(prediction, attention, chosen, figure)
-    said = [f"attention: {figure}"]
-    try:
-        page.write_text(bertviz_page(prediction, attention, sorted({layer for layer, _ in chosen})), encoding="utf-8")
-    except ModuleNotFoundError as error:
-        return [*said, f"no interactive page: {error.name} is not installed; pip install 'vlbert[attention]'"]
-    return [*said, f"attention, interactive: {page} ({page.stat().st_size / 1e6:.1f} MB)"]
+    figure = beside.with_name(f"{beside.stem}-attention.png")
+    draw_figure(prediction, attention, chosen_heads(attention, heads), figure)
+    return figure
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
@@ -101,18 +93,18 @@ def draw_figure(prediction: "Prediction", attention: Attention, heads: Sequence[
     shown = np.sort(np.argsort(-panels.max((0, 1)), kind="stable")[:MOST_REGIONS])
     columns = min(_COLUMNS, len(heads))
     rows = -(-len(heads) // columns)
-    tall = 0.26 * max(len(panels[0]), 2 * len(shown), 6) + 0.6  # inches of a panel
+    tall = 0.32 * max(len(panels[0]), 2 * len(shown), 6) + 0.6  # inches of a panel
     figure = Figure(figsize=(4.6 + 3.4 * columns, max(5.0, tall * rows)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     picture = figure.add_subplot(grid[:, 0])
     picture.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, shown.tolist()), 700))
     picture.set_axis_off()
-    picture.set_title(title(attention, shown.tolist()), fontsize=9, wrap=True)
+    picture.set_title(title(attention, shown.tolist()), fontsize=12, wrap=True)
     crops = thumbnails(prediction, shown.tolist())
     for place, ((layer, head), panel) in enumerate(zip(heads, panels, strict=True)):
         axes = figure.add_subplot(grid[place // columns, 1 + place % columns])
-        axes.set_title(f"layer {layer}, head {head}", fontsize=10)
+        axes.set_title(f"layer {layer}, head {head}", fontsize=12)
         _draw_panel(axes, attention, panel[:, shown], shown, crops)
     figure.savefig(file, dpi=100)
 
@@ -170,12 +162,12 @@ def _draw_panel(
     words = attention.words[: len(panel)]
     word_heights, region_heights = (1 - (np.arange(n) + 0.5) / n for n in (len(words), len(shown)))
     for word, height in zip(words, word_heights, strict=True):
-        axes.text(0.28, height, word, ha="right", va="center", fontsize=8, parse_math=False)
+        axes.text(0.28, height, word, ha="right", va="center", fontsize=11, parse_math=False)
     for number, height, thumbnail in zip(shown, region_heights, crops, strict=True):
         edge = {"edgecolor": np.array(colour_of(number)) / 255}
         image = OffsetImage(thumbnail, zoom=22 / max(thumbnail.shape[:2]))
         axes.add_artist(AnnotationBbox(image, (0.74, height), pad=0.15, bboxprops=edge))
-        axes.text(0.82, height, attention.regions[number], va="center", fontsize=7, parse_math=False)
+        axes.text(0.82, height, attention.regions[number], va="center", fontsize=10, parse_math=False)
     lines = [[(0.3, start), (0.68, end)] for start in word_heights for end in region_heights]
     colours = [
         (*(np.array(colour_of(n)) / 255), strength) for row in panel for n, strength in zip(shown, row, strict=True)
@@ -184,66 +176,3 @@ def _draw_panel(
     axes.set_xlim(0, 1.15)
     axes.set_ylim(0, 1)
     axes.set_axis_off()
-
-
-# --- BertViz ----------------------------------------------------------------------------------------------------------
-
-# In place of RequireJS, which would load both libraries from the net: they stand in the page already.
-_REQUIRE = (
-    "window.require = window.requirejs = (names, run) => run(window.jQuery, window.d3);\nrequire.config = () => {};"
-)
-
-
-def bertviz_page(prediction: "Prediction", attention: Attention, layers: Sequence[int]) -> str:
-    """BertViz's head view of some layers beside the picture, as an HTML page that loads nothing. ModuleNotFoundError
-    where it, or a package that has its libraries, is not installed."""
-    from bertviz import head_view
-
-    maps = attention.maps.double().round(decimals=4)  # in float32 the text of a number would have 17 digits
-    view = head_view(
-        attention=[layer[None] for layer in maps],
-        tokens=[*attention.words, *attention.regions, "[END]"],
-        sentence_b_start=len(attention.words),
-        prettify_tokens=False,
-        layer=layers[0],
-        include_layers=list(layers),
-        html_action="return",
-    ).data
-    # What it returns: a script from the net, the view, and its program with the data in it.
-    _, _, view = view.partition("</script>")
-    view, opening, program = view.partition('<script type="text/javascript">')
-    program = program.rpartition("</script>")[0]
-    for ours, theirs in (("words", "Sentence A"), ("regions", "Sentence B")):
-        view, program = view.replace(theirs, ours), program.replace(theirs, ours)
-    # Words to regions first: the question that the page is asked for. And no text may end the script.
-    view = view.replace('<option value="3">', '<option value="3" selected>')
-    program = program.replace('"default_filter": "0"', '"default_filter": "3"').replace("</", "<\\/")
-    libraries = "\n".join(f"<script>{text}</script>" for text in (*_libraries(), _REQUIRE))
-    title = html.escape(" ".join(attention.words))
-    picture = data_uri(draw_boxes(prediction.sample, numbered_boxes(prediction), 640))
-    return _PAGE.format(title=title, libraries=libraries, view=view, program=program, opening=opening, picture=picture)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{font: 14px sans-serif}} main {{display: flex; gap: 24px; align-items: flex-start}}</style>
-{libraries}
-</head><body><h1 style="font-size: 17px">{title}</h1>
-<p>Attention of the left column to the right one. Point at a word. A click on a square switches its head off and on, a
-double click all others.</p>
-<main><div style="min-width: 480px">{view}</div><img src="{picture}" alt="the picture with its regions"></main>
-{opening}{program}</script></body></html>
-"""
-
-
-def _libraries() -> list[str]:
-    """The text of jQuery 3 and of d3 5, the versions that BertViz's program runs with."""
-    files = {"xstatic.pkg.jquery": "data/jquery.min.js", "mpld3": "js/d3.v5.min.js"}
-    found = []
-    for package, file in files.items():
-        spec = importlib.util.find_spec(package)  # not imported: mpld3 would bring all of pyplot
-        if spec is None:
-            raise ModuleNotFoundError(f"No module named {package}", name=package)
-        text = (Path(spec.submodule_search_locations[0]) / file).read_text(encoding="utf-8")
-        found.append(text.replace("</script", "<\\/script"))
-    return found

@@ -432,8 +432,7 @@ def ask_and_draw(options: argparse.Namespace) -> dict[str, float]:
     work["drawing"] = time.monotonic() - started
     if options.attention or options.heads:
         for prediction, file in zip(found, files, strict=False):
-            for line in write_attention(prediction, file, options.heads):
-                print(line)
+            print(f"attention: {write_attention(prediction, file, options.heads)}")
         work["attention"] = time.monotonic() - started - work["drawing"]
     return work
 
