@@ -26,7 +26,7 @@ from vlbert.batch import collate
 from vlbert.drawing import colour_of
 from vlbert.model import VLBert
 from vlbert.pictures import view
-from vlbert.predict import Prediction
+from vlbert.prediction import Prediction
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.text import SPECIALS, Vocabulary
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from vlbert.drawing import colour_of, draw_boxes
+from vlbert.prediction import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from vlbert.predict import Prediction
 
 MOST_WORDS, MOST_REGIONS = 40, 12  # that a panel of the figure shows
 _COLUMNS = 4  # of panels
@@ -38,7 +38,7 @@ class Attention:
         return self.maps[:, :, :t, t : t + r].numpy()
 
 
-def attention_of(prediction: "Prediction") -> Attention:
+def attention_of(prediction: Prediction) -> Attention:
     """The maps of a prediction without its padding; of several choices those of the one that was chosen."""
     if prediction.encoded is None or prediction.encoded.attentions is None:
         raise ValueError("the prediction has no attention maps: ask with attentions=True, and ask something")
@@ -70,7 +70,7 @@ def chosen_heads(attention: Attention, heads: str | None) -> list[tuple[int, int
     return chosen
 
 
-def write_attention(prediction: "Prediction", beside: Path, heads: str | None = None) -> Path:
+def write_attention(prediction: Prediction, beside: Path, heads: str | None = None) -> Path:
     """The figure, beside a file; returns where it is."""
     attention = attention_of(prediction)
     figure = beside.with_name(f"{beside.stem}-attention.png")
@@ -81,7 +81,7 @@ def write_attention(prediction: "Prediction", beside: Path, heads: str | None = 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
 
-def draw_figure(prediction: "Prediction", attention: Attention, heads: Sequence[tuple[int, int]], file: Path) -> None:
+def draw_figure(prediction: Prediction, attention: Attention, heads: Sequence[tuple[int, int]], file: Path) -> None:
     """A panel a head: words, regions, and between them lines of these strengths.
 
     Of many regions those are shown that get most attention in these panels, of a long text its beginning.
@@ -118,7 +118,7 @@ def strengths(attention: Attention, heads: Sequence[tuple[int, int]]) -> np.ndar
 
 
 def numbered_boxes(
-    prediction: "Prediction", shown: Sequence[int] | None = None
+    prediction: Prediction, shown: Sequence[int] | None = None
 ) -> list[tuple[np.ndarray, tuple[int, int, int], str]]:
     """The regions of the numbers `shown`, or all, as `draw_boxes` takes them, the first on top; the whole image, 0, has
     no box."""
@@ -137,7 +137,7 @@ def title(attention: Attention, shown: Sequence[int]) -> str:
     return f"{of}{whole}{cut}"
 
 
-def thumbnails(prediction: "Prediction", shown: Sequence[int]) -> list[np.ndarray]:
+def thumbnails(prediction: Prediction, shown: Sequence[int]) -> list[np.ndarray]:
     """What each region looks like, region 0 being the whole image."""
     picture = draw_boxes(prediction.sample, [], 400)
     factor = 400 / max(prediction.sample.width, prediction.sample.height)

@@ -6,6 +6,7 @@
 the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,16 +135,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def numbers() -> str:
+def numbers(recipes: Mapping[str, Callable[[], Recipe]]) -> str:
     """What else differs between the recipes of the two books, as Markdown."""
-    from vlbert.recipes import RECIPES
-
     lines = ["| recipe | field | paper | authors' code |", "|---|---|---|---|"]
     ruled = {rule.field for rule in RULES}
-    for name, make in RECIPES.items():
-        if f"{name}_paper" not in RECIPES:
+    for name, make in recipes.items():
+        if f"{name}_paper" not in recipes:
             continue
-        ours, theirs = (flat(to_json(recipe)) for recipe in (make(), RECIPES[f"{name}_paper"]()))
+        ours, theirs = (flat(to_json(recipe)) for recipe in (make(), recipes[f"{name}_paper"]()))
         for field in ours:
             if ours[field] != theirs.get(field) and field != "name" and field not in ruled:
                 lines.append(f"| `{name}` | `{field}` | {_shown(theirs.get(field))} | {_shown(ours[field])} |")
@@ -157,4 +156,6 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(table(), numbers(), sep="\n\n")
+    from vlbert.recipes import RECIPES
+
+    print(table(), numbers(RECIPES), sep="\n\n")
