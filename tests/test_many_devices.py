@@ -327,6 +327,26 @@ def test_the_gradients_of_a_step_cross_between_ranks_once_whatever_its_parts(tmp
     assert said.splitlines()[-1] == "[961, 961, 961] 961"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "said", "lines"),
+    [
+        (["data.rot=1"], "override data.rot=1: DataConfig has no field 'rot'", 1),
+        (["data.text_batch=0", "model.regions.untrained=true", "data.root={root}"], "{root}", 2),
+    ],
+)
+def test_the_launcher_ends_with_what_the_ranks_say_and_their_status(tmp_path, given, said, lines):
+    root = str(tmp_path / "empty")
+    command = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train"]
+    command += ["pretrain_vlbert_demo", *(one.format(root=root) for one in given)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[1])
+    assert ended.returncode == 1
+    told = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
+    assert 1 <= len(told) <= lines, ended.stderr
+    assert all(line.startswith("torchrun -m vlbert.train pretrain_vlbert_demo: ") for line in told)
+    assert said.format(root=root) in told[-1]
+
+
 # --- a flow around them -----------------------------------------------------------------------------------------------
 
 

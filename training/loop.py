@@ -328,7 +328,7 @@ def run_program(
         recipe = override(find_recipe(options.recipe, recipes)(), options.overrides)
         check_complete(recipe)
     except ValueError as error:
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{name}: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once, not on each rank
     run_in_world(name, lambda world: train(recipe, world))
 
 
