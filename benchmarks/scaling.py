@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +28,8 @@ from benchmarks.step_inputs import drawn_samples, drawn_texts, masked_pairs
 from benchmarks.train_step import machine
 from training import distributed
 from training.distributed import World
-from training.loop import train_steps
-from training.optimizer import make_optimizer, set_learning_rate
+from training.loop import Run, train_steps
+from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
 from vlbert.batch import Batch, collate
 from vlbert.model import TaskModel, count_parameters
@@ -37,42 +37,50 @@ from vlbert.model import TaskModel, count_parameters
 WARM_UP = 2  # steps: DDP makes its buckets anew after the first
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class TimedRun(Run):
+    """The same batch in every step; `began` says when each began. Nothing is logged or saved."""
+
+    writer: None = None
+    batch: Batch | None = None
+    began: list[float] = dataclasses.field(default_factory=list)
+    samples_per_step = 0
+
+    def open_log(self) -> None:
+        return None
+
+    def batches(self) -> Iterator[list[Batch]]:
+        return itertools.repeat([self.batch], self.recipe.steps)
+
+    def prepare(self, step: int) -> None:
+        self.began.append(time.perf_counter())
+        super().prepare(step)
+
+    def losses(self, model: TaskModel, part: Batch) -> dict:
+        with autocast(self.recipe, self.world):
+            return model(part.to(self.world.device))
+
+    def keys(self, part: Batch) -> Sequence[str]:
+        return part.keys
+
+    def save(self, *_: object) -> None:
+        raise AssertionError("nothing is saved where nothing is logged")
+
+
 def measured(options: argparse.Namespace, world: World) -> dict[str, float]:
     """Seconds of the median step, and of an all-reduce of all gradients by itself."""
     recipe = dataclasses.replace(measured_recipe(options, options.recipe), steps=WARM_UP + options.steps + 1)
     recipe = dataclasses.replace(recipe, **dict.fromkeys(("log_every", "save_every", "validate_every"), 10**6))
     model = new_model(recipe, world.device)
-    optimizer = make_optimizer(model, recipe.optimizer)
     task, config = task_of(recipe), recipe.model.regions
     samples = drawn_samples(config, range(options.pairs * world.rank, options.pairs * (world.rank + 1)))
     texts = drawn_texts(task, range(options.texts * world.rank, options.texts * (world.rank + 1)))
     batch = collate(masked_pairs(task, config, samples, world.rank) + texts)
-    began = []
-
-    def prepare(step: int) -> None:
-        began.append(time.perf_counter())
-        set_learning_rate(optimizer, step, recipe.steps, recipe.optimizer)
-
-    def losses_of(parallel: TaskModel, part: Batch) -> dict:
-        with autocast(recipe, world):
-            return parallel(part.to(world.device))
-
+    optimizer = make_optimizer(model, recipe.optimizer)
+    run = TimedRun(recipe=recipe, world=world, model=model, optimizer=optimizer, batch=batch)
     with in_precision_of(recipe):
-        train_steps(
-            recipe,
-            world,
-            model,
-            optimizer,
-            range(recipe.steps),
-            itertools.repeat([batch], recipe.steps),
-            record=None,
-            prepare=prepare,
-            losses_of=losses_of,
-            keys_of=lambda part: part.keys,
-            validate=None,
-            save=lambda done, state: None,
-        )
-    seconds = [after - before for before, after in itertools.pairwise(began)][WARM_UP:]
+        train_steps(run)
+    seconds = [after - before for before, after in itertools.pairwise(run.began)][WARM_UP:]
     _, trained = count_parameters(model)
     return {
         "step": statistics.median(seconds),

@@ -76,6 +76,11 @@ class Run(ABC):
     def batches(self) -> Iterable[Sequence[Any]]:
         """For each step that is left this process's parts, whose gradients are added."""
 
+    def open_log(self) -> Record | None:
+        """The log, on the first process; None: nothing is logged or saved."""
+        recipe, per_step = self.recipe, self.samples_per_step
+        return Record(self.writer, recipe.run_name, self.step, recipe.steps, per_step, self.world.size)
+
     def prepare(self, step: int) -> None:
         """What comes before a step."""
         set_learning_rate(self.optimizer, step, self.recipe.steps, self.recipe.optimizer)
@@ -133,7 +138,7 @@ def train_steps(run: Run) -> dict[str, float]:
     """
     recipe, world, optimizer = run.recipe, run.world, run.optimizer
     if world.first:
-        run.log = Record(run.writer, recipe.run_name, run.step, recipe.steps, run.samples_per_step, world.size)
+        run.log = run.open_log()
     # Gradients as views of what is sent: no second copy of them, in memory or in time.
     parallel = DistributedDataParallel(run.model, gradient_as_bucket_view=True) if world.size > 1 else run.model
     resumed, metrics = run.loop_state or {}, {}
