@@ -23,15 +23,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.killed_writer import s3_of_its_own
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from storage.runs import checkpoints
 from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
 from training.optimizer import make_optimizer
 from training.writer import Writer
-from vlbert.model import TaskModel, VLBert
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
-from vlbert.text import SPECIALS, Vocabulary
+from vlbert.tasks.base import TaskModel
 
 PIECES, CLASSES = 30_522, 1600  # of BERT's vocabulary and of Visual Genome
 RUN = "checkpoint"

@@ -16,10 +16,11 @@ import torch
 
 from detectors.select import SelectionSettings, select_regions
 from storage.download import read_captions
-from vlbert.boxes import geometry_embedding
-from vlbert.official import read_json, refcoco, retrieval, vcr, vqa
+from vlbert.data.boxes import geometry_embedding
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.datasets import refcoco, retrieval, vcr, vqa
+from vlbert.datasets.files import read_json
 from vlbert.tasks.vqa import VQA, VQASettings
-from vlbert.text import SPECIALS, Vocabulary
 
 IOU_TOLERANCE = 1e-9
 NUMBER_TOLERANCE = 1e-9

@@ -85,7 +85,7 @@ step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --compile --
 # The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
 if "$PYTHON" -c "import pytest" 2> "$OUT/tests.txt"; then
     section tests 60 "$PYTHON" -m pytest --noconftest -o addopts= -p no:cacheprovider -q -rs -k "a_gpu_" \
-        tests/test_faster_rcnn.py tests/test_train_step.py
+        tests/detectors/test_faster_rcnn.py tests/vlbert/test_train_step.py
 else
     echo "tests: left out, pytest is not installed" | tee -a "$SUMMARY"
 fi

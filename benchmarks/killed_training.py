@@ -34,7 +34,7 @@ from demo.scenes import caption_scene, draw_scene
 from demo.words import caption
 from storage.catalog import Catalog
 from storage.manifests import Row
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from storage.runs import read_state
 from storage.sample import Regions, Sample, sample_key
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # the harness itself needs no torch
     from torch import Tensor
 
     from training.distributed import World
-    from vlbert.batch import Batch
     from vlbert.config import Recipe
+    from vlbert.data.batch import Batch
 
 DETECTOR, CLASSES = "00000000cafe", 5
 SIZE = (160, 120)  # width, height
@@ -89,7 +89,7 @@ def commit(root: Path, dataset: str, shard: int, numbers: range) -> None:
 
 def make_root(root: Path) -> None:
     """Shards and text for a training."""
-    from vlbert.text import make_corpus
+    from vlbert.data.corpus import make_corpus
 
     for shard, first in enumerate(range(0, FIRST, 16)):
         commit(root, "captions", shard, range(first, min(FIRST, first + 16)))
@@ -103,7 +103,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
     from detectors.resnet import ResNetConfig
     from training.optimizer import OptimizerConfig
     from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
-    from vlbert.masking import RegionMasking, WordMasking
+    from vlbert.data.masking import RegionMasking, WordMasking
     from vlbert.tasks.pretraining import PretrainingSettings
 
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False)

@@ -31,7 +31,7 @@ from PIL import Image
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, verify
 from storage.manifests import Row
-from storage.objects import LocalObjects, ObjectMissing, Objects, open_objects
+from storage.object_store import LocalObjects, ObjectMissing, Objects, open_objects
 from storage.sample import Regions, Sample, sample_key
 from storage.shards import read_span
 

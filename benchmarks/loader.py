@@ -32,7 +32,7 @@ from PIL import Image
 
 from storage.catalog import Catalog
 from storage.manifests import Header, Row
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Regions, Sample, from_members, sample_key
@@ -40,10 +40,11 @@ from storage.shards import span_members
 from storage.snapshots import ShardIndex, write_snapshot
 from training.distributed import World
 from vlbert.config import DataConfig, RegionConfig
-from vlbert.data import CAPTIONS, TEXT, Stretch, TrainingData, drawn, generator
-from vlbert.pictures import view
+from vlbert.data.corpus import TextCorpus, encode_corpus
+from vlbert.data.images import view
+from vlbert.data.loading import CAPTIONS, TEXT, Stretch, TrainingData, drawn, generator
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.text import SPECIALS, TextCorpus, Vocabulary, encode_corpus
 
 DETECTOR, STAGE = "00000000beef", "regions/00000000beef"
 CAPTION = "a man in red shirt rides the brown horse over green field while two dogs run beside him on sunny day"

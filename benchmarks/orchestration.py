@@ -410,7 +410,7 @@ def moments(live: "Live", lines: Sequence[float]) -> list[float]:
 def picture_after(recipe: "Recipe", share: float) -> str:
     """What flows.curves draws after so much of a run; its numbers fall, with noise."""
     from flows.curves import curves
-    from storage.objects import open_objects
+    from storage.object_store import open_objects
 
     rng, steps = np.random.default_rng(0), int(share * recipe.steps)
     lines = [

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlbert.batch import Batch, Example, Picture, Words, collate
-from vlbert.official.refcoco import Expression
-from vlbert.published import Published, skeleton, understand
-from vlbert.tasks import Task
+from vlbert.convert import Published, skeleton, understand
+from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.datasets.refcoco import Expression
+from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO
 from vlbert.tasks.vcr import VCR
 from vlbert.tasks.vqa import VQA
-from vlbert.text import SPECIALS, Vocabulary
 
 SPECIAL_IDS = dict(zip(SPECIALS, (0, 100, 101, 102, 103), strict=True))  # BERT's, which the cases use
 KINDS = ("pretrain", "vcr", "vqa", "refcoco")  # how the name of a case may begin

@@ -35,12 +35,13 @@ from benchmarks.parity_cases import (
     weights,
 )
 from detectors.resnet import freeze_module
-from vlbert.batch import Batch
 from vlbert.checkpoint import load_model
-from vlbert.model import Encoded, VLBert
-from vlbert.published import convert, plain_name
-from vlbert.regions import FastRCNN
-from vlbert.tasks import Task, make_task
+from vlbert.convert import convert, plain_name
+from vlbert.data.batch import Batch
+from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.tasks import make_task
+from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO
 

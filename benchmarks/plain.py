@@ -1,10 +1,10 @@
 """Pre-training as a straightforward program computes it, in plain fp32: the baseline of benchmarks/train_step.py, and
-the oracle that the fast path is held against (tests/test_train_step.py).
+the oracle that the fast path is held against (tests/vlbert/test_train_step.py).
 
 It knows the model's configuration and the names of its weights, and shares no code with it: channels first;
 convolution, normalisation and ReLU apart; all pictures padded to one tensor; the rows of text and regions padded, and
 the encoder run over the padding; both heads at every position, asked for or not; attention written out; an optimizer
-that goes from parameter to parameter. Shape letters are those of vlbert/batch.py.
+that goes from parameter to parameter. Shape letters are those of vlbert/data/batch.py.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 from training.optimizer import OptimizerConfig
-from vlbert.batch import Example
 from vlbert.config import ModelConfig
-from vlbert.model import TaskModel
+from vlbert.data.batch import Example
+from vlbert.tasks.base import TaskModel
 
 LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them
 

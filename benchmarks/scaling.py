@@ -31,8 +31,9 @@ from training.distributed import World
 from training.loop import Run, train_steps
 from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
-from vlbert.batch import Batch, collate
-from vlbert.model import TaskModel, count_parameters
+from vlbert.data.batch import Batch, collate
+from vlbert.model.heads import count_parameters
+from vlbert.tasks.base import TaskModel
 
 WARM_UP = 2  # steps: DDP makes its buckets anew after the first
 

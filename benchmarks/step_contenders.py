@@ -25,12 +25,12 @@ from training.distributed import World
 from training.loop import batches, find_recipe
 from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
-from vlbert.batch import Batch, collate
 from vlbert.config import Recipe
-from vlbert.execution import execute_as
-from vlbert.model import TaskModel
+from vlbert.data.batch import Batch, collate
+from vlbert.model.execution import execute_as
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
+from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.train import make_model
 

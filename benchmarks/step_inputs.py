@@ -18,11 +18,11 @@ import numpy as np
 from PIL import Image
 
 from storage.sample import Regions, Sample, sample_key
-from vlbert.batch import Example
 from vlbert.config import RegionConfig
-from vlbert.pictures import view
+from vlbert.data.batch import Example
+from vlbert.data.images import view
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import Pretraining
-from vlbert.text import SPECIALS, Vocabulary
 
 PIECES = 30_522  # as many as BERT's vocabulary has
 CLASSES = 1600  # of the detector, without the background

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from detectors.resnet import ResNetConfig
-from vlbert.batch import Example
 from vlbert.config import ModelConfig
-from vlbert.model import TaskModel
+from vlbert.data.batch import Example
+from vlbert.tasks.base import TaskModel
 
 FORWARD = ("pixels", "backbone", "RoIAlign", "res5", "embedding", "encoder", "heads")
 PARTS = ("transfer", *FORWARD, *(f"{part}, backward" for part in reversed(FORWARD[1:])), "optimizer")

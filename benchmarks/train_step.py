@@ -47,9 +47,9 @@ from training.distributed import World
 from training.loop import batches
 from training.optimizer import set_learning_rate
 from training.precision import in_precision_of
-from vlbert.batch import Example, collate
 from vlbert.config import Recipe
-from vlbert.execution import compiled_graphs
+from vlbert.data.batch import Example, collate
+from vlbert.model.execution import compiled_graphs
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 # Seconds that the authors' code takes for a forward and a backward pass, fp32, on two threads of a CPU that others used

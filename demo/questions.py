@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from demo.scenes import COLOURS, SHAPES, Look, choose
-from vlbert.official.vcr import CHOICES
+from vlbert.datasets.vcr import CHOICES
 
 ANNOTATORS = 10  # of every question of VQA
 _DISAGREEING = (0.7, 0.15, 0.1, 0.05)  # how often none, one, two or three of them say something else

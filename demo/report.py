@@ -27,11 +27,11 @@ from demo.trials import ROLES as FINE_TUNINGS
 from demo.world import World, read_world
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from storage.runs import CONFIG, checkpoints, open_folder
 from storage.sample import Sample
 from training.log import read_metrics
-from vlbert.data import region_stage
+from vlbert.data.samples import region_stage
 from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
 from vlbert.recipes import RECIPES
 from vlbert.tasks import task_of

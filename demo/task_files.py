@@ -10,8 +10,8 @@ import numpy as np
 
 from demo import questions
 from demo.scenes import RING_HOLE, SHAPE_SCALE, Scene, SceneObject, outline
-from vlbert.official.refcoco import FILES as REFCOCO_NAMES
-from vlbert.official.vqa import frequent_answers, question_files
+from vlbert.datasets.refcoco import FILES as REFCOCO_NAMES
+from vlbert.datasets.vqa import frequent_answers, question_files
 
 SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the pictures; the two others call the last two `test`
 # The part of COCO that a picture of each split would be of; VQA's splits have these names.

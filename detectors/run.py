@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from detectors import Detector
 from storage.catalog import OK, Catalog, Manifest, Row
-from storage.objects import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_objects
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
 

@@ -26,7 +26,7 @@ from detectors.recipes import RECIPES, DetectorRecipe
 from detectors.start import start_from
 from detectors.validate import validate
 from detectors.weights.files import COUNTER, write_weights
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from training import distributed

@@ -11,7 +11,7 @@ from storage.collect import image_files
 from storage.img2dataset import shard_names
 from training.config import differing_fields, override
 from vlbert.config import Recipe, architecture
-from vlbert.data import check_shares
+from vlbert.data.loading import check_shares
 from vlbert.recipes import RECIPES
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.train import check_complete

@@ -16,7 +16,7 @@ from flows.artifacts import Live, name_run, publish, reporting, table_of_counts,
 from flows.settings import Source
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
-from storage.objects import Objects, StorageUnreachable, open_objects
+from storage.object_store import Objects, StorageUnreachable, open_objects
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed", "open_storage"]
 

@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from storage.objects import Objects
+from storage.object_store import Objects
 from training.log import read_metrics
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from flows.collect import network_failed, networked, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
-from storage.objects import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_objects
 from storage.safe_json import parse_json
 
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work

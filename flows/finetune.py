@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
 from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from storage.runs import CONFIG, checkpoints, open_folder
 
 # Fields of the recipe that this stage sets, each from what.

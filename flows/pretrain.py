@@ -10,7 +10,7 @@ from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
 from flows.training import Trained, Watch, check_overrides, show_result, train
-from vlbert.text import describe_corpus, find_corpus
+from vlbert.data.corpus import describe_corpus, find_corpus
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
@@ -57,14 +57,14 @@ def pretrain(
 
 
 def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], None]) -> None:
-    """Tokenise the text into `folder` with `python -m vlbert.text`; a corpus of the same files is left alone."""
+    """Tokenise the text into `folder` with `python -m vlbert.data.corpus`; a corpus of the same files is left alone."""
     files, size = [Path(file) for file in settings.text], settings.vocabulary_size or _VOCABULARY_SIZE
     captions = [Path(file) for file in settings.vocabulary_captions]
     about = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)
     if about:
         say(describe_corpus(folder, about))
         return
-    command = [sys.executable, "-m", "vlbert.text", str(folder), *settings.text]
+    command = [sys.executable, "-m", "vlbert.data.corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]
     else:

@@ -11,7 +11,7 @@ from flows.artifacts import name_run, publish, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.training import Watch, assigned, check_overrides, torchrun
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from training.log import last_metrics
 
 # Settings that are fields of the recipe's `data`, under the same names.

@@ -21,7 +21,7 @@ from flows.artifacts import (
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
 from training.log import last_metrics
@@ -289,8 +289,8 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
 def reported(checkpoint: str) -> dict[str, str]:
     """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
     from training.config import from_json  # here, as above
+    from vlbert.data.vocabulary import Vocabulary
     from vlbert.tasks import make_task, settings_named, validation_split
-    from vlbert.text import Vocabulary
 
     root, _, path = checkpoint.rpartition("/runs/")
     objects = open_objects(root, write=False)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from storage.catalog import SHARD_NAME
-from storage.objects import Objects
+from storage.object_store import Objects
 from storage.snapshots import ShardIndex
 
 _PIECE = 8 << 20  # bytes that are fetched and checked at a time

@@ -44,7 +44,7 @@ from storage.download import (
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.manifests import Manifest
 from storage.normalise import Picture
-from storage.objects import ObjectMissing, StorageUnreachable, open_objects
+from storage.object_store import ObjectMissing, StorageUnreachable, open_objects
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.sample import sample_key

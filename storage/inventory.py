@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
 from storage.manifests import OK, Header, Manifest
-from storage.objects import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.object_store import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
 from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
 from storage.safe_json import parse_json
 from storage.shards import index_shard

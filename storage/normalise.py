@@ -33,7 +33,7 @@ FLAGS: dict[str, str] = {
 # What we decode, with the first bytes of each. Few formats on purpose: every decoder reads what a stranger wrote.
 _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
 
-# What Pillow's decoders raise on damaged data (found by fuzzing, tests/test_normalise.py).
+# What Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 _DAMAGE += (struct.error, zlib.error)
 Image.init()  # all of Pillow's readers now: it passes over one that it cannot load when it first needs it

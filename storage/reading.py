@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
 from storage.cache import ShardCache
-from storage.objects import ObjectMissing, Objects, StorageUnreachable
+from storage.object_store import ObjectMissing, Objects, StorageUnreachable
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
@@ -29,6 +30,23 @@ _JOINED = 8 << 20  # bytes of one request at most, where neighbours are read tog
 _GAP = 64 << 10  # bytes between two samples that are rather read than asked for in a second request
 _PATIENCE = 300.0  # seconds: longer than a server takes to start again
 _LONGEST_PAUSE = 30.0  # seconds between two tries
+
+
+class Samples(Protocol):
+    """Samples by number: the shards of a snapshot, or anything like them."""
+
+    urls: Sequence[str]
+
+    def __len__(self) -> int: ...
+
+    def sample(self, number: int) -> Sample: ...
+
+    def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
+        """One per number, in their order, or why it cannot be read. Only what is wrong with a sample is such an error:
+        a tar that is gone or a server out of reach is raised, and stops the run."""
+
+    def past_cache(self, number: int) -> Sample | None:
+        """The sample once more, as it was committed; None where that is what was read."""
 
 
 class ShardSamples:

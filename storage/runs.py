@@ -20,7 +20,7 @@ from storage.digests import (
     is_whole,
     seal,
 )
-from storage.objects import ObjectMissing, Objects
+from storage.object_store import ObjectMissing, Objects
 from storage.safe_json import parse_json
 
 CHECKPOINT_VERSION = 3  # of the files of a checkpoint, whatever is trained, and of a model's config.json

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
 from storage.manifests import Header
-from storage.objects import ObjectMissing, Objects, StorageUnreachable
+from storage.object_store import ObjectMissing, Objects, StorageUnreachable
 from storage.safe_json import parse_json
 
 SNAPSHOT_VERSION = 2

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.normalise import Picture
-from storage.objects import ObjectMissing, Objects
+from storage.object_store import ObjectMissing, Objects
 
 PARTIAL = re.compile(r"([^/]+)/images/partial/(\d{5})-[0-9a-f]{12}-[0-9a-f]{16}\.parquet")
 _SCHEMA = pa.schema(

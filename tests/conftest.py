@@ -19,7 +19,7 @@ from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
-from storage.objects import open_objects
+from storage.object_store import open_objects
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
 os.environ.update(quiet_prefect(Path(_home.name)))

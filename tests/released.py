@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from places import SHARED
 from torch import Tensor
 
-from vlbert.text import SPECIALS, Vocabulary
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
-KEY_LISTS = Path(__file__).parents[2] / "shared" / "parity" / "vlbert" / "state_dict_keys.json"
+KEY_LISTS = SHARED / "parity" / "vlbert" / "state_dict_keys.json"
 KINDS = (
     "pretrain_base_e2e",
     "pretrain_base_prec",

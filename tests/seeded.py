@@ -18,7 +18,7 @@ import storage.sample
 import storage.shards
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
-from storage.objects import Objects
+from storage.object_store import Objects
 from storage.runs import CHECKPOINT_VERSION, file_hash, sealed_json
 from storage.sample import Regions, Sample, sample_key, to_members
 

@@ -6,28 +6,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import PROJECT
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("flows", "vlbert", "detectors", "training", "storage")
 MAY_IMPORT = {room: set(ROOMS[place:]) for place, room in enumerate(ROOMS)}
-ONLY_IN = {"prefect": "flows/", "boto3": "storage/objects.py", "detectron2": "detectors/detectron2.py"}
+ONLY_IN = {"prefect": "flows/", "boto3": "storage/object_store.py", "detectron2": "detectors/detectron2.py"}
 # In vlbert, these alone may import detectors: region features, prediction, and the configuration that names the ResNet.
 KNOW_DETECTORS = {
-    "vlbert/regions.py",
+    "vlbert/model/fast_rcnn.py",
     "vlbert/predict.py",
     "vlbert/config.py",
     "vlbert/recipes.py",
-    "vlbert/published.py",
+    "vlbert/convert.py",
     "vlbert/train.py",  # starts from a detector's weights
 }
-FILES = sorted(path.relative_to(ROOT) for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path.relative_to(PROJECT) for folder in MAY_IMPORT for path in (PROJECT / folder).rglob("*.py"))
 HOUSE = {*MAY_IMPORT, "demo", "benchmarks", "tests"}
 
 
 def imported(file: Path) -> set[str]:
     """Every module that the file imports anywhere, in functions too."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for node in ast.walk(ast.parse((PROJECT / file).read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +65,11 @@ print("imported")
 """
     absent = ["aiohttp", "boto3", "botocore", "fastapi", "jinja2", "matplotlib", "prefect", "simplejpeg", "tensorboard"]
     run = subprocess.run(
-        [sys.executable, "-c", program % [*absent, "webdataset"]], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [sys.executable, "-c", program % [*absent, "webdataset"]],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        timeout=120,
     )
     assert run.stdout.strip() == "imported", run.stderr
 
@@ -76,8 +80,8 @@ def test_what_reads_files_of_strangers_is_told_what_to_take(function):
     wanted = {"Image.open": "formats", "from_pretrained": "trust_remote_code"}[function]
     calls = [
         (file, call.lineno, {keyword.arg for keyword in call.keywords})
-        for file in [*FILES, *(path.relative_to(ROOT) for path in (ROOT / "demo").rglob("*.py"))]
-        for call in ast.walk(ast.parse((ROOT / file).read_text()))
+        for file in [*FILES, *(path.relative_to(PROJECT) for path in (PROJECT / "demo").rglob("*.py"))]
+        for call in ast.walk(ast.parse((PROJECT / file).read_text()))
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(function)
     ]
     assert len(calls) >= 3

@@ -9,13 +9,13 @@ from PIL import Image, ImageDraw
 
 from detectors.resnet import ResNetConfig
 from storage.catalog import Catalog, Row
-from storage.objects import open_objects
+from storage.object_store import open_objects
 from storage.sample import Regions, Sample, sample_key
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
-from vlbert.masking import RegionMasking, WordMasking
+from vlbert.data.corpus import make_corpus
+from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.text import make_corpus
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 80, 220), "white": (240, 240, 240)}
 SHAPES = ("square", "circle")

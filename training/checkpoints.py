@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from storage.objects import Objects
+from storage.object_store import Objects
 from storage.runs import (
     CHECKPOINT_VERSION,
     STATE,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.objects import StorageUnreachable
+from storage.object_store import StorageUnreachable
 
 if TYPE_CHECKING:  # it takes seconds to import
     from torch.utils.tensorboard import SummaryWriter

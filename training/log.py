@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.objects import Objects, StorageUnreachable
+from storage.object_store import Objects, StorageUnreachable
 from storage.progress import clock
 from storage.safe_json import parse_json
 from training.lines import Board, Lines

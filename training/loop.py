@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from storage.objects import ObjectMissing, StorageUnreachable
+from storage.object_store import ObjectMissing, StorageUnreachable
 from training import distributed
 from training.config import override
 from training.distributed import World

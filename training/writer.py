@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage.objects import Objects, StorageUnreachable
+from storage.object_store import Objects, StorageUnreachable
 from storage.runs import file_hash
 
 PATIENCE = 600.0  # seconds that storage may be away when a run has come to its end

@@ -5,13 +5,13 @@ from vlbert import Batch, Encoded, Example, Picture, VLBert, Vocabulary, Words, 
 
 from typing import Any
 
-# Where each name of the library is defined. Looked up when asked for: vlbert.text, say, needs no torch.
+# Where each name of the library is defined. Looked up when asked for: vlbert.data.vocabulary, say, needs no torch.
 _HOMES = {
-    "VLBert": "vlbert.model",
-    "Encoded": "vlbert.model",
+    "VLBert": "vlbert.model.vlbert",
+    "Encoded": "vlbert.model.vlbert",
     "ModelConfig": "vlbert.config",
-    "Vocabulary": "vlbert.text",
-} | dict.fromkeys(("Batch", "Example", "Picture", "Words", "collate"), "vlbert.batch")
+    "Vocabulary": "vlbert.data.vocabulary",
+} | dict.fromkeys(("Batch", "Example", "Picture", "Words", "collate"), "vlbert.data.batch")
 
 __all__ = list(_HOMES)
 

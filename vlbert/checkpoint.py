@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from storage.digests import check_version
-from storage.objects import LocalObjects, Objects, open_objects
+from storage.object_store import LocalObjects, Objects, open_objects
 from storage.runs import (
     CHECKPOINT_VERSION,
     CONFIG,
@@ -32,7 +32,7 @@ from training.checkpoints import MODEL, OPTIMIZER, load_tensors, optimizer_tenso
 from training.config import from_json, to_json
 from training.writer import Writer
 from vlbert.config import ModelConfig, Recipe
-from vlbert.text import Vocabulary
+from vlbert.data.vocabulary import Vocabulary
 
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"

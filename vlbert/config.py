@@ -115,7 +115,7 @@ class DataConfig:
     detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
     batch: int = 128  # examples with a picture, over all ranks together and one optimizer step
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
-    text_corpus: str | None = None  # folder made by `python -m vlbert.text`; needed where text_batch > 0
+    text_corpus: str | None = None  # folder made by `python -m vlbert.data.corpus`; needed where text_batch > 0
     unreadable: float = 0.1  # share of the samples that may be unreadable; more end the run
     accumulate: int = 1  # batches are cut into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring a picture

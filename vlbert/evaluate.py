@@ -22,17 +22,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from training.config import differing_fields, from_json, override
 from training.distributed import World, from_first, gather_on_first
 from training.loop import EXPECTED, find_recipe, run_in_world
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of
 from vlbert.config import Recipe, architecture
-from vlbert.data import ValidationData, open_cache, open_samples
-from vlbert.model import TaskModel, VLBert
+from vlbert.data.loading import ValidationData
+from vlbert.data.samples import open_cache, open_samples
+from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
 from vlbert.results import PAGE, Answered, find_place, inputs_of, name_of, results, say, write, written
 from vlbert.tasks import make_task, settings_named, task_of, validation_split
+from vlbert.tasks.base import TaskModel
 from vlbert.validate import ask, because_of
 
 _TOGETHER = 64  # questions of a batch at most: the same in every world, so that every world gives the same numbers

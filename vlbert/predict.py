@@ -29,13 +29,13 @@ from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import described_detector, detector_of_file
 from storage.sample import Regions, Sample, check_sample
 from training.loop import find_recipe
-from vlbert.attention import attention_of, chosen_heads, write_attention
-from vlbert.batch import collate
+from vlbert.attention_figure import attention_of, chosen_heads, write_attention
 from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at
 from vlbert.config import Recipe
+from vlbert.data.batch import collate
+from vlbert.data.image_file import read_image
+from vlbert.data.images import view
 from vlbert.evaluate import load_task_model
-from vlbert.photo import read_image
-from vlbert.pictures import view
 from vlbert.prediction import Prediction
 from vlbert.recipes import RECIPES
 

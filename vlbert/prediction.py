@@ -8,9 +8,9 @@ from PIL import Image
 
 from storage.safe_json import shown
 from storage.sample import Sample
-from vlbert.batch import Batch
+from vlbert.data.batch import Batch
 from vlbert.drawing import colour_of, draw_boxes, write_below
-from vlbert.model import Encoded
+from vlbert.model.vlbert import Encoded
 
 SIDE = 800  # pixels of the longer side of what is drawn
 

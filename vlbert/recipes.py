@@ -1,8 +1,8 @@
 """One function a run; each returns the whole configuration. A name tells task, architecture, size and rule book.
 
-Those without a suffix are the runs of the authors' code, with its rules (vlbert/rules.py) and its numbers; `_paper` are
-those of the paper's appendix A.2. Steps are epochs of the data set over the batch: 3.3 M captions, 213 k questions of
-VCR, 444 k of VQA's train2014, 120 k expressions of RefCOCO+. `data.batch` is global: whatever the number of GPUs,
+Those without a suffix are the runs of the authors' code, with its rules (vlbert/variants.py) and its numbers; `_paper`
+are those of the paper's appendix A.2. Steps are epochs of the data set over the batch: 3.3 M captions, 213 k questions
+of VCR, 444 k of VQA's train2014, 120 k expressions of RefCOCO+. `data.batch` is global: whatever the number of GPUs,
 batch = GPUs x accumulate x what one GPU computes at a time, and the learning rate is the one that stands here.
 """
 
@@ -12,12 +12,12 @@ from detectors.resnet import ResNetConfig
 from training.config import override_values
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
-from vlbert.masking import RegionMasking, WordMasking
-from vlbert.rules import paper, published
+from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
+from vlbert.variants import numbers, paper, published, table
 
 BASE = ModelConfig()
 _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden": 1024, "heads": 16, "intermediate": 4096}
@@ -389,3 +389,7 @@ RECIPES = {
         finetune_vcr_demo,
     )
 }
+
+
+if __name__ == "__main__":  # the tables of docs/rules.md
+    print(table(), numbers(RECIPES), sep="\n\n")

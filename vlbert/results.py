@@ -10,14 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
 from training.config import to_json
 from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
-from vlbert.tasks import Questions, Task, splits_of, validation_split
+from vlbert.tasks import splits_of, validation_split
+from vlbert.tasks.base import Questions, Task
 from vlbert.validate import metrics_of
 
 METRICS, PREDICTIONS, FLAWS, PAGE = "metrics.json", "predictions.parquet", "flaws.jsonl", "index.html"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from storage.catalog import Catalog
-from storage.objects import Objects, open_objects
+from storage.object_store import Objects, open_objects
 from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
@@ -26,8 +26,6 @@ from training.loop import EXPECTED, Losses, Run, batches, find_recipe, run_progr
 from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
 from training.writer import Writer
-from vlbert.batch import Batch
-from vlbert.bert import bert_vocabulary, start_from_bert
 from vlbert.checkpoint import (
     Checkpoint,
     best_by,
@@ -39,22 +37,19 @@ from vlbert.checkpoint import (
     vocabulary_of,
 )
 from vlbert.config import Recipe, architecture
-from vlbert.data import (
-    Stretch,
-    TrainingData,
-    any_readable,
-    captions,
-    check_shares,
-    newer_snapshot,
-    open_cache,
-    open_samples,
-)
-from vlbert.execution import compiled_graphs, execute_as
-from vlbert.model import TaskModel, VLBert, count_parameters
+from vlbert.data.batch import Batch
+from vlbert.data.corpus import TextCorpus
+from vlbert.data.loading import Stretch, TrainingData, check_shares
+from vlbert.data.samples import any_readable, captions, newer_snapshot, open_cache, open_samples
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.model.bert import bert_vocabulary, start_from_bert
+from vlbert.model.execution import compiled_graphs, execute_as
+from vlbert.model.heads import count_parameters
+from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
-from vlbert.tasks import Questions, Task, make_task, splits_of, task_of, validation_split
+from vlbert.tasks import make_task, splits_of, task_of, validation_split
+from vlbert.tasks.base import Questions, Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.text import TextCorpus, Vocabulary
 from vlbert.validate import validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
@@ -418,8 +413,9 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
         raise ValueError(
-            f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with `python "
-            "-m vlbert.text` and give data.text_corpus=FOLDER, or train without text-only rows: data.text_batch=0"
+            f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
+            "`python -m vlbert.data.corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
+            "data.text_batch=0"
         )
     regions = recipe.model.regions
     from_pixels = regions.features == "end_to_end"

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from storage.reading import Samples
 from training.distributed import World, gather_rows, sum_over_ranks
 from training.log import Unreadable
 from training.loop import batches
 from training.precision import autocast, in_precision_of
 from vlbert.config import Recipe
-from vlbert.data import Samples, ValidationData
-from vlbert.model import TaskModel
-from vlbert.tasks import Questions, Task
+from vlbert.data.loading import ValidationData
+from vlbert.tasks.base import Questions, Task, TaskModel
 
 
 @dataclass(eq=False)

@@ -10,25 +10,23 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from storage.reading import Samples
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
-from vlbert.masking import RegionMasking, WordMasking, mask_regions, mask_words
-from vlbert.model import Encoded, HeadTransform, Pooler, VLBert, initialise
-from vlbert.pictures import View
-from vlbert.tasks import Questions, accuracy
-from vlbert.text import Vocabulary
-
-if TYPE_CHECKING:
-    from vlbert.data import Samples
-
+from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.images import View
+from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.model.heads import HeadTransform, Pooler, initialise
+from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.tasks.base import Questions, accuracy
 
 ROW_EPSILON = 1e-4  # what the authors' code adds to counts where it takes means of rows
 GUESSES = 5  # that a prediction tells of each word and region, at most
@@ -90,7 +88,7 @@ class Pretraining:
             raise ValueError(f"watched_words: {', '.join(missing)} are no whole pieces of the vocabulary")
         self.watched = torch.tensor(watched, dtype=torch.int64)
 
-    def questions(self, samples: "Samples", split: str | None) -> Questions:
+    def questions(self, samples: Samples, split: str | None) -> Questions:
         if self.settings.relationship:
             raise ValueError("task.relationship is on, and no data asks for it: train with task.relationship=false")
         return Questions(np.arange(len(samples)))

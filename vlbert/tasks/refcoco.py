@@ -10,25 +10,24 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from storage.reading import Samples
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
-from vlbert.model import Classifier, Encoded, VLBert
-from vlbert.official import refcoco
-from vlbert.official.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
-from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, accuracy, flaw_in, questions_of
-from vlbert.text import Vocabulary
-
-if TYPE_CHECKING:
-    from vlbert.data import Samples
+from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.images import View, swap_sides
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.datasets import refcoco
+from vlbert.datasets.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
+from vlbert.model.heads import Classifier
+from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.tasks.base import Questions, accuracy, flaw_in, questions_of
 
 RANKED = 5  # regions that a prediction names
 
@@ -96,7 +95,7 @@ class RefCOCO:
         file = self.settings.detections
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
-    def questions(self, samples: "Samples", split: str | None) -> Questions:
+    def questions(self, samples: Samples, split: str | None) -> Questions:
         """Held out, an expression with a flaw keeps its place and is wrong."""
         splits = self.settings.train_on if split is None else (split,)
         found = []
@@ -185,7 +184,7 @@ class RefCOCO:
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Beside the columns of all tasks: region, as in the regions, -1 the whole image or none; and what it is worth
-        (vlbert.official.refcoco.judge). Regions are named from 1 on; probabilities are each region's own."""
+        (vlbert.datasets.refcoco.judge). Regions are named from 1 on; probabilities are each region's own."""
         candidate = batch.targets["candidate"]
         # Only candidates can win: neither padding nor, unless it competes, the whole image. The first wins a tie.
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)

@@ -9,22 +9,25 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from storage.reading import Samples
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Picture, Words
 from vlbert.config import ModelConfig
-from vlbert.model import Classifier, ClassifierKind, Encoded, HeadTransform, Pooler, VLBert, initialise_head
-from vlbert.official import vcr
-from vlbert.official.vcr import CHOICES, CLASSES, Scene, Text
-from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, accuracy, questions_of
-from vlbert.tasks.vcr_questions import (
+from vlbert.data.batch import Batch, Example, Picture, Words
+from vlbert.data.images import View, swap_sides
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.datasets import vcr
+from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
+from vlbert.model.heads import Classifier, ClassifierKind, HeadTransform, Pooler, initialise_head
+from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.tasks.base import Questions, accuracy, questions_of
+from vlbert.tasks.vcr_text import (
     PEOPLE,
     Ask,
     Tagged,
@@ -35,10 +38,6 @@ from vlbert.tasks.vcr_questions import (
     read_asks,
     tag,
 )
-from vlbert.text import Vocabulary
-
-if TYPE_CHECKING:
-    from vlbert.data import Samples
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class VCR:
         self.settings = settings
         self.vocabulary = vocabulary
 
-    def questions(self, samples: "Samples", split: str | None) -> Questions:
+    def questions(self, samples: Samples, split: str | None) -> Questions:
         splits, settings = self.settings.train_on if split is None else (split,), self.settings
         asks = read_asks(Path(settings.folder), splits, split is None, settings.question, settings.every_answer)
         found = [(ask, ask.name, ask.item.image, ask.flaw) for ask in asks]

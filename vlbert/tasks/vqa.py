@@ -10,25 +10,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from storage.reading import Samples
 from storage.sample import Sample
-from vlbert.batch import Batch, Example, Words
 from vlbert.config import ModelConfig
-from vlbert.model import Classifier, ClassifierKind, Encoded, VLBert
-from vlbert.official import vqa
-from vlbert.official.vqa import Question
-from vlbert.pictures import View, swap_sides
-from vlbert.tasks import Questions, accuracy, flaw_in, questions_of
-from vlbert.text import Vocabulary
-
-if TYPE_CHECKING:
-    from vlbert.data import Samples
+from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.images import View, swap_sides
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.datasets import vqa
+from vlbert.datasets.vqa import Question
+from vlbert.model.heads import Classifier, ClassifierKind
+from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.tasks.base import Questions, accuracy, flaw_in, questions_of
 
 RANKED = 5  # answers that a prediction names
 OTHERS = 6  # positions that are not the question's: of [CLS], two [SEP], [MASK], the regions and [END]
@@ -82,7 +81,7 @@ class VQA:
         """Answer -> its class; of answers that are the same without their punctuation, the first."""
         return {answer: i for i, answer in reversed(list(enumerate(self.answers))) if answer != vqa.UNKNOWN}
 
-    def questions(self, samples: "Samples", split: str | None) -> Questions:
+    def questions(self, samples: Samples, split: str | None) -> Questions:
         splits = self.settings.train_on if split is None else (split,)
         asks = [ask for split in splits for ask in vqa.read_questions(self.folder, split)]
         if split is None and not all(ask.answers for ask in asks):

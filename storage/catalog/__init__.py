@@ -1,0 +1,376 @@
+"""What is committed: one manifest per shard and stage. Visible means: has a manifest.
+
+    ROOT/<dataset>/<stage>/<shard>.parquet           the manifest: one row per input row, ok or why not
+    ROOT/<dataset>/<stage>/<shard>.r<N>.parquet      its N-th revision, where rows were asked again: the newest counts
+    ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      the samples of its ok rows, named by content
+    ROOT/<dataset>/<stage>/snapshots/<id>.parquet    the ok rows of all shards at one moment
+
+A stage is `images` or `regions/<detector id>`. The tar goes first, the manifest last and only where there is none, so
+that a reader never sees half a shard and two writers never mix. Readers never look for tars: the manifest names its
+own; a training reads a snapshot, storage/snapshots.py. The layout is a contract, docs/formats.md.
+`python -m storage.catalog status ROOT` prints what there is: storage/inventory.py.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import io
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from storage.digests import check_version, check_version_of_unsealed, is_whole
+from storage.manifests import (
+    MANIFEST_VERSION,
+    OK,
+    SCHEMA,
+    Header,
+    Manifest,
+    Row,
+    check_rows,
+    checked_meta,
+    manifest_bytes,
+    matched,
+)
+from storage.object_store import ObjectMissing, Objects, StorageUnreachable
+from storage.safe_json import parse_json
+from storage.sample import BadSample, Sample
+from storage.shards import SHARD_VERSION, read_shard, write_shard
+from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
+
+STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
+SHARD_NAME = re.compile(r"\d{5}")
+MANIFEST_FILE = re.compile(r"(\d{5})(?:\.r([1-9]\d*))?\.parquet")
+_SNAPSHOT = re.compile(r"[0-9a-f]{16}")
+_Read = TypeVar("_Read")
+_READERS = 16  # manifests fetched at a time: each is small, and S3 answers in tens of milliseconds
+
+
+class Catalog:
+    """The committed shards of one dataset."""
+
+    def __init__(self, objects: Objects, dataset: str):
+        if not dataset or "/" in dataset or dataset == "runs":
+            raise ValueError(f"{dataset!r} cannot be a dataset: it is one folder of the root, and runs/ is taken")
+        self.objects = objects
+        self.dataset = dataset
+
+    def commit(
+        self,
+        stage: str,
+        shard: str,
+        samples: Iterable[Sample],
+        rows: Sequence[Row],
+        meta: dict,
+        replaces: Header | None = None,
+    ) -> bool:
+        """Write one shard; False, and nothing changed, where it was committed already or another writer was first.
+
+        rows hold every input row of the shard once, in ascending order; samples are those of the ok rows, in the same
+        order. ValueError names the row where that does not hold, and then nothing becomes visible. With `replaces`, the
+        revision that the caller has read, the next one is written beside it, which readers see from then on.
+        """
+        path = self._manifest_path(stage, shard)
+        if replaces is not None:
+            path = self._manifest_path(stage, dataclasses.replace(replaces, revision=replaces.revision + 1).name)
+            meta = meta | {"replaces": replaces.sha256}
+        if self.objects.exists(path):
+            return False
+        where = self.objects.where(path)
+        check_rows(rows, where)
+        recorded = checked_meta(meta, where)
+        facts = []  # of each sample as it passes: width, height, number of regions
+        with temporary_folder("commit-") as folder:
+            file = folder / f"{shard}.tar"
+            spans = write_shard(matched(samples, rows, stage, where, facts), file)
+            tar, tar_sha256, tar_bytes = None, "", 0
+            if spans:
+                tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
+                tar = f"{shard}-{tar_sha256[:12]}.tar"
+                # Also where a writer that died left the same one: a new date keeps `gc` from it.
+                self.objects.put(self._path(stage, tar), file)
+            about = {
+                "stage": stage,
+                "shard": shard,
+                "tar": tar,
+                "tar_sha256": tar_sha256,
+                "tar_bytes": tar_bytes,
+                "meta": recorded,
+            }
+            if self.objects.put(path, manifest_bytes(rows, spans, facts, about), if_absent=True):
+                # `gc` may have looked at an old date a moment before.
+                if tar is not None and not self.objects.exists(self._path(stage, tar)):
+                    self.objects.put(self._path(stage, tar), file)
+                return True
+        # The winner's manifest stands for good, so a tar that no revision names will never be named.
+        if tar is not None and all(one.tar != self._path(stage, tar) for one in self.revisions(stage, shard)):
+            self.objects.delete(self._path(stage, tar))
+        return False
+
+    def shards(self, stage: str) -> list[str]:
+        """The committed shards, sorted; one listing."""
+        return sorted(self._names(stage))
+
+    def _names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
+        """By shard whose name begins with `prefix` the names of its manifests, the newest last; one listing."""
+        found = []
+        for info in self.objects.list(self._path(stage, prefix)):
+            if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self._path(stage, ""))):
+                found.append((match[1], int(match[2] or 1), match[0].removesuffix(".parquet")))
+        names = {}
+        for shard, _, name in sorted(found):
+            names.setdefault(shard, []).append(name)
+        return names
+
+    def _newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
+        """By shard the name of its newest manifest: of all shards, or of these, whether they are there or not."""
+        found = self._names(stage, shards[0] if shards is not None and len(shards) == 1 else "")
+        wanted = sorted(found) if shards is None else shards
+        return {shard: found.get(shard, [shard])[-1] for shard in wanted}
+
+    def revisions(self, stage: str, shard: str) -> list[Header]:
+        """The header of each revision of a shard, the newest last; [] where it is not committed."""
+        self._manifest_path(stage, shard)
+        return [self._read_header(stage, name)[1] for name in self._names(stage, shard).get(shard, [])]
+
+    def manifest(self, stage: str, shard: str) -> Manifest:
+        """The newest manifest of one shard; ObjectMissing where it is not committed."""
+        return self._manifest(stage, self._newest(stage, [shard])[shard])
+
+    def manifest_of(self, header: Header) -> Manifest:
+        """The whole manifest of a revision."""
+        return self._manifest(header.stage, header.name)
+
+    def _manifest(self, stage: str, name: str) -> Manifest:
+        data, header = self._read_header(stage, name)
+        table = pq.read_table(io.BytesIO(data)).replace_schema_metadata(None)
+        if not table.schema.equals(SCHEMA):
+            raise ValueError(f"{self.where(stage, name)} has columns {table.schema.names}, not {SCHEMA.names}")
+        return Manifest(**vars(header), table=table)
+
+    def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
+        """What the manifests say of their shards as a whole, some fetched at a time: of all shards, or of these."""
+        return self._headers(stage, self._newest(stage, shards))
+
+    def _headers(self, stage: str, names: Mapping[str, str]) -> dict[str, Header]:
+        found = _each(lambda name: self._read_header(stage, name)[1], list(names.values()))
+        return dict(zip(names, found, strict=True))
+
+    def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """These columns of the manifests, shard by shard, some fetched at a time: of all shards, or of these."""
+
+        def load(name: str) -> pa.Table:
+            return pq.read_table(io.BytesIO(self._bytes(stage, name)), columns=list(columns), use_threads=False)
+
+        return _each(load, list(self._newest(stage, shards).values()))
+
+    def read(self, stage: str, shard: str) -> Iterator[Sample]:
+        """The samples of a committed shard, in the order of its rows; ValueError as `read_each`, and at one that cannot
+        be read."""
+        return map(_readable, self.read_each(self.manifest(stage, shard)))
+
+    def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
+        """The samples of a committed shard, in the order of this manifest's rows, or for each why it cannot be read.
+
+        ValueError, before the first of them, where the tar is not the one that was committed.
+        """
+        if manifest.tar is None:
+            return iter(())
+        where = self.objects.where(manifest.tar)
+        file = self.objects.local_path(manifest.tar)
+        try:
+            source = self.objects.get(manifest.tar) if file is None else file
+            sha256 = hashlib.sha256(source).hexdigest() if file is None else sha256_of(file)
+        except (ObjectMissing, FileNotFoundError) as error:
+            raise ValueError(f"{where} is gone; {self._redo(manifest.stage, manifest.name)}") from error
+        if sha256 != manifest.tar_sha256:
+            raise ValueError(
+                f"{where} is damaged: its sha256 is {sha256[:12]}...; {self._redo(manifest.stage, manifest.name)}"
+            )
+        return read_shard(source, where)
+
+    def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
+        """The shards committed in `source` (of all, or of these) that `target` has not yet: what work is left.
+
+        So is one whose target was made from an earlier revision of the source, with other samples. Reads no tar.
+        ValueError names both manifests where a target was made from another source than the one that stands there.
+        """
+        standing, done = self._newest(source), self._newest(target)
+        if shards is not None:
+            standing = {shard: name for shard, name in standing.items() if shard in set(shards)}
+        both = [shard for shard in standing if shard in done]
+        targets = self._headers(target, {shard: done[shard] for shard in both})
+        sources = _each(lambda shard: hashlib.sha256(self._bytes(source, standing[shard])).hexdigest(), both)
+        pending = [shard for shard in standing if shard not in done]
+        for shard, sha256 in zip(both, sources, strict=True):
+            made = targets[shard]
+            found = made.meta.get("source")
+            if found == {"stage": source, "shard": shard, "manifest_sha256": sha256}:
+                continue
+            revisions = self.revisions(source, shard)
+            made_from = [one for one in revisions if one.as_source() == found]
+            if not made_from:
+                raise ValueError(
+                    f"{self.where(target, made.name)} was made from {found}, not from "
+                    f"{self.where(source, standing[shard])} as it is now (sha256 {sha256}); "
+                    f"{self._redo(target, made.name)}"
+                )
+            if made_from[0].tar_sha256 != revisions[-1].tar_sha256:
+                pending.append(shard)
+        return sorted(pending)
+
+    def snapshot(self, stage: str) -> Snapshot:
+        """All that is committed now; `pin` writes it down."""
+        return snapshot_of(stage, list(self.headers(stage).values()))
+
+    def counts(self, stage: str) -> dict[str, int]:
+        """Rows by status, over all shards."""
+        total = Counter()
+        for header in self.headers(stage).values():
+            total.update(header.statuses)
+        return dict(sorted(total.items()))
+
+    def pin(self, stage: str) -> Snapshot:
+        """All that is committed now, written down as one file, dated now: a training reads nothing else."""
+
+        def load(name: str) -> tuple[Header, pa.Table]:
+            data, header = self._read_header(stage, name)
+            table = pq.read_table(io.BytesIO(data), use_threads=False)
+            return header, table.filter(pc.equal(table["status"], OK))
+
+        snapshot = self.snapshot(stage)
+        path = self._snapshot_path(stage, snapshot.id)
+        try:
+            data = self.objects.get(path)
+        except ObjectMissing:
+            data = None
+        if data is not None and is_whole(data):
+            # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
+            self.objects.put(path, data)
+            return snapshot
+        with temporary_folder("commit-") as folder:
+            file = folder / "snapshot.parquet"
+            # Named by what was read on the way: a shard may have been made again since the headers were.
+            names = self._newest(stage, snapshot.shards)
+            snapshot = write_snapshot(file, stage, _each(load, list(names.values())))
+            # Over a damaged one, too: the manifests that stand there are those that it was made of.
+            self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
+        return snapshot
+
+    def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
+        """Where every sample of a pinned snapshot lies, from its file alone; ValueError names a file that is unfit."""
+        return read_index(self.objects, self._snapshot_path(stage, snapshot_id))
+
+    def _path(self, stage: str, name: str) -> str:
+        if not STAGE_NAME.fullmatch(stage):
+            raise ValueError(f"{stage!r} is no stage: use `images` or `regions/<detector id>`")
+        return f"{self.dataset}/{stage}/{name}"
+
+    def _manifest_path(self, stage: str, name: str) -> str:
+        if not MANIFEST_FILE.fullmatch(f"{name}.parquet"):
+            raise ValueError(f"{name!r} is no shard: use five digits, such as 00000")
+        return self._path(stage, f"{name}.parquet")
+
+    def _snapshot_path(self, stage: str, snapshot_id: str) -> str:
+        if not _SNAPSHOT.fullmatch(snapshot_id):
+            raise ValueError(f"{snapshot_id!r} is no snapshot: use 16 hex digits, as in a checkpoint's state.json")
+        return self._path(stage, f"snapshots/{snapshot_id}.parquet")
+
+    def where(self, stage: str, name: str) -> str:
+        """The manifest of a shard (its name, or that of a revision: Header.name) in full, for messages."""
+        return self.objects.where(self._manifest_path(stage, name))
+
+    def _redo(self, stage: str, shard: str) -> str:
+        return f"to make it again, delete {self.where(stage, shard)} and run the stage"
+
+    def _bytes(self, stage: str, name: str) -> bytes:
+        """A manifest as it was committed: no reader sees another."""
+        data = self.objects.get(self._manifest_path(stage, name))
+        if not is_whole(data):
+            with contextlib.suppress(pa.ArrowException, OSError, KeyError, TypeError):
+                check_version_of_unsealed(data, _footer_of(data), MANIFEST_VERSION, self.where(stage, name))
+            raise ValueError(
+                f"{self.where(stage, name)} is damaged or no manifest: its {len(data)} bytes are not those that were "
+                f"committed. Put it back as it was; {self._redo(stage, name)}"
+            )
+        return data
+
+    def _read_header(self, stage: str, name: str) -> tuple[bytes, Header]:
+        """A manifest's bytes and what the JSON in its footer says; ValueError where it is not what its name says."""
+        data, where = self._bytes(stage, name), self.where(stage, name)
+        shard, _, revision = name.partition(".r")
+        try:
+            header = parse_json(_footer_of(data), where, fix=self._redo(stage, name))
+        except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+            raise ValueError(f"{where} is no manifest ({error!r}); {self._redo(stage, name)}") from error
+        check_version(header.get("version"), MANIFEST_VERSION, where)
+        check_version(header.get("shard_version"), SHARD_VERSION, f"the tar of {where}")
+        if (header["stage"], header["shard"]) != (stage, shard):
+            raise ValueError(
+                f"{where} says that it is shard {header['shard']} of {header['stage']}: move it back there"
+            )
+        return data, Header(
+            shard=shard,
+            stage=stage,
+            tar=header["tar"] and self._path(stage, header["tar"]),
+            tar_sha256=header["tar_sha256"],
+            tar_bytes=header["tar_bytes"],
+            statuses=header["statuses"],
+            meta=header["meta"],
+            sha256=hashlib.sha256(data).hexdigest(),
+            revision=int(revision or 1),
+        )
+
+
+def _footer_of(data: bytes) -> bytes:
+    """The JSON in the footer of a manifest."""
+    return pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]
+
+
+def sha256_of(file: Path) -> str:
+    """Of a file's bytes, as hex digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder of this machine for what is made on the way; StorageUnreachable names it where it is full."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise StorageUnreachable(
+            f"no room in {tempfile.gettempdir()}, where whole tars and snapshots are made: {error}. Set TMPDIR to a "
+            "folder with more room, then run again: what is committed stays"
+        ) from error
+
+
+def _readable(sample: Sample | BadSample) -> Sample:
+    if isinstance(sample, BadSample):
+        raise sample
+    return sample
+
+
+def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read]:
+    """read(shard) for each, in order, some at a time."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        for start in range(0, len(shards), 4 * _READERS):  # in portions, so that answers do not pile up
+            yield from pool.map(read, shards[start : start + 4 * _READERS])
+
+
+def datasets_with(objects: Objects, stage: str) -> list[str]:
+    """The datasets that have a committed shard of this stage, sorted; one listing."""
+    pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
+    return sorted({found[1] for info in objects.list() if (found := pattern.fullmatch(info.path))})

@@ -1,0 +1,308 @@
+"""The driver of `make demo`: whose root it works on, what it prints, and its Prefect. The road itself: test_flows."""
+
+import dataclasses
+import json
+import re
+import socket
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from places import PROJECT
+
+import demo.__main__ as demo
+from demo.measure import measure
+from demo.trials import OF_DEMO, STARTS, TRIALS
+from demo.world import DEFAULT_PORT, WorldSettings, draw_world
+from detectors.weights.files import load_resnet, read_config
+from flows.pipeline import Road
+from flows.settings import quiet_prefect
+from flows.training import Trained
+from training.config import override
+from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.recipes import DEMO, RECIPES
+from vlbert.train import check_complete
+
+TINY = WorldSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
+
+
+def road(grounding: float, **trials: tuple[float, float, float]) -> Road:
+    """What a road came to, as far as the gates look; trials: the number with pre-training, without it and by chance."""
+
+    def trained(run: str, metrics: dict[str, float]) -> Trained:
+        return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
+
+    finetuned = [
+        trained(f"{trial}-{start}-seed7", {TRIALS[trial].metric: value, "chance": chance})
+        for trial, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in trials.items())
+        for start, value in zip(STARTS, values, strict=True)
+    ]
+    return Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
+
+
+GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("map50", "grounding", "trials", "failed"),
+    [
+        (0.7, 0.12, {"refcoco": (0.5, 0.39, 0.25)}, []),
+        (0.69, 0.12, {}, ["mAP@0.5 is 0.690, under 0.7"]),
+        (0.7, 0.11, {}, ["grounding is 0.110"]),
+        (
+            0.7,
+            0.3,
+            {"refcoco": (0.34, 0.2, 0.25)},
+            ["RefCOCO+ with pre-training is 0.340, not 0.1 over chance (0.250)"],
+        ),
+        (0.7, 0.3, {"refcoco": (0.5, 0.41, 0.25)}, ["not 0.1 over 0.410 without it"]),
+        (0.7, 0.3, {"vqa": (0.5, 0.41, 0.2)}, ["VQA with pre-training is 0.500, not 0.1 over 0.410 without it"]),
+        (0.7, 0.3, {"vqa": (0.25, 0.1, 0.2)}, ["VQA with pre-training is 0.250, not 0.1 over chance (0.200)"]),
+        (0.7, 0.3, {"vcr_answers": (0.5, 0.46, 0.25)}, ["VCR, Q→A with pre-training is 0.500, not 0.05 over 0.460"]),
+        (
+            0.7,
+            0.3,
+            {"vcr_rationales": (0.28, 0.2, 0.25)},
+            ["VCR, QA→R with pre-training is 0.280, not 0.05 over chance"],
+        ),
+        (
+            0.1,
+            0.0,
+            {"refcoco": (0.1, 0.4, 0.25)},
+            ["mAP@0.5 is", "grounding is 0.000", "over chance", "over 0.400 without it"],
+        ),
+    ],
+)
+def test_the_gates_name_what_was_not_learned(
+    map50: float, grounding: float, trials: dict[str, tuple[float, float, float]], failed: list[str]
+):
+    messages = demo.gates([road(grounding, **(GOOD | trials))], map50, 0.7)
+    assert len(messages) == len(failed)
+    for message, part in zip(messages, failed, strict=True):
+        assert message.startswith("GATE FAILED: ")
+        assert part in message
+
+
+def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
+    roads = [road(grounding, **GOOD) for grounding in (0.02, 0.12, 0.22)]
+    assert demo.gates(roads, 0.8, 0.5) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        "detector: mAP@0.5 0.800 on held-out scenes",
+        *(f"seed {number} of 3: grounding {value}" for number, value in ((1, "0.020"), (2, "0.120"), (3, "0.220"))),
+        "mean: grounding 0.120",
+    ]
+    assert all("RefCOCO+ 0.500 pre-trained, 0.300 not, 0.250 by chance; VQA 0.550 " in line for line in lines[1:])
+    (failed,) = demo.gates([*roads, road(0.08, **GOOD)], 0.8, 0.5)
+    assert "grounding is 0.110" in failed
+    worse = [road(0.12, **(GOOD | {"vqa": (with_it, 0.35, 0.2)})) for with_it in (0.4, 0.44, 0.48)]
+    (failed,) = demo.gates(worse, 0.8, 0.5)
+    assert "VQA with pre-training is 0.440, not 0.1 over 0.350 without it" in failed
+
+
+def logged(said: str, kind: str = "Flow", name: str = "finetune_refcoco_demo refcoco-with on a1 snapshot b2") -> bytes:
+    """A line of a worker's log."""
+    return f"10:11:12.345 | INFO    | {kind} run '{name}' - {said}\n".encode()
+
+
+def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_words_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    log, shown = tmp_path / "worker.log", []
+
+    def until(lines: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(shown) < lines:
+            assert time.monotonic() < deadline, shown
+            shown.extend(capsys.readouterr().out.splitlines())
+            time.sleep(0.02)
+
+    log.write_bytes(b"Worker 'ProcessWorker' started!\n" + logged("captions: of the road before"))
+    with log.open("ab", buffering=0) as file, demo.stages_shown(log):
+        file.write(logged("captions: 4 of 9 shards collected: ok 380, timeout 5"))
+        file.write(logged("Finished in state Completed()", "Task", "captions from 00000"))
+        file.write(logged("coco: nothing to detect", "Task", "coco"))
+        until(2)
+        half = logged("pretrain is complete: é")
+        file.write(half[:-2])  # the first byte of the last letter
+        time.sleep(0.5)  # two looks
+        file.write(half[-2:])
+        until(3)
+        file.write(logged("the flow UI was not told: captions: x"))
+        file.write(logged("refcoco-with: step 4/4"))
+        file.write(logged("vqa-without: the last words"))
+        file.write(logged("vcr-answers-with-seed2: step 8/8"))
+        file.write(logged("detector: step 1/9"))
+        file.write(logged("captions: half a li")[:-1])  # of a worker that was killed
+    shown += capsys.readouterr().out.splitlines()
+    assert shown == [
+        "10:11:12  captions: 4 of 9 shards collected: ok 380, timeout 5",
+        "10:11:12  coco: nothing to detect",
+        "10:11:12  pretrain is complete: é",
+        "10:11:12  refcoco-with: step 4/4",
+        "10:11:12  vqa-without: the last words",
+        "10:11:12  vcr-answers-with-seed2: step 8/8",
+        "10:11:12  detector: step 1/9",
+    ]
+
+
+def test_the_demo_has_a_prefect_of_its_own_that_no_proxy_stands_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "example.org, 127.0.0.1")
+    told = quiet_prefect(tmp_path)
+    assert told["no_proxy"] == told["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert quiet_prefect(tmp_path)["NO_PROXY"] == "*"
+
+
+def test_the_commands_that_are_printed_name_the_root_and_the_seed(tmp_path: Path):
+    assert demo.again("ui", Path("demo-root")) == "make ui ROOT=demo-root"
+    assert demo.again("demo", Path("my root"), 3) == "make demo ROOT='my root' SEED=3"
+    with pytest.raises(ValueError, match=f"run it first: make demo ROOT={re.escape(str(tmp_path))}/none"):
+        demo.show_ui(tmp_path / "none", 4200)
+
+    def make(what: str) -> str:
+        command = ["make", "--dry-run", "--old-file=.venv/installed", what, "ROOT=my root", "SEED=3"]
+        return subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout
+
+    assert '-m demo --root "my root" --seed 3' in make("demo")
+    assert '-m demo full --root "my root" --seed 3' in make("demo-full")
+    assert '-m demo ui --root "my root"' in make("ui")
+
+
+def test_the_ui_needs_what_prefect_recorded_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "prefect.yaml").touch()  # and no world, whose port another program may have
+    served = []
+    monkeypatch.setattr(demo, "serve", lambda *given: served.append(given))
+    demo.show_ui(tmp_path, 4321)
+    assert served == [(tmp_path / "prefect", 4321, tmp_path / "prefect.yaml")]
+
+
+def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):
+    def clean(root: Path) -> int:
+        return subprocess.run(
+            ["make", "clean", f"ROOT={root}"], cwd=PROJECT, capture_output=True, check=False
+        ).returncode
+
+    mine, made = tmp_path / "my thesis", tmp_path / "my demo"
+    mine.mkdir()
+    (made / "world").mkdir(parents=True)
+    (made / "world" / "world.json").touch()
+    assert clean(mine) != 0
+    assert mine.exists()
+    assert clean(made) == 0
+    assert not made.exists()
+    assert clean(tmp_path / "nothing") == 0
+
+
+def test_a_root_of_another_seed_or_version_is_refused_before_anything_is_drawn(tmp_path: Path):
+    world = draw_world(tmp_path / "my root" / "world", TINY, 9001)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    root = re.escape(str(tmp_path)) + "/my root"
+    elsewhere = f"(?s)make demo ROOT=OTHER.*make clean ROOT='{root}'"
+    with pytest.raises(demo.OtherWorld, match=elsewhere) as refused:
+        demo.draw(world.root, dataclasses.replace(TINY, seed=1))
+    assert f"make demo ROOT='{tmp_path}/my root'. " in str(refused.value)
+    with pytest.raises(SystemExit, match="^error: .* holds the world of seed 0, not of seed 1"):
+        demo.main(["--root", str(world.root.parent), "--seed", "1"])
+    assert demo.draw(world.root, TINY).port == 9001  # the one that stands in its lists
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+    about = json.loads(world.about.read_text())
+    world.about.write_text(json.dumps(about | {"version": 0}))
+    with pytest.raises(demo.OtherWorld, match=elsewhere):
+        demo.draw(world.root, TINY)
+
+
+def test_another_port_than_the_usual_one_is_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if other.connect_ex(("127.0.0.1", DEFAULT_PORT)):  # else it is taken already: as good
+            other.close()
+            with socket.create_server(("127.0.0.1", DEFAULT_PORT)):
+                world = demo.draw(tmp_path / "world", TINY)
+        else:
+            world = demo.draw(tmp_path / "world", TINY)
+    assert world.port != DEFAULT_PORT
+    assert f"WARNING: port {DEFAULT_PORT} is taken, so the world is served at {world.port}" in capsys.readouterr().out
+
+
+def test_the_shipped_detector_finds_objects_in_scenes_that_it_never_saw(tmp_path: Path):
+    """Of another world than it was trained on; the whole measurement is a gate of `make demo`."""
+    settings = dataclasses.replace(TINY, seed=5, held_out_scenes=20)
+    world = draw_world(tmp_path / "world", settings, 9001)
+    found = measure(tmp_path, world, demo.SHIPPED_DETECTOR)
+    assert found["metrics"]["map50"] > 0.8
+    assert found["scenes"] == 20
+    assert demo.SHIPPED_DETECTOR.stat().st_size <= 1_000_000
+
+    file = tmp_path / "detector.json"
+    known = found | {"metrics": {"map50": 0.123}}
+    file.write_text(json.dumps(known))
+    assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == known  # not again
+    for changed in ({"weights_sha256": "0" * 64}, {"world": known["world"] | {"seed": 6}}):
+        file.write_text(json.dumps(known | changed))
+        assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == found
+        assert json.loads(file.read_text()) == found
+
+
+def test_the_models_start_from_the_network_that_finds_their_regions():
+    detector, theirs = read_config(demo.SHIPPED_DETECTOR), DEMO.regions
+    assert dataclasses.replace(theirs.resnet, norm="frozen") == detector.resnet
+    assert (theirs.short_side, theirs.long_side, theirs.roi_size) == (
+        *(detector.short_side, detector.long_side),
+        detector.pool_size,
+    )
+    features = FastRCNN(theirs)
+    load_resnet(features.backbone, features.res5, demo.SHIPPED_DETECTOR)
+    for name in ("pretrain_vlbert_demo", *(trial.recipe for trial in TRIALS.values())):
+        recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "from_scratch=true"])
+        assert recipe.model == DEMO
+        with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
+            check_complete(recipe)
+
+
+def test_an_installation_brings_the_detector_along():
+    brought = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["demo"]
+    assert demo.SHIPPED_DETECTOR.name in brought
+
+
+def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(tmp_path: Path):
+    world = draw_world(tmp_path / "world", TINY, 9001)
+    first = demo.flow_parameters(tmp_path, world, 0, 2)
+    weights = str(demo.SHIPPED_DETECTOR)
+    for dataset in first["datasets"]:
+        detector = {name: value for name, value in dataset["detector"].items() if value not in (None, False)}
+        assert (detector["backend"], detector["weights"], detector["minimum"]) == ("faster_rcnn", weights, 3)
+    for training in (first["pretraining"], *first["finetunings"]):
+        assert f"model.regions.weights={weights}" in training["overrides"]
+    mine = tmp_path / "mine.safetensors"
+    own, other = (demo.flow_parameters(tmp_path, world, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
+    assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
+    names = [training["run"] for told in (own, other) for training in (told["pretraining"], *told["finetunings"])]
+    assert len(set(names)) == 2 * (1 + 2 * len(OF_DEMO))
+    changed = json.dumps(own).replace("-seed0", "-seed1").replace("data.seed=0", "data.seed=1")
+    assert json.loads(changed) == other
+
+
+def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
+    world = draw_world(tmp_path / "world", TINY, 9001)
+    told = demo.flow_parameters(tmp_path, world, 0, 2, trials=tuple(TRIALS))["finetunings"]
+    assert [one["run"] for one in told] == [f"{trial}-{start}" for trial in TRIALS for start in ("with", "without")]
+    for with_it, without in zip(told[::2], told[1::2], strict=True):
+        assert (with_it["checkpoint"], without["checkpoint"]) == ("latest", "none")
+        same = {"run": "", "checkpoint": ""}
+        assert with_it | same == without | same
+        assert with_it["dataset"] == "coco"
+        assert Path(with_it["folder"]).is_dir()
+    asked = [one["overrides"] for one in told if one["task"] == "vcr"]
+    assert ["task.question=rationale" in overrides for overrides in asked] == [False, False, True, True]
+    answers = len((world.vqa / "answers_vqa.txt").read_text().splitlines())
+    assert [one["task"] for one in told if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
+
+
+def test_the_table_says_whose_memory_it_shows():
+    lines = demo.table([demo.Stage("detect", 12.34, 250_000_000)], demo.BUDGET).splitlines()
+    assert lines[1].endswith("peak MB of one process")
+    assert lines[2].split() == ["detect", "12.3", "30", "250"]

@@ -1,0 +1,843 @@
+"""The drawn world: what its words, boxes and files promise, and how its server misbehaves."""
+
+import collections
+import dataclasses
+import http.client
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from places import SHARED
+
+from demo import scenes, words, world
+from demo.scenes import COLOURS, SHAPES, Look, Scene, SceneObject
+from demo.serve import WorldServer, free_port
+from demo.world import BROKEN_KINDS, WorldSettings, draw_world, read_world
+from vlbert.datasets import refcoco, vcr, vqa
+
+PARTS = WorldSettings(
+    train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, task_train=90, task_held_out=30
+)
+TINY = WorldSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
+OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
+LOCATION_WORDS = {
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "above",
+    "below",
+    "under",
+    "over",
+    "middle",
+    "center",
+    "next",
+    "near",
+}
+ADJECTIVE = "(?:big|large|small|little|plain|solid|striped)"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> world.World:
+    return draw_world(tmp_path_factory.mktemp("world"), PARTS)
+
+
+@pytest.fixture(scope="module")
+def captions(drawn: world.World) -> dict[str, str]:
+    """Caption by file name, of the rows that are not broken."""
+    rows = drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()
+    pairs = [row.split("\t") for row in rows.splitlines()]
+    return {url.rpartition("/")[2]: text for text, url in pairs if "/broken/" not in url}
+
+
+@pytest.fixture(scope="module")
+def annotations(drawn: world.World) -> dict[str, list[dict]]:
+    """Annotations by file name, each with its category's name."""
+    return by_file_name(drawn.annotations)
+
+
+def by_file_name(file: Path) -> dict[str, list[dict]]:
+    coco = json.loads(file.read_text())
+    names = {image["id"]: image["file_name"] for image in coco["images"]}
+    categories = {category["id"]: category["name"] for category in coco["categories"]}
+    found = {name: [] for name in names.values()}
+    for annotation in coco["annotations"]:
+        found[names[annotation["image_id"]]].append(annotation | {"category": categories[annotation["category_id"]]})
+    return found
+
+
+def load_references(drawn: world.World) -> list[dict]:
+    return pickle.loads(drawn.refcoco_refs.read_bytes(), encoding="latin1")
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+def centre(annotation: dict) -> tuple[float, float]:
+    x, y, width, height = annotation["bbox"]
+    return x + width / 2, y + height / 2
+
+
+def a_scene(*objects: tuple[str, str, float, float], radius: float = 28, striped: bool = False) -> Scene:
+    things = [SceneObject(Look(c, s, striped, True), x, y, radius, 0.0, 0.5) for c, s, x, y in objects]
+    return Scene(tuple(things), dark=True, width=224, height=168)
+
+
+# ---- words and pictures say the same ----
+
+
+def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annotations):
+    assert captions.keys() == annotations.keys()
+    assert len(captions) == 300
+    for name, caption in captions.items():
+        named = [" ".join(pair) for pair in OBJECT.findall(caption)]
+        assert sorted(named) == sorted(a["category"] for a in annotations[name]), (name, caption)
+        assert 1 <= len(named) <= 3
+        # No word of the picture stands anywhere else: nothing can be copied.
+        told = [word for word in caption.split() if word in world.WORDS_OF_THE_PICTURE]
+        assert len(told) == 2 * len(named), caption
+
+
+def test_adjectives_of_a_caption_hold(captions, annotations):
+    checked = collections.Counter()
+    for name, caption in captions.items():
+        found = {a["category"]: a["attributes"] for a in annotations[name]}
+        if len(found) < len(annotations[name]):
+            continue  # two of one category: the words do not say which is meant
+        for match in re.finditer(rf"\ba ((?:{ADJECTIVE} )*){OBJECT.pattern}( with stripes)?", caption):
+            adjectives, colour, shape, stripes = match.groups()
+            attributes = found[f"{colour} {shape}"]
+            assert attributes[0] == colour
+            for word in adjectives.split() + (["striped"] if stripes else []):
+                same = {"large": "big", "little": "small", "plain": "solid"}.get(word, word)
+                assert same in attributes, (name, caption)
+                checked[same] += 1
+    assert min(checked[word] for word in ("big", "small", "striped", "solid")) >= 20
+
+
+def test_places_and_relations_of_a_caption_hold(captions, annotations):
+    thing = rf"a (?:{ADJECTIVE} )*{OBJECT.pattern}(?: with stripes)?"
+    relation = re.compile(rf"{thing} (?:to the )?(left of|right of|above|over|below|under) {thing}")
+    spot = re.compile(rf"{thing} (?:in|at|on|near) the ((?:top|bottom|left|right|middle|center)(?: left| right)?)")
+    checked = collections.Counter()
+    for name, caption in captions.items():
+        found = {a["category"]: centre(a) for a in annotations[name]}
+        if len(found) < len(annotations[name]):
+            continue
+        for c1, s1, said, c2, s2 in relation.findall(caption):
+            (x1, y1), (x2, y2) = found[f"{c1} {s1}"], found[f"{c2} {s2}"]
+            holds = {"left of": x1 < x2, "right of": x1 > x2, "above": y1 < y2, "over": y1 < y2}
+            assert holds.get(said, y1 > y2), (name, caption)
+            checked[said] += 1
+        for colour, shape, said in spot.findall(caption):
+            x, y = found[f"{colour} {shape}"]
+            holds = {"left": x < 112, "right": x > 112, "top": y < 84, "bottom": y > 84}
+            holds |= dict.fromkeys(("middle", "center"), abs(x - 112) < 45 and abs(y - 84) < 34)
+            assert all(holds[word] for word in said.split()), (name, caption)
+            checked.update(said.split())
+    assert len(checked) == 12
+    assert min(checked.values()) >= 5, checked
+
+
+def test_size_word_tells_the_drawn_size(annotations):
+    sides = collections.defaultdict(list)
+    for a in itertools.chain(*annotations.values()):
+        sides[a["attributes"][2]].append(max(a["bbox"][2:]))
+    assert np.percentile(sides["small"], 2) >= 28
+    assert np.percentile(sides["small"], 98) <= 42 < np.percentile(sides["big"], 2)
+    assert np.percentile(sides["big"], 98) <= 70
+
+
+def test_colours_and_shapes_are_uniform_and_independent():
+    rng = np.random.default_rng(7)
+    looks = [o.look for _ in range(3000) for o in words.caption_scene(rng, 2, (224, 168)).objects]
+    counts = np.array([sum(look.category == c for look in looks) for c in world.CATEGORIES])
+    assert ((counts - 6000 / 36) ** 2 / (6000 / 36)).sum() < 67  # chi-square, 35 degrees of freedom: p = 0.001
+    pairs = list(zip(looks[::2], looks[1::2], strict=True))
+    for field, chance in (("colour", 1 / 6), ("shape", 1 / 6), ("striped", 1 / 2), ("big", 1 / 2)):
+        same = np.mean([getattr(a, field) == getattr(b, field) for a, b in pairs])
+        assert abs(same - chance) < 3.5 * np.sqrt(chance * (1 - chance) / 3000), field
+
+
+def test_words_of_the_picture_are_the_colour_and_shape_words(drawn):
+    assert drawn.words_of_the_picture == sorted({word for name in world.CATEGORIES for word in name.split()})
+    assert json.loads(drawn.about.read_text())["words_of_the_picture"] == drawn.words_of_the_picture
+    assert not [word for word in drawn.words_of_the_picture if word[0] in "aeiou"]  # "an" would give them away
+
+
+def test_text_corpus_has_varied_lines_that_are_longer_than_captions(drawn, captions):
+    lines = drawn.text.read_text().splitlines()
+    assert len(lines) == PARTS.text_lines
+    assert len(set(lines)) == len(lines)
+    assert np.mean([len(line.split()) for line in lines]) > 1.5 * np.mean([len(c.split()) for c in captions.values()])
+    assert len({OBJECT.sub("", caption) for caption in captions.values()}) > 0.6 * len(captions)
+
+
+# ---- pictures and boxes ----
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("striped", [False, True])
+def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
+    """Found again in the JPEG by colour alone: the background is muted, the object is not."""
+    scene = a_scene(("red", shape, 70.3, 101.7), radius=27, striped=striped)
+    rng = np.random.default_rng(1)
+    [annotation] = world.draw_into(world.coco_file(), tmp_path, 5, scene, rng, 90)
+    picture = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
+    assert picture.shape == (168, 224, 3)
+    red = picture[..., 0] - picture[..., 1:].max(2) > 45
+    columns, rows = np.flatnonzero(red.any(0)), np.flatnonzero(red.any(1))
+    x, y, width, height = annotation["bbox"]
+    edges = np.array([x, y, x + width, y + height]) - [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+    assert np.abs(edges).max() <= 2, edges
+    assert annotation["area"] == pytest.approx(red.sum(), rel=0.15)
+
+
+def test_box_covers_only_what_one_sees():
+    rng = np.random.default_rng(2)
+    _, [circle, square] = scenes.draw_scene(rng, a_scene(("blue", "circle", 70, 80), ("green", "square", 105, 80)))
+    _, [alone] = scenes.draw_scene(rng, a_scene(("blue", "circle", 70, 80)))
+    assert not (circle & square).any()
+    assert np.flatnonzero(circle.any(0))[-1] < np.flatnonzero(alone.any(0))[-1]
+    assert np.flatnonzero(circle.any(0))[0] == np.flatnonzero(alone.any(0))[0]
+    # Later objects lie in front: the square is whole.
+    assert square[80, 84:126].all()
+
+
+def test_no_object_is_hidden_by_half():
+    rng = np.random.default_rng(3)
+    shares = []
+    for _ in range(150):
+        scene = words.caption_scene(rng, 5, (224, 168))
+        _, visible = scenes.draw_scene(rng, scene)
+        for thing, seen in zip(scene.objects, visible, strict=True):
+            _, _, alpha, _ = scenes.rasterise(thing)
+            shares.append(seen.sum() / (alpha >= 0.5).sum())
+    assert min(shares) >= 0.5
+    assert 0.05 < np.mean(np.array(shares) < 0.999) < 0.5  # some overlap, most do not
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "corners"),
+    [("circle", 0.785, 0), ("square", 1.0, 4), ("triangle", 0.5, 2), ("star", 0.39, 0), ("cross", 0.59, 0)]
+    + [("ring", 0.57, 0)],
+)  # fmt: skip
+def test_a_shape_is_drawn_as_its_name_says(shape, share, corners):
+    """Told by the share of its box that it fills, the corners of the box in it, and whether its middle is open."""
+    _, [seen] = scenes.draw_scene(np.random.default_rng(0), a_scene(("red", shape, 100, 80)))
+    columns, rows = np.flatnonzero(seen.any(0)), np.flatnonzero(seen.any(1))
+    box = seen[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    assert box.mean() == pytest.approx(share, abs=0.03)
+    assert sum(box[y : y + 3, x : x + 3].any() for y in (0, len(box) - 3) for x in (0, box.shape[1] - 3)) == corners
+    assert seen[80, 100] == (shape != "ring")
+    assert seen[80 - 20 : 80 - 8, 100].any()
+
+
+def test_a_striped_object_has_stripes_and_a_solid_one_has_none():
+    for colour, radius in itertools.product(COLOURS, (scenes.SMALL[0], scenes.BIG[1])):
+        for striped in (False, True):
+            scene = a_scene((colour, "circle", 100, 80), radius=radius, striped=striped)
+            picture, _ = scenes.draw_scene(np.random.default_rng(0), scene)
+            brightness = picture[72:89, 92:109].max(2)
+            assert (np.percentile(brightness, 90) - np.percentile(brightness, 10) > 50) == striped, (colour, radius)
+
+
+def test_colours_are_what_their_names_say():
+    for name, (red, green, blue) in COLOURS.items():
+        high = tuple(channel > 130 for channel in (red, green, blue))
+        said = {"red": (1, 0, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "purple": (1, 0, 1)}
+        assert high == said.get(name, (1, 1, 1)), name
+
+
+def test_colours_are_told_apart_in_the_jpeg(drawn, annotations):
+    palette = np.array(list(COLOURS.values()))
+    right = []
+    for name, found in annotations.items():
+        if len(found) > 1 or found[0]["category"].endswith("ring"):
+            continue
+        x, y = (round(v) for v in centre(found[0]))
+        patch = np.asarray(Image.open(drawn.images / name), float)[y - 5 : y + 6, x - 5 : x + 6].reshape(-1, 3)
+        brightest = patch[patch.sum(1) >= np.median(patch.sum(1))].mean(0)  # between the dark stripes
+        right.append(list(COLOURS)[np.abs(palette - brightest).sum(1).argmin()] == found[0]["attributes"][0])
+    assert len(right) > 60
+    assert np.mean(right) == 1
+
+
+def test_annotation_files_are_coco(drawn):
+    for file, folder in ((drawn.annotations, drawn.images), (drawn.refcoco_instances, drawn.task_images)):
+        coco = json.loads(file.read_text())
+        assert [c["id"] for c in coco["categories"]] == list(range(1, 37))
+        assert [c["name"] for c in coco["categories"]] == sorted(c["name"] for c in coco["categories"])
+        assert len({a["id"] for a in coco["annotations"]}) == len(coco["annotations"])
+        sizes = {}
+        for image in coco["images"]:
+            with Image.open(folder / image["file_name"]) as picture:
+                assert (picture.format, picture.mode) == ("JPEG", "RGB")
+                assert picture.size == (image["width"], image["height"]) == (224, 168)
+            sizes[image["id"]] = (image["width"], image["height"])
+        assert len(sizes) == len(coco["images"]) == len(list(folder.iterdir()))
+        for a in coco["annotations"]:
+            x, y, width, height = a["bbox"]
+            assert 0 <= x < x + width <= sizes[a["image_id"]][0]
+            assert 0 <= y < y + height <= sizes[a["image_id"]][1]
+            assert 0.2 * width * height < a["area"] <= width * height
+            assert (a["iscrowd"], a["segmentation"]) == (0, [])
+
+
+# ---- lists ----
+
+
+def test_broken_rows_are_strewn_among_the_train_rows(drawn):
+    rows = drawn.train_tsv.read_text().splitlines()
+    assert len(rows) == PARTS.train_scenes + PARTS.broken_rows
+    broken = [i for i, row in enumerate(rows) if "/broken/" in row]
+    kinds = collections.Counter(rows[i].split("/broken/")[1].split("/")[0] for i in broken)
+    assert kinds == dict.fromkeys(set(BROKEN_KINDS) - {"duplicate"}, 2)
+    assert len(rows) - len(set(rows)) == 2  # the duplicates
+    assert max(broken) - min(broken) > len(rows) / 2
+    assert len({rows[i].rpartition("/")[2] for i in broken}) == len(broken)
+    good = [row for row in dict.fromkeys(rows) if "/broken/" not in row]
+    urls = [f"http://127.0.0.1:8791/images/{i:06d}.jpg" for i in range(PARTS.train_scenes)]
+    assert sorted(row.split("\t")[1] for row in good) == urls
+    held_out = drawn.held_out_tsv.read_text().splitlines()
+    assert [row.split("\t")[1] for row in held_out] == [
+        f"http://127.0.0.1:8791/images/{i:06d}.jpg" for i in range(PARTS.train_scenes, 300)
+    ]
+
+
+def test_a_duplicate_is_in_the_shard_of_its_original(tmp_path):
+    for seed in range(5):
+        settings = WorldSettings(seed=seed, train_scenes=530, broken_rows=160)
+        drawn = world.World(tmp_path, settings, 8791)
+        world.write_caption_lists(drawn)
+        rows = drawn.train_tsv.read_text().splitlines()
+        shards = [rows[start : start + world.ROWS_PER_SHARD] for start in range(0, len(rows), world.ROWS_PER_SHARD)]
+        assert len(rows) == 690
+        assert len(rows) - len(set(rows)) == 20
+        assert sum(len(shard) - len(set(shard)) for shard in shards) == 20
+
+
+# ---- RefCOCO+ ----
+
+
+def fits(expression: str, annotation: dict) -> bool:
+    """Whether the words of an expression are true of an object, by a reading of its own."""
+    same = {"large": "big", "little": "small", "plain": "solid", "stripes": "striped"}
+    properties = {*annotation["attributes"], annotation["category"].split()[1]}
+    told = {same.get(word, word) for word in expression.split()} - {"the", "one", "shape", "with"}
+    return told <= properties
+
+
+def test_an_expression_fits_its_object_and_no_other(drawn):
+    found = by_file_name(drawn.refcoco_instances)
+    lengths = collections.Counter()
+    for reference in load_references(drawn):
+        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
+        [sentence] = reference["sentences"]
+        assert [a["id"] for a in objects if fits(sentence["sent"], a)] == [reference["ann_id"]], sentence
+        assert not LOCATION_WORDS & set(sentence["tokens"])
+        lengths[len(set(sentence["tokens"]) - {"the", "one", "shape", "with"})] += 1
+    assert lengths.keys() >= {1, 2, 3}
+
+
+def test_distractors_share_colour_or_shape(drawn):
+    for objects in by_file_name(drawn.refcoco_instances).values():
+        assert 3 <= len(objects) <= 5
+        for a in objects:
+            mine = set(a["category"].split())
+            assert any(mine & set(b["category"].split()) for b in objects if b is not a)
+
+
+def test_the_picture_alone_does_not_tell_which_object_is_meant(drawn):
+    """Neither its position in the file, nor its size, nor how many objects are like it gives the target away."""
+    found = by_file_name(drawn.refcoco_instances)
+    ranks = collections.defaultdict(list)
+    for reference in load_references(drawn):
+        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
+        target = [a["id"] for a in objects].index(reference["ann_id"])
+        categories = [set(a["category"].split()) for a in objects]
+        likeness = [sum(len(a & b) for b in categories) for a in categories]
+        for name, values in (("order", range(len(objects))), ("likeness", likeness)):
+            values = np.array(values)
+            ranks[name].append((values < values[target]).mean() - (values > values[target]).mean())
+        areas = np.array([a["area"] for a in objects])
+        ranks["area"].append((areas < areas[target]).mean() - (areas > areas[target]).mean())
+    for name, values in ranks.items():
+        assert abs(np.mean(values)) < 3.5 * np.std(values) / np.sqrt(len(values)), name
+
+
+def test_references_match_the_instances(drawn):
+    references = load_references(drawn)
+    coco = json.loads(drawn.refcoco_instances.read_text())
+    by_id = {a["id"]: a for a in coco["annotations"]}
+    split_of = {reference["image_id"]: reference["split"] for reference in references}
+    assert collections.Counter(split_of.values()) == {"train": 90, "val": 30, "testA": 30, "testB": 30}
+    asked_of = collections.Counter(reference["image_id"] for reference in references)
+    assert set(asked_of.values()) == {1, 2}, "two objects, or the only one of the split's shapes"
+    assert all(split_of[reference["image_id"]] == reference["split"] for reference in references)
+    for reference in references:
+        annotation = by_id[reference["ann_id"]]
+        assert annotation["image_id"] == reference["image_id"]
+        assert annotation["category_id"] == reference["category_id"]
+        assert reference["sent_ids"] == [s["sent_id"] for s in reference["sentences"]]
+        shape = coco["categories"][annotation["category_id"] - 1]["name"].split()[1]
+        asked = {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
+        assert shape in asked
+        assert all(s["tokens"] == s["sent"].split() for s in reference["sentences"])
+    for field in ("ref_id", "ann_id"):
+        assert len({reference[field] for reference in references}) == len(references)
+    caption_images = {image["file_name"] for image in json.loads(drawn.annotations.read_text())["images"]}
+    assert not caption_images & {image["file_name"] for image in coco["images"]}
+
+
+def test_references_are_written_as_published(drawn):
+    """Protocol 0, and the very fields of the official files (those of the conformance data)."""
+    assert drawn.refcoco_refs.read_bytes().startswith(b"(lp")
+    official = SHARED / "conformance" / "refcoco_plus" / "data" / "refcoco+"
+    if not official.exists():
+        pytest.skip(f"the conformance data is not here: {official}")
+    read = [
+        pickle.loads((folder / "refs(unc).p").read_bytes(), encoding="latin1") for folder in (official, drawn.refcoco)
+    ]
+    theirs, ours = (field_types(references[0]) for references in read)
+    assert ours == theirs
+    theirs, ours = (field_types(references[0]["sentences"][0]) for references in read)
+    assert ours == theirs
+    read = [json.loads((folder / "instances.json").read_text()) for folder in (official, drawn.refcoco)]
+    for key in ("images", "annotations", "categories"):
+        theirs, ours = (field_types(instances[key][0]) for instances in read)
+        # They also say where a photograph came from.
+        wanted = theirs.keys() - {"license", "coco_url", "flickr_url", "date_captured"}
+        assert {field: ours[field] for field in wanted} == {field: theirs[field] for field in wanted}
+
+
+def field_types(record: dict) -> dict[str, type]:
+    return {field: type(value) for field, value in record.items()}
+
+
+# ---- the pictures of the tasks, and VQA ----
+
+
+@pytest.fixture(scope="module")
+def things(drawn: world.World) -> dict[str, list[dict]]:
+    """By file name, the objects of the pictures that the tasks ask about, in their order."""
+    return by_file_name(drawn.refcoco_instances)
+
+
+@pytest.fixture(scope="module")
+def asked(drawn: world.World) -> dict[str, list[vqa.Question]]:
+    """VQA's questions by split, as the task reads them."""
+    return {split: vqa.read_questions(drawn.vqa, split) for split in ("train2014", "val2014", "test2015")}
+
+
+@pytest.fixture(scope="module")
+def items(drawn: world.World) -> dict[str, list[vcr.Item]]:
+    """VCR's items by split, as the task reads them."""
+    return {split: vcr.read_items(drawn.vcr / f"{split}.jsonl") for split in ("train", "val", "test")}
+
+
+def test_every_task_asks_about_pictures_that_are_there_and_no_picture_is_of_two_splits(drawn, asked, items, things):
+    expressions = {split: set(by_file) for split, by_file in refcoco.read_expressions(drawn.refcoco).items()}
+    questions = {split: {one.image for one in of} for split, of in asked.items()}
+    choices = {split: {one.image for one in of} for split, of in items.items()}
+    assert (len(expressions["train"]), len(expressions["val"])) == (90, 30)
+    train, val, test = (
+        questions["train2014"] | choices["train"],
+        questions["val2014"] | choices["val"],
+        questions["test2015"] | choices["test"],
+    )
+    assert expressions["train"] == questions["train2014"]
+    assert expressions["val"] == questions["val2014"]
+    assert expressions["testA"] | expressions["testB"] == questions["test2015"]
+    assert not train & val
+    assert not (train | val) & test
+    assert {file.name for file in drawn.task_images.iterdir()} == train | val | test == set(things)
+    assert all(one.metadata.is_file() for of in items.values() for one in of)
+
+
+def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(asked):
+    known = [*asked["train2014"], *asked["val2014"]]
+    assert {len(one.answers) for one in known} == {10}
+    agreeing = [one.answers.count(one.truth) for one in known]
+    assert set(agreeing) == {7, 8, 9, 10}
+    assert 0.6 < np.mean([count == 10 for count in agreeing]) < 0.8
+    assert {one.answers for one in asked["test2015"]} == {()}
+    assert {(one.answer_type, one.question_type) for one in known} == {
+        ("other", "what color is the"),
+        ("other", "what"),
+        ("number", "how many"),
+        ("yes/no", "is there a"),
+    }
+    assert all(one.text.lower().startswith(one.question_type) for one in known)
+    ids = [one.question_id for of in asked.values() for one in of]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_right_answer_is_what_one_sees(asked, things):
+    checked = collections.Counter()
+    for one in (*asked["train2014"], *asked["val2014"]):
+        objects, words = things[one.image], one.text.lower().removesuffix("?").split()
+        if one.question_type in ("what color is the", "what"):
+            [meant] = [thing for thing in objects if fits(" ".join(words[words.index("the") + 1 :]), thing)]
+            assert one.truth == meant["category"].split()[one.question_type == "what"], one
+            assert one.truth not in words
+        elif one.question_type == "how many":
+            said = [{"crosses": "cross"}.get(word, word.removesuffix("s")) for word in words[2:-2]]
+            assert one.truth == str(sum(fits(" ".join(said), thing) for thing in objects)), one
+        else:
+            assert one.truth == ("yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no")
+        checked[one.question_type] += 1
+    assert min(checked.values()) > 100
+
+
+def test_the_answers_to_choose_from_are_those_of_nine_questions_and_hold_nearly_all(drawn, asked):
+    answers = (drawn.vqa / "answers_vqa.txt").read_text().splitlines()
+    counts = collections.Counter(one.truth for one in (*asked["train2014"], *asked["val2014"]))
+    frequent = [answer for answer, count in counts.items() if count >= 9]
+    assert answers == sorted(frequent, key=lambda answer: (-counts[answer], answer))
+    assert set(answers) > {"yes", "no", "2", *COLOURS, *SHAPES}
+    assert np.mean([one.truth in answers for one in asked["val2014"]]) > 0.95
+
+
+def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
+    """What a reader who never sees a picture says: of the choices, the word most often right beside these words."""
+    seen = collections.Counter((word, answer) for text, answer in learned for word in set(text.split()))
+    return [
+        max(choices, key=lambda answer: sum(seen[word, answer] for word in set(text.split())))
+        for text, choices in questions
+    ]
+
+
+def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(asked):
+    for kind, options in (("what color is the", COLOURS), ("what", SHAPES)):
+        learned = [(one.text, one.truth) for one in asked["train2014"] if one.question_type == kind]
+        held_out = [one for one in asked["val2014"] if one.question_type == kind]
+        said = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
+        right = np.mean([a == one.truth for a, one in zip(said, held_out, strict=True)])
+        assert right < 1 / 6 + 3.5 * np.sqrt(5 / 36 / len(held_out)), kind
+
+
+# ---- VCR ----
+
+
+def lines_of(items: dict[str, list[vcr.Item]], *splits: str) -> list[dict]:
+    return [json.loads(one.line) for split in splits for one in items[split]]
+
+
+def test_the_right_choices_are_what_one_sees_and_the_wrong_ones_are_not(items, things):
+    for line in lines_of(items, "train", "val"):
+        objects = things[Path(line["img_fn"]).name]
+        (how, does, [one], differ, come, [other], mark) = line["question"]
+        assert (how, does, differ, come, mark) == ("how", "does", "differ", "from", "?")
+        colours = [thing["category"].split()[0] for thing in objects]
+        assert colours[one] != colours[other]
+        for kind, number, place in (("answer", one, -2), ("rationale", other, -2)):
+            said = [choice[place] for choice in line[f"{kind}_choices"]]
+            assert all([number] in choice for choice in line[f"{kind}_choices"])
+            assert len(set(said)) == 4
+            assert [colour == colours[number] for colour in said] == [i == line[f"{kind}_label"] for i in range(4)]
+        # The right answer tells no rationale: none of them says its colour.
+        assert colours[one] not in [choice[-2] for choice in line["rationale_choices"]]
+
+
+def test_the_right_choice_stands_at_each_place_and_no_words_tell_it(items):
+    lines, held_out = lines_of(items, "train"), lines_of(items, "val")
+    for kind in ("answer", "rationale"):
+        places = collections.Counter(line[f"{kind}_label"] for line in lines + held_out)
+        expected = len(lines + held_out) / 4
+        assert sum((places[i] - expected) ** 2 / expected for i in range(4)) < 16.3, "chi-square, p = 0.001"
+
+        def words(line: dict, kind: str = kind) -> str:
+            """All that stands before the choices; behind the right answer, for a rationale."""
+            before = line["question"] + (line["answer_choices"][line["answer_label"]] if kind == "rationale" else [])
+            return " ".join(map(str, before))
+
+        def colours(line: dict, kind: str = kind) -> list[str]:
+            return [choice[-2] for choice in line[f"{kind}_choices"]]
+
+        def truth(line: dict, kind: str = kind) -> str:
+            return line[f"{kind}_choices"][line[f"{kind}_label"]][-2]
+
+        offered = collections.Counter(colour for line in lines for colour in colours(line))
+        rate = {colour: count / offered[colour] for colour, count in collections.Counter(map(truth, lines)).items()}
+        by_choices = [max(colours(line), key=lambda colour: rate.get(colour, 0)) for line in held_out]
+        learned = [(words(line), truth(line)) for line in lines]
+        by_words = guessed_by_words(learned, [(words(line), colours(line)) for line in held_out])
+        for said in (by_choices, by_words):
+            right = np.mean([colour == truth(line) for colour, line in zip(said, held_out, strict=True)])
+            assert right < 0.25 + 3.5 * np.sqrt(3 / 16 / len(held_out)), kind
+
+
+def test_items_of_the_test_have_no_labels_and_all_have_ids_of_their_own(items):
+    assert all(one.labels is None for one in items["test"])
+    assert all(one.labels is not None for split in ("train", "val") for one in items[split])
+    ids = [line["annot_id"] for line in lines_of(items, "train", "val", "test")]
+    assert len(ids) == len(set(ids))
+    numbers = collections.Counter(line["img_fn"] for line in lines_of(items, "train"))
+    assert set(numbers.values()) <= {1, 2}
+
+
+def test_the_outlines_of_the_metadata_are_those_of_the_drawn_objects(drawn, items, things):
+    shares = collections.defaultdict(list)
+    for one in items["val"]:
+        scene, objects = vcr.read_scene(one.metadata), things[one.image]
+        assert scene.size == (224, 168)
+        assert set(scene.names) == {"kite"}
+        boxes = np.array([thing["bbox"] for thing in objects])
+        np.testing.assert_allclose(scene.boxes[:, :2], boxes[:, :2])
+        np.testing.assert_allclose(scene.boxes[:, 2:], boxes[:, :2] + boxes[:, 2:])
+        for thing, polygons, box in zip(objects, scene.polygons, scene.boxes, strict=True):
+            covered = vcr.instance_mask(polygons, box, 28).mean() * np.prod(box[2:] - box[:2] + 1)
+            shares[thing["category"].split()[1]].append(covered / thing["area"])
+    assert set(shares) == set(SHAPES)
+    for shape, found in shares.items():
+        assert 0.9 < np.median(found) < 1.1, (shape, np.median(found))
+
+
+def test_the_files_have_the_fields_of_the_official_ones(drawn):
+    official = SHARED / "conformance"
+    if not official.exists():
+        pytest.skip(f"the conformance data is not here: {official}")
+    theirs, ours = (
+        [json.loads((folder / name).read_text().splitlines()[0]) for name in ("val.jsonl", test)]
+        for folder, test in ((official / "vcr", "test_like.jsonl"), (drawn.vcr, "test.jsonl"))
+    )
+    extra = {"interesting_scores", "answer_likelihood", "match_fold", "match_index"}  # how the items were chosen
+    for line, own in zip(theirs, ours, strict=True):
+        wanted = {name for name in line if not name.endswith(("_orig", "_iter", "_sources")) and name not in extra}
+        assert {name: type(line[name]) for name in wanted} == {name: type(own[name]) for name in wanted}
+        assert set(own) <= set(line)
+    for kind in ("questions", "annotations"):
+        [file] = (official / "vqa").glob(f"*{kind}.json")
+        theirs = json.loads(file.read_text())
+        ours = json.loads(next(drawn.vqa.glob(f"*val2014_{kind}.json")).read_text())
+        assert theirs.keys() == ours.keys()
+        assert field_types(theirs[kind][0]) == field_types(ours[kind][0])
+        if kind == "annotations":
+            assert field_types(theirs[kind][0]["answers"][0]) == field_types(ours[kind][0]["answers"][0])
+
+
+# ---- drawing again ----
+
+
+def test_two_runs_write_the_same_bytes(tmp_path):
+    for hash_seed, name in enumerate(("a", "b")):
+        command = [sys.executable, "-m", "demo.world", str(tmp_path / name), "--seed", "5"]
+        for field in dataclasses.fields(TINY):
+            if field.name != "seed":
+                command += [f"--{field.name.replace('_', '-')}", str(getattr(TINY, field.name))]
+        # Another hash seed: no order may hang on that of a set.
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)}, capture_output=True)
+    a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert a == b
+    assert set(a) == {str(f.relative_to(tmp_path / "a")) for f in read_world(tmp_path / "a").files()}
+    draw_world(tmp_path / "c", dataclasses.replace(TINY, seed=6))
+    c = contents(tmp_path / "c")
+    assert a.keys() == c.keys()
+    # So few questions have no answer nine times.
+    assert [name for name in a if a[name] == c[name]] == ["vqa/answers_vqa.txt"]
+
+
+def test_a_drawn_world_is_not_drawn_again(tmp_path, capsys):
+    draw_world(tmp_path, TINY)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    options = [f"--{f.name.replace('_', '-')}={getattr(TINY, f.name)}" for f in dataclasses.fields(TINY)]
+    world.main([str(tmp_path), *options])
+    assert "already holds this world" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_a_missing_file_is_drawn_again(tmp_path):
+    draw_world(tmp_path, TINY)
+    before = contents(tmp_path)
+    (tmp_path / "coco" / "COCO_val2014_000000500002.jpg").unlink()
+    draw_world(tmp_path, TINY)
+    assert contents(tmp_path) == before
+
+
+def test_another_port_changes_the_lists_only(tmp_path):
+    draw_world(tmp_path, TINY, port=8791)
+    before = contents(tmp_path)
+    assert draw_world(tmp_path, TINY, port=9001) == read_world(tmp_path)
+    after = contents(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"train.tsv", "held_out.tsv", "world.json"}
+    for name in ("train.tsv", "held_out.tsv"):
+        assert after[name] == before[name].replace(b":8791/", b":9001/")
+
+
+def test_other_settings_replace_the_world(tmp_path):
+    draw_world(tmp_path, TINY)
+    smaller = draw_world(tmp_path, dataclasses.replace(TINY, train_scenes=1, task_train=1))
+    assert set(contents(tmp_path)) == {str(f.relative_to(tmp_path)) for f in smaller.files()}
+
+
+def test_an_unknown_version_is_refused(tmp_path):
+    draw_world(tmp_path, TINY)
+    about = json.loads((tmp_path / "world.json").read_text())
+    (tmp_path / "world.json").write_text(json.dumps(about | {"version": 0}))
+    with pytest.raises(ValueError, match=r"version 0.*remove the folder"):
+        draw_world(tmp_path, TINY)
+    with pytest.raises(ValueError, match="draw one: python -m demo.world"):
+        read_world(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_objects", 8), ("max_objects", 0), ("jpeg_quality", 0), ("train_scenes", 0), ("seed", -1), ("width", 80)]
+    + [("task_min_objects", 6), ("task_max_objects", 8)],
+)
+def test_settings_check_themselves(field, value):
+    with pytest.raises(ValueError, match=f"{value}"):
+        WorldSettings(**{field: value})
+
+
+def test_the_largest_settings_find_a_place():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        assert len(words.caption_scene(rng, 8, (224, 168)).objects) == 8
+        assert len(words.caption_scene(rng, 3, (112, 112)).objects) == 3
+        assert len(set(scenes.task_looks(rng, 7))) == 7
+
+
+# ---- the server ----
+
+
+@pytest.fixture(scope="module")
+def server(drawn: world.World):
+    with WorldServer(drawn.root, port=0) as server:
+        yield server
+
+
+def fetch(server: WorldServer, path: str) -> tuple[int, str, bytes]:
+    with urllib.request.urlopen(server.base_url + path, timeout=5) as answer:
+        return answer.status, answer.headers["Content-Type"], answer.read()
+
+
+def test_server_serves_the_pictures(server, drawn):
+    status, content_type, body = fetch(server, "/images/000007.jpg?size=full")
+    assert (status, content_type) == (200, "image/jpeg")
+    assert body == (drawn.images / "000007.jpg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/images/", "/images/999999.jpg", "/images/../train.tsv", "/images/..%2ftrain.tsv"]
+    + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/world.json"],
+)  # fmt: skip
+def test_server_finds_nothing_else(server, path):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        fetch(server, path)
+    assert error.value.code == 404
+
+
+def test_dropped_resets_the_connection(server):
+    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+        fetch(server, "/broken/dropped/000302.jpg")
+
+
+def test_html_is_a_page_where_a_picture_should_be(server):
+    status, content_type, body = fetch(server, "/broken/html/000303.jpg")
+    assert (status, content_type) == (200, "text/html; charset=utf-8")
+    assert b"<p>" in body
+
+
+def test_truncated_ends_amid_a_picture(server):
+    status, content_type, body = fetch(server, "/broken/truncated/000304.jpg")
+    assert (status, content_type) == (200, "image/jpeg")
+    picture = Image.open(io.BytesIO(body))
+    with pytest.raises(OSError, match="truncated"):
+        picture.load()
+
+
+def test_bomb_promises_more_pixels_than_anyone_should_decode(server):
+    _, content_type, body = fetch(server, "/broken/bomb/000305.png")
+    assert content_type == "image/png"
+    assert len(body) < 200
+    assert struct.unpack(">II", body[16:24]) == (30_000, 30_000)
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(body))
+
+
+def test_redirect_leads_into_a_private_network(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection.request("GET", "/broken/private-redirect/000306.jpg")
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Location")) == (302, "http://10.255.255.1/000306.jpg")
+    connection.close()
+
+
+def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
+    threads = set(threading.enumerate())
+    with WorldServer(drawn.root, port=0) as server:
+        answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)
+        assert int(answer.headers["Content-Length"]) > 1000
+        assert answer.read(1) == b"\xff"
+        assert fetch(server, "/images/000000.jpg")[0] == 200  # others are served meanwhile
+        impatient = urllib.request.urlopen(server.base_url + "/broken/slow/000308.jpg", timeout=0.3)
+        with pytest.raises(TimeoutError):
+            impatient.read()
+        started = time.monotonic()
+    assert time.monotonic() - started < 2
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+    assert not set(threading.enumerate()) - threads
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=2)
+
+
+def test_every_good_url_of_the_lists_leads_to_its_picture(tmp_path):
+    port = free_port(0)
+    drawn = draw_world(tmp_path, TINY, port)
+    rows = (drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()).splitlines()
+    urls = {row.split("\t")[1] for row in rows if "/broken/" not in row}
+    with WorldServer(tmp_path):
+        for url in urls:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                assert answer.read() == (drawn.images / url.rpartition("/")[2]).read_bytes()
+    assert len(urls) == 5
+
+
+def test_a_taken_port_is_said_and_avoided(drawn):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        assert free_port(taken) != taken
+        with pytest.raises(ValueError, match=f"port {taken} is taken"):
+            WorldServer(drawn.root, taken)
+    assert free_port(taken) == taken
+
+
+def test_the_program_serves_quietly_until_it_is_told_to_stop(tmp_path):
+    port = free_port(0)
+    draw_world(tmp_path, TINY, port)
+    command = [sys.executable, "-m", "demo.serve", str(tmp_path)]
+    wrong = subprocess.run([*command, "--port", "1"], capture_output=True, text=True, timeout=20, check=False)
+    assert wrong.returncode == 1
+    assert f"name port {port}, not 1" in wrong.stderr
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith(f"serving {tmp_path} at http://127.0.0.1:{port}")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/images/000001.jpg", timeout=5) as answer:
+        assert answer.status == 200
+    # A client that leaves amid an answer is no news.
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/broken/slow/1.jpg", timeout=5).close()
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10) == ("", "")
+    assert process.returncode == 0

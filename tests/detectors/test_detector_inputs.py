@@ -1,0 +1,639 @@
+"""What a detector makes of images that are no images, of given boxes, of batches and of many images."""
+
+import dataclasses
+import io
+import json
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from places import PROJECT
+from safetensors.torch import save_file
+from seeded import another_writer
+from torch import Tensor
+
+from detectors.annotated import AnnotatedDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.faster_rcnn import DEMO, FasterRCNN, decode_bgr, resize, resized_size, to_input
+from detectors.resnet import FrozenNorm, ResNetConfig
+from detectors.run import detect_shard, main, stage_of
+from detectors.weights.files import weights_hash, write_weights
+from storage.catalog import Catalog, Row
+from storage.object_store import open_objects
+from storage.sample import Regions, Sample
+
+TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
+SMALL = dataclasses.replace(
+    DEMO, resnet=TINY, num_classes=5, num_attributes=3, rpn_channels=8, short_side=84, long_side=112, post_nms=40
+)
+COLOURS = dataclasses.replace(SMALL, num_classes=2, num_attributes=2, anchor_sizes=(16, 32), post_nms=300)
+BLUE, RED, GREEN, DARK = (0, 0, 255), (255, 0, 0), (0, 255, 0), (10, 10, 10)
+
+
+# --- images and networks ----------------------------------------------------------------------------------------------
+
+
+def as_file(pixels: np.ndarray | Image.Image, kind: str = "jpeg") -> bytes:
+    stream = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(stream, kind, **{"quality": 95, "subsampling": 0} if kind == "jpeg" else {})
+    return stream.getvalue()
+
+
+def halves(height: int, width: int, left: tuple, right: tuple, top: float = 0) -> np.ndarray:
+    """Two colours side by side, dark above the share `top`."""
+    pixels = np.empty((height, width, 3), np.uint8)
+    pixels[:, : width // 2], pixels[:, width // 2 :], pixels[: int(top * height)] = left, right, DARK
+    return pixels
+
+
+def noise(height: int, width: int, seed: int) -> np.ndarray:
+    """Coloured rectangles."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((height, width, 3), rng.integers(0, 256, 3), np.uint8)
+    for _ in range(8):
+        y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
+        pixels[y : y + rng.integers(10, height), x : x + rng.integers(10, width)] = rng.integers(0, 256, 3)
+    return pixels
+
+
+def a_sample(number: int, image: bytes | np.ndarray, size: tuple[int, int] | None = None) -> Sample:
+    """size: what its record says, (height, width)."""
+    if isinstance(image, np.ndarray):
+        image, size = as_file(image), size or image.shape[:2]
+    return Sample(f"{number:020x}", image, "caption", f"http://host/{number:06}.jpg", size[1], size[0], "ab")
+
+
+def colour_network(**changes: object) -> FasterRCNN:
+    """It calls what is blue class 0 and attribute 0, and what is red class 1 and attribute 1.
+
+    Channel 0 carries blue minus its mean, channel 1 red, channel 2 green; what exceeds green's mean overflows. Blue
+    moves and scales the anchors. No sum has more than one term, so that batches change no bit.
+    """
+    network = FasterRCNN.untrained(dataclasses.replace(COLOURS, **changes), 0)
+    heads, rpn = network.roi_heads.box_predictor, network.proposal_generator.rpn_head
+    blocks = [stage[0] for stage in (network.backbone.res2, network.backbone.res3, network.backbone.res4)]
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+        for channel, (colour, gain) in enumerate(((0, 1), (2, 1), (1, 1e30))):
+            network.backbone.stem.conv1.weight[channel, colour, 3, 3] = gain
+        for block in (*blocks, *network.roi_heads.res5.children()):
+            block.shortcut.weight[[0, 1], [0, 1]] = 1
+            block.shortcut.weight[2, 2] = 1e20
+        rpn.conv.weight[0, 0, 1, 1] = 1
+        shape = rpn.anchor_deltas.weight[:, 0, 0, 0].shape
+        rpn.anchor_deltas.weight[:, 0, 0, 0] = torch.linspace(-0.003, 0.003, *shape)
+        rpn.objectness_logits.weight[:, 0, 0, 0] = torch.linspace(0.001, 0.002, network.config.num_anchors)
+        heads.cls_score.weight[[0, 1], [0, 1]] = 0.1
+        heads.fc_attr.weight[[0, 1], [0, 1]] = 1
+        heads.attr_score.weight[[0, 1], [0, 1]] = 0.1
+    return network
+
+
+def noisy_network(**changes: object) -> FasterRCNN:
+    """Random weights, norms that do something, and outputs that differ by more than rounding does."""
+    network = FasterRCNN.untrained(dataclasses.replace(SMALL, **changes), 3)
+    generator = torch.Generator().manual_seed(0)
+    for norm in network.modules():
+        if isinstance(norm, FrozenNorm):
+            norm.weight.uniform_(0.5, 1.5, generator=generator)
+            norm.bias.normal_(0, 0.5, generator=generator)
+            norm.running_mean.normal_(0, 0.5, generator=generator)
+            norm.running_var.uniform_(0.5, 1.5, generator=generator)
+    rpn, heads = network.proposal_generator.rpn_head, network.roi_heads.box_predictor
+    with torch.no_grad():
+        for layer, gain in ((rpn.conv, 5), (rpn.objectness_logits, 5), (heads.cls_score, 5), (heads.attr_score, 5)):
+            layer.weight *= gain
+    return network
+
+
+def detector_of(network: FasterRCNN, given: AnnotatedDetector | None = None, **settings: object) -> FasterRCNNDetector:
+    return FasterRCNNDetector(network, {"untrained": True, "seed": 0}, DetectorSettings(**settings), given)
+
+
+def committed(root: Path, *shards: Sequence[Sample]) -> Catalog:
+    catalog = Catalog(open_objects(str(root)), "captions")
+    number = 0
+    for shard, samples in enumerate(shards):
+        rows = [Row(number + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(samples)]
+        assert catalog.commit("images", f"{shard:05}", samples, rows, {"source": {}})
+        number += len(samples)
+    return catalog
+
+
+def annotations(file: Path, boxes: dict[int, Sequence[Sequence[float]]], height: int = 168, width: int = 224) -> Path:
+    """[x, y, width, height] boxes by image number, on images of this size."""
+    content = {
+        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": width, "height": height} for n in boxes],
+        "annotations": [
+            {"image_id": n, "category_id": 1, "bbox": list(box)} for n, some in boxes.items() for box in some
+        ],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    file.write_text(json.dumps(content))
+    return file
+
+
+ARRAYS = ("boxes", "scores", "labels", "class_probs", "attributes", "attribute_scores", "features")
+
+
+def assert_identical(ours: Regions, theirs: Regions) -> None:
+    for name in ARRAYS:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert (one is None) == (other is None), name
+        assert one is None or one.tobytes() == other.tobytes(), name
+
+
+def assert_same_to_the_last_digits(ours: Regions, theirs: Regions) -> None:
+    """In the same order where scores are further apart than rounding."""
+    assert len(ours) == len(theirs)
+    assert np.allclose(ours.scores, theirs.scores, atol=1e-5)
+    distance = np.abs(ours.boxes[:, None] - theirs.boxes[None]).max(axis=2)
+    twin = distance.argmin(axis=1)
+    assert sorted(twin) == list(range(len(ours)))
+    assert distance[np.arange(len(ours)), twin].max() < 0.01
+    moved = twin != np.arange(len(ours))
+    assert np.abs(ours.scores[moved] - ours.scores[twin[moved]]).max(initial=0) < 1e-5
+    for name in ARRAYS[1:]:
+        one, other = getattr(ours, name).astype(float), getattr(theirs, name)[twin].astype(float)
+        assert np.abs(one - other).max() <= 1e-3 * np.abs(one).max(), name
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def png_that_says(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header has this size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = (
+        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (header, b"IDAT")
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def jpeg_that_says(width: int, height: int) -> bytes:
+    """A JPEG of 16x16 whose header has this size."""
+    file = bytearray(as_file(np.zeros((16, 16, 3), np.uint8)))
+    place = file.index(b"\xff\xc0") + 5
+    file[place : place + 4] = struct.pack(">HH", height, width)
+    return bytes(file)
+
+
+GOOD = {
+    0: halves(84, 112, BLUE, RED),
+    4: halves(84, 112, RED, BLUE),
+    7: halves(84, 112, BLUE, BLUE, top=0.5),
+    9: halves(140, 100, RED, DARK),
+    13: halves(84, 112, DARK, BLUE),
+    16: halves(84, 112, RED, RED, top=0.3),
+    19: halves(100, 140, BLUE, RED),
+}
+JPEG = as_file(GOOD[0])
+# Number: image, the size in its record, and the row that it gets.
+BAD = {
+    1: (b"<html>not found</html>", (84, 112), "bad_image: UnidentifiedImageError: "),
+    2: (b"", (84, 112), "bad_image: UnidentifiedImageError: "),
+    3: (JPEG[: len(JPEG) // 2], (84, 112), "bad_image: OSError: "),
+    5: (png_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
+    6: (jpeg_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
+    8: (as_file(Image.new("CMYK", (112, 84), (255, 0, 0, 0))), (84, 112), "bad_image: ValueError: its pixels are CMYK"),
+    10: (as_file(np.zeros((84, 112), np.uint16), "png"), (84, 112), "bad_image: ValueError: its pixels are I;16"),
+    11: (JPEG, (112, 84), "bad_image: is 112x84, its record says 84x112"),
+    12: (as_file(np.full((1, 1, 3), 50, np.uint8)), (1, 1), "no_regions: the network proposes no box"),
+    14: (as_file(halves(84, 112, GREEN, GREEN)), (84, 112), "not_finite: the network's "),
+    15: (as_file(halves(84, 112, BLUE, GREEN)), (84, 112), "not_finite: the network's "),
+    17: (as_file(np.zeros((2, 2000, 3), np.uint8)), (2, 2000), "bad_image: 2000x2 is too narrow: "),
+    # A format that no shard has, but Pillow knows: the errors of its readers are of every kind, so none is opened.
+    23: (b"DDS " + struct.pack("<I", 124) + bytes(120), (84, 112), "bad_image: UnidentifiedImageError: "),
+    22: (as_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
+    18: (as_file(np.zeros((2000, 2, 3), np.uint8)), (2000, 2), "bad_image: 2x2000 is too narrow: "),
+}
+# Those that no reader of a shard lets through: no JPEG, a bomb, another size than recorded.
+BAD_SAMPLES = {1, 2, 5, 6, 10, 11, 23}
+# They have regions, however few.
+NARROW = {20: halves(20, 800, BLUE, RED), 21: halves(800, 20, BLUE, RED)}
+
+
+@pytest.mark.parametrize(("batch", "workers"), [(1, 1), (4, 3)])
+def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp_path: Path, batch: int, workers: int):
+    samples = [a_sample(n, pixels) for n, pixels in (GOOD | NARROW).items()]
+    samples += [a_sample(n, file, size) for n, (file, size, _) in BAD.items()]
+    samples.sort(key=lambda sample: sample.key)
+    with another_writer():
+        catalog = committed(tmp_path, samples)
+    # Boxes of 4 stored pixels at least: there are none in 1x1, nor in 4x3, which the network gets as large as others.
+    detector = detector_of(colour_network(minimum_side=4), batch=batch, workers=workers, keep_features=True)
+    assert detect_shard(catalog, "00000", detector)
+
+    manifest = catalog.manifest(stage_of(detector), "00000")
+    rows = manifest.table.to_pylist()
+    assert [(row["row"], row["key"], row["url"]) for row in rows] == [
+        (number, sample.key, sample.url) for number, sample in enumerate(samples)
+    ]
+    for number, row in enumerate(rows):
+        said = f"{row['status']}: {row['detail']}"
+        expected = f"bad_sample: sample {row['key']}" if number in BAD_SAMPLES else BAD.get(number, ("", "", "ok: "))[2]
+        assert said.startswith(expected), f"image {number}: {said}"
+    found = list(catalog.read(stage_of(detector), "00000"))
+    assert [int(sample.key, 16) for sample in found] == sorted(GOOD | NARROW)
+    for sample in found:
+        original = samples[int(sample.key, 16)]
+        assert dataclasses.replace(sample, regions=None) == original
+        (alone,) = detector.detect([original])
+        assert_identical(sample.regions, alone)
+    assert len({sample.regions.boxes.tobytes() for sample in found}) == len(found)
+
+
+def test_what_is_said_of_a_bad_image_holds_no_address_in_memory():
+    samples = [a_sample(number, file, size) for number, (file, size, _) in BAD.items()]
+    said = detector_of(colour_network(minimum_side=4)).detect(samples)
+    assert len(said) == len(BAD)
+    assert not [one for one in said if re.search("0x[0-9a-f]{6}", one)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"), [("cls_score", "class probabilities"), ("fc_attr", "attribute probabilities")]
+)
+def test_an_image_for_which_a_head_overflows_gets_a_status(layer: str, what: str):
+    network = colour_network()
+    with torch.no_grad():
+        getattr(network.roi_heads.box_predictor, layer).weight[0, 0] = 1e38
+    blue, red = (a_sample(n, halves(84, 112, colour, colour)) for n, colour in enumerate((BLUE, RED)))
+    found = detector_of(network).detect([blue, red])
+    assert found[0] == f"not_finite: the network's {what} are not all finite numbers"
+    assert np.isfinite(found[1].attribute_scores).all()
+
+
+def test_an_image_whose_boxes_overflow_is_not_called_empty():
+    network = colour_network()
+    with torch.no_grad():
+        network.proposal_generator.rpn_head.anchor_deltas.weight[:, 0] = 1e38
+    blue, red = (a_sample(n, halves(84, 112, colour, colour)) for n, colour in enumerate((BLUE, RED)))
+    found = detector_of(network).detect([blue, red])
+    assert found[0] == "not_finite: the network's box deltas are not all finite numbers"
+    assert len(found[1])
+
+
+@pytest.mark.parametrize("rois_at_a_time", [16, None])  # by either way of pooling
+def test_given_boxes_of_an_image_that_overflows_beside_them_have_no_features(
+    tmp_path: Path, rois_at_a_time: int | None
+):
+    boxes = {n: [[10, 10, 50, 60], [120, 20, 90, 100]] for n in range(2)}
+    given = AnnotatedDetector(annotations(tmp_path / "a.json", boxes))
+    samples = [a_sample(0, halves(84, 112, BLUE, GREEN, top=0.8)), a_sample(1, halves(84, 112, BLUE, RED))]
+    detector = detector_of(colour_network(), given, boxes="given", batch=2)
+    detector.network.rois_at_a_time = rois_at_a_time
+    found = detector.detect(samples)
+    assert found[0] == "not_finite: the network's activations are not all finite numbers"
+    assert found[1].labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("others", [(), (BAD[1],)])
+def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_path: Path, others: Sequence[tuple]):
+    samples = [a_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
+    samples += [a_sample(3 + n, file, size) for n, (file, size, _) in enumerate(others)]
+    with another_writer():
+        catalog = committed(tmp_path, samples)
+    detector = detector_of(colour_network())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        ValueError, match=r"not all finite numbers, .* of the 3 images that the net.* Nothing was committed"
+    ):
+        detect_shard(catalog, "00000", detector)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert catalog.pending("images", stage_of(detector)) == ["00000"]
+
+
+def test_weights_that_are_not_finite_are_refused_before_the_first_shard(tmp_path: Path):
+    root = tmp_path / "root"
+    committed(root, [a_sample(0, GOOD[0])])
+    tensors = colour_network().state_dict()
+    tensors["roi_heads.res5.0.conv2.weight"][0, 0, 0, 0] = float("nan")
+    save_file(tensors, tmp_path / "w.safetensors")
+    write_weights(tmp_path / "w.safetensors", tensors, {"network": dataclasses.asdict(COLOURS)})
+    with pytest.raises(SystemExit, match=r"w\.safetensors .*roi_heads\.res5\.0\.conv2\.weight is not finite"):
+        main([str(root), "captions", "--backend", "faster_rcnn", "--weights", str(tmp_path / "w.safetensors")])
+    assert [folder.name for folder in (root / "captions").iterdir()] == ["images"]
+
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resize", ["pil", "caffe"])
+@pytest.mark.parametrize("boxes", ["proposals", "given"])
+def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(tmp_path: Path, resize: str, boxes: str):
+    given = None
+    if boxes == "given":
+        # On images annotated at twice their size: the left half, then the right one, twice.
+        given = AnnotatedDetector(
+            annotations(tmp_path / "a.json", {n: [[8, 8, 80, 150], [140, 8, 80, 150]] for n in (0, 1)})
+        )
+    detector = detector_of(colour_network(resize=resize), given, boxes=boxes)
+    pictures = [halves(84, 112, BLUE, RED), halves(84, 112, RED, BLUE)]
+    for swapped, regions in enumerate(detector.detect([a_sample(n, pixels) for n, pixels in enumerate(pictures)])):
+        left, right = regions.boxes[:, 2] < 50, regions.boxes[:, 0] > 64
+        for side, colour in ((left, 0), (right, 1)):
+            assert side.any()
+            assert set(regions.labels[side]) == {colour ^ swapped}
+            assert set(regions.attributes[side]) == {colour ^ swapped}
+            assert regions.scores[side].min() > 0.9
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+SIZES = ((84, 112), (112, 84), (84, 112), (90, 90), (168, 224), (84, 112), (90, 90), (112, 84), (84, 112), (60, 112))
+MIXED = [a_sample(n, noise(*size, seed=n)) for n, size in enumerate(SIZES)]
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> list[Regions]:
+    return detector_of(noisy_network(), keep_features=True).detect(MIXED)
+
+
+@pytest.mark.parametrize("batch", [3, 8])
+def test_a_batch_holds_images_of_one_resized_size_and_changes_no_region(batch: int, one_by_one: list[Regions]):
+    detector, shapes = detector_of(noisy_network(), keep_features=True, batch=batch), []
+    detector.network.backbone.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
+    together = detector.detect(MIXED)
+    for ours, theirs in zip(one_by_one, together, strict=True):
+        assert_same_to_the_last_digits(ours, theirs)
+    sizes = [resized_size(*size, SMALL) for size in SIZES]
+    full = {size: divmod(sizes.count(size), batch) for size in sizes}
+    expected = [(batch, 3, *size) for size, (batches, _) in full.items() for _ in range(batches)]
+    expected += [(rest, 3, *size) for size, (_, rest) in full.items() if rest]
+    assert sorted(shapes) == sorted(expected)
+    assert len({regions.boxes.tobytes() for regions in together}) == len(MIXED)
+
+
+def test_more_threads_beside_the_network_give_the_same_bytes(tmp_path: Path):
+    contents = []
+    for workers in (1, 4):
+        root = tmp_path / str(workers)
+        with another_writer():
+            catalog = committed(root, [*MIXED, a_sample(10, BAD[1][0], BAD[1][1]), a_sample(11, GOOD[0])])
+        detector = detector_of(noisy_network(), keep_features=True, workers=workers, batch=2)
+        assert detect_shard(catalog, "00000", detector)
+        folder = root / "captions" / "regions" / detector.id
+        contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert len(contents[0]) == 2
+    assert contents[0] == contents[1]
+
+
+@torch.inference_mode()
+def stages(network: FasterRCNN, boxes: Sequence[Tensor]) -> list[Tensor]:
+    """C4 maps of MIXED's first two images of equal size, what the RPN says of them, features of `boxes`, and heads."""
+    pixels = np.stack([resize(decode_bgr(MIXED[n].image), network.config) for n in (0, 2)])
+    c4 = network.backbone(to_input(pixels))
+    features = network.roi_features(c4, boxes)
+    outputs = network.heads(features)
+    return [c4, *network.rpn(c4), features, outputs.class_logits, outputs.box_deltas, outputs.attribute_logits]
+
+
+def random_boxes(count: int, seed: int) -> Tensor:
+    corners = np.random.default_rng(seed).uniform(0, 80, (count, 2))
+    return torch.tensor(np.hstack([corners, corners + 24]), dtype=torch.float32)
+
+
+def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_as_it_was():
+    network, boxes = noisy_network(), [random_boxes(20, 0), random_boxes(11, 1)]
+    network.train().backbone.freeze(2)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    learns = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    plain = stages(network, boxes)
+    detector_of(network, precision="bf16-res5").detect(MIXED[:1])
+    for ours, theirs in zip(stages(network.for_inference("fp32", 16), boxes), plain, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    after = network.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert {name: parameter.requires_grad for name, parameter in network.named_parameters()} == learns
+    assert all(module.training for module in network.modules())
+    assert all(torch.equal(*pair) for pair in zip(stages(network, boxes), plain, strict=True))
+
+
+@pytest.mark.parametrize("roi_op", ["pool", "align1"])
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 15), (15, 1), (16, 1), (140, 160)])
+def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_op: str):
+    network, sizes = noisy_network(roi_op=roi_op), []
+    boxes = [random_boxes(count, count) for count in counts]
+    whole = stages(network, boxes)[3]
+    network = network.for_inference("fp32", 1000)
+    network.roi_heads.res5.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    for limit in (15, 16, 17, 300):
+        network.rois_at_a_time = limit
+        sizes.clear()
+        features = stages(network, boxes)[3]
+        assert features.shape == (sum(counts), TINY.res5_channels)
+        assert (features - whole).abs().max() <= 1e-5 * whole.abs().max() if sum(counts) else not sizes
+        assert sum(sizes) == sum(counts)
+        assert max(sizes, default=0) <= limit
+
+
+# --- given boxes ------------------------------------------------------------------------------------------------------
+
+# In the file's order, of an image annotated at 224x168; none of them is one that the network proposes.
+GIVEN = [[100, 60, 80, 70], [10, 20, 60, 110], [11, 21, 59, 109], [0, 0, 224, 168], [200, 150, 24, 18]]
+
+
+@pytest.mark.parametrize(("resize_by", "roi_op"), [("pil", "pool"), ("pil", "align1"), ("caffe", "align1")])
+def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_exactly_these(
+    tmp_path: Path, resize_by: str, roi_op: str
+):
+    # 31x90 stored, 39x112 for the network: the scales of the two sides differ by a hundredth.
+    sample, network = a_sample(0, noise(31, 90, 5)), noisy_network(resize=resize_by, roi_op=roi_op)
+    given = AnnotatedDetector(annotations(tmp_path / "a.json", {0: GIVEN}))
+    (regions,) = detector_of(network, given, boxes="given", keep_features=True).detect([sample])
+
+    x, y, width, height = np.array(GIVEN, np.float32).T
+    stored = np.stack([x, y, x + width, y + height], axis=1) * np.float32([90 / 224, 31 / 168] * 2)
+    assert np.allclose(regions.boxes, stored, atol=1e-4)
+    assert (regions.boxes[:, 2:] <= (90, 31)).all()
+    with torch.inference_mode():
+        pixels = resize(decode_bgr(sample.image), network.config)
+        assert pixels.shape == (39, 112, 3)
+        across, down = (112 / 90,) * 2 if resize_by == "caffe" else (112 / 90, 39 / 31)
+        boxes = torch.tensor(stored * np.float32([across, down] * 2))
+        features = network.roi_features(network.backbone(to_input(pixels)), [boxes])
+        outputs = network.heads(features)
+    probs = outputs.class_logits.softmax(dim=1).numpy()
+    attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1].numpy()
+    assert np.allclose(regions.features, features.numpy(), rtol=2e-3, atol=1e-4)
+    assert np.allclose(regions.class_probs, probs, atol=1e-3)
+    assert np.array_equal(regions.labels, probs[:, :-1].argmax(axis=1))
+    assert np.allclose(regions.scores, probs[:, :-1].max(axis=1), atol=1e-5)
+    assert np.array_equal(regions.attributes, attribute_probs.argmax(axis=1))
+    assert np.allclose(regions.attribute_scores, attribute_probs.max(axis=1), atol=1e-5)
+    assert regions.background == 5
+    assert list(regions.scores) != sorted(regions.scores, reverse=True)
+
+
+def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    root, weights = tmp_path / "root", tmp_path / "w.safetensors"
+    samples = [a_sample(n, noise(84, 112, n)) for n in range(4)] + [a_sample(4, BAD[3][0], (84, 112))]
+    catalog = committed(root, samples)
+    write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
+    file = annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
+    command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights), "--keep-features"]
+    main([*command, "--json", "--boxes", "given", "--annotations", str(file), "--batch", "2"])
+    stage = json.loads(capsys.readouterr().out.splitlines()[-1])["stage"]
+    manifest = catalog.manifest(stage, "00000")
+    assert [(row["status"], row["num_regions"]) for row in manifest.table.to_pylist()] == [
+        ("ok", 5),
+        ("no_regions", None),
+        ("no_annotation", None),
+        ("ok", 2),
+        ("bad_image", None),
+    ]
+    found = [sample.regions for sample in catalog.read(stage, "00000")]
+    assert [regions.features.shape for regions in found] == [(5, TINY.res5_channels), (2, TINY.res5_channels)]
+    config = manifest.meta["config"]
+    given = AnnotatedDetector(file)
+    assert {name: config[name] for name in ("boxes", "given", "keep_features", "selection", "weights_sha256")} == {
+        "boxes": "given",
+        "given": given.id,
+        "keep_features": True,
+        "selection": None,
+        "weights_sha256": weights_hash(weights),
+    }
+
+
+def test_the_id_of_given_boxes_follows_the_annotations_and_the_weights(tmp_path: Path):
+    one, other = (AnnotatedDetector(annotations(tmp_path / f"{n}.json", {0: GIVEN[n:]})) for n in range(2))
+    network, about = noisy_network(), {"untrained": False, "weights_sha256": "a"}
+    settings = DetectorSettings(boxes="given")
+    ids = [
+        FasterRCNNDetector(network, about, settings, one).id,
+        FasterRCNNDetector(network, about, settings, other).id,
+        FasterRCNNDetector(network, about | {"weights_sha256": "b"}, settings, one).id,
+        FasterRCNNDetector(network, about, DetectorSettings()).id,
+        one.id,
+    ]
+    assert len(set(ids)) == 5
+    again = AnnotatedDetector(annotations(tmp_path / "renamed.json", {0: GIVEN}))
+    assert FasterRCNNDetector(network, about, settings, again).id == ids[0]
+    for given, boxes in ((one, "proposals"), (None, "given")):
+        with pytest.raises(ValueError, match="boxes are given by an annotation file, and with"):
+            FasterRCNNDetector(network, about, DetectorSettings(boxes=boxes), given)
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_another_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    root, weights = tmp_path / "root", tmp_path / "w.safetensors"
+    catalog = committed(root, [a_sample(0, GOOD[0])], [a_sample(1, GOOD[4])])
+    write_weights(weights, colour_network().state_dict(), {"network": dataclasses.asdict(COLOURS)})
+    command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights)]
+
+    def run(*flags: str) -> tuple[str, int]:
+        """The stage, and how many shards were detected."""
+        main([*command, "--json", *flags])
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return lines[-1]["stage"], len(lines) - 1
+
+    stage, shards = run()
+    assert shards == 2
+    for shard in catalog.shards("images"):
+        meta = catalog.manifest(stage, shard).meta
+        config = meta["config"]
+        assert meta["config_hash"] == stage.removeprefix("regions/")
+        assert config["weights_sha256"] == weights_hash(weights)
+        assert config["selection"] == {
+            "minimum": 10,
+            "maximum": 100,
+            "threshold": 0.5,
+            "strict": True,
+            "nms_threshold": 0.3,
+            "plus_one": False,
+        }
+        assert (config["network"]["resize"], config["network"]["short_side"]) == ("pil", 84)
+        assert (config["backend"], config["precision"], config["untrained"]) == ("faster_rcnn", "fp32", False)
+        assert (config["device"], config["threads"], config["batch"]) == ("cpu", 1, 1)
+        assert config["code_version"]
+    assert [run(*flags) for flags in (["--batch", "2", "--workers", "2"], ["--threads", "2"])] == [(stage, 0)] * 2
+    others = (["--precision", "bf16-res5"], ["--resize", "caffe"], ["--minimum", "3"], ["--box-arithmetic", "plus_one"])
+    made = [run(*flags, "--shard", "00001") for flags in others]
+    assert [shards for _, shards in made] == [1] * len(others)
+    assert len({stage, *(name for name, _ in made)}) == 1 + len(others)
+    configs = [catalog.manifest(name, "00001").meta["config"] for name, _ in made]
+    assert configs[0]["precision"] == "bf16-res5"
+    assert configs[1]["network"]["resize"] == "caffe"
+
+
+def test_a_run_that_was_stopped_goes_on_with_one_network_for_all_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    catalog = committed(tmp_path, *([a_sample(n, GOOD[n])] for n in (0, 4, 7, 13)))
+    command = [str(tmp_path), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
+    made, plain = [], FasterRCNN.for_inference
+
+    def counted(network: FasterRCNN, *arguments: object) -> FasterRCNN:
+        made.append(network)
+        return plain(network, *arguments)
+
+    monkeypatch.setattr(FasterRCNN, "for_inference", counted)
+    detect = FasterRCNNDetector.detect
+
+    def stopped(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> list[Regions | str]:
+        if len(list(tmp_path.glob("captions/regions/*/*.parquet"))) == 2:
+            raise KeyboardInterrupt
+        return detect(detector, samples)
+
+    monkeypatch.setattr(FasterRCNNDetector, "detect", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(FasterRCNNDetector, "detect", detect)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("captions/regions/*/*")}
+    assert len(before) == 4
+    assert len(made) == 1
+    main([*command, "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["done"], line["of"]) for line in lines[:-1]] == [(1, 2), (2, 2)]
+    assert catalog.pending("images", lines[-1]["stage"]) == []
+    assert all(file.stat().st_mtime_ns == written for file, written in before.items())
+    assert len(made) == 2
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def resident_megabytes(process: subprocess.Popen) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads its memory where Linux has it")
+def test_memory_stays_flat_over_shards(tmp_path: Path):
+    """3,000 images; where each left its pixels behind, 100 MB would stand there in the end."""
+    pictures = [noise(84 + number % 40, 112 + number % 30, number) for number in range(60)]
+    samples = [a_sample(number, pictures[number % 60]) for number in range(250)]
+    for number in range(0, 250, 50):
+        samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
+    committed(tmp_path / "root", *[samples] * 12)
+    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
+    command += ["--json", "--preset=demo", "--untrained", "--short-side=84", "--long-side=112", "--post-nms=30"]
+    memory = []
+    with subprocess.Popen(
+        [*command, "--batch=8", "--workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
+    ) as process:
+        for line in process.stdout:
+            if json.loads(line).get("done", 12) < 12:  # later it may have ended
+                memory.append(resident_megabytes(process))
+    assert process.returncode == 0
+    assert len(memory) == 11
+    assert abs(memory[-1] - memory[1]) < 30, memory

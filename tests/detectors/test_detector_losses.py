@@ -1,0 +1,421 @@
+"""What the detector's losses, its optimizer steps and its validation compute, held against the same by hand."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny import CLASSES, tiny_sample
+from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, seeded
+from torch import Tensor
+
+from detectors.examples import TrainingImages, make_example
+from detectors.faster_rcnn import FasterRCNN, HeadOutputs
+from detectors.ground_truth import LabelledImage, read_ground_truth
+from detectors.losses import Losses, Target
+from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
+from detectors.train import train
+from detectors.validate import detect, validate
+
+# Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
+# that one in another's place is seen; so many anchors and regions may be asked about that nothing is left to chance.
+NETWORK = dataclasses.replace(
+    TINY,
+    anchor_sizes=(32,),
+    anchor_ratios=(1.0, 0.5),
+    box_weights=(10, 8, 5, 3),
+    pre_nms=9,
+    rpn_nms_threshold=0.4,
+    post_nms=7,
+)
+SAMPLING = SamplingConfig(
+    anchors=1000,
+    rois=1000,
+    anchor_positive=0.57,
+    anchor_negative=0.25,
+    roi_positive=0.42,
+    pre_nms=20,
+    post_nms=10,
+    anchor_beta=0.3,
+    roi_beta=0.9,
+)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def lively() -> FasterRCNN:
+    """A network whose layers say something else about each anchor and region."""
+    network = FasterRCNN.untrained(NETWORK, 1)
+    predictor, rpn = network.roi_heads.box_predictor, network.proposal_generator.rpn_head
+    spreads = {rpn.objectness_logits: 0.3, rpn.anchor_deltas: 0.05, predictor.cls_score: 0.05}
+    spreads |= {predictor.bbox_pred: 0.05, predictor.fc_attr: 0.05, predictor.attr_score: 0.3}
+    for layer, spread in spreads.items():
+        torch.nn.init.normal_(layer.weight, std=spread, generator=seeded(1))
+        torch.nn.init.normal_(layer.bias, std=0.5, generator=seeded(2))
+    return network
+
+
+def image(seed: int, width: int, *objects: tuple[float, ...], labels: list[int], attributes: list[list[int]]) -> Target:
+    """Noise, 64 pixels high, with these objects."""
+    return Target(
+        pixels=torch.randn(1, 3, 64, width, generator=seeded(seed)) * 20,
+        boxes=boxes(*objects),
+        labels=torch.tensor(labels),
+        attributes=torch.tensor(attributes, dtype=torch.float32),
+        generator=seeded(seed),
+    )
+
+
+def three_images() -> list[Target]:
+    """Two sizes, in turns; the first image's first object is an anchor's box, its second one is narrower than any."""
+    return [
+        image(1, 96, (16, 16, 48, 48), (70, 14, 81, 60), labels=[3, 5], attributes=[[1, 0, 1, 0], [0, 0, 0, 1]]),
+        image(2, 64, (9, 24, 52, 60), labels=[0], attributes=[[0, 1, 0, 0]]),
+        image(3, 96, (1, 2, 40, 40), (30, 29, 67, 62), labels=[7, 7], attributes=[[1, 1, 1, 0], [0, 0, 1, 0]]),
+    ]
+
+
+def overlap(one: np.ndarray, other: np.ndarray) -> float:
+    """IoU of two boxes."""
+    sides = np.minimum(one[2:], other[2:]) - np.maximum(one[:2], other[:2])
+    shared = sides.clip(min=0).prod()
+    return shared / ((one[2:] - one[:2]).prod() + (other[2:] - other[:2]).prod() - shared)
+
+
+def encoded(box: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    size, wanted_size = box[2:] - box[:2], wanted[2:] - wanted[:2]
+    return np.concatenate([(wanted[:2] + wanted[2:] - box[:2] - box[2:]) / 2 / size, np.log(wanted_size / size)])
+
+
+def smooth_l1(difference: np.ndarray, beta: float) -> float:
+    size = np.abs(difference)
+    return np.where(size < beta, size**2 / (2 * beta), size - beta / 2).sum()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def anchors_by_hand(network: FasterRCNN, target: Target, inside_alone: bool) -> dict[str, tuple[float, int]]:
+    logits, deltas = (output[0].double().numpy() for output in network.rpn(network.backbone(target.pixels)))
+    height, width = target.pixels.shape[2:]
+    objects = target.boxes.double().numpy()
+    kinds = {"crossing": 0, "foreground": 0, "background": 0, "ignored": 0}
+    rows, objectness, moves = [], 0.0, 0.0
+    for a, ratio in enumerate(NETWORK.anchor_ratios):
+        half = np.array([32 / np.sqrt(ratio), 32 * np.sqrt(ratio)]) / 2
+        for y, x in np.ndindex(*logits.shape[1:]):
+            centre = np.array([16 * x, 16 * y])
+            box = np.concatenate([centre - half, centre + half])
+            if inside_alone and (box.min() < 0 or box[2] > width or box[3] > height):
+                kinds["crossing"] += 1
+            else:
+                rows.append((box, logits[a, y, x], deltas[4 * a : 4 * a + 4, y, x], [overlap(box, o) for o in objects]))
+    best = np.max([overlaps for *_, overlaps in rows], axis=0)
+    for box, logit, delta, overlaps in rows:
+        if max(overlaps) >= SAMPLING.anchor_positive or (overlaps == best).any():
+            kinds["foreground"] += 1
+            objectness += np.log1p(np.exp(-logit))
+            moves += smooth_l1(delta - encoded(box, objects[np.argmax(overlaps)]), SAMPLING.anchor_beta)
+        elif max(overlaps) < SAMPLING.anchor_negative:
+            kinds["background"] += 1
+            objectness += np.log1p(np.exp(logit))
+        else:
+            kinds["ignored"] += 1
+    assert all(kinds[kind] for kind in kinds if inside_alone or kind != "crossing"), f"the test needs all: {kinds}"
+    count = kinds["foreground"] + kinds["background"]
+    return {"objectness": (objectness, count), "anchors": (moves, count)}
+
+
+def regions_by_hand(network: FasterRCNN, target: Target) -> dict[str, tuple[float, int]]:
+    network = copy.deepcopy(network)
+    network.config = dataclasses.replace(NETWORK, pre_nms=SAMPLING.pre_nms, post_nms=SAMPLING.post_nms)
+    c4 = network.backbone(target.pixels)
+    logits, deltas = network.rpn(c4)
+    proposals, _ = network.proposals(logits[0], deltas[0], *target.pixels.shape[2:])
+    regions = torch.cat([proposals, target.boxes])
+    features = network.roi_features(c4, [regions]).double().numpy()
+    weights = {name: tensor.double().numpy() for name, tensor in network.roi_heads.box_predictor.state_dict().items()}
+
+    def layer(name: str, given: np.ndarray) -> np.ndarray:
+        return weights[f"{name}.weight"] @ given + weights[f"{name}.bias"]
+
+    objects = target.boxes.double().numpy()
+    classes, moves, attributes, asked, shown = 0.0, 0.0, 0.0, 0, 0
+    for box, feature in zip(regions.double().numpy(), features, strict=True):
+        overlaps = [overlap(box, o) for o in objects]
+        matched = int(np.argmax(overlaps))
+        shows = overlaps[matched] >= SAMPLING.roi_positive
+        label = int(target.labels[matched]) if shows else NETWORK.num_classes
+        classes -= log_softmax(layer("cls_score", feature))[label]
+        if not shows:
+            continue
+        shown += 1
+        wanted = encoded(box, objects[matched]) * NETWORK.box_weights
+        moves += smooth_l1(layer("bbox_pred", feature).reshape(-1, 4)[label] - wanted, SAMPLING.roi_beta)
+        given = np.concatenate([feature, weights["cls_embedding.weight"][label]])
+        logs = log_softmax(layer("attr_score", layer("fc_attr", given).clip(min=0)))
+        truth = target.attributes[matched].double().numpy()
+        attributes -= logs @ truth
+        asked += int(truth.sum())
+    assert len(objects) < shown < len(regions), "the test needs a proposal that shows an object, and one that does not"
+    return {
+        "classes": (classes, len(regions)),
+        "boxes": (moves, len(regions)),
+        "attributes": (attributes, asked),
+    }
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_five_losses_are_those_computed_by_hand(inside: bool):
+    network = lively()
+    losses = Losses(network, dataclasses.replace(SAMPLING, anchors_inside=inside))
+    with torch.no_grad():
+        found = losses(three_images())
+        by_hand = [anchors_by_hand(network, t, inside) | regions_by_hand(network, t) for t in three_images()]
+    assert found.keys() == by_hand[0].keys()
+    for name, (loss, count) in found.items():
+        assert count == sum(expected[name][1] for expected in by_hand), name
+        assert float(loss) == pytest.approx(sum(expected[name][0] for expected in by_hand), rel=1e-4), name
+    assert network.config == NETWORK, "the numbers of proposals are training's in training alone"
+
+
+def test_no_more_anchors_and_regions_are_asked_about_than_the_recipe_says_and_their_shares_are_its():
+    network = lively()
+    rpn, predictor = network.proposal_generator.rpn_head, network.roi_heads.box_predictor
+    with torch.no_grad():
+        for layer in (rpn.objectness_logits, predictor.cls_score):
+            layer.weight.zero_()
+        rpn.objectness_logits.bias.fill_(20)
+        predictor.cls_score.bias.copy_(torch.eye(9)[8] * 50)
+    few = dataclasses.replace(
+        SAMPLING, anchors=10, anchor_foreground=0.1, rois=4, roi_foreground=0.25, anchors_inside=False
+    )
+    found = Losses(network, few)(three_images())
+    assert (found["objectness"][1], found["classes"][1]) == (3 * 10, 3 * 4)
+    assert float(found["objectness"][0].detach()) == pytest.approx(3 * 9 * 20, rel=1e-4), "one of each is foreground"
+    assert float(found["classes"][0].detach()) == pytest.approx(3 * 1 * 50, rel=1e-4), "and one region shows an object"
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> DetectorRecipe:
+    """Two steps on two pictures, from known weights, with no clipping, no decay and all losses alike."""
+    folder = tmp_path_factory.mktemp("steps")
+    coco = {"images": [], "annotations": [], "categories": [{"id": n, "name": name} for n, name in enumerate(CLASSES)]}
+    for number in range(2):
+        sample = tiny_sample(number)
+        (folder / f"{number}.jpg").write_bytes(sample.image)
+        coco["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 96, "height": 64})
+        for (x1, y1, x2, y2), label in zip(sample.regions.boxes.tolist(), sample.regions.labels.tolist(), strict=True):
+            annotation = {"image_id": number, "category_id": label - 1, "attributes": ["left"]}
+            coco["annotations"].append(annotation | {"bbox": [x1, y1, x2 - x1, y2 - y1]})
+    (folder / "coco.json").write_text(json.dumps(coco))
+    (folder / "attributes.txt").write_text("".join(f"{name}\n" for name in ATTRIBUTES))
+    save_file(FasterRCNN.untrained(TINY, 0).state_dict(), folder / "start.safetensors")
+    return DetectorRecipe(
+        name="steps",
+        network=TINY,
+        data=DataConfig(
+            annotations=str(folder / "coco.json"),
+            images=(str(folder),),
+            attribute_names=str(folder / "attributes.txt"),
+            batch=2,
+            workers=0,
+        ),
+        sampling=SamplingConfig(anchors=32, anchors_inside=False, rois=16, attribute_weight=1.0),
+        optimizer=dataclasses.replace(SGD, learning_rate=0.01, momentum=0.0, weight_decay=0.0),
+        root=str(folder),
+        steps=2,
+        start_from=str(folder / "start.safetensors"),
+        frozen_stages=1,
+    )
+
+
+def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float]]:
+    """The parameters after the recipe's steps, and the norm of each step's gradient."""
+    config = recipe.optimizer
+    network = FasterRCNN(recipe.network)
+    network.load_state_dict(load_file(recipe.start_from))
+    network.backbone.freeze(recipe.frozen_stages)
+    network.to(memory_format=torch.channels_last)
+    data = TrainingImages(read_ground_truth(recipe.data).train, recipe.network, recipe.data, ALONE)
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    first, second, norms = [0.0] * len(learning), [0.0] * len(learning), []
+    for step in range(recipe.steps):
+        losses = Losses(network, recipe.sampling)([example.target(ALONE.device) for example in data[step].examples])
+        total = sum(loss / count for name, (loss, count) in losses.items() if name != "attributes")
+        total = total + recipe.sampling.attribute_weight * losses["attributes"][0] / losses["attributes"][1]
+        gradients = torch.autograd.grad(total, learning)
+        norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+        shrink = min(1.0, config.clip / norms[-1]) if config.clip else 1.0
+        with torch.no_grad():
+            for i, (parameter, gradient) in enumerate(zip(learning, gradients, strict=True)):
+                gradient = gradient * shrink
+                if config.kind == "sgd":
+                    first[i] = config.momentum * first[i] + gradient + config.weight_decay * parameter
+                    parameter -= config.learning_rate * first[i]
+                    continue
+                one, two = config.betas
+                first[i], second[i] = one * first[i] + (1 - one) * gradient, two * second[i] + (1 - two) * gradient**2
+                mean, square = first[i] / (1 - one ** (step + 1)), second[i] / (1 - two ** (step + 1))
+                parameter *= 1 - config.learning_rate * config.weight_decay
+                parameter -= config.learning_rate * mean / (square.sqrt() + 1e-8)
+    return dict(network.state_dict()), norms
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ("sampling", {"attribute_weight": 3.0}),
+        ("optimizer", {"clip": 0.5}),
+        ("optimizer", {"weight_decay": 0.2}),
+        ("optimizer", {"momentum": 0.7}),
+        (
+            "optimizer",
+            {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 2.0, "epsilon": 1e-8, "betas": (0.5, 0.7)},
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_a_run_takes_the_steps_that_are_computed_by_hand(start, setting: str, changes: dict):
+    recipe = dataclasses.replace(start, run="-".join(changes))
+    recipe = dataclasses.replace(recipe, **{setting: dataclasses.replace(getattr(start, setting), **changes)})
+    expected, norms = steps_by_hand(recipe)
+    assert recipe.optimizer.clip is None or max(norms) > 2 * recipe.optimizer.clip, f"nothing to clip: {norms}"
+    train(recipe, ALONE)
+    found = load_file(Path(recipe.root) / "runs" / recipe.run / "step-0000002/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- validation -------------------------------------------------------------------------------------------------------
+
+# One anchor a cell, a square of 32 pixels around its corner; four classes.
+SQUARES = dataclasses.replace(
+    TINY,
+    resnet=dataclasses.replace(TINY.resnet, norm="batch"),
+    num_classes=4,
+    num_attributes=0,
+    anchor_sizes=(32,),
+    anchor_ratios=(1.0,),
+)
+
+
+def saying(
+    cells: dict[tuple[int, int], tuple[float, ...]],
+    probabilities: list[tuple[float, ...]],
+    deltas: dict[tuple[int, int], tuple[float, ...]],
+) -> FasterRCNN:
+    """A network that proposes its anchors at these cells (row, column), moved by dx, dy, dw, dh, in this order, and
+    whose heads say so about them: probabilities of classes and background, and (proposal, class) -> dx, dy, dw, dh."""
+    network = FasterRCNN.untrained(SQUARES, 0)
+
+    def propose(module: torch.nn.Module, given: tuple[Tensor], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, moves = torch.full_like(output[0], -torch.inf), torch.zeros_like(output[1])
+        for place, ((row, column), move) in enumerate(cells.items()):
+            logits[0, 0, row, column] = -place
+            moves[0, :, row, column] = torch.tensor(move)
+        return logits, moves
+
+    def judge(module: torch.nn.Module, given: tuple[Tensor], output: HeadOutputs) -> HeadOutputs:
+        moves = torch.zeros_like(output.box_deltas)
+        for (proposal, label), move in deltas.items():
+            moves[proposal, label] = torch.tensor(move) * torch.tensor(SQUARES.box_weights)
+        return HeadOutputs(torch.tensor(probabilities).log(), moves, None)
+
+    network.proposal_generator.rpn_head.register_forward_hook(propose)
+    network.roi_heads.box_predictor.register_forward_hook(judge)
+    return network
+
+
+def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_class():
+    still = (0.0, 0.0, 0.0, 0.0)
+    network = saying(
+        # 16 16 48 48       32 16 64 48      64 32 96 64
+        {(2, 2): still, (2, 3): still, (3, 5): still},
+        [(0.3, 0.04, 0.06, 0.2, 0.4), (0.4, 0.24, 0.02, 0.04, 0.3), (0.01, 0.04, 0.02, 0.9, 0.03)],
+        {
+            (0, 0): (0.25, 0, 0, 0),  # 24 16 56 48
+            (1, 0): (-0.25, 0.125, 0, 0),  # 24 20 56 52: the same, surer
+            (1, 1): (-0.25, 0.125, 0, 0),  # and as another class
+            (0, 2): (0, 0, np.log(0.5), np.log(0.25)),  # 24 28 40 36
+            (0, 3): (0, 0, np.log(2), 0),  # 0 16 64 48
+            (2, 3): (0.5, 0.25, 0, 0),  # 80 40, and beyond both borders
+        },
+    )
+    config = ValidationConfig(score_threshold=0.05, nms_threshold=0.5)
+    found, proposals = detect(network.eval(), torch.zeros(1, 3, 64, 96), config)
+    assert proposals.tolist() == [[16, 16, 48, 48], [32, 16, 64, 48], [64, 32, 96, 64]]
+    assert found.labels.tolist() == [3, 0, 1, 3, 2]
+    np.testing.assert_allclose(found.scores, [0.9, 0.4, 0.24, 0.2, 0.06], rtol=1e-5)
+    expected = [[80, 40, 96, 64], [24, 20, 56, 52], [24, 20, 56, 52], [0, 16, 64, 48], [24, 28, 40, 36]]
+    np.testing.assert_allclose(found.boxes, expected, atol=1e-3)
+
+    # The two of class 0 overlap by 7/9, those of class 3 not at all.
+    both, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, nms_threshold=0.8))
+    assert both.labels.tolist() == [3, 0, 0, 1, 3, 2]
+    surest, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, detections=2))
+    assert surest.labels.tolist() == [3, 0]
+    sure, _ = detect(network, torch.zeros(1, 3, 64, 96), dataclasses.replace(config, score_threshold=0.22))
+    assert sure.labels.tolist() == [3, 0, 1]
+
+
+@pytest.fixture
+def strip(tmp_path) -> LabelledImage:
+    """200 pixels wide and 7 high, which become 96 and 3: magnified by 0.48 across and 0.43 down."""
+    file = tmp_path / "strip.png"
+    Image.new("RGB", (200, 7), (120, 120, 120)).save(file)
+    return LabelledImage(
+        id="strip",
+        file=file,
+        height=7,
+        width=200,
+        boxes=boxes((100, 0, 200, 7), (0, 0, 50, 7)).numpy(),
+        labels=np.array([3, 1]),
+        crowd=np.zeros(2, bool),
+        attributes=((), ()),
+    )
+
+
+def strip_network() -> FasterRCNN:
+    """It finds class 3 in the strip's right half, where it is, and class 1 in the left third: it ends at a quarter."""
+    proposed = {(0, 4): (0.25, 0, np.log(1.5), 0), (0, 1): (0.0, 0, 0, 0)}
+    return saying(proposed, [(0.01, 0.01, 0.01, 0.9, 0.07), (0.01, 0.8, 0.01, 0.01, 0.17)], {})
+
+
+STRIPS = DetectorRecipe(
+    name="strips",
+    network=SQUARES,
+    data=DataConfig(workers=0),
+    validation=ValidationConfig(iou_threshold=0.9),
+    from_scratch=True,
+)
+
+
+def test_objects_are_looked_for_where_the_resized_image_has_them_though_it_is_squeezed(strip):
+    metrics, rows = validate(strip_network(), STRIPS, [strip], ("a", "b", "c", "d"), ALONE)
+    assert metrics == {"map50": 0.5, "map50_weighted": 0.5, "proposal_recall": 0.5}
+    found = {row["class"]: (row["average_precision"], row["objects"], row["detections"]) for row in rows}
+    assert found == {"b": (0, 1, 1), "d": (1, 1, 1)}
+    example = make_example(strip, SQUARES, False, 0)
+    np.testing.assert_allclose(example.boxes, [[48, 0, 96, 3], [0, 0, 24, 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_validation_leaves_the_network_in_the_mode_that_it_had_and_its_norms_as_they_were(strip, training: bool):
+    network = strip_network().train(training)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    validate(network, STRIPS, [strip], ("a", "b", "c", "d"), ALONE)
+    assert {module.training for module in network.modules()} == {training}
+    changed = [name for name, tensor in network.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert not changed

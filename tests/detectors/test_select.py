@@ -1,0 +1,150 @@
+"""The 10-100 rule against the official selection and against a plain restatement of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from places import DATA, SHARED
+
+from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
+
+SHARED = SHARED
+OWN_CASES = DATA / "rois"
+
+
+def random_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    corners = rng.uniform(0, 200, (count, 2))
+    return np.concatenate([corners, corners + rng.uniform(20, 150, (count, 2))], axis=1).astype(np.float32)
+
+
+def random_probs(rng: np.random.Generator, count: int, classes: int, sharpness: float) -> np.ndarray:
+    logits = rng.standard_normal((count, classes + 1)) * sharpness
+    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return (probs / probs.sum(axis=1, keepdims=True)).astype(np.float32)[:, :-1]
+
+
+def plain_rule(boxes: np.ndarray, probs: np.ndarray, settings: SelectionSettings) -> list[int]:
+    """The rule, box by box and class by class, with nothing left out."""
+
+    def iou(a: np.ndarray, b: np.ndarray) -> float:
+        width, height = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
+        intersection = max(0, width) * max(0, height)
+        return intersection / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - intersection)
+
+    confidence = [0.0] * len(boxes)
+    for column in probs.T:
+        kept = []
+        for i in sorted(range(len(boxes)), key=lambda i: -column[i]):
+            if all(iou(boxes[i], boxes[j]) <= settings.nms_threshold for j in kept):
+                kept.append(i)
+                confidence[i] = max(confidence[i], column[i])
+    above = [
+        i for i, c in enumerate(confidence) if c > settings.threshold or (c == settings.threshold != settings.strict)
+    ]
+    ranked = sorted(range(len(boxes)), key=lambda i: -confidence[i])
+    if len(above) < settings.minimum:
+        return ranked[: settings.minimum]
+    return ranked[: settings.maximum] if len(above) > settings.maximum else above
+
+
+def check_official_cases(folder: Path) -> int:
+    """Kept sets are equal, and so is their order but for boxes of exactly equal confidence, whose order there is an
+    accident of an unstable sort."""
+    checked = 0
+    for case in json.loads((folder / "expected.json").read_text())["cases"]:
+        data = np.load(folder / case["case"])
+        boxes = data["rois"][:, 1:] / data["im_scale"]
+        for threshold, expected in case["expected"].items():
+            settings = SelectionSettings(threshold=float(threshold), strict=False, plus_one=True)
+            chosen = select_regions(boxes, data["cls_prob"][:, 1:], settings)
+            wanted = np.array(expected["keep_indices"])
+            where = f"{case['case']} at {threshold}"
+            assert sorted(chosen.indices) == sorted(wanted), where
+            assert np.array_equal(chosen.confidence[chosen.indices], chosen.confidence[wanted]), where
+            if len(np.unique(chosen.confidence[wanted])) == len(wanted):
+                assert chosen.indices.tolist() == wanted.tolist(), where
+            checked += 1
+    return checked
+
+
+def test_official_cases_in_this_repository_are_matched():
+    assert check_official_cases(OWN_CASES) == 6
+
+
+def test_every_official_case_is_matched():
+    folder = SHARED / "conformance" / "rois"
+    if not folder.is_dir():
+        pytest.skip(f"the conformance data {folder} is not here")
+    assert check_official_cases(folder) == 16
+
+
+def test_every_parity_case_is_matched_index_for_index():
+    folder = SHARED / "parity" / "detector"
+    if not folder.is_dir():
+        pytest.skip(f"the parity data {folder} is not here")
+    data = np.load(folder / "selection.npz")
+    about = json.loads((folder / "selection.json").read_text())
+    for case in range(len(about["cases"])):
+        boxes, probs = data[f"c{case}_boxes"], data[f"c{case}_probs"][:, :-1]
+        for number, (threshold, minimum, maximum, strict) in enumerate(about["sets"]):
+            chosen = select_regions(boxes, probs, SelectionSettings(minimum, maximum, threshold, strict))
+            assert chosen.indices.tolist() == data[f"c{case}_keep{number}"].tolist(), (case, number)
+        exact = surviving_confidence(overlapping(boxes, SelectionSettings()), probs)
+        assert np.array_equal(exact, data[f"c{case}_conf"]), case
+
+
+@pytest.mark.parametrize("sharpness", [0.2, 2.0, 6.0])
+@pytest.mark.parametrize("limits", [(10, 100), (3, 8), (0, 100), (40, 40)])
+def test_pruning_changes_nothing(sharpness: float, limits: tuple[int, int]):
+    rng = np.random.default_rng(3)
+    boxes, probs = random_boxes(rng, 60), random_probs(rng, 60, 15, sharpness)
+    for threshold in (0.02, 0.2, 0.5, 0.99):
+        settings = SelectionSettings(*limits, threshold)
+        chosen = select_regions(boxes, probs, settings)
+        assert chosen.indices.tolist() == plain_rule(boxes, probs, settings)
+        exact = surviving_confidence(overlapping(boxes, settings), probs)
+        assert ((chosen.confidence == exact) | (chosen.confidence == 0)).all()
+
+
+def test_the_threshold_itself_passes_only_where_not_strict():
+    boxes = np.array([[0, 0, 10, 10], [20, 0, 30, 10], [40, 0, 50, 10]], np.float32)
+    probs = np.array([[0.5], [0.75], [0.25]], np.float32)
+    strict = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=True))
+    lax = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=False))
+    assert (strict.indices.tolist(), lax.indices.tolist()) == ([1], [0, 1])
+
+
+def test_boxes_of_another_class_do_not_suppress():
+    boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10]], np.float32)
+    settings = SelectionSettings(minimum=0)
+    other = select_regions(boxes, np.array([[0.9, 0.0], [0.0, 0.8]], np.float32), settings)
+    same = select_regions(boxes, np.array([[0.9, 0.0], [0.8, 0.0]], np.float32), settings)
+    assert (other.indices.tolist(), same.indices.tolist()) == ([0, 1], [0])
+
+
+def test_an_iou_equal_to_the_threshold_does_not_suppress():
+    boxes = np.array([[0, 0, 10, 10], [5, 0, 10, 10]], np.float32)  # IoU 0.5
+    probs = np.array([[0.9], [0.8]], np.float32)
+    at = select_regions(boxes, probs, SelectionSettings(minimum=0, nms_threshold=0.5))
+    below = select_regions(boxes, probs, SelectionSettings(minimum=0, nms_threshold=0.49))
+    assert (len(at.indices), len(below.indices)) == (2, 1)
+
+
+def test_fewer_boxes_than_the_minimum_are_all_kept_and_none_is_invented():
+    boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10]], np.float32)
+    chosen = select_regions(boxes, np.array([[0.3], [0.4]], np.float32), SelectionSettings())
+    assert chosen.indices.tolist() == [1, 0]
+    assert (
+        select_regions(np.zeros((0, 4), np.float32), np.zeros((0, 5), np.float32), SelectionSettings()).indices.size
+        == 0
+    )
+
+
+def test_settings_that_contradict_themselves_are_refused():
+    with pytest.raises(ValueError, match="minimum 20 and maximum 10"):
+        SelectionSettings(minimum=20, maximum=10)
+    with pytest.raises(ValueError, match="threshold is 1.5"):
+        SelectionSettings(threshold=1.5)
+    with pytest.raises(ValueError, match="shape"):
+        select_regions(np.zeros((3, 4), np.float32), np.zeros((2, 5), np.float32), SelectionSettings())

@@ -1,0 +1,643 @@
+"""Published weight files become ours: nothing lost, nothing accepted unseen, nothing run, and the same arithmetic."""
+
+import dataclasses
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import released_detectors as released
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from places import SHARED
+from safetensors.torch import load_file
+
+from detectors import verify
+from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig, decode_bgr, to_input
+from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
+from detectors.weights.__main__ import main
+from detectors.weights.files import (
+    ANCHORS,
+    describe_weights,
+    load_resnet,
+    load_weights,
+    read_config,
+    read_names,
+    write_weights,
+)
+from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
+from detectors.weights.safe_pickle import read_tensors
+from storage.sample import Sample
+
+SHARED = SHARED
+VOCABULARY = SHARED / "conformance" / "vg_vocab"
+HEAD = "roi_heads.box_predictor."
+RPN = "proposal_generator.rpn_head."
+CLASS_NAMES = [f"class of {number}" for number in range(released.CLASSES)]
+ATTRIBUTE_NAMES = [f"like {number}" for number in range(released.ATTRIBUTES)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One file of each release, as it is published."""
+    folder = tmp_path_factory.mktemp("released")
+    airsplay = released.airsplay()
+    with_anchors = airsplay | {released.ANCHORS: released.CAFFE_ANCHORS + 0.5}
+    return {
+        "airsplay": released.save_pickle(folder / "faster_rcnn_from_caffe_attr.pkl", airsplay),
+        "airsplay without attributes": released.save_pickle(folder / "bare.pkl", released.airsplay(attributes=False)),
+        "hugging face": released.save_torch(folder / "pytorch_model.bin", with_anchors, flat=True),
+        "hugging face, pickled": released.save_pickle(folder / "pickled.bin", with_anchors, protocol=4),
+        "milvlg": released.save_torch(folder / "bua-caffe-frcn-r101-k36.pth", released.milvlg()),
+        "vl-bert": released.save_torch(folder / "vgbua-0000.model", released.vl_bert(), flat=True, zipped=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def converted(files: dict[str, Path]) -> dict[str, Converted]:
+    return {name: convert(file) for name, file in files.items()}
+
+
+def loaded_network(converted: Converted, folder: Path, **changes) -> FasterRCNN:
+    """The network of a converted file, on its way through a file of ours."""
+    write_weights(folder / "ours.safetensors", converted.tensors, converted.metadata())
+    network = FasterRCNN.untrained(dataclasses.replace(read_config(folder / "ours.safetensors"), **changes), seed=0)
+    load_weights(network, folder / "ours.safetensors")
+    return network
+
+
+# --- what becomes of the tensors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "anchors", "attributes"),
+    [
+        ("airsplay", "generated", True),
+        ("airsplay without attributes", "generated", False),
+        ("hugging face", "file", True),
+        ("hugging face, pickled", "file", True),
+    ],
+)
+def test_files_with_detectron2s_names_are_taken_as_they_are(
+    name: str, anchors: str, attributes: bool, converted: dict[str, Converted], tmp_path: Path
+):
+    theirs = released.airsplay(attributes)
+    if anchors == "file":
+        theirs[released.ANCHORS] = released.CAFFE_ANCHORS + 0.5
+    ours = converted[name]
+    assert ours.tensors.keys() == theirs.keys()
+    assert all(np.array_equal(ours.tensors[key], value) for key, value in theirs.items())
+    assert ours.release is AIRSPLAY
+    assert {entry["did"].partition(":")[0] for entry in ours.report if "ours" in entry} == {"taken"}
+    assert ours.network.resnet.blocks == RESNET101.blocks
+    assert (ours.network.num_classes, ours.network.num_attributes) == (1600, 400 * attributes)
+    write_weights(tmp_path / "w.safetensors", ours.tensors, ours.metadata())
+    assert read_config(tmp_path / "w.safetensors") == ours.network
+    network = FasterRCNN.untrained(ours.network, seed=0)
+    loaded = load_weights(network, tmp_path / "w.safetensors")
+    assert describe_weights(tmp_path / "w.safetensors", ours.network) == loaded
+    assert (loaded.release, loaded.anchors, loaded.attributes, loaded.differences) == (
+        "airsplay",
+        anchors,
+        attributes,
+        (),
+    )
+    if anchors == "file":
+        assert np.array_equal(network.proposal_generator.cell_anchors, theirs[released.ANCHORS])
+
+
+def test_there_are_535_tensors_and_one_more_with_anchors(converted: dict[str, Converted]):
+    assert len(converted["airsplay"].tensors) == 535
+    assert len(converted["hugging face"].tensors) == 536
+
+
+def test_every_tensor_of_a_file_is_in_the_report_once_and_what_was_done_is_said(converted: dict[str, Converted]):
+    report = {entry["theirs"]: entry for entry in converted["milvlg"].report}
+    assert (
+        sorted(report) == sorted(released.milvlg()) == sorted(entry["theirs"] for entry in converted["milvlg"].report)
+    )
+    told = {name: entry["did"].partition(":")[0] for name, entry in report.items()}
+    assert told["backbone.stem.conv1.weight"] == "taken"
+    assert told["backbone.stem.conv1.norm.num_batches_tracked"] == "dropped"
+    assert told[f"{HEAD}attr_linear1.bias"] == "renamed"
+    assert told[f"{HEAD}attr_linear2.bias"] == told[f"{HEAD}cls_embed.weight"] == "renamed and changed"
+    assert told[f"{HEAD}bbox_pred.bias"] == told[f"{RPN}objectness_logits.weight"] == "changed"
+    assert "multiplied by (10, 10, 5, 5)" in report[f"{HEAD}bbox_pred.bias"]["did"]
+
+
+def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
+    about = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
+    first, again = (
+        write_weights(tmp_path / name, {"a": torch.ones(3), "b": torch.zeros(2, 2)}, dict(keys))
+        for name, keys in (("a", about.items()), ("b", reversed(about.items())))
+    )
+    assert first == again
+    header = (tmp_path / "a").read_bytes()
+    keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
+    assert keys == sorted(about)
+    assert torch.equal(load_file(tmp_path / "a")["b"], torch.zeros(2, 2))
+
+
+def test_half_precision_becomes_float32_and_is_named(tmp_path: Path):
+    tensors = released.airsplay()
+    tensors[f"{HEAD}cls_score.bias"] = tensors[f"{HEAD}cls_score.bias"].astype(np.float16)
+    ours = convert(released.save_pickle(tmp_path / "half.pkl", tensors))
+    assert ours.tensors[f"{HEAD}cls_score.bias"].dtype == torch.float32
+    (did,) = [entry["did"] for entry in ours.report if entry["theirs"] == f"{HEAD}cls_score.bias"]
+    assert did == "taken: float16 to float32"
+
+
+def test_the_depth_is_the_published_one_that_the_blocks_come_nearest_to():
+    assert network_of({f"backbone.res4.{block}.conv1.weight": (1,) for block in range(6)}).resnet == RESNET50
+    assert network_of({f"backbone.res4.{block}.conv1.weight": (1,) for block in range(22)}).resnet == RESNET101
+
+
+# --- the same arithmetic ----------------------------------------------------------------------------------------------
+
+
+def linear(tensors: dict[str, np.ndarray], layer: str, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (torch.from_numpy(tensors[f"{layer}.{part}"]) for part in ("weight", "bias"))
+    return F.linear(x, weight, bias) if weight.dim() == 2 else F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+
+
+@torch.inference_mode()
+def test_milvlgs_weights_compute_what_its_own_arithmetic_says(converted: dict[str, Converted], tmp_path: Path):
+    theirs = released.milvlg()
+    network = loaded_network(converted["milvlg"], tmp_path, post_nms=60)
+    rng = np.random.default_rng(0)
+    pixels = to_input(rng.integers(0, 256, (12, 16, 3), np.uint8).repeat(10, axis=0).repeat(10, axis=1))
+    c4 = network.backbone(pixels)
+
+    hidden = F.relu(linear(theirs, f"{RPN}conv", c4))
+    pairs = linear(theirs, f"{RPN}objectness_logits", hidden).view(1, 2, 12, *c4.shape[2:])
+    probability = pairs.softmax(dim=1)[:, 1]
+    logits, deltas = network.rpn(c4)
+    torch.testing.assert_close(logits.sigmoid(), probability)
+    assert torch.equal(logits.flatten().argsort(), (pairs[:, 1] - pairs[:, 0]).flatten().argsort())
+    torch.testing.assert_close(deltas, linear(theirs, f"{RPN}anchor_deltas", hidden))
+    assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
+
+    proposals, _ = network.proposals(logits[0], deltas[0], 120, 160)
+    found = network.roi_features(c4, [proposals])
+    # Beside the image's own, features of many classes and attributes, background among them.
+    spread = 3 * torch.randn(300, released.DEPTH, generator=torch.Generator().manual_seed(1))
+    for features in (found, spread):
+        boxes = proposals[torch.arange(len(features)) % len(proposals)]
+        outputs = network.heads(features)
+        class_logits = linear(theirs, f"{HEAD}cls_score", features)
+        label = class_logits.argmax(dim=1)
+        probs = class_logits.softmax(dim=1)
+        ours = outputs.class_logits.softmax(dim=1)
+        torch.testing.assert_close(ours[:, :1600], probs[:, 1:])
+        torch.testing.assert_close(ours[:, 1600], probs[:, 0])
+        embedded = torch.from_numpy(theirs[f"{HEAD}cls_embed.weight"])[label]
+        said = F.relu(linear(theirs, f"{HEAD}attr_linear1", torch.cat([features, embedded], dim=1)))
+        said = linear(theirs, f"{HEAD}attr_linear2", said).softmax(dim=1)
+        torch.testing.assert_close(outputs.attribute_logits.softmax(dim=1)[:, :400], said[:, 1:])
+        moved = linear(theirs, f"{HEAD}bbox_pred", features).view(-1, 1601, 4)
+        best = probs[:, 1:].argmax(dim=1)
+        deltas = moved[torch.arange(len(best)), best + 1]
+        sides = boxes[:, 2:] - boxes[:, :2] + 1
+        centres = boxes[:, :2] + sides / 2 + deltas[:, :2] * sides
+        half = deltas[:, 2:].clamp(max=np.log(1000 / 16)).exp() * sides / 2
+        last = torch.tensor([159, 119])
+        their_boxes = torch.cat([(centres - half).clamp(min=0).minimum(last), (centres + half).clamp(min=0)], dim=1)
+        their_boxes[:, 2:] = their_boxes[:, 2:].minimum(last)
+        ours = network.regressed(boxes, outputs.box_deltas, best, 120, 160)
+        torch.testing.assert_close(ours, their_boxes, atol=1e-3, rtol=1e-4)
+        assert (ours - boxes).abs().median() > 1
+    assert len(set(label.tolist())) > 100
+
+
+def test_milvlgs_anchors_are_made_by_caffes_rule_where_the_file_has_none(tmp_path: Path):
+    tensors = released.milvlg()
+    del tensors[released.ANCHORS]
+    ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
+    network = loaded_network(ours, tmp_path)
+    assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
+    loaded = load_weights(network, tmp_path / "ours.safetensors")
+    assert (ours.anchors, loaded.anchors) == ("generated", "generated")
+    assert "generated by the release's rule" in describe(ours)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_whose_anchors_a_file_of_ours_has_is_seen_by_their_name(own: bool, tmp_path: Path):
+    network = FasterRCNN.untrained(DEMO, seed=0)
+    anchors = {ANCHORS: network.proposal_generator.cell_anchors.clone()} if own else {}
+    write_weights(tmp_path / "w.safetensors", network.state_dict() | anchors, {"network": dataclasses.asdict(DEMO)})
+    assert describe_weights(tmp_path / "w.safetensors", DEMO).anchors == ("file" if own else "generated")
+    assert load_weights(network, tmp_path / "w.safetensors") == describe_weights(tmp_path / "w.safetensors", DEMO)
+
+
+def test_milvlg_is_told_by_its_objectness_where_it_has_no_attributes(tmp_path: Path):
+    tensors = {name: value for name, value in released.milvlg().items() if not re.search("cls_embed|attr_", name)}
+    ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
+    assert ours.release is MILVLG
+    assert not ours.attributes
+    assert ours.tensors[f"{HEAD}bbox_pred.bias"].shape == (6400,)
+
+
+def test_how_a_release_detected_stays_with_its_weights(converted: dict[str, Converted], tmp_path: Path):
+    write_weights(tmp_path / "w.safetensors", converted["milvlg"].tensors, converted["milvlg"].metadata())
+    assert (
+        load_weights(FasterRCNN.untrained(converted["milvlg"].network, 0), tmp_path / "w.safetensors").differences == ()
+    )
+    ours = {"box_arithmetic": "continuous", "resize": "pil", "minimum_side": 0.0, "short_side": 800}
+    network = FasterRCNN.untrained(dataclasses.replace(converted["milvlg"].network, **ours), seed=0)
+    about = load_weights(network, tmp_path / "w.safetensors").about
+    assert about["release"] == "milvlg"
+    said = "; ".join(about["differs_from_release"])
+    for difference in (
+        "box_arithmetic is continuous, the release's is plus_one",
+        "resize is pil, the release's is caffe",
+        "short_side is 800, the release's is 600",
+        "minimum_side is 0.0, the release's is 16.0",
+    ):
+        assert difference in said
+    assert "long_side" not in said
+    assert '"plus_one": true' in describe(converted["milvlg"])
+    detector = FasterRCNNDetector(network, about, DetectorSettings())
+    assert detector.about["differs_from_release"] == about["differs_from_release"]
+
+
+def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[str, Converted], tmp_path: Path):
+    ours = converted["vl-bert"]
+    file = tmp_path / "resnet.safetensors"
+    write_weights(file, ours.tensors, ours.metadata())
+    config = dataclasses.replace(RESNET101, width=released.WIDTH, stem_pool="torch")
+    c4, res5 = ResNetC4(config), Res5(config)
+    load_resnet(c4, res5, file)
+    state = {f"backbone.{name}": value for name, value in c4.state_dict().items()}
+    state |= {f"roi_heads.res5.{name}": value for name, value in res5.state_dict().items()}
+    theirs = released.resnet()
+    assert state.keys() == theirs.keys()
+    assert all(np.array_equal(state[name], value) for name, value in theirs.items())
+    assert ours.anchors is None
+    with pytest.raises(ValueError, match=r"holds a ResNet alone and no detector: it is for model\.regions\.weights"):
+        load_weights(FasterRCNN.untrained(ours.network, 0), file)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def holding(name: str, value: float) -> np.ndarray:
+    tensor = released.milvlg()[name].copy()
+    tensor.flat[-1] = value
+    return tensor
+
+
+BBOX = f"{HEAD}bbox_pred.weight"
+FAULTS = {
+    "many": [
+        ("backbone.fc.weight", np.zeros((2, 2), np.float32), "unexpected backbone.fc.weight"),
+        ("backbone.res4.22.conv2.weight", None, "missing backbone.res4.22.conv2.weight"),
+        (f"{HEAD}cls_embedding.weight", np.zeros((1601, 6), np.float32), f"unexpected {HEAD}cls_embedding.weight"),
+        (f"{HEAD}attr_linear2.bias", None, f"missing {HEAD}attr_linear2.bias"),
+        (
+            f"{RPN}objectness_logits.bias",
+            np.zeros(12, np.float32),
+            "objectness_logits.bias has shape [12], the network's",
+        ),
+        (
+            BBOX,
+            np.zeros((6400, 128), np.float32),
+            "bbox_pred.weight has shape [6400, 128], the network's is [6404, 128]",
+        ),
+        ("backbone.stem.conv1.weight", np.zeros((4, 3, 7, 7), np.int64), "conv1.weight holds torch.int64"),
+        ("backbone.lost.num_batches_tracked", np.array(3), "unexpected backbone.lost.num_batches_tracked"),
+        (released.ANCHORS, np.zeros((9, 4), np.float32), "cell_anchors.0 has shape [9, 4], the network's is [12, 4]"),
+    ],
+    "not finite": [
+        (BBOX, holding(BBOX, float("nan")), "bbox_pred.weight is not finite"),
+        (f"{HEAD}bbox_pred.bias", holding(f"{HEAD}bbox_pred.bias", 1e38), "bbox_pred.bias is not finite in float32"),
+        (released.ANCHORS, holding(released.ANCHORS, float("inf")), "cell_anchors.0 is not finite"),
+    ],
+    "red first": [
+        ("pixel_mean", np.float32([122.7717, 115.9465, 102.9801]), "for [102.9801, 115.9465, 122.7717] (BGR)"),
+    ],
+    "other scale": [("pixel_std", np.float32([57.4, 57.1, 58.4]), "this network is for [1.0, 1.0, 1.0] (BGR)")],
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_file_that_is_not_whole_or_not_alone_is_refused_by_each_tensors_name(kind: str, tmp_path: Path):
+    tensors = released.milvlg() | {name: value for name, value, _ in FAULTS[kind]}
+    file = released.save_torch(
+        tmp_path / "w.pth", {name: value for name, value in tensors.items() if value is not None}
+    )
+    with pytest.raises(ValueError, match=r"w\.pth") as error:
+        convert(file)
+    for *_, message in FAULTS[kind]:
+        assert message in str(error.value)
+
+
+def test_pixel_statistics_that_are_ours_are_dropped(tmp_path: Path):
+    ours = {"pixel_mean": np.float32([102.9801, 115.9465, 122.7717]).reshape(3, 1, 1), "pixel_std": np.ones((3, 1, 1))}
+    found = convert(released.save_pickle(tmp_path / "w.pkl", released.airsplay() | ours))
+    assert len(found.tensors) == 535
+    assert sum(entry["did"] == "dropped: this network has it" for entry in found.report) == 2
+
+
+def test_the_pre_activation_r152_is_refused_by_its_tensors(tmp_path: Path):
+    file = released.save_torch(tmp_path / "renamed.pth", released.milvlg_r152())
+    with pytest.raises(ValueError, match=r"is a pre-activation ResNet.*r152.*take an r101 file"):
+        convert(file)
+
+
+def test_what_is_no_weight_file_is_said(tmp_path: Path, files: dict[str, Path]):
+    whole = files["milvlg"].read_bytes()
+    legacy = files["vl-bert"].read_bytes()
+    pickled = files["airsplay"].read_bytes()
+    for content, message in (
+        (b"", "is empty"),
+        (b"\n<!doctype html><title>404</title>", "is a web page"),
+        (whole[: len(whole) // 2], "torn or no weight file"),
+        (legacy[: len(legacy) // 2], "torn or no weight file"),
+        (pickled[: len(pickled) // 2], "torn or no weight file"),
+        (b"PNG and so on", "torn or no weight file"),
+        (pickle.dumps([1, 2]), "holds no dict of tensors"),
+        (pickle.dumps({"model": {}}), "holds no dict of tensors"),
+        (pickle.dumps({"model": {"a": "text"}}), "'a' is no tensor but a str"),
+        (pickle.dumps({"model": {"a": np.float32(1)}}), "multiarray.scalar"),
+        (pickle.dumps({"model": {"a": np.ones(2)}, "ema": {}}), "holds ema beside 'model'"),
+        (pickle.dumps({"a": np.ones(2)}), "none of the releases airsplay, milvlg, vl-bert: its tensors are such as a"),
+    ):
+        file = tmp_path / "file.pkl"
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            convert(file)
+        assert str(file) in str(error.value)
+    write_weights(tmp_path / "ours", {"a": torch.ones(1)}, {})
+    with pytest.raises(ValueError, match="is a safetensors file already"):
+        convert(tmp_path / "ours")
+    with pytest.raises(ValueError, match="there is no file"):
+        convert(tmp_path / "absent")
+
+
+# --- files that would run something -----------------------------------------------------------------------------------
+
+
+class Runs:
+    """Pickled, it is a call."""
+
+    def __init__(self, call: object, *arguments: object):
+        self.call = call, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+def hostile(marker: Path) -> list[object]:
+    """Things that make the file `marker` when they are unpickled."""
+    return [
+        Runs(os.mkdir, str(marker)),
+        Runs(eval, f"__import__('os').mkdir({str(marker)!r})"),
+        Runs(np.memmap, str(marker), "float32", "w+", 0, (1,)),
+        Runs(np.ndarray.tofile, np.ones(3), str(marker)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_hostile_file_is_refused_and_does_not_run(which: int, tmp_path: Path):
+    marker = tmp_path / "ran"
+    tensors = {"backbone.stem.conv1.weight": np.ones(3), "call": hostile(marker)[which]}
+    for name, save in (("w.pkl", pickle.dump), ("w.pth", torch.save)):
+        with open(tmp_path / name, "wb") as stream:
+            save({"model": tensors}, stream)
+        with pytest.raises(ValueError, match="wants to load .*Nothing was run; do not trust it"):
+            convert(tmp_path / name)
+        assert not marker.exists()
+    pickle.loads((tmp_path / "w.pkl").read_bytes())  # it is hostile: an ordinary reader runs it
+    assert marker.exists()
+
+
+def test_a_pickle_can_neither_bring_objects_in_arrays_nor_change_the_reader(tmp_path: Path):
+    # BUILD with a pair sets attributes; here those of what stands for numpy's function.
+    rebuild = b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nN}X\x05\x00\x00\x00_callK\x01s\x86b."
+    records = np.zeros(2, dtype=[("a", "f4"), ("b", "f4")])
+    for content, what in (
+        (rebuild, "changes of a Global"),
+        (pickle.dumps({"model": {"w": np.array([{}, 1], object)}}), "an array of 'O8'"),
+        (pickle.dumps({"model": {"w": records}}), "an array of 'V8'"),
+        (pickle.dumps({"model": {"w": np.array(["text"])}}), "an array of 'U4'"),
+        (pickle.dumps({"model": {"w": Runs(np.dtype, np.float32)}}), "numpy.float32"),
+    ):
+        file = tmp_path / "w.pkl"
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"wants to load .*{re.escape(what)}, which no weights need"):
+            read_tensors(file)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_arrays_come_out_of_a_pickle_as_they_went_in(protocol: int, tmp_path: Path):
+    arrays = {
+        "columns first": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "big end first": np.arange(4).astype(">f8"),
+        "one number": np.array(7),
+        "none": np.zeros((0, 3), np.float16),
+        "truths": np.array([True, False]),
+    }
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": arrays}, protocol))
+    found = read_tensors(tmp_path / "w.pkl")
+    assert found.container == "pickle of numpy arrays"
+    for name, array in arrays.items():
+        assert np.array_equal(found.tensors[name].numpy(), array), name
+        assert found.tensors[name].shape == array.shape
+
+
+def test_a_pickle_of_python_2_is_read(tmp_path: Path):
+    raw = np.float32([1, -2]).tobytes()
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01K\x02\x85cnumpy\ndtype\n"
+        b"U\x02f4K\x00K\x01\x87R(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x08" + raw + b"tb"
+    )
+    (tmp_path / "w.pkl").write_bytes(b"\x80\x02}U\x05model}U\x01w" + array + b"ss.")
+    assert read_tensors(tmp_path / "w.pkl").tensors["w"].tolist() == [1, -2]
+
+
+# --- the command, and names -------------------------------------------------------------------------------------------
+
+
+def names_file(file: Path, names: list[str]) -> Path:
+    file.write_text("".join(f"{name},another word for {name}\n" for name in names))
+    return file
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> list[str]:
+    """Arguments that name the names."""
+    classes = names_file(tmp_path / "objects_vocab.txt", CLASS_NAMES)
+    attributes = names_file(tmp_path / "attributes_vocab.txt", ATTRIBUTE_NAMES)
+    return ["--classes", str(classes), "--attributes", str(attributes)]
+
+
+def test_the_command_writes_one_file_with_names_and_prints_every_tensor(
+    files: dict[str, Path], vocabulary: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    out = tmp_path / "folder" / "vg.safetensors"
+    main([str(files["milvlg"]), str(out), *vocabulary])
+    printed = capsys.readouterr().out.splitlines()
+    named = [
+        found[1] for line in printed if (found := re.match(r"(\S+)( -> \S+)?: (taken|renamed|changed|dropped)", line))
+    ]
+    assert sorted(named) == sorted(released.milvlg())
+    network = FasterRCNN.untrained(read_config(out), seed=0)
+    loaded = load_weights(network, out)
+    assert printed[-1] == f"{out}: 536 tensors, sha256 {loaded.sha256}"
+    assert describe_weights(out, network.config) == loaded
+    assert loaded.classes == tuple(CLASS_NAMES)
+    assert loaded.attribute_names == tuple(ATTRIBUTE_NAMES) == tuple(loaded.about["attribute_names"])
+    assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]
+    with pytest.raises(SystemExit, match="is there already; give a new name"):
+        main([str(files["milvlg"]), str(out)])
+
+
+@pytest.mark.parametrize(
+    ("release", "kind", "lines", "message"),
+    [
+        ("airsplay", "classes", 1601, "names 1601 classes, the weights have 1600, without the background"),
+        ("airsplay", "attributes", 399, "names 399 attributes, the weights have 400"),
+        ("airsplay without attributes", "attributes", 400, "the weights have no attributes: leave --attributes out"),
+        ("vl-bert", "classes", 1600, "the weights have no classes: leave --classes out"),
+    ],
+)
+def test_a_list_of_another_size_is_refused_and_nothing_is_written(
+    release: str, kind: str, lines: int, message: str, files: dict[str, Path], tmp_path: Path
+):
+    names = names_file(tmp_path / "names.txt", [f"name {number}" for number in range(lines)])
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        main([str(files[release]), str(tmp_path / "out.safetensors"), f"--{kind}", str(names)])
+    assert [file.name for file in tmp_path.iterdir()] == ["names.txt"]
+
+
+def test_a_name_is_what_stands_before_the_first_comma_and_none_may_be_empty(tmp_path: Path):
+    (tmp_path / "names.txt").write_text("gray,grey\nmulti colored, many\nred")
+    assert read_names(tmp_path / "names.txt") == ["gray", "multi colored", "red"]
+    (tmp_path / "names.txt").write_text("gray\n\nred\n")
+    with pytest.raises(ValueError, match=r"names\.txt has no name in line 2"):
+        read_names(tmp_path / "names.txt")
+    with pytest.raises(ValueError, match=r"absent\.txt is no list of names"):
+        read_names(tmp_path / "absent.txt")
+
+
+@pytest.mark.skipif(not VOCABULARY.is_dir(), reason=f"the lists of names {VOCABULARY} are not here")
+def test_visual_genomes_lists_have_a_name_for_every_class_and_attribute():
+    classes, attributes = (read_names(VOCABULARY / f"{kind}_vocab.txt") for kind in ("objects", "attributes"))
+    assert (len(classes), len(attributes)) == (VG_RESNET101.num_classes, VG_RESNET101.num_attributes)
+    assert (classes[0], attributes[:2]) == ("yolk", ["gray", "multi colored"])
+    assert not any("," in name for name in classes + attributes)
+
+
+# --- looking at weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_weights(converted: dict[str, Converted], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """airsplay's release with names, for images of 96 pixels."""
+    ours = converted["airsplay"]
+    network = dataclasses.replace(
+        ours.network, short_side=96, long_side=160, post_nms=12, anchor_sizes=(16, 24, 32, 64)
+    )
+    about = ours.metadata() | {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES}
+    file = tmp_path_factory.mktemp("small") / "small.safetensors"
+    write_weights(file, ours.tensors, about | {"network": dataclasses.asdict(network)})
+    return file
+
+
+def picture(file: Path, size: tuple[int, int] = (160, 120)) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
+    Image.fromarray(pixels.repeat(8, axis=0).repeat(8, axis=1)).save(file)
+    return file
+
+
+def test_verify_draws_each_image_and_says_its_top_regions_in_words(
+    small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    image = picture(tmp_path / "a.jpg")
+    (tmp_path / "broken.jpg").write_bytes(b"<html>")
+    other = picture(tmp_path / "a.png", (64, 200))
+    arguments = [str(small_weights), str(image), str(tmp_path / "broken.jpg"), str(other)]
+    with pytest.raises(SystemExit) as stopped:
+        verify.main([*arguments, "--out", str(tmp_path / "out"), "--regions", "4"])
+    assert stopped.value.code == 1
+    printed = capsys.readouterr()
+    assert "broken.jpg is no image for the detector: not_image" in printed.err
+    detector, _ = verify.open_detector(small_weights, None, "proposals")
+    (regions,) = detector.detect([verify.read_sample(image)])
+    for number, row in enumerate(verify.found(regions, CLASS_NAMES, ATTRIBUTE_NAMES)[:4], start=1):
+        label, attribute = regions.labels[number - 1], regions.attributes[number - 1]
+        assert row.name == f"like {attribute} class of {label}"
+        assert f"{number:2} {regions.scores[number - 1]:.2f} like {attribute} class of {label}" in printed.out
+    assert f"a.jpg: 160x120, {len(regions)} regions, the first 4:" in printed.out
+    assert len(re.findall("with red and blue swapped [01][.]", printed.out)) == 2
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.jpg.png", "a.png.png"]
+    with Image.open(tmp_path / "out" / "a.jpg.png") as drawn:
+        assert drawn.height == 675
+
+
+def test_boxes_are_drawn_where_they_are_on_a_picture_in_its_own_colours():
+    image = Image.new("RGB", (300, 200), (250, 120, 10))
+    rows = [
+        verify.Found("red car", 0.5, 0.5, (100.0, 50.0, 200.0, 150.0)),
+        verify.Found("line", 0.4, None, (10.0, 180.0, 290.0, 180.2)),
+    ]
+    page = np.asarray(verify.draw(image, rows)).astype(int)
+    first = np.array([0xB2, 0x18, 0x2B])
+    assert page.shape == (600, 900 + 470, 3)
+    for x, y in ((301, 300), (599, 300), (450, 449)):
+        assert np.abs(page[y, x] - first).max() < 10, (x, y)
+    for x, y in ((450, 300), (100, 100), (880, 20)):
+        assert page[y, x].tolist() == [250, 120, 10], (x, y)
+    assert (page[:100, 910:] < 100).all(axis=2).any()
+
+
+def test_labels_of_boxes_in_one_place_do_not_hide_each_other():
+    taken: list[tuple] = []
+    for _ in range(12):
+        taken.append(verify._free_place((10, 10, 50, 50), 80, (300, 400), taken))
+    assert len(set(taken)) == 12
+    for index, (x1, y1, x2, y2) in enumerate(taken):
+        assert 0 <= x1 < x2 <= 300
+        assert 0 <= y1 < y2 <= 400
+        assert all(y2 <= other[1] or other[3] <= y1 for other in taken[:index])
+
+
+def test_red_and_blue_change_places_and_nothing_else(tmp_path: Path):
+    sample = verify.read_sample(picture(tmp_path / "a.jpg"))
+    swapped = verify.red_and_blue_swapped(sample)
+    assert isinstance(swapped, Sample)
+    assert np.array_equal(decode_bgr(swapped.image)[:, :, ::-1], decode_bgr(sample.image))
+
+
+def test_the_network_gets_blue_first_and_red_first_makes_other_regions(small_weights: Path, tmp_path: Path):
+    detector, _ = verify.open_detector(small_weights, None, "proposals")
+    inputs = []
+    detector.network.backbone.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    Image.new("RGB", (160, 120), (250, 120, 10)).save(tmp_path / "orange.png")
+    orange = verify.read_sample(tmp_path / "orange.png")
+    detector.detect([orange])
+    blue, green, red = (inputs[0][0].mean(dim=(1, 2)) + torch.tensor([102.9801, 115.9465, 122.7717])).tolist()
+    assert blue < 30 < 100 < green < 140 < 230 < red
+    sample = verify.read_sample(picture(tmp_path / "a.jpg"))
+    ours, theirs = detector.detect([sample, verify.red_and_blue_swapped(sample)])
+    assert not np.array_equal(ours.class_probs[:5], theirs.class_probs[:5])
+
+
+def test_verify_says_what_it_lacks(small_weights: Path, converted: dict[str, Converted], tmp_path: Path):
+    names = names_file(tmp_path / "names.txt", ["one"])
+    with pytest.raises(SystemExit, match="names 1 classes, the weights have 1600"):
+        verify.main([str(small_weights), "x.jpg", "--classes", str(names)])
+    with pytest.raises(SystemExit, match="--regions is 0"):
+        verify.main([str(small_weights), "x.jpg", "--regions", "0"])
+    write_weights(tmp_path / "unnamed.safetensors", converted["airsplay"].tensors, {})
+    with pytest.raises(SystemExit, match="does not say which network its weights are of; name its preset"):
+        verify.main([str(tmp_path / "unnamed.safetensors"), "x.jpg"])
+    write_weights(tmp_path / "newer.safetensors", {"a": torch.ones(1)}, {"network": {"resnet": {}, "later": 1}})
+    with pytest.raises(SystemExit, match="its `network` is none of this version .*later.*convert it again"):
+        verify.main([str(tmp_path / "newer.safetensors"), "x.jpg"])
+    assert isinstance(read_config(small_weights), FasterRCNNConfig)

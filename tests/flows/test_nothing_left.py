@@ -1,0 +1,298 @@
+"""A flow, its worker, or both die while it detects or trains: nothing is left of it, and the next run goes on.
+
+Real server, worker, detector and torchrun. `pytest -m "" -s tests/flows/test_nothing_left.py` prints a line for each.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from operated import ENDED, Operated, operated, running, tiny_road, wait_until
+from pydantic import TypeAdapter
+
+from demo.world import World
+from flows.collect import collect_settings
+from flows.settings import Source
+from storage.collect import collect
+
+pytestmark = pytest.mark.slow
+
+AWAY = 75.0  # seconds without a server: signs of life may be missing for 70
+CANCELLED = 10.0  # seconds after which a cancelled run has no process
+LEFT = 5.0  # seconds after which no process may be left
+ALARM = 90.0  # seconds after which every run must have ended for the server, too
+# A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
+SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "post_nms": 20}
+SLOW |= {"threads": 1}
+STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
+EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
+TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detection", "training") for event in EVENTS]
+
+
+@pytest.fixture(scope="module")
+def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A road of its own root: a training without end on two processes."""
+    parameters = tiny_road(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
+    parameters["datasets"][:] = parameters["datasets"][:1]
+    parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
+    pretraining = parameters["pretraining"]
+    pretraining |= {"overrides": [*pretraining["overrides"], *STEPS], "held_out": None}
+    return parameters | {"finetunings": []}
+
+
+@pytest.fixture(scope="module")
+def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A root of its own, where no road detects with another detector: more shards of one row than are used up."""
+    return collect_rows(world, tmp_path_factory.mktemp("collected"))
+
+
+def collect_rows(world: World, root: Path) -> str:
+    rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
+    (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
+    source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
+    source = source | {"rows_per_shard": 1, "shards_per_task": 100}
+    del source["detector"]
+    settings = collect_settings(TypeAdapter(Source).validate_python(source))
+    collect(str(root), settings, lambda line: None)  # not by the flow, whose event would have them detected
+    return str(root)
+
+
+def waiting(root: str) -> int:
+    """How many image shards the slow detector has not done."""
+    return len(list(Path(root).glob("captions/images/*.parquet"))) - len(committed(root))
+
+
+def committed(root: str) -> dict[str, int]:
+    """The manifests of the slow detector's shards, and when each was written."""
+    return {str(file): file.stat().st_mtime_ns for file in Path(root).glob("captions/regions/*/*.parquet")}
+
+
+def detecting(served: Operated, root: str) -> str:
+    """A run of the slow detector that can be interrupted."""
+    left = waiting(root)
+    assert left >= 6, f"{left} shards wait in {root}: the tests before used up the others; collect more"
+    return served.start("detect-regions/default", root=root, detector=SLOW, datasets=["captions"])
+
+
+def checkpoints(root: str) -> list[str]:
+    """The whole checkpoints of the pre-training, oldest first."""
+    return sorted(file.parent.name for file in Path(root).glob("runs/pretrain/step-*/state.json"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("event", "stage"), TABLE)
+def test_nothing_is_left_and_the_next_run_goes_on(
+    served: Operated, road: dict, request: pytest.FixtureRequest, event: str, stage: str
+):
+    if stage == "detection":
+        found = interrupted_detection(served, request.getfixturevalue("collected"), event)
+    else:
+        found = interrupted_training(served, road, event)
+    seconds = [f"{found[name]:.1f}" for name in ("gone", "ended", "all_ended")]
+    print(f"\n| {event} | {stage} | {seconds[0]} | {found['state']} | {seconds[1]} | {seconds[2]} |")
+    assert found["gone"] <= LEFT
+    assert found["all_ended"] <= ALARM
+    assert found["state"] == ("CANCELLED" if event == "cancel" else "CRASHED")
+
+
+def interrupted_detection(served: Operated, root: str, event: str) -> dict:
+    """Interrupt a detection after its first shards."""
+    before, said, left = committed(root), served.listen(), waiting(root)
+    run = detecting(served, root)
+    served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
+    found = interrupt(served, run, event, "detectors.run")
+    assert before.items() <= committed(root).items(), "a shard was committed twice"
+    first = next(line for line in said() if " shards: " in line and "captions: " in line)
+    assert f"captions: 1 of {left} shards: " in first, "it began with what the runs before it had left"
+    return found
+
+
+def interrupted_training(served: Operated, road: dict, event: str) -> dict:
+    """Interrupt a training on two processes after its first new checkpoint."""
+    root = road["root"]
+    before, said = checkpoints(root), served.listen()
+    run = served.start("pretrain-vlbert/default", **road)
+    served.wait_for(run, lambda: set(checkpoints(root)) - set(before), 120)
+    found = interrupt(served, run, event, "vlbert.train")
+    if before:
+        assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in said())
+    return found
+
+
+def interrupt(served: Operated, run: str, event: str, child: str) -> dict:
+    """Do `event` to a run whose child is at work; seconds until nothing was left and until the server knew."""
+    commands = served.processes(run)
+    at_work = [command for command in commands.values() if child in command and "supervisor.py" not in command]
+    assert len(at_work) == (3 if child == "vlbert.train" else 1), commands  # torchrun and two ranks
+    if event == "cancel":
+        cancel_by_command(served, run)
+    else:
+        victims = {
+            "SIGTERM to the flow": [served.process(run)],
+            "kill -9 of the flow": [served.process(run)],
+            "kill -9 of the worker": [served.worker()],
+            "kill -9 of both": [served.worker(), served.process(run)],
+        }[event]
+        for pid in victims:
+            os.kill(pid, signal.SIGTERM if event.startswith("SIGTERM") else signal.SIGKILL)
+    started = time.monotonic()
+    served.wait_for(run, lambda: not served.processes(run), 4 * LEFT)
+    gone = time.monotonic() - started
+    served.wait_for(run, lambda: served.state(run) in ENDED, ALARM + 10)
+    ended = time.monotonic() - started
+    runs = [child["id"] for child in served.below(run)]
+    served.wait_for(run, lambda: all(served.state(one) in ENDED for one in runs), ALARM + 10)
+    return {"gone": gone, "ended": ended, "all_ended": time.monotonic() - started, "state": served.state(run)}
+
+
+def cancel_by_command(served: Operated, run: str) -> None:
+    command = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
+    subprocess.run(command, env=os.environ | served.variables, check=True, capture_output=True, timeout=60)
+
+
+def cancel_by_page(served: Operated, run: str) -> None:
+    """What the button of the flow UI asks for."""
+    state = {"type": "CANCELLING", "name": "Cancelling", "message": "Cancelled from the Prefect UI"}
+    served.ask("POST", f"/flow_runs/{run}/set_state", state=state)
+
+
+def answers(served: Operated) -> bool:
+    try:
+        return served.ask("GET", "/health") is True
+    except httpx.TransportError:
+        return False
+
+
+def at_work(served: Operated, pids: dict[str, int]) -> bool:
+    """Whether each run is RUNNING, in the process that it had, and holds a place: not so where the server does not
+    answer, whose SQLite may be locked for two minutes after a start."""
+    try:
+        held = [one["active_slots"] for one in served.ask("POST", "/v2/concurrency_limits/filter")]
+        return held.count(1) == len(pids) and all(
+            served.state(run) == "RUNNING" and served.process(run) == pid for run, pid in pids.items()
+        )
+    except httpx.HTTPError:
+        return False
+
+
+def cancelled(served: Operated, run: str, told: str, cancel: Callable[[Operated, str], None]) -> None:
+    """Cancel `told`, the run or its stage, and see that all of it has ended in time, the lease of its place too."""
+    held = served.ask("GET", f"/flow_runs/{run}")["state"]["state_details"]["deployment_concurrency_lease_id"]
+    lease = served.home / "concurrency_leases" / f"{held}.json"
+    assert lease.exists()
+    cancel(served, told)
+    seconds = served.wait_for(run, lambda: not served.processes(run), 4 * CANCELLED)
+    served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
+    print(f"\n| {cancel.__name__} | {'run' if told == run else 'stage'} | {seconds:.1f} | {served.state(run)} | | |")
+    assert seconds <= CANCELLED
+    assert served.state(run) == served.state(told) == "CANCELLED"
+    assert not lease.exists(), "else it frees another run's place when it ends, a day later"
+    assert {served.state(child["id"]) for child in served.below(run)} <= {"CANCELLED", "COMPLETED"}
+
+
+def stage_of(served: Operated, run: str) -> str:
+    """The stage of the road that is at work."""
+    (stage,) = [one["id"] for one in served.below(run) if one["state_type"] == "RUNNING"]
+    return stage
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cancel", [cancel_by_command, cancel_by_page])
+def test_a_stage_that_is_cancelled_takes_the_road_with_it(
+    served: Operated, road: dict, cancel: Callable[[Operated, str], None]
+):
+    root, before = road["root"], set(checkpoints(road["root"]))
+    run = served.start("pretrain-vlbert/default", **road)
+    served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
+    cancelled(served, run, stage_of(served, run), cancel)
+
+
+@pytest.mark.timeout(900)
+def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends(
+    served: Operated, road: dict, world: World, tmp_path: Path
+):
+    """A training on two processes and a detection, longer without a server than signs of life may be missing."""
+    root, before, images = road["root"], set(checkpoints(road["root"])), collect_rows(world, tmp_path)
+    training = served.start("pretrain-vlbert/default", **road)
+    served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
+    slower = SLOW | {"short_side": 800, "long_side": 1333, "post_nms": 300}  # it must outlast the outage
+    detection = served.start("detect-regions/default", root=images, detector=slower, datasets=["captions"])
+    served.wait_for(detection, lambda: committed(images), 120)
+    pids = {run: served.process(run) for run in (training, detection)}
+    serve = served.serve()
+    os.kill(serve, signal.SIGSTOP)  # else it starts another server at once
+    try:
+        os.kill(served.server(), signal.SIGKILL)
+        time.sleep(10)
+        then = checkpoints(root)[-1], len(committed(images))
+        time.sleep(AWAY)
+        assert checkpoints(root)[-1] > then[0], "the training went on"
+        assert len(committed(images)) > then[1], "the detection went on"
+    finally:
+        os.kill(serve, signal.SIGCONT)
+    wait_until(lambda: answers(served), 180)
+    for _ in range(2):  # the alarm takes them for dead some time later, and they say that they are not
+        wait_until(lambda: at_work(served, pids), 300)
+        time.sleep(15)
+
+    cancelled(served, training, stage_of(served, training), cancel_by_page)
+    cancelled(served, detection, detection, cancel_by_command)
+
+
+@pytest.mark.timeout(400)
+def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served: Operated, collected: str):
+    run = detecting(served, collected)
+    served.wait_for(run, lambda: served.state(run) == "PENDING", 60)
+    os.kill(served.worker(), signal.SIGKILL)
+    seconds = served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
+    print(f"\n| kill -9 of the worker | starting | | {served.state(run)} | {seconds:.1f} | |")
+    assert served.state(run) == "CRASHED"
+    assert not served.processes(run)
+
+
+@pytest.mark.timeout(400)
+def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, collected: str):
+    """As on a machine of its own that is gone: `make serve`, which would look after its worker, is asleep meanwhile."""
+    before = committed(collected)
+    run = detecting(served, collected)
+    served.wait_for(run, lambda: len(committed(collected)) > len(before), 90)
+    serve = served.serve()
+    os.kill(serve, signal.SIGSTOP)
+    try:
+        found = interrupt(served, run, "kill -9 of both", "detectors.run")
+        message = served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
+    finally:
+        os.kill(serve, signal.SIGCONT)
+    print(f"\n| the same, nobody there | detection | {found['gone']:.1f} | {found['state']} | {found['ended']:.1f} | |")
+    assert found["state"] == "CRASHED"
+    assert 30 < found["ended"] <= ALARM
+    assert message.startswith("no sign of life for 70 s")
+
+
+@pytest.mark.timeout(400)
+def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
+    served: Operated, road: dict, tmp_path: Path
+):
+    root, home = road["root"], tmp_path / "prefect"
+    with operated(home, served.deployments) as first:
+        run, before = first.start("pretrain-vlbert/default", **road), set(checkpoints(root))
+        first.wait_for(run, lambda: set(checkpoints(root)) - before, 120)
+        os.kill(first.serve(), signal.SIGKILL)
+        wait_until(
+            lambda: not [pid for pid, _, variables in running() if f"PREFECT_HOME={home}" in variables.split("\0")],
+            LEFT,
+        )
+    with operated(home, served.deployments) as second:
+        assert len(second.ask("POST", "/automations/filter")) == 3, "two alarms and the trigger, each once"
+        assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
+        assert second.state(run) == "CRASHED"
+        last, said = checkpoints(root)[-1], second.listen()
+        again = second.start("pretrain-vlbert/default", **road)
+        second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
+        interrupt(second, again, "SIGTERM to the flow", "vlbert.train")

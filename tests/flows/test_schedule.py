@@ -1,0 +1,86 @@
+"""New image shards are detected by themselves: by the clock, and because they were committed. A real server."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from operated import ENDED, Operated, tiny_road, wait_until
+from places import PROJECT
+from pydantic import TypeAdapter
+
+from demo.world import World
+from flows.collect import collect_settings
+from flows.settings import Source
+from storage.collect import collect
+
+
+def scheduled(served: Operated) -> list[str]:
+    """The runs of detect-regions/scheduled that the clock has not planned."""
+    deployment = served.ask("GET", "/deployments/name/detect-regions/scheduled")["id"]
+    found = served.ask("POST", "/flow_runs/filter", deployments={"id": {"any_": [deployment]}})
+    return [run["id"] for run in found if not run["auto_scheduled"]]
+
+
+def manifests(root: Path) -> dict[str, int]:
+    """The shards that have regions, and when each was committed."""
+    return {file.stem: file.stat().st_mtime_ns for file in root.glob("photos/regions/*/*.parquet")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_dropped_them_there(
+    served: Operated, world: World, tmp_path: Path
+):
+    root = tmp_path / "another root"
+    dataset = tiny_road(world, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
+    source = {name: value for name, value in dataset.items() if name != "detector"}
+    half = tmp_path / "train.tsv"
+    half.write_text("".join(world.train_tsv.read_text().splitlines(keepends=True)[:12]))
+
+    # Collected, which the flow says in an event: nobody else starts the scheduled run, on what was collected.
+    known = scheduled(served)
+    served.complete("collect-captions/default", root=str(root), dataset=source | {"captions": str(half)})
+    wait_until(lambda: set(scheduled(served)) - set(known), 30)
+    (run,) = set(scheduled(served)) - set(known)
+    served.wait_for(run, lambda: served.state(run) in ENDED, 90)
+    assert served.state(run) == "COMPLETED", served.account(run)
+    parameters = served.ask("GET", f"/flow_runs/{run}")["parameters"]
+    assert (parameters["root"], parameters["datasets"]) == (str(root), ["photos"])
+    before = manifests(root)
+    assert sorted(before) == ["00000", "00001", "00002"]
+
+    # Dropped there: what another machine has collected from the whole list.
+    other = str(tmp_path / "other")
+    settings = TypeAdapter(Source).validate_python(source)
+    collect(other, collect_settings(settings), lambda line: None)
+    new = sorted({file.name[:5] for file in Path(other, "photos/images").glob("*.parquet")} - set(before))
+    assert len(new) == 5
+    for shard in new:
+        for file in sorted(Path(other, "photos/images").glob(f"{shard}*"), key=lambda file: file.suffix == ".parquet"):
+            shutil.copy(file, root / "photos/images")  # the manifest, which makes a shard visible, last
+    said = served.listen()
+    asked = {"root": str(root), "datasets": ["photos"]}
+    runs = [served.start("detect-regions/scheduled", **asked) for _ in range(2)]
+    served.wait_for(runs[0], lambda: all(served.state(run) in ENDED for run in runs), 150)
+    # One at a time: the second comes after the first and finds nothing.
+    assert {served.state(run) for run in runs} == {"COMPLETED"}
+    done = [found[1] for line in said() if (found := re.search(r"photos: (\d+ of \d+) shards: ", line))]
+    assert done == [f"{number} of 5" for number in range(1, 6)], "each once, and no other"
+    after = manifests(root)
+    assert before.items() <= after.items(), "what was detected before stays as it was"
+    assert sorted(after) == [f"{number:05}" for number in range(8)]
+
+
+@pytest.mark.slow
+def test_the_clock_starts_it_every_quarter_of_an_hour(served: Operated):
+    project = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
+    (deployment,) = (one for one in project["deployments"] if one["name"] == "scheduled")
+    (schedule,) = deployment["schedules"]
+    assert (schedule["cron"], "active" in schedule) == ("*/15 * * * *", False)
+
+    known = served.ask("GET", "/deployments/name/detect-regions/scheduled")["id"]
+    planned = {"deployments": {"id": {"any_": [known]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    wait_until(lambda: served.ask("POST", "/flow_runs/filter", **planned), 90)
+    assert all(run["auto_scheduled"] for run in served.ask("POST", "/flow_runs/filter", **planned))

@@ -1,0 +1,233 @@
+"""`make serve`: what it tells Prefect, what it refuses, the alarm. What it is for: test_nothing_left, test_schedule."""
+
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import yaml
+from operated import Operated, operated, wait_until
+from places import PROJECT
+
+from demo.serve import free_port
+from flows.collect import COMMITTED
+from flows.serve import (
+    _MOST_AT_ONCE,
+    _NEVER_BEGAN,
+    BEGINNING,
+    HEARTBEAT,
+    SILENCE,
+    alone,
+    environment,
+    replaceable,
+    set_alarms,
+    worked_for,
+)
+from flows.supervisor import background
+
+
+def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    command = [sys.executable, "-m", "flows.serve", *arguments]
+    environment = variables | {"PYTHONPATH": str(PROJECT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_port_that_is_taken_and_a_file_that_is_not_there_are_refused_before_anything_starts(tmp_path: Path):
+    found = serve("--port", str(free_port(0)), folder=tmp_path)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr == "there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        found = serve("--port", port, "--deployments", str(PROJECT / "prefect.yaml"), folder=tmp_path)
+    assert found.returncode == 1
+    assert f"port {port} is taken: Address already in use; give another, make serve PORT=..." in found.stderr
+    assert [file.name for file in (tmp_path / ".prefect").iterdir()] == ["serving"]
+
+
+def test_a_home_is_served_once(tmp_path: Path):
+    with alone(tmp_path, free_port(0)):
+        with pytest.raises(RuntimeError, match="is served already"), alone(tmp_path, free_port(0)):
+            pass
+        (tmp_path / "another").mkdir()
+        with alone(tmp_path / "another", free_port(0)):
+            pass
+    with alone(tmp_path, free_port(0)):
+        pass
+
+
+def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.1)
+    program = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
+    log, after = tmp_path / "log", []
+
+    def pids() -> list[int]:
+        return [int(line) for line in log.read_text().split()]
+
+    start = functools.partial(background, [sys.executable, "-S", "-c", program], log)
+    with replaceable("worker", start, log, lambda: after.append(1)) as (runs, check):
+        wait_until(lambda: log.exists() and pids(), 10)
+        check()
+        assert runs()
+        assert len(pids()) == 1, "one that works is left alone"
+        os.kill(pids()[0], signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while len(pids()) < 2 and time.monotonic() < deadline:
+            check()
+            time.sleep(0.1)
+        assert len(pids()) == 2
+        assert after == [1]
+        os.kill(pids()[1], 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids()[1], 0)
+
+
+def test_what_cannot_start_is_replaced_while_runs_are_at_work_and_says_why(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
+    log = tmp_path / "server.log"
+    start = functools.partial(background, [sys.executable, "-S", "-c", "print('no space'); raise SystemExit(1)"], log)
+    at_work = subprocess.Popen(["sleep", "600"], env={"PREFECT__FLOW_RUN_ID": str(uuid4()), "PATH": os.defpath})
+
+    def replaced(check: Callable[[], None], runs: Callable[[], bool]) -> None:
+        wait_until(lambda: not runs(), 10)
+        check()
+
+    with replaceable("server", start, log) as (runs, check):
+        try:
+            for _ in range(_MOST_AT_ONCE + 1):
+                replaced(check, runs)
+        finally:
+            at_work.kill()
+            at_work.wait()
+        said = capfd.readouterr().out
+        assert said.count("the server ended; another one is started; ") == _MOST_AT_ONCE + 1
+        assert "no space" in said
+        if not worked_for():  # of another test's server on this machine
+            with pytest.raises(RuntimeError, match="the server ended at once 7 times in a row(.|\n)*no space"):
+                replaced(check, runs)
+
+
+def test_ends_that_lie_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("flows.serve._PAUSE", 0.01)
+    monkeypatch.setattr("flows.serve._AT_ONCE", 0.0)
+    log = tmp_path / "server.log"
+    with replaceable("server", functools.partial(background, ["false"], log), log) as (runs, check):
+        for _ in range(_MOST_AT_ONCE + 1):
+            wait_until(lambda: not runs(), 10)
+            check()
+
+
+def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
+    told = environment(tmp_path, 4321, 2.5)
+    assert told["PREFECT_HOME"] == str(tmp_path)
+    assert told["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert told["PREFECT_UI_API_URL"] == "/api", "at whatever address the pages came from"
+    assert told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT)
+    assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
+    program = "import shutil; print(shutil.which('python'))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | told, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()).parent == Path(sys.executable).parent
+
+
+def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served: Operated):
+    (alarm,) = (
+        one for one in served.ask("POST", "/automations/filter") if one["name"].startswith("flow runs without a sign")
+    )
+    assert alarm["enabled"]
+    assert alarm["trigger"]["posture"] == "Proactive"
+    assert alarm["trigger"]["within"] == SILENCE
+    assert alarm["actions"][0]["type"] == "change-flow-run-state"
+    assert alarm["actions"][0]["state"] == "CRASHED"
+    pool = served.ask("GET", "/work_pools/local")
+    assert pool["type"] == "process"
+    collisions = {
+        f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}": one["concurrency_options"]["collision_strategy"]
+        for one in served.ask("POST", "/deployments/filter")
+        if one["global_concurrency_limit"]["limit"] == 1
+    }
+    assert collisions == {
+        "pretrain_vlbert/default": "ENQUEUE",
+        "collect_flow/default": "ENQUEUE",
+        "detect_flow/default": "ENQUEUE",
+        "detect_flow/scheduled": "ENQUEUE",
+        "pretrain_flow/default": "ENQUEUE",
+        "finetune_flow/default": "ENQUEUE",
+        "train_detector_flow/default": "ENQUEUE",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_free(served: Operated):
+    from prefect.automations import Automation
+
+    alarm = Automation.read(name=_NEVER_BEGAN)
+    assert alarm.trigger.within == timedelta(seconds=BEGINNING) <= timedelta(minutes=5)
+    alarm.trigger.within = timedelta(seconds=10)
+    alarm.update()
+    try:
+        deployment = served.ask("GET", "/deployments/name/collect-captions/default")
+        place = f"/v2/concurrency_limits/deployment:{deployment['id']}"
+        later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2100-01-01T00:00:00Z"}}  # for no worker
+        run = served.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", state=later)["id"]
+        served.ask("POST", f"/flow_runs/{run}/set_state", state={"type": "PENDING"}, force=False)
+        assert (served.state(run), served.ask("GET", place)["active_slots"]) == ("PENDING", 1)
+        served.wait_for(run, lambda: served.state(run) == "CRASHED", 60)
+        assert served.ask("GET", place)["active_slots"] == 0
+    finally:
+        set_alarms()
+
+
+def taken(server: Operated, directory: Path) -> None:
+    """What the server keeps of deployments that it was told of in this folder is what their file says."""
+    flows = {one["id"]: one["name"] for one in server.ask("POST", "/flows/filter")}
+    found = {f"{flows[one['flow_id']]}/{one['name']}": one for one in server.ask("POST", "/deployments/filter")}
+    assert set(found) == {
+        "pretrain-vlbert/default",
+        "collect-captions/default",
+        "detect-regions/default",
+        "detect-regions/scheduled",
+        "pretrain/default",
+        "finetune/default",
+        "train-detector/default",
+    }
+    assert {one["work_pool_name"] for one in found.values()} == {"local"}
+    assert {one["job_variables"]["command"] for one in found.values()} == {"python -m flows.engine"}
+    assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
+    # Relative paths in parameters begin where `prefect deploy` ran.
+    moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
+    assert [one["pull_steps"] for one in found.values()] == len(found) * [[moves]]
+    scheduled = found["detect-regions/scheduled"]
+    project = yaml.safe_load(server.deployments.read_text())
+    (asked,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
+    (schedule,) = scheduled["schedules"]
+    assert (schedule["schedule"]["cron"], schedule["active"]) == (asked["cron"], True)
+    (automation,) = [
+        one for one in server.ask("POST", "/automations/filter") if one["trigger"]["expect"] == [COMMITTED]
+    ]
+    assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}
+    assert [action["deployment_id"] for action in automation["actions"]] == [scheduled["id"]]
+
+
+def test_prefect_takes_the_deployments_of_the_demo(served: Operated):
+    taken(served, Path.cwd())
+
+
+@pytest.mark.slow
+def test_prefect_takes_the_deployments_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copy(PROJECT / "prefect.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
+        taken(server, tmp_path)

@@ -1,0 +1,327 @@
+"""Children under supervision: what they print, how they end, and that nothing of them is left. Real processes."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from operated import wait_until
+from places import PROJECT
+
+from flows.supervisor import GRACE, TAIL_LINES, ChildFailed, ChildTimedOut, background, run_child
+
+
+def python(program: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-S", "-c", program, *arguments]
+
+
+def alive(mark: str) -> list[int]:
+    """The processes with `mark` on their command line that have not ended."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if mark.encode() in (folder / "cmdline").read_bytes():  # empty of one that ended
+                    found.append(int(folder.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A word for command lines; what carries it after the test is ended, and the test has failed."""
+    word = f"mark-{uuid.uuid4().hex}"
+    yield word
+    left = alive(word)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+# A child whose own child is in a session of its own, as torchrun's ranks are, and will not hear SIGTERM.
+STUBBORN = """
+import signal, subprocess, sys, time
+if sys.argv[1] == "child":
+    subprocess.Popen([sys.executable, "-S", "-c", sys.argv[3], "grandchild", sys.argv[2], ""], start_new_session=True)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(sys.argv[1], flush=True)
+time.sleep(600)
+"""
+
+
+def stubborn(mark: str) -> list[str]:
+    return python(STUBBORN, "child", mark, STUBBORN)
+
+
+def test_every_line_of_stdout_and_stderr_comes_in_order_as_it_is_printed():
+    program = """
+import sys, time
+print("one", flush=True); time.sleep(0.3); print("two", file=sys.stderr, flush=True); print(); print("  three é")
+"""
+    heard = []
+    finished = run_child(python(program), lambda line: heard.append((line, time.monotonic())))
+    assert [line for line, _ in heard] == ["one", "two", "  three é"]
+    assert heard[1][1] - heard[0][1] > 0.2  # not all at the end
+    assert 0.3 < finished.seconds < 30
+
+
+def test_the_memory_is_that_of_the_child():
+    small = run_child(python("pass"), print).peak_bytes
+    big = run_child(python("x = bytearray(200_000_000)"), print).peak_bytes
+    assert small < 60e6
+    assert 200e6 < big < 260e6
+
+
+def test_a_last_line_without_a_newline_and_carriage_returns_are_lines():
+    heard = []
+    run_child(python("import sys; sys.stdout.write('10%\\r20%\\rdone')"), heard.append)
+    assert heard == ["10%", "20%", "done"]
+
+
+def test_huge_output_passes_whole_and_a_line_without_end_comes_in_pieces():
+    lines, sizes = [], []
+    program = "import sys\nfor i in range(300_000): print(i)\nsys.stdout.write('x' * 20_000_000)"
+
+    def count(line: str) -> None:
+        (lines if line[0] != "x" else sizes).append(len(line))
+
+    run_child(python(program), count)
+    assert len(lines) == 300_000
+    assert sum(sizes) == 20_000_000
+    assert max(sizes) <= 2**16
+
+
+def test_a_failed_child_raises_its_exit_status_and_its_last_lines():
+    program = "import sys\nfor i in range(80): print('line', i)\nsys.exit(3)"
+    with pytest.raises(ChildFailed) as failed:
+        run_child(python(program), lambda line: None)
+    error = pickle.loads(pickle.dumps(failed.value))  # as Prefect may keep it
+    assert error.returncode == 3
+    assert error.tail == [f"line {i}" for i in range(80 - TAIL_LINES, 80)]
+    assert error.command == python(program)
+    assert "exit status 3" in str(error)
+    assert "line 79" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_child_that_a_signal_killed_says_which(number: int):
+    with pytest.raises(ChildFailed, match=f"by signal {int(number)}") as failed:
+        run_child(python(f"import os; os.kill(os.getpid(), {int(number)})"), print)
+    assert failed.value.returncode == -number
+
+
+def test_a_command_that_is_not_there_is_named():
+    with pytest.raises(ChildFailed, match="cannot start no-such-program: No such file") as failed:
+        run_child(["no-such-program", "x"], print)
+    assert failed.value.returncode == 127
+
+
+def test_a_child_may_take_no_longer_than_its_timeout(mark: str):
+    started = time.monotonic()
+    with pytest.raises(ChildTimedOut, match="longer than 1 s") as failed:
+        run_child(stubborn(mark), lambda line: None, timeout=1, grace=0.5)
+    assert 1 <= time.monotonic() - started < 5
+    assert sorted(failed.value.tail) == ["child", "grandchild"]
+
+
+def test_silence_is_counted_from_the_last_output_even_without_a_newline(mark: str):
+    program = "import sys, time\nfor i in range(12):\n    sys.stdout.write('.'); sys.stdout.flush(); time.sleep(0.1)"
+    heard = []
+    run_child(python(program, mark), heard.append, silence=0.8)
+    assert heard == ["." * 12]
+    with pytest.raises(ChildTimedOut, match="silent for 0.8 s") as failed:
+        run_child(python(program + "\ntime.sleep(600)", mark), print, silence=0.8)
+    assert failed.value.tail == ["." * 12]
+
+
+def test_time_that_a_listener_takes_is_not_the_childs_silence():
+    program = "import time\nfor _ in range(3): print('at work', flush=True); time.sleep(0.2)"
+    heard = []
+
+    def listen(line: str) -> None:
+        heard.append(line)
+        time.sleep(0.7)
+
+    run_child(python(program), listen, silence=0.6)
+    assert heard == ["at work"] * 3
+
+
+def test_a_child_that_ends_in_the_grace_period_may_say_a_last_word(mark: str):
+    program = """
+import signal, sys, time
+def stop(*_): print("saved"); sys.exit(0)
+signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
+"""
+    with pytest.raises(ChildTimedOut) as failed:
+        run_child(python(program, mark), print, timeout=1)
+    assert failed.value.tail == ["ready", "saved"]
+
+
+def test_a_child_may_end_at_any_moment_while_it_is_being_ended(mark: str):
+    """Whenever it ends between two looks of the supervisor, its own exit status is told."""
+    # In short sleeps: a signal that comes just before a long one would be heard only after it.
+    program = """
+import signal, sys, time
+def stop(*_): time.sleep(float(sys.argv[2])); sys.exit(3)
+signal.signal(signal.SIGTERM, stop); print("ready")
+while True: time.sleep(0.01)
+"""
+    for number in range(20):
+        with pytest.raises(ChildTimedOut) as failed:
+            run_child(python(program, mark, f"{0.04 + 0.05 * number / 19:.5f}"), print, timeout=0.12)
+        assert failed.value.returncode in (3, -signal.SIGTERM)  # the latter: asked before it could listen
+        assert not any("Traceback" in line for line in failed.value.tail), failed.value
+
+
+def test_a_child_whose_first_thread_has_ended_is_still_there(mark: str):
+    """For the kernel such a process is a zombie, which nobody can wait for before its other threads end."""
+    program = """
+import ctypes, signal, sys, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=lambda: (print("ready", flush=True), time.sleep(600))).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with pytest.raises(ChildTimedOut) as failed:
+        run_child(python(program, mark), print, timeout=1, grace=0.3)
+    assert failed.value.returncode == -signal.SIGKILL
+    assert failed.value.tail == ["ready"]
+    assert not alive(mark)
+
+
+def test_what_a_child_leaves_behind_is_ended(mark: str):
+    program = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
+"""
+    run_child(python(program, mark), print)
+    assert not alive(mark)
+
+
+def test_an_error_while_listening_ends_the_child_and_is_raised(mark: str):
+    def listen(line: str) -> None:
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="child"):
+        run_child(stubborn(mark), listen, grace=0.2)
+    assert not alive(mark)
+
+
+def test_a_signal_to_the_flow_ends_the_child_before_the_flow_goes_on(mark: str):
+    class Cancelled(Exception):
+        pass
+
+    def cancel(*_: object) -> None:
+        raise Cancelled
+
+    before = signal.signal(signal.SIGUSR1, cancel)
+    try:
+        with pytest.raises(Cancelled):
+            run_child(stubborn(mark), lambda line: os.kill(os.getpid(), signal.SIGUSR1), grace=0.2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not alive(mark)
+
+
+FLOW = """
+import signal, sys
+from flows.supervisor import run_child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest itself runs in the background
+run_child(sys.argv[2:], lambda line: print(line, flush=True), grace=float(sys.argv[1]))
+"""
+
+
+def a_flow(command: list[str], grace: float = GRACE) -> subprocess.Popen:
+    root = PROJECT
+    return subprocess.Popen([sys.executable, "-c", FLOW, str(grace), *command], stdout=subprocess.PIPE, cwd=root)
+
+
+@pytest.mark.parametrize(("number", "grace"), [(signal.SIGKILL, GRACE), (signal.SIGTERM, 0.5), (signal.SIGINT, 0.5)])
+def test_nothing_is_left_5_seconds_after_the_flow_was_killed(mark: str, number: int, grace: float):
+    flow = a_flow(stubborn(mark), grace)
+    heard = {flow.stdout.readline(), flow.stdout.readline()}
+    assert heard == {b"child\n", b"grandchild\n"}
+    assert len(alive(mark)) == 4  # flow, supervisor, child, grandchild
+    flow.send_signal(number)
+    wait_until(lambda: not alive(mark), 5)
+    flow.communicate()
+    assert flow.returncode == -number
+
+
+def test_the_ranks_of_torchrun_die_with_the_flow(mark: str, tmp_path: Path):
+    rank = tmp_path / f"{mark}.py"
+    # One write a line: print, unbuffered, writes the newline by itself, and the other rank may come in between.
+    rank.write_text("import os, time\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\ntime.sleep(600)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(rank)]
+    flow = a_flow(torchrun)
+    heard = set()
+    while len(heard) < 2:
+        line = flow.stdout.readline()
+        assert line, "torchrun ended"
+        if line.startswith(b"rank"):
+            heard.add(line)
+    assert len(alive(mark)) == 5  # flow, supervisor, torchrun, two ranks
+    flow.kill()
+    wait_until(lambda: not alive(mark), 5)
+    flow.communicate()
+
+
+def test_nothing_is_left_of_a_child_whose_flow_forked_and_died(mark: str):
+    """A forked process keeps the flow's end of the socket open; the parent-death signal comes all the same."""
+    program = """
+import os, sys, time
+from flows.supervisor import run_child
+def listen(line):
+    if "grandchild" in line:
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+run_child(sys.argv[1:], listen, grace=0.3)
+"""
+    flow = subprocess.Popen([sys.executable, "-c", program, *stubborn(mark)], cwd=PROJECT)
+    flow.wait()
+    wait_until(lambda: len(alive(mark)) == 1, 2.5)  # the forked copy of the flow, while it sleeps
+    wait_until(lambda: not alive(mark), 10)
+
+
+def test_a_child_is_started_from_the_main_thread_only():
+    errors = []
+
+    def start() -> None:
+        try:
+            run_child(python("pass"), print)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert errors
+    assert "main thread" in errors[0]
+
+
+def test_a_child_has_a_session_of_its_own_no_input_and_the_variables_it_was_given():
+    program = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()), os.environ['GREETING'])"
+    heard = []
+    run_child(python(program), heard.append, environment={"GREETING": "hello"})
+    assert heard == ["True '' hello"]
+
+
+def test_a_child_in_the_background_runs_as_long_as_the_block(mark: str, tmp_path: Path):
+    log = tmp_path / "log"
+    with background(stubborn(mark), log, grace=0.2) as runs:
+        wait_until(lambda: "grandchild" in log.read_text(), 20)
+        assert runs()
+    assert not alive(mark)
+    with background(python("print('over')"), log) as runs:
+        wait_until(lambda: not runs(), 20)
+    assert log.read_text().endswith("over\n")

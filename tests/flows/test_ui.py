@@ -1,0 +1,260 @@
+"""The flow UI in a real browser, after `prefect deployment run pretrain-vlbert/default --watch` on a tiny world."""
+
+import dataclasses
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import chromium
+from operated import Operated
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+from pydantic import TypeAdapter
+
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
+from storage.object_store import open_objects
+from training.log import last_metrics
+
+pytestmark = pytest.mark.slow
+
+PAPER = "val 79.88 base, 80.31 large; testA 82.40 base"  # RefCOCO+, table 3
+SECONDS = 20.0  # that a page may take to show what is asked for
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def root(served: Operated) -> Path:
+    """Where the road puts what it makes."""
+    return served.deployments.parent / "root"
+
+
+@pytest.fixture(scope="module")
+def names(walked: subprocess.CompletedProcess, root: Path) -> dict[str, str]:
+    """What each run should be called, from what was written."""
+
+    def trained(recipe: str, run: str) -> str:
+        data = json.loads((root / f"runs/{run}/step-0000004/state.json").read_text())["data"]
+        return (
+            f"{recipe} {run} on {data['stage'].removeprefix('regions/')} snapshot {data['snapshots'][-1]['snapshot']}"
+        )
+
+    detectors = {dataset: next((root / dataset / "regions").iterdir()).name for dataset in ("captions", "coco")}
+    return {
+        "road": trained("pretrain_vlbert_demo", "pretrain"),
+        "finetune": trained("finetune_refcoco_demo", "refcoco-with"),
+        "collect captions": "collect captions from train.tsv",
+        "collect coco": "collect coco from coco",
+    } | {f"detect {dataset}": f"detect {dataset} by {detector}" for dataset, detector in detectors.items()}
+
+
+@pytest.fixture(scope="module")
+def window(browser: Browser, served: Operated) -> Iterator[BrowserContext]:
+    """A window for all tests, which loads the program of the pages once; paths that are opened are the server's."""
+    expect.set_options(timeout=SECONDS * 1000)
+    opened = browser.new_context(base_url=served.url, viewport={"width": 1400, "height": 1000})
+    opened.set_default_timeout(SECONDS * 1000)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(window: BrowserContext) -> Iterator[Page]:
+    """An empty page; what a test before has told the pages to remember is forgotten."""
+    opened = window.new_page()
+    yield opened
+    opened.evaluate("localStorage.clear(); sessionStorage.clear()")
+    opened.close()
+
+
+def run_links(page: Page, name: str) -> object:
+    """The links to the runs of this name."""
+    return page.get_by_role("link", name=name, exact=True)
+
+
+def open_artifact(page: Page, run: str, key: str) -> object:
+    """Go from the runs page to an artifact of a run, as a person does; what the artifact shows."""
+    page.goto("/runs")
+    run_links(page, run).first.click()
+    page.locator("#artifacts").click()
+    page.locator(".artifact-card__title").filter(has_text=re.compile(f"^{key}$")).click()
+    shown = page.locator(".artifact-data-view article")
+    expect(shown).to_be_visible()
+    assert not re.search(r"[\\`]", shown.inner_text()), "what was escaped shows that it was"
+    return shown
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deployment_that_is_run_and_watched_ends_well(walked: subprocess.CompletedProcess):
+    assert walked.returncode == 0, walked.stdout + walked.stderr
+
+
+def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_own(page: Page, names: dict[str, str]):
+    page.goto("/runs")
+    expect(page.get_by_text("9 runs", exact=True)).to_be_visible()
+    for stage, name in names.items():
+        expect(run_links(page, name)).to_have_count(2 if stage == "road" else 1)  # the pre-training itself, too
+
+    page.get_by_role("button", name="All tags").click()
+    page.keyboard.type("dataset:coco")
+    page.locator(".p-select-option", has_text="dataset:coco").click()
+    expect(page.get_by_text("2 runs", exact=True)).to_be_visible()
+    expect(run_links(page, names["collect coco"])).to_be_visible()
+    expect(run_links(page, names["detect coco"])).to_be_visible()
+    expect(run_links(page, names["collect captions"])).to_have_count(0)
+
+
+@pytest.mark.parametrize("by", ["recipe", "detector", "snapshot"])
+def test_trainings_are_found_by_their_tags(page: Page, names: dict[str, str], by: str):
+    recipe, _, _, detector, _, snapshot = names["road"].split()
+    value = {"recipe": recipe, "detector": detector, "snapshot": snapshot}[by]
+    page.goto(f"/runs?tag={by}:{value}")
+    # The detector's tag is also that of its two detections.
+    expect(page.get_by_text(f"{4 if by == 'detector' else 2} runs", exact=True)).to_be_visible()
+    expect(run_links(page, names["road"])).to_have_count(2)
+
+
+def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, served: Operated, names: dict[str, str]):
+    (road,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    page.goto(f"/runs/flow-run/{road['id']}")
+    expect(page.locator("header, .page-heading").get_by_text("Completed", exact=True)).to_be_visible()
+    expect(page.get_by_text(names["road"], exact=True).first).to_be_visible()
+    for tag in ("road", "recipe:pretrain_vlbert_demo"):
+        expect(page.get_by_text(tag, exact=True).first).to_be_visible()
+    page.locator("#subflow-runs").click()
+    expect(page.get_by_text("8 Flow runs", exact=True)).to_be_visible()
+    for name in names.values():
+        expect(run_links(page, name).first).to_be_visible()
+    expect(page.get_by_text("Completed", exact=True)).to_have_count(1 + 8)
+
+
+def test_what_the_road_has_fine_tuned_is_complete_for_the_deployment_too(
+    walked_again: dict[str, list[str]],
+):
+    """The deployment names no detector, and `latest`."""
+    assert any(line.startswith("refcoco-with is complete") for line in walked_again["finetune/default"])
+
+
+# --- artifacts --------------------------------------------------------------------------------------------------------
+
+
+def test_counts_by_status_and_the_reasons_are_plain_words(page: Page, names: dict[str, str], root: Path):
+    shown = open_artifact(page, names["collect captions"], "images-captions")
+    expect(shown).to_contain_text("32 rows in 4 shards, written to")
+    link = shown.get_by_role("link", name=f"{root}/captions/images", exact=True)
+    expect(link).to_have_attribute("href", f"file://{root}/captions/images")
+    expect(shown.get_by_role("row", name="ok 24 75.0%", exact=True)).to_be_visible()
+    expect(shown.get_by_role("row", name="http_404 1 3.1%", exact=True)).to_be_visible()
+    expect(shown.get_by_role("listitem").filter(has_text="http_404, 1 row: HTTP 404 Not Found")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_curves_are_a_picture(page: Page, names: dict[str, str]):
+    shown = open_artifact(page, names["finetune"], "finetune-curves-refcoco-with")
+    picture = shown.get_by_role("img", name="finetune-curves-refcoco-with")
+    expect(picture).to_have_js_property("complete", True)
+    assert picture.evaluate("picture => picture.naturalWidth") > 500
+    assert page.locator("body").inner_text().count("base64") == 0, "the picture's own text is no reading"
+
+
+def test_the_road_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
+    (road,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    page.goto(f"/runs/flow-run/{road['id']}")
+    page.locator("#artifacts").click()
+    page.locator(".artifact-card__title").filter(has_text=re.compile("^road-pretrain$")).click()
+    shown = page.locator(".artifact-data-view article")
+    expect(shown.get_by_role("row")).to_have_count(1 + 8)
+    expect(shown.get_by_role("row", name="collect captions")).to_contain_text("24 images in 4 shards")
+    href = shown.get_by_role("link", name="detect coco", exact=True).get_attribute("href")
+    page.goto(href)
+    expect(page.get_by_text(names["detect coco"], exact=True).first).to_be_visible()
+
+
+def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
+    shown = open_artifact(page, names["finetune"], "finetune-progress-refcoco-with")
+    expect(shown.get_by_role("row", name="step 4 of 4", exact=True)).to_be_visible()
+    expect(shown.get_by_role("row", name="time left 0:00", exact=True)).to_be_visible()
+    expect(shown.get_by_role("row", name="samples/s")).to_be_visible()
+    shown = open_artifact(page, names["detect captions"], "detecting-captions")
+    expect(shown.get_by_role("row", name="shards 4 of 4", exact=True)).to_be_visible()
+
+
+def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, str], root: Path):
+    shown = open_artifact(page, names["finetune"], "finetune-refcoco-with")
+    expect(shown.get_by_text(PAPER)).to_be_in_viewport(ratio=1)
+    metrics = last_metrics(open_objects(str(root)), "refcoco-with")
+    numbers = f"accuracy_published {metrics['accuracy_published']:.3f} 71.60 base, 72.59 large"  # on detected regions
+    row = shown.get_by_role("row", name=numbers, exact=True)
+    expect(row.get_by_role("cell").last).to_be_in_viewport(ratio=1)
+    expect(shown.get_by_role("link", name=f"{root}/runs/refcoco-with/step-0000004", exact=True)).to_be_visible()
+
+
+# --- deployments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("walked")
+def test_every_deployment_is_listed(page: Page):
+    page.goto("/deployments")
+    expect(page.get_by_text("7 Deployments", exact=True)).to_be_visible()
+    for flow, name in [
+        ("pretrain-vlbert", "default"),
+        ("collect-captions", "default"),
+        ("detect-regions", "default"),
+        ("detect-regions", "scheduled"),
+        ("pretrain", "default"),
+        ("finetune", "default"),
+        ("train-detector", "default"),
+    ]:
+        row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
+        expect(row.filter(has=page.get_by_role("link", name=name, exact=True))).to_have_count(1)
+
+
+def open_form(page: Page, served: Operated, deployment: str) -> None:
+    """The form that asks for the parameters of a run."""
+    page.goto(f"/deployments/deployment/{served.ask('GET', f'/deployments/name/{deployment}')['id']}/run")
+    expect(page.get_by_text("Validate parameters")).to_be_visible()
+
+
+def plain(text: str) -> str:
+    """Words as a page shows them, whether they were set as code or not."""
+    return " ".join(text.replace("`", "").split())
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [
+        ("pretrain-vlbert/default", (Dataset, DetectorSettings, PretrainSettings, FinetuneSettings)),
+        ("collect-captions/default", (Source,)),
+        ("detect-regions/default", (DetectorSettings,)),
+        ("pretrain/default", (PretrainSettings,)),
+        ("finetune/default", (FinetuneSettings,)),
+        ("train-detector/default", (TrainDetectorSettings,)),
+    ],
+)
+def test_a_form_asks_for_every_setting_in_words(
+    page: Page, served: Operated, deployment: str, settings: tuple[type, ...]
+):
+    open_form(page, served, deployment)
+    said = plain(page.locator("form").inner_text())
+    for kind in settings:
+        fields = TypeAdapter(kind).json_schema()["properties"]
+        assert set(fields) == {field.name for field in dataclasses.fields(kind)}
+        for name, field in fields.items():
+            assert field.get("title", name.title()) in said
+            if "$ref" not in json.dumps(field):  # of a nested setting the form shows what its class says
+                assert plain(field["description"]) in said, f"{kind.__name__}.{name}"
+
+
+def test_a_form_is_filled_with_what_the_deployment_says_and_lets_choose(page: Page, served: Operated, root: Path):
+    open_form(page, served, "detect-regions/default")
+    expect(page.locator("form textarea").first).to_have_value(str(root))
+    # A list to choose from, and no field for any text.
+    expect(page.locator(".p-select.schema-form-property-string").first).to_have_text("annotated")

@@ -1,0 +1,52 @@
+"""Captioned samples as a run loads them."""
+
+import dataclasses
+
+import torch
+from tiny import TINY_MODEL, tiny_recipe
+
+from storage.object_store import open_objects
+from training.distributed import World
+from vlbert.data.batch import Batch
+from vlbert.data.corpus import TextCorpus
+from vlbert.data.loading import TrainingData
+from vlbert.data.samples import open_samples
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.tasks import make_task
+
+CPU = torch.device("cpu")
+
+
+ALONE = World(0, 1, CPU)
+
+
+def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData:
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, **changes)
+    samples, _ = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
+    corpus = TextCorpus(root / "text", vocabulary)
+    questions = task.questions(samples, None)
+    return TrainingData(samples, questions, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+
+
+def captions(batch: Batch) -> list[str]:
+    return [key for key in batch.keys if not key.startswith("text-")]
+
+
+def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
+    """The key of each sample, and everything that it became apart from padding."""
+    rows, picture_of = [], {row: i for i, row in enumerate(batch.picture_rows.tolist())}
+    for i, key in enumerate(batch.keys):
+        words, regions = batch.text_mask[i], batch.region_mask[i]
+        pixels = batch.picture(picture_of[i]).sum().item() if i in picture_of else 0
+        row = (
+            batch.tokens[i][words].tolist(),
+            batch.targets["word_asked"][i][words].tolist(),
+            batch.boxes[i][regions].tolist(),
+            batch.region_hidden[i][regions].tolist(),
+            pixels,
+        )
+        rows.append((key, row))
+    return rows

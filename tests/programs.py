@@ -1,0 +1,32 @@
+"""The training program under torchrun, and what its log says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from places import PROJECT
+from tiny import as_overrides, tiny_recipe
+
+from storage.object_store import open_objects
+from training.log import read_metrics
+from vlbert.recipes import RECIPES
+
+
+def losses(root: Path, name: str) -> list[tuple]:
+    kept = ("loss_words", "loss_text_words", "loss_regions")
+    lines = read_metrics(open_objects(str(root)), name, "training")
+    return [(line["step"], *(line.get(loss) for loss in kept)) for line in lines]
+
+
+def command_line(root: Path, name: str, *more: str, **changes) -> list[str]:
+    """The arguments of `vlbert.train` that make a recipe of it."""
+    recipe = tiny_recipe(root, run=name, **changes)
+    return ["pretrain_vlbert_demo", *as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]()), *more]
+
+
+def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)

@@ -1,0 +1,45 @@
+"""Committed samples, and a store that counts what is read of it."""
+
+from tiny import DETECTOR
+
+from storage.cache import ShardCache
+from storage.catalog import Catalog
+from storage.object_store import Objects
+from storage.reading import ShardSamples
+from storage.sample import Sample
+
+COUNT = 40  # samples, 16 a shard
+
+
+STAGE = f"regions/{DETECTOR}"
+
+
+class Counted:
+    """Real objects, whose range requests for tars are written down."""
+
+    def __init__(self, objects: Objects):
+        self._objects, self.ranges = objects, []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        if path.endswith(".tar"):
+            self.ranges.append((path, offset, length))
+        return self._objects.get_range(path, offset, length)
+
+
+def samples_of(objects: Objects, **settings: ShardCache | float) -> ShardSamples:
+    catalog = Catalog(objects, "captions")
+    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id), **settings)
+
+
+def identity(sample: Sample | ValueError) -> tuple:
+    assert isinstance(sample, Sample), sample
+    return (
+        sample.key,
+        sample.image,
+        sample.caption,
+        sample.regions.boxes.tobytes(),
+        sample.regions.class_probs.tobytes(),
+    )

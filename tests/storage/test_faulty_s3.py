@@ -1,0 +1,186 @@
+"""An S3 behind a bad network gives the same outcome as one behind a good one, or says that it cannot."""
+
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from s3 import s3_server
+from s3_faults import FAULTS, FaultyS3, faulty
+from seeded import DETECTOR, as_dict, shard_of
+
+from storage.catalog import Catalog
+from storage.inventory import Inventory, collect, status, verify
+from storage.object_store import StorageUnreachable, open_objects
+
+REGIONS = f"regions/{DETECTOR}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server("bucket") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def calm(server) -> Iterator[FaultyS3]:
+    """The proxy, which does only what a test plans."""
+    with faulty(server, faults={}) as proxy:
+        yield proxy
+
+
+def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
+    """Commit, detect, pin and read everything; the objects under the root, and what was read."""
+    catalog = Catalog(open_objects(root), "captions")
+
+    def images(number: int) -> bool:
+        return catalog.commit("images", f"{number:05d}", *shard_of(number), {})
+
+    def regions(shard: str) -> bool:
+        source = catalog.manifest("images", shard).as_source()
+        return catalog.commit(REGIONS, shard, *shard_of(int(shard), regions=True), {"source": source})
+
+    with ThreadPoolExecutor(workers) as pool:
+        assert list(pool.map(images, range(shards))) == [True] * shards
+        assert list(pool.map(regions, catalog.pending("images", REGIONS))) == [True] * shards
+        samples = list(pool.map(lambda shard: [*map(as_dict, catalog.read(REGIONS, shard))], catalog.shards(REGIONS)))
+    index = catalog.pinned(REGIONS, catalog.pin(REGIONS).id)
+    some = range(0, len(index), max(1, len(index) // 10))
+    places = [(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i])) for i in some]
+    ranges = [catalog.objects.get_range(*place) for place in places]
+    assert list(verify(Inventory(catalog.objects))) == []
+    assert collect(catalog.objects, -60, delete=True) == ["nothing to delete"]
+    told = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.objects)[:3]]]
+    return {info.path: catalog.objects.get(info.path) for info in catalog.objects.list()}, told
+
+
+def test_work_behind_a_bad_network_has_the_same_outcome(server, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    expected = work(f"{root}/calm", 1, 1)
+    with faulty(server, faults={}) as proxy:
+        for method, part, faults in [
+            ("HEAD", "", ("503",)),
+            ("PUT", ".probe", ("reset after",)),
+            ("PUT", ".tar", ("503", "reset after")),
+            ("PUT", "00000.parquet", ("reset before", "truncated")),
+            ("PUT", "snapshots", ("reset after",)),
+            ("GET", "list-type", ("truncated",)),
+            ("GET", ".parquet", ("truncated", "truncated", "reset after")),
+            ("GET", ".tar", ("slow", "truncated")),
+        ]:
+            proxy.plan(method, part, *faults)
+        assert work(f"{root}/faulty", 1, 1) == expected
+    assert proxy.planned == []
+
+
+@pytest.mark.slow
+def test_much_work_behind_a_bad_network_has_the_same_outcome(server, tmp_path):
+    root = f"s3://bucket/{tmp_path.name}"
+    expected = work(f"{root}/calm", 40, 8)
+    with faulty(server, 4) as proxy:
+        assert work(f"{root}/faulty", 40, 8) == expected
+    for fault in FAULTS:
+        assert proxy.happened[fault] >= 5, proxy.happened
+
+
+@pytest.mark.parametrize("lost", ["reset after", "truncated"])
+def test_a_commit_whose_answer_is_lost_is_known_as_ones_own(calm, tmp_path, lost):
+    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    calm.plan("PUT", "/00000.parquet", lost)
+    assert catalog.commit("images", "00000", *shard_of(0), {}) is True
+    assert calm.planned == []
+    assert len(list(catalog.read("images", "00000"))) == 4
+    assert catalog.commit("images", "00000", *shard_of(0), {}) is False
+
+
+def test_a_winner_of_the_same_bytes_is_not_taken_for_oneself(calm, tmp_path):
+    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    samples, rows = shard_of(0)
+
+    def overtaken() -> Iterator:
+        assert catalog.commit("images", "00000", samples, rows, {}) is True
+        calm.plan("PUT", "/00000.parquet", "reset after")  # the loser's request, refused, and it never hears that
+        yield from samples
+
+    assert catalog.commit("images", "00000", overtaken(), rows, {}) is False
+    assert calm.planned == []
+    assert list(verify(Inventory(catalog.objects))) == []
+
+
+def test_a_download_that_breaks_off_is_asked_for_again_whole_or_in_part(calm, tmp_path):
+    objects = open_objects(f"s3://bucket/{tmp_path.name}")
+    data = bytes(range(256)) * 40
+    objects.put("a", data)
+    for faults in (("truncated",) * 3, ("reset after", "503")):
+        calm.plan("GET", "/a", *faults)
+        assert objects.get("a") == data
+        calm.plan("GET", "/a", *faults)
+        assert objects.get_range("a", 300, 5000) == data[300:5300]
+        assert calm.planned == []
+    calm.plan("GET", "/a", *["truncated"] * 5)
+    with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a broke off 5 times"):
+        objects.get_range("a", 0, 1000)
+
+
+def test_an_upload_in_parts_goes_on_after_a_part_was_lost(calm, tmp_path):
+    objects, file = open_objects(f"s3://bucket/{tmp_path.name}"), tmp_path / "large"
+    file.write_bytes(os.urandom(9_000_000))  # above 8 MiB boto3 sends parts
+    data = file.read_bytes()
+    for content in (file, [memoryview(data)[:5], memoryview(data)[5:8_500_000], memoryview(data)[8_500_000:]]):
+        calm.plan("PUT", "partNumber=2", "reset before")
+        assert objects.put("large", content) is True
+        assert calm.planned == []
+        assert objects.get("large") == data
+
+
+def test_a_network_that_is_down_for_good_is_told_and_the_next_attempt_finds_what_was_committed(calm, tmp_path):
+    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    # Few attempts: with all of them botocore waits for seconds.
+    catalog.objects._clients = {os.getpid(): catalog.objects._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
+    calm.plan("PUT", "/00000.parquet", "reset after")
+    with pytest.raises(StorageUnreachable, match=r"images/00000\.parquet at .* run again: what is committed stays"):
+        catalog.commit("images", "00000", *shard_of(0), {})
+    assert catalog.commit("images", "00000", *shard_of(0), {}) is False
+    assert list(verify(Inventory(catalog.objects))) == []
+
+
+def test_an_endpoint_that_ignores_conditions_is_refused_to_writers_by_name(server, tmp_path):
+    with faulty(server, faults={}, strip=frozenset({"If-None-Match"})) as proxy:
+        with pytest.raises(StorageUnreachable, match=f"^{proxy.endpoint} does not honour If-None-Match"):
+            open_objects(f"s3://bucket/{tmp_path.name}")
+        assert list(open_objects(f"s3://bucket/{tmp_path.name}", write=False).list()) == []
+
+
+def race(root: str, number: int, endpoint: str) -> bool:
+    """One of several writers of one shard, with samples of its own; whether it was the one that committed."""
+    os.environ["AWS_ENDPOINT_URL"] = endpoint
+    samples, rows = shard_of(0)
+    samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
+    return Catalog(open_objects(root), "captions").commit("images", "00000", samples, rows, {"by": number})
+
+
+def check_race(won: list[bool], root: str) -> None:
+    assert won.count(True) == 1
+    catalog = Catalog(open_objects(root), "captions")
+    assert catalog.manifest("images", "00000").meta == {"by": won.index(True)}
+    assert {sample.caption for sample in catalog.read("images", "00000")} == {f"writer {won.index(True)}"}
+    assert len(list(catalog.objects.list())) == 2  # and no tar of those who lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_writers_of_a_shard_on_s3_one_wins_and_the_others_leave_nothing(server, tmp_path, seed):
+    root = f"s3://bucket/{tmp_path.name}"
+    with faulty(server, seed) as proxy, ThreadPoolExecutor(4) as pool:
+        check_race(list(pool.map(lambda number: race(root, number, proxy.endpoint), range(4))), root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_of_two_processes_that_write_a_shard_one_wins(server, tmp_path: Path, kind):
+    root = str(tmp_path / "root") if kind == "folder" else f"s3://bucket/{tmp_path.name}"
+    with faulty(server, faults={}) as proxy, multiprocessing.get_context("spawn").Pool(2) as pool:
+        check_race(pool.starmap(race, [(root, number, proxy.endpoint) for number in range(2)], 1), root)

@@ -1,0 +1,307 @@
+"""Files that an earlier version wrote: today's code reads them to the same values and writes the same bytes.
+
+The golden files are made by `python tests/storage/test_formats.py` (only when a format gets a new version), and
+docs/formats.md describes them.
+"""
+
+import json
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from places import DATA, PROJECT
+from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
+
+from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
+from storage.digests import is_whole
+from storage.download import CaptionRow, Download, ImageSettings, commit_images
+from storage.object_store import LocalObjects
+from storage.runs import CHECKPOINT_VERSION
+from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
+from storage.shards import SHARD_VERSION, Span, index_shard, read_span
+from storage.snapshots import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION, read_columns
+
+GOLDEN = DATA / "golden"
+STAGE = f"regions/{DETECTOR}"
+MANIFEST = f"captions/{STAGE}/00000.parquet"
+TAR = f"captions/{STAGE}/00000-6d277ce0f700.tar"
+IMAGES_MANIFEST = "captions/images/00002.parquet"
+IMAGES_TAR = "captions/images/00002-d14c3e377c55.tar"
+# What storage.download.commit_images records beside the rows.
+IMAGES_META = {
+    "source": {"list": f"list.tsv sha256:{'5' * 64}", "rows": [20, 24]},
+    "config": {
+        "max_bytes": 20971520,
+        "max_pixels": 50000000,
+        "max_side": 1024,
+        "min_side": 32,
+        "max_aspect": 8.0,
+        "jpeg_quality": 95,
+    },
+    "config_hash": "0f71cd04581c",
+}
+SNAPSHOT = f"captions/{STAGE}/snapshots/51445516f5337e0c.parquet"
+SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
+
+
+def golden_samples() -> list[Sample]:
+    return [seeded_sample(3, seeded_regions(3, 2)), seeded_sample(4, seeded_regions(4, 0))]
+
+
+def golden_commit(root: Path) -> None:
+    first, second = golden_samples()
+    failed = seeded_sample(5)
+    rows = [
+        Row(7, first.key, "ok", "", first.url),
+        Row(8, failed.key, "http_404", "Not Found", failed.url),
+        Row(9, second.key, "ok", "", second.url),
+    ]
+    meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    assert Catalog(LocalObjects(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
+
+
+def golden_snapshot(root: Path) -> None:
+    Catalog(LocalObjects(str(root)), "captions").pin(STAGE)
+
+
+def golden_images_commit(root: Path) -> None:
+    """A shard of the stage `images`, as collecting commits it: two rows that are ok, two that are not."""
+    first, second = seeded_sample(3), seeded_sample(4)
+    gone = CaptionRow(21, "a caption", "http://example.org/gone.jpg")
+    outcomes = [
+        Download(CaptionRow(20, first.caption, first.url), "ok", "", first),
+        Download(gone, "http_404", "HTTP 404 Not Found", None),
+        Download(CaptionRow(22, second.caption, second.url), "ok", "", second),
+        Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
+    ]
+    catalog = Catalog(LocalObjects(str(root)), "captions")
+    assert commit_images(catalog, "00002", outcomes, ImageSettings(), source=IMAGES_META["source"]["list"])
+
+
+def test_the_golden_shard_reads_to_these_values():
+    first, second = Catalog(LocalObjects(str(GOLDEN)), "captions").read(STAGE, "00000")
+    assert first.key == "f17f635f1028ec2eb17d"
+    assert first.caption == "caption 3: a café, naïve ☃"
+    assert first.url == "http://example.org/images/000003.jpg"
+    assert (first.width, first.height, first.flags) == (16, 8, ())
+    assert second.flags == ("exif_rotated",)
+    assert (len(first.image), first.image[:4], first.image[-3:].hex()) == (188, b"\xff\xd8\xff\xe0", "9844b8")
+    assert first.sha256 == "06c81c663198ac004f787f168a31b7ab095c13c29490711aad46e746ff096be6"
+    assert first.regions.boxes.tolist() == [
+        [0.5, 0.609375, 7.578125, 3.15625],
+        [3.21875, 2.515625, 10.40625, 5.0390625],
+    ]
+    assert first.regions.scores.tolist() == [0.25, 0.140625]
+    assert first.regions.labels.tolist() == [1, 2]
+    assert first.regions.class_probs.tolist() == [
+        [0.6953125, 0.96484375, 0.3046875, 0.33203125, 0.83203125, 0.84375],
+        [0.171875, 0.171875, 0.41796875, 0.0859375, 0.890625, 0.8828125],
+    ]
+    assert (first.regions.detector, first.regions.background) == ("0123456789ab", 0)
+    assert (first.regions.attributes, first.regions.features) == (None, None)
+    assert (second.regions.boxes.shape, second.regions.class_probs.shape) == ((0, 4), (0, 6))
+
+
+def test_the_golden_manifest_reads_to_these_values():
+    manifest = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000")
+    assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00000", STAGE, TAR, 10240)
+    assert manifest.tar_sha256.startswith("6d277ce0f700")
+    assert manifest.statuses == {"http_404": 1, "ok": 2}
+    assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    assert manifest.table.schema.equals(SCHEMA)
+    assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
+        (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2),
+        (
+            8,
+            "01430a82a2e6c6c7f151",
+            "http_404",
+            "Not Found",
+            "http://example.org/images/000005.jpg",
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
+        (9, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 3072, 3072, 16, 8, 0),
+    ]
+
+
+def test_the_golden_manifest_of_images_reads_to_these_values():
+    catalog = Catalog(LocalObjects(str(GOLDEN)), "captions")
+    manifest = catalog.manifest("images", "00002")
+    assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00002", "images", IMAGES_TAR, 10240)
+    assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
+    assert manifest.meta == IMAGES_META
+    assert manifest.table.schema.equals(SCHEMA)
+    nothing = (None, None, None, None, None)
+    assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
+        (20, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 2048, 16, 8, None),
+        (21, "5a60a8683e53e40ceb17", "http_404", "HTTP 404 Not Found", "http://example.org/gone.jpg", *nothing),
+        (22, "9abcd6e6cf1cf0b3855c", "ok", "", "http://example.org/images/000004.jpg", 2048, 2048, 16, 8, None),
+        (23, "f17f635f1028ec2eb17d", "duplicate", "of row 20", "http://example.org/images/000003.jpg", *nothing),
+    ]
+    samples = [as_dict(sample) for sample in catalog.read("images", "00002")]
+    assert samples == [as_dict(seeded_sample(3)), as_dict(seeded_sample(4))]
+
+
+def test_todays_code_writes_the_golden_images(tmp_path):
+    golden_images_commit(tmp_path)
+    assert (tmp_path / IMAGES_TAR).read_bytes() == (GOLDEN / IMAGES_TAR).read_bytes()
+    today, golden = (
+        Catalog(LocalObjects(str(root)), "captions").manifest("images", "00002") for root in (tmp_path, GOLDEN)
+    )
+    assert today.table.equals(golden.table)
+    assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
+
+
+def test_the_golden_index_is_the_one_of_the_tar():
+    table = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000").table.to_pylist()
+    spans = [Span(line["key"], line["offset"], line["length"]) for line in table if line["status"] == "ok"]
+    assert index_shard(GOLDEN / TAR) == spans
+    data = (GOLDEN / TAR).read_bytes()
+    read = [read_span(data[span.offset : span.offset + span.length]) for span in spans]
+    assert [as_dict(sample) for sample in read] == [as_dict(sample) for sample in golden_samples()]
+
+
+def test_the_golden_snapshot_reads_to_these_values():
+    objects = LocalObjects(str(GOLDEN))
+    index = Catalog(objects, "captions").pinned(STAGE, Path(SNAPSHOT).stem)
+    snapshot = index.snapshot
+    assert (snapshot.stage, snapshot.shards, snapshot.ok_rows, snapshot.untrained) == (STAGE, ("00000",), 2, False)
+    assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
+    assert index.tar_sha256[0].startswith("6d277ce0f700")
+    assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
+    assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
+    assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
+    (table,) = read_columns(objects, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
+    assert [tuple(line.values()) for line in table.to_pylist()] == [(0, 7, 16, 8, 2), (0, 9, 16, 8, 0)]
+    about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
+    header = Catalog(objects, "captions").headers(STAGE)["00000"]
+    assert about == {
+        "version": 2,
+        "stage": STAGE,
+        "untrained": False,
+        "shards": [
+            {
+                "shard": "00000",
+                "manifest_sha256": header.sha256,
+                "rows": 2,
+                "tar": TAR.rpartition("/")[2],
+                "tar_sha256": header.tar_sha256,
+                "tar_bytes": 10240,
+            }
+        ],
+    }
+
+
+def test_todays_code_writes_the_golden_snapshot_from_the_golden_manifests(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / SNAPSHOT).unlink()
+    golden_snapshot(tmp_path)
+    today, golden = pq.read_table(tmp_path / SNAPSHOT), pq.read_table(GOLDEN / SNAPSHOT)
+    assert today.equals(golden)
+    assert pq.read_metadata(tmp_path / SNAPSHOT).metadata == pq.read_metadata(GOLDEN / SNAPSHOT).metadata
+
+
+def test_a_reader_made_from_the_document_alone_gets_the_same():
+    with tarfile.open(GOLDEN / TAR, "r:") as tar:
+        members = {info.name: tar.extractfile(info).read() for info in tar}
+    first = golden_samples()[0]
+    assert [name for name in members if name.startswith(first.key)] == [
+        f"{first.key}.{e}" for e in ("jpg", "json", "mp")
+    ]
+    assert members[f"{first.key}.jpg"] == first.image
+    assert json.loads(members[f"{first.key}.json"]) == {
+        "version": 1,
+        "caption": first.caption,
+        "url": first.url,
+        "width": 16,
+        "height": 8,
+        "sha256": first.sha256,
+        "flags": [],
+    }
+    packed = msgpack.unpackb(members[f"{first.key}.mp"])
+    assert (packed["version"], packed["detector"], packed["background"]) == (1, DETECTOR, 0)
+    for name in ("boxes", "scores", "labels", "class_probs"):
+        dtype, shape, raw = packed[name]
+        assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), getattr(first.regions, name))
+    footer = pq.read_metadata(GOLDEN / MANIFEST).metadata
+    assert json.loads(footer[b"manifest"])["tar"] == TAR.rpartition("/")[2]
+
+
+def test_todays_code_writes_the_golden_tar_and_the_manifests_values(tmp_path):
+    golden_commit(tmp_path)
+    assert (tmp_path / TAR).read_bytes() == (GOLDEN / TAR).read_bytes()
+    today, golden = (
+        Catalog(LocalObjects(str(root)), "captions").manifest(STAGE, "00000") for root in (tmp_path, GOLDEN)
+    )
+    assert today.table.equals(golden.table)
+    assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
+
+
+def test_the_golden_regions_with_everything_read_to_these_values_and_are_written_so():
+    data = (GOLDEN / "regions.mp").read_bytes()
+    regions = unpack_regions(data)
+    assert regions.background == 5
+    assert regions.attributes.tolist() == [14, 7, 0]
+    assert regions.attribute_scores.tolist() == [0.03125, 0.046875, 0.91796875]
+    assert regions.features.tolist() == [
+        [0.56640625, 0.36328125, 0.75],
+        [0.234375, 0.15234375, 0.421875],
+        [0.78515625, 0.328125, 0.73828125],
+    ]
+    dtypes = {name: str(value.dtype) for name, value in vars(regions).items() if isinstance(value, np.ndarray)}
+    assert dtypes == {
+        "boxes": "float32",
+        "scores": "float32",
+        "labels": "int32",
+        "class_probs": "float16",
+        "attributes": "int32",
+        "attribute_scores": "float32",
+        "features": "float16",
+    }
+    assert pack_regions(seeded_regions(9, 3, everything=True)) == data
+
+
+@pytest.mark.parametrize("file", [MANIFEST, IMAGES_MANIFEST, SNAPSHOT])
+def test_no_bit_of_a_file_with_its_own_digest_changes_unseen(file):
+    data = bytearray((GOLDEN / file).read_bytes())
+    assert is_whole(data)
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        assert not is_whole(data), place
+        data[place] ^= 1 << place % 8
+    for changed in (data + b"\0", data[:-1], b"\0" + data, data[1:], b""):
+        assert not is_whole(changed)
+
+
+def test_the_document_tells_the_versions_of_this_code():
+    text = (PROJECT / "docs" / "formats.md").read_text()
+    for name, version in [
+        ("Sample", SAMPLE_VERSION),
+        ("Regions", SAMPLE_VERSION),
+        ("Shard", SHARD_VERSION),
+        ("Index", MANIFEST_VERSION),
+        ("Manifest", MANIFEST_VERSION),
+        ("Snapshot", SNAPSHOT_VERSION),
+        ("Model and checkpoint", CHECKPOINT_VERSION),
+    ]:
+        assert f"\n## {name} (version {version})\n" in text
+    for field in [*SCHEMA, *SNAPSHOT_SCHEMA]:
+        assert f"| `{field.name}` | {field.type} |" in text
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        golden_commit(Path(folder))
+        golden_images_commit(Path(folder))
+        golden_snapshot(Path(folder))
+        shutil.rmtree(GOLDEN / "captions", ignore_errors=True)
+        shutil.copytree(folder, GOLDEN, dirs_exist_ok=True)
+    (GOLDEN / "regions.mp").write_bytes(pack_regions(seeded_regions(9, 3, everything=True)))

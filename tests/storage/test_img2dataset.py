@@ -1,0 +1,334 @@
+"""Folders in img2dataset's output formats, written here by hand, become shards: nothing torn, nothing short."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from places import PROJECT
+from web import draw, encode
+
+from storage.catalog import Catalog
+from storage.collect import CollectSettings, collect
+from storage.download import STATUSES, DownloadSettings
+from storage.img2dataset import StoredRow, status_of
+from storage.object_store import open_objects
+from storage.sample import sample_key
+
+IMAGES = "images"
+
+
+def row(shard: int, number: int, image: bytes | None, error: str | None = None, **changes: object) -> dict:
+    """One row of a shard's table, and the image that goes with it."""
+    status = "success" if image is not None else "failed_to_download"
+    return {
+        "caption": f"caption {shard}/{number}: a café",
+        "url": f"http://example.test/{shard}/{number}.jpg",
+        "key": f"{shard:05}{number:04}",
+        "status": status,
+        "error_message": error,
+        "width": 96 if image else None,
+        "height": 64 if image else None,
+        "original_width": 500 if image else None,
+        "original_height": 333 if image else None,
+        "exif": "{}" if image else None,
+        "sha256": None,
+        "image": image,
+    } | changes
+
+
+def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdataset", extension: str = "jpg") -> None:
+    """A shard as img2dataset leaves it; rows are written in the order in which downloads ended."""
+    name = f"{shard:05}"
+    folder.mkdir(exist_ok=True)
+    done = rows[::-1]
+    about = [{name: value for name, value in row.items() if name != "image"} for row in done]
+    files = {}
+    for row, meta in zip(done, about, strict=True):
+        if row["image"] is not None:
+            files[f"{row['key']}.{extension}"] = row["image"]
+            files[f"{row['key']}.json"] = json.dumps(meta, indent=4).encode()
+            files[f"{row['key']}.txt"] = (row.get("caption") or "").encode()
+    if form == "webdataset":
+        with tarfile.open(folder / f"{name}.tar", "w") as tar:
+            for member, data in files.items():
+                info = tarfile.TarInfo(member)
+                info.size, info.mtime = len(data), 1732190000.25  # as webdataset: a header of its own for the fraction
+                tar.addfile(info, BytesIO(data))
+    else:
+        (folder / name).mkdir()
+        for member, data in files.items():
+            (folder / name / member).write_bytes(data)
+    pq.write_table(pa.Table.from_pylist(about), folder / f"{name}.parquet")
+    stats = {"count": len(rows), "successes": len(files) // 3, "failed_to_download": 0, "failed_to_resize": 0}
+    (folder / f"{name}_stats.json").write_text(json.dumps(stats, indent=4))
+
+
+def picture(number: int) -> bytes:
+    return encode(draw(seed=number))
+
+
+def small_folder(folder: Path, form: str = "webdataset", extension: str = "jpg") -> Path:
+    """Two shards: five rows, one of them gone, and two rows, one of them no image that we would store."""
+    first = [row(0, number, picture(number)) for number in range(4)] + [row(0, 4, None, "HTTP Error 404: Not Found")]
+    write_shard(folder, 0, first, form, extension)
+    write_shard(folder, 1, [row(1, 0, picture(10)), row(1, 1, encode(draw(400, 20)))], form, extension)
+    return folder
+
+
+def settings_for(folder: Path, **changes: object) -> CollectSettings:
+    return CollectSettings("imported", img2dataset=str(folder), **({"rows_per_shard": 3} | changes))
+
+
+def imported(root: Path, folder: Path, **changes: object) -> list[tuple]:
+    """Collect; what the manifests say: (row, status, detail) of every row."""
+    collect(str(root), settings_for(folder, **changes), lambda line: None)
+    tables = Catalog(open_objects(str(root)), "imported").columns(IMAGES, ["row", "status", "detail"])
+    return [line for table in tables for line in zip(*table.to_pydict().values(), strict=True)]
+
+
+@pytest.mark.parametrize(("form", "extension"), [("webdataset", "jpg"), ("files", "jpg"), ("webdataset", "png")])
+def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path: Path, form: str, extension: str):
+    rows = imported(tmp_path / "root", small_folder(tmp_path / "folder", form, extension))
+    assert [(number, status) for number, status, _ in rows] == [
+        (0, "ok"), (1, "ok"), (2, "ok"), (3, "ok"), (4, "http_404"), (5, "ok"), (6, "bad_geometry"),
+    ]  # fmt: skip
+    assert rows[4][2] == "img2dataset: failed_to_download: HTTP Error 404: Not Found"
+    catalog = Catalog(open_objects(str(tmp_path / "root")), "imported")
+    assert catalog.shards(IMAGES) == ["00000", "00001", "00002"]  # three rows, two, two: no shard spans two of theirs
+    samples = [sample for shard in catalog.shards(IMAGES) for sample in catalog.read(IMAGES, shard)]
+    assert [sample.image for sample in samples] == [picture(number) for number in (0, 1, 2, 3, 10)]
+    for number, sample in enumerate(samples[:4]):
+        url, caption = f"http://example.test/0/{number}.jpg", f"caption 0/{number}: a café"
+        assert (sample.url, sample.caption, sample.key) == (url, caption, sample_key(url, caption))
+
+
+def test_every_image_goes_through_the_checks(tmp_path: Path):
+    images = {
+        "bomb": encode(draw(500, 400)),
+        "torn": picture(0)[:1000],
+        "page": b"<html>",
+        "large": picture(0) + bytes(100_000),
+        "png": encode(draw(), "PNG"),
+        "empty": b"",
+    }
+    write_shard(tmp_path / "folder", 0, [row(0, number, image) for number, image in enumerate(images.values())])
+    download = DownloadSettings(max_pixels=190_000, max_bytes=100_000, max_bytes_in_flight=100_000)
+    rows = imported(tmp_path / "root", tmp_path / "folder", download=download)
+    assert dict(zip(images, (status for _, status, _ in rows), strict=True)) == {
+        "bomb": "too_many_pixels", "torn": "truncated", "page": "not_image", "large": "too_big", "png": "ok",
+        "empty": "not_image",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "ours"),
+    [
+        ("failed_to_download", "HTTP Error 404: Not Found", "http_404"),
+        ("failed_to_download", "HTTP Error 503: Service Unavailable", "http_503"),
+        ("failed_to_download", "HTTP Error 302: ... a redirect error that would lead to an infinite loop.",
+         "too_many_redirects"),
+        ("failed_to_download", "<urlopen error [Errno -2] Name or service not known>", "dns"),
+        ("failed_to_download", "<urlopen error [Errno -3] Temporary failure in name resolution>", "dns"),
+        ("failed_to_download", "<urlopen error timed out>", "timeout"),
+        ("failed_to_download", "The read operation timed out", "timeout"),
+        ("failed_to_download", "<urlopen error [Errno 111] Connection refused>", "connect"),
+        ("failed_to_download", "[Errno 104] Connection reset by peer", "connect"),
+        ("failed_to_download", "Remote end closed connection without response", "connect"),
+        ("failed_to_download", "<urlopen error [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed>", "tls"),
+        ("failed_to_download", "IncompleteRead(100 bytes read, 900 more expected)", "short_body"),
+        ("failed_to_download", "Use of image disallowed by X-Robots-Tag directive", "refused_by_robots"),
+        ("failed_to_download", "unknown url type: '//example.test/a.jpg'", "bad_url"),
+        ("failed_to_download", "URL can't contain control characters. '/a b'", "bad_url"),
+        ("failed_to_download", "hash mismatch", "not_stored"),
+        ("failed_to_download", "", "not_stored"),
+        ("failed_to_resize", "image decoding error", "not_image"),
+        ("failed_to_resize", "OpenCV(4.8) resize.cpp: error: (-215:Assertion failed)", "not_image"),
+        ("failed_to_resize", "image too small", "bad_geometry"),
+        ("failed_to_resize", "aspect ratio too large", "bad_geometry"),
+    ],
+)  # fmt: skip
+def test_what_img2dataset_did_not_store_has_a_status_of_ours(status: str, error: str, ours: str):
+    assert status_of(StoredRow("00000", "000000000", "", "http://x/", status, error)) == ours
+    assert ours in STATUSES
+
+
+def test_a_success_without_its_image_is_a_missing_file(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder", "files")
+    (folder / "00000" / "000000002.jpg").unlink()
+    number, status, detail = imported(tmp_path / "root", folder)[2]
+    assert (number, status) == (2, "missing_file")
+    assert detail == "folder/00000 has no image 000000002, though img2dataset says success"
+
+
+def cut(file: Path, bytes_left: int) -> None:
+    file.write_bytes(file.read_bytes()[:bytes_left])
+
+
+TORN = {
+    "no stats": (lambda folder: (folder / "00001_stats.json").unlink(), "no 00001_stats.json: its writer was stopped"),
+    "no table": (lambda folder: (folder / "00001.parquet").unlink(), "no 00001.parquet"),
+    "half a table": (lambda folder: cut(folder / "00001.parquet", 900), "00001.parquet cannot be read"),
+    "an empty table": (lambda folder: cut(folder / "00001.parquet", 0), "00001.parquet cannot be read"),
+    "half the stats": (lambda folder: cut(folder / "00001_stats.json", 9), "00001_stats.json cannot be read"),
+    "stats of another run": (
+        lambda folder: (folder / "00001_stats.json").write_text('{"count": 3}'),
+        "00001.parquet has 2 rows, 00001_stats.json counts 3",
+    ),
+    "half a tar": (lambda folder: cut(folder / "00001.tar", 5 * 512), "00001.tar ends early"),
+    "an empty tar": (lambda folder: cut(folder / "00001.tar", 0), "00001.tar ends early"),
+    "no images": (lambda folder: (folder / "00001.tar").unlink(), "neither 00001.tar nor a folder 00001"),
+}
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_a_torn_shard_is_named_before_anything_is_imported(tmp_path: Path, name: str):
+    folder = small_folder(tmp_path / "folder")
+    tear, message = TORN[name]
+    tear(folder)
+    with pytest.raises(ValueError, match="1 of 2 shards cannot be imported whole") as refused:
+        imported(tmp_path / "root", folder)
+    assert f"(00001: {message}" in str(refused.value)
+    assert "img2dataset again" in str(refused.value)
+    assert not Catalog(open_objects(str(tmp_path / "root")), "imported").shards(IMAGES)
+
+
+def test_a_tar_that_is_damaged_inside_is_named_and_its_shard_not_committed(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder")
+    tar = folder / "00000.tar"
+    with tarfile.open(tar) as members:
+        third = members.getmembers()[3].offset
+    data = bytearray(tar.read_bytes())
+    data[third + 100 : third + 200] = b"x" * 100
+    tar.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"00000.tar is damaged at byte {third}; copy it again"):
+        imported(tmp_path / "root", folder)
+    assert not Catalog(open_objects(str(tmp_path / "root")), "imported").shards(IMAGES)
+
+
+def test_a_folder_that_is_none_of_img2dataset_is_refused(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no shard of img2dataset"):
+        imported(tmp_path / "root", tmp_path / "empty")
+    with pytest.raises(ValueError, match="nowhere is no folder that img2dataset wrote"):
+        imported(tmp_path / "root", tmp_path / "nowhere")
+
+
+def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
+    folder, root = small_folder(tmp_path / "folder"), tmp_path / "root"
+    before = imported(root, folder)
+    catalog = Catalog(open_objects(str(root)), "imported")
+    tars = {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()}
+    catalog.objects.delete("imported/images/00001.parquet")
+    assert imported(root, folder) == before
+    assert {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()} == tars
+    write_shard(folder, 2, [row(2, 0, picture(20))])
+    grown = imported(root, folder, rows_per_shard=2)  # what is committed keeps its portions
+    assert grown == [*before, (7, "ok", "")]
+    pq.write_table(pq.read_table(folder / "00000.parquet").slice(1), folder / "00000.parquet")
+    (folder / "00000_stats.json").write_text('{"count": 4}')
+    with pytest.raises(ValueError, match="the list changed under committed shards: shard 0000"):
+        imported(root, folder)
+
+
+def test_rows_that_repeat_an_earlier_one_are_duplicates_and_captions_may_be_absent(tmp_path: Path):
+    folder = tmp_path / "folder"
+    again = {"url": "http://example.test/0/0.jpg"}
+    write_shard(folder, 0, [row(0, number, picture(number)) for number in range(2)])
+    write_shard(folder, 1, [row(1, 0, picture(0), **again), row(1, 1, picture(0), **again)])
+    for name in ("00000", "00001"):
+        pq.write_table(pq.read_table(folder / f"{name}.parquet").drop_columns("caption"), folder / f"{name}.parquet")
+    rows = imported(tmp_path / "root", folder)
+    assert [(status, detail) for _, status, detail in rows] == [
+        ("ok", ""), ("ok", ""), ("duplicate", "of row 0"), ("duplicate", "of row 0"),
+    ]  # fmt: skip
+
+
+def test_the_program_imports_a_folder(tmp_path: Path):
+    folder = small_folder(tmp_path / "folder")
+    command = [
+        sys.executable,
+        "-m",
+        "storage.collect",
+        str(tmp_path / "root"),
+        "imported",
+        "--img2dataset",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("imported: 2 new of 2 shards in ")
+    assert "5 ok" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("key", ["../secret", "/etc/secret", "sub/secret", "..\\secret", "a\0b", "1" * 300])
+def test_a_key_that_could_leave_the_folder_is_refused_by_name(tmp_path: Path, key: str):
+    (tmp_path / "secret.jpg").write_bytes(picture(0))
+    write_shard(tmp_path / "folder", 0, [row(0, 0, picture(1))], "files")
+    table = pq.read_table(tmp_path / "folder" / "00000.parquet")
+    changed = table.set_column(table.schema.names.index("key"), "key", pa.array([key]))
+    pq.write_table(changed, tmp_path / "folder" / "00000.parquet")
+    with pytest.raises(ValueError, match="00000.parquet: key .* is no file's name"):
+        imported(tmp_path / "root", tmp_path / "folder")
+
+
+def test_what_is_no_file_of_the_folder_is_a_missing_file_and_never_waited_for(tmp_path: Path):
+    folder = tmp_path / "folder"
+    write_shard(folder, 0, [row(0, number, picture(number)) for number in range(4)], "files")
+    (tmp_path / "outside.jpg").write_bytes(picture(9))
+    for number, target in ((0, tmp_path / "outside.jpg"), (1, folder / "00000" / "000000003.jpg")):
+        (folder / "00000" / f"00000000{number}.jpg").unlink()
+        (folder / "00000" / f"00000000{number}.jpg").symlink_to(target)
+    (folder / "00000" / "000000002.jpg").unlink()
+    os.mkfifo(folder / "00000" / "000000002.jpg")
+    rows = imported(tmp_path / "root", folder)
+    assert [status for _, status, _ in rows] == ["missing_file", "ok", "missing_file", "ok"]
+    assert "000000000.jpg leads out of" in rows[0][2]
+    assert "000000002.jpg is no regular file" in rows[2][2]
+
+
+@pytest.mark.parametrize("file", ["00000.parquet", "00000_stats.json", "00000.tar"])
+def test_a_fifo_in_place_of_a_shards_file_is_named(tmp_path: Path, file: str):
+    folder = small_folder(tmp_path / "folder")
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(ValueError, match=rf"1 of 2 shards cannot be imported whole \(00000: .*{file}"):
+        imported(tmp_path / "root", folder)
+
+
+@pytest.mark.parametrize(
+    ("rows", "caption", "message"),
+    [
+        (3_000_000, "a", "00000.parquet has 3000000 rows; a shard has 100000 at most"),
+        (20_000, 60_000 * "a", "00000.parquet holds more than 100000 rows or 67108864 bytes of text"),
+    ],
+)
+def test_a_table_that_unpacks_to_gigabytes_is_refused_in_little_memory(
+    tmp_path: Path, rows: int, caption: str, message: str
+):
+    folder = small_folder(tmp_path / "folder")
+    schema = pa.schema([(name, pa.string()) for name in ("key", "caption", "url", "status")])
+    step = rows // 20
+    with pq.ParquetWriter(folder / "00000.parquet", schema, compression="zstd") as writer:
+        values = [pa.repeat(value, step) for value in ("000000000", caption, "http://x/", "success")]
+        for _ in range(20):
+            writer.write_table(pa.Table.from_arrays(values, schema=schema))
+    assert (folder / "00000.parquet").stat().st_size < 1_000_000
+    (folder / "00000_stats.json").write_text(json.dumps({"count": rows}))
+    code = (
+        "import resource; import storage.collect as c; import pyarrow.parquet\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"settings = c.CollectSettings('imported', img2dataset={str(folder)!r})\n"
+        f"try: c.collect({str(tmp_path / 'root')!r}, settings, print)\n"
+        "except ValueError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    assert message in done.stdout, done.stderr
+    assert int(done.stdout.splitlines()[-1]) * 1024 < 250_000_000

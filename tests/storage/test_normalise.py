@@ -1,0 +1,342 @@
+"""What becomes of image bytes, without a network."""
+
+import dataclasses
+import hashlib
+import io
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+from places import PROJECT
+from web import draw, encode
+
+from storage.download import FLAGS, STATUSES
+from storage.normalise import ImageSettings, Refused, normalise
+
+SETTINGS = ImageSettings(max_side=512)
+
+
+def pixels(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+def refusal(data: bytes, **settings: object) -> str:
+    with pytest.raises(Refused) as refused:
+        normalise(data, ImageSettings(**settings))
+    return refused.value.status
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds nothing, so that a refusal by size can only come from the header."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
+
+
+def exif(orientation: int) -> bytes:
+    block = Image.Exif()
+    block[0x0112] = orientation
+    return block.tobytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode(draw()),
+        encode(draw(mode="L")),
+        encode(draw(), progressive=True, quality=30),
+        encode(draw(), exif=exif(1), comment=b"kept"),
+        encode(draw(512, 400)),
+        encode(draw()) + b"trailing bytes",
+    ],
+    ids=["rgb", "grey", "progressive", "exif upright", "exactly max_side", "trailing bytes"],
+)
+def test_a_jpeg_that_needs_nothing_is_stored_byte_for_byte(data: bytes):
+    picture = normalise(data, SETTINGS)
+    assert picture.image == data
+    assert picture.flags == ()
+    assert picture.sha256 == hashlib.sha256(data).hexdigest()
+    assert (picture.width, picture.height) == Image.open(io.BytesIO(data)).size
+
+
+def frames(form: str, **options: object) -> bytes:
+    return encode(draw(), form, save_all=True, append_images=[draw(seed=1)], **options)
+
+
+def grey_16_bit() -> bytes:
+    return encode(Image.fromarray(np.asarray(draw(mode="L")).astype(np.uint16) * 257), "PNG")
+
+
+OTHER_FORMATS = {
+    "png": (encode(draw(), "PNG"), "RGB", ("png",), draw()),
+    "png grey": (encode(draw(mode="L"), "PNG"), "L", ("png",), draw(mode="L")),
+    "png 1 bit": (encode(draw(mode="1"), "PNG"), "L", ("png",), draw(mode="1").convert("L")),
+    "png palette": (encode(draw().quantize(), "PNG"), "RGB", ("png", "palette"), draw().quantize().convert("RGB")),
+    "png 16 bit": (grey_16_bit(), "L", ("png", "16_bit"), draw(mode="L")),
+    "webp": (encode(draw(), "WEBP", lossless=True), "RGB", ("webp",), draw()),
+    "webp animated": (frames("WEBP", lossless=True), "RGB", ("webp", "animated"), draw()),
+    "gif": (encode(draw(), "GIF"), "RGB", ("gif", "palette"), draw().quantize().convert("RGB")),
+    "gif animated": (frames("GIF"), "RGB", ("gif", "animated", "palette"), draw().quantize().convert("RGB")),
+    "bmp": (encode(draw(), "BMP"), "RGB", ("bmp",), draw()),
+    "cmyk": (encode(draw(mode="CMYK")), "RGB", ("cmyk",), draw(mode="CMYK").convert("RGB")),
+}
+
+
+@pytest.mark.parametrize(("data", "mode", "flags", "like"), OTHER_FORMATS.values(), ids=OTHER_FORMATS)
+def test_other_formats_become_rgb_or_grey_jpeg(data: bytes, mode: str, flags: tuple[str, ...], like: Image.Image):
+    picture = normalise(data, SETTINGS)
+    stored = Image.open(io.BytesIO(picture.image))
+    assert (stored.format, stored.mode, stored.size) == ("JPEG", mode, (96, 64))
+    assert picture.flags == flags
+    assert set(flags) <= FLAGS.keys()
+    assert np.abs(np.asarray(stored).astype(int) - np.asarray(like)).mean() < 8  # what JPEG costs
+    assert picture.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_16_bit_grey_is_reduced_exactly_without_wide_copies_of_the_picture():
+    pixels = np.arange(2**16, dtype=np.uint16).reshape(256, 256).repeat(8, axis=0).repeat(8, axis=1)
+    data = encode(Image.fromarray(pixels), "PNG")
+    tracemalloc.start()
+    try:
+        picture = normalise(data, dataclasses.replace(SETTINGS, max_side=4096, max_pixels=2**22, jpeg_quality=100))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert picture.flags == ("png", "16_bit")
+    assert peak < 12 * pixels.size
+    stored = np.asarray(Image.open(io.BytesIO(picture.image)), dtype=np.float64)
+    assert np.abs(stored - pixels / 257).max() < 2.5  # half a step, and what JPEG at its best costs
+    assert abs((stored - pixels / 257).mean()) < 0.02
+
+
+def test_a_16_bit_colour_png_is_flagged():
+    rows = b"".join(b"\0" + struct.pack(">3H", 65535, 0, 32768) * 40 for _ in range(40))
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", 40, 40, 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    ]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+    picture = normalise(data, SETTINGS)
+    assert picture.flags == ("png", "16_bit")
+    assert np.abs(pixels(picture.image)[20, 20] - [255, 0, 128]).max() <= 3
+
+
+@pytest.mark.parametrize(("mode", "form"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("P", "GIF")])
+def test_transparent_parts_become_white(mode: str, form: str):
+    image = draw(mode="RGBA")
+    image.paste((0, 0, 0, 0), (0, 0, 48, 64))
+    options = {"lossless": True} if form == "WEBP" else {}
+    data = encode(image if mode == "P" else image.convert(mode), form, **options)
+    picture = normalise(data, SETTINGS)
+    stored = pixels(picture.image)
+    assert "alpha" in picture.flags
+    assert stored[:, :40].min() > 245  # 48 is the border; JPEG rings near it
+    assert stored[:, 56:].mean() < 220
+    assert (stored.ndim == 2) == (mode == "LA")
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_exif_orientation_is_applied_once(orientation: int, form: str):
+    upright = draw(96, 64)
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Image.Transpose values that lay it down as a camera would
+    lying = upright.transpose(Image.Transpose(undo[orientation]))
+    picture = normalise(encode(lying, form, exif=exif(orientation)), SETTINGS)
+    stored = Image.open(io.BytesIO(picture.image))
+    assert "exif_rotated" in picture.flags
+    assert (picture.width, picture.height) == stored.size == (96, 64)
+    assert (
+        np.abs(np.asarray(stored).astype(int) - np.asarray(upright)).mean() < 12
+    )  # encoded once or twice; a wrong turn costs over 40
+    assert stored.getexif().get(0x0112, 1) == 1
+    again = normalise(picture.image, SETTINGS)
+    assert (again.image, again.flags) == (picture.image, ())
+
+
+def test_unreadable_exif_is_flagged_and_the_picture_kept():
+    data = encode(draw(), exif=b"Exif\0\0II*\0" + b"\xff" * 40)
+    broken = data.replace(b"II*\0", b"XX*\0", 1)
+    picture = normalise(broken, SETTINGS)
+    assert picture.image == broken
+    assert picture.flags == ("exif_unreadable",)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((1024, 768), (512, 384)), ((768, 1024), (384, 512)), ((513, 400), (512, 399)), ((2048, 256), (512, 64))],
+)
+def test_a_large_image_is_made_smaller_keeping_its_shape(size: tuple[int, int], expected: tuple[int, int]):
+    picture = normalise(encode(draw(*size)), SETTINGS)
+    assert (picture.width, picture.height) == expected == Image.open(io.BytesIO(picture.image)).size
+    assert picture.flags == ("resized",)
+
+
+def test_an_image_of_exactly_the_largest_size_is_not_made_smaller():
+    picture = normalise(encode(draw(512, 300), "PNG"), SETTINGS)
+    assert (picture.width, picture.height, picture.flags) == (512, 300, ("png",))
+
+
+def test_making_smaller_is_antialiased():
+    stripes = np.zeros((512, 1024, 3), np.uint8)
+    stripes[:, ::2] = 255
+    stored = pixels(normalise(encode(Image.fromarray(stripes), "PNG"), SETTINGS).image)
+    assert np.abs(stored[20:-20, 20:-20] - 127).max() < 12  # picking every other column would give 0 or 255
+
+
+def test_the_same_bytes_give_the_same_bytes():
+    data = encode(draw(900, 700), "PNG")
+    assert normalise(data, SETTINGS) == normalise(data, SETTINGS)
+
+
+def test_stray_bytes_in_a_jpeg_are_repaired_so_that_training_can_read_it():
+    data = encode(draw())
+    stray = data[:-2] + b"\0" * 600 + b"\xff\xd9"
+    with pytest.raises(ValueError, match="extraneous"):
+        simplejpeg.decode_jpeg(stray)
+    picture = normalise(stray, SETTINGS)
+    assert picture.flags == ("repaired",)
+    assert np.abs(simplejpeg.decode_jpeg(picture.image).astype(int) - pixels(data)).mean() < 4
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
+def test_a_file_that_ends_early_is_truncated(form: str, part: float):
+    data = encode(draw(), form)
+    assert refusal(data[: int(len(data) * part)]) == "truncated"
+
+
+def test_a_jpeg_cut_short_with_an_end_marker_put_behind_is_truncated():
+    for options in ({}, {"progressive": True}):
+        data = encode(draw(), **options)
+        assert refusal(data[: len(data) // 2] + b"\xff\xd9") == "truncated"
+        assert refusal(data[:-2]) == "truncated"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"<html>not found</html>", b"\0" * 5000, b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"RIF"],
+)
+def test_what_is_no_image_is_not_image(data: bytes):
+    assert refusal(data) == "not_image"
+
+
+def test_a_format_that_is_not_read_is_not_image():
+    assert refusal(encode(draw(), "TIFF")) == "not_image"
+    assert refusal(encode(draw(), "PPM")) == "not_image"
+
+
+def test_a_refusal_does_not_depend_on_where_the_bytes_lie_in_memory():
+    details = set()
+    for _ in range(2):
+        for data in (b"<html>", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPxxxx", encode(draw())[:100]):
+            with pytest.raises(Refused) as refused:
+                normalise(bytes(bytearray(data)), SETTINGS)
+            details.add(refused.value.detail)
+    assert len(details) == 4
+    assert not [detail for detail in details if " at 0x" in detail]
+
+
+@pytest.mark.parametrize(("width", "height"), [(30000, 30000), (10001, 5000), (60000, 60000)])
+def test_a_pixel_bomb_is_refused_by_its_header(width: int, height: int):
+    # 30000 squared and 60000 squared are past the two limits at which Pillow itself warns and raises.
+    assert refusal(png_header(width, height)) == "too_many_pixels"
+
+
+def test_as_many_pixels_as_allowed_are_decoded():
+    data = encode(draw(100, 50))
+    assert normalise(data, ImageSettings(max_pixels=5000)).width == 100
+    assert refusal(data, max_pixels=4999) == "too_many_pixels"
+
+
+def test_a_jpeg_of_very_many_scans_is_refused():
+    data = encode(draw(), progressive=True)
+    scan = data.rindex(b"\xff\xda")
+    assert refusal(data[:scan] + data[scan:-2] * 200 + b"\xff\xd9") == "too_many_pixels"
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [((32, 64), True), ((31, 64), False), ((64, 31), False), ((320, 40), True), ((321, 40), False)]
+)
+def test_small_and_long_images_are_bad_geometry(size: tuple[int, int], fits: bool):
+    data = encode(draw(*size))
+    if fits:
+        assert normalise(data, ImageSettings()).image == data
+    else:
+        assert refusal(data) == "bad_geometry"
+
+
+def test_bytes_over_the_cap_are_too_big():
+    data = encode(draw())
+    assert normalise(data, ImageSettings(max_bytes=len(data))).image == data
+    assert refusal(data, max_bytes=len(data) - 1) == "too_big"
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
+def test_damaged_files_are_stored_readable_or_refused_and_never_raise_anything_else(form: str):
+    rng = random.Random(form)
+    kinds = [
+        draw(48, 40, mode)
+        for mode in {"JPEG": ["RGB", "L", "CMYK"], "BMP": ["RGB", "P"]}.get(form, ["RGB", "RGBA", "P"])
+    ]
+    files = [encode(image, form, **({"exif": exif(6)} if form in ("JPEG", "PNG", "WEBP") else {})) for image in kinds]
+    stored, statuses = 0, set()
+    for turn in range(450):
+        damaged = bytearray(files[turn % len(files)])
+        for _ in range(rng.choice([1, 2, 8])):
+            place = rng.randrange(len(damaged)) if rng.random() < 0.4 else rng.randrange(min(120, len(damaged)))
+            damaged[place] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del damaged[rng.randrange(len(damaged)) :]
+        try:
+            picture = normalise(bytes(damaged), ImageSettings(max_pixels=2_000_000, min_side=8))
+        except Refused as refused:
+            statuses.add(refused.status)
+            continue
+        stored += 1
+        assert simplejpeg.decode_jpeg(picture.image).shape[:2] == (picture.height, picture.width)
+    assert stored > 0
+    assert "truncated" in statuses <= STATUSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_side": 100}, "min_side"),
+        ({"max_aspect": 0.5}, "max_aspect"),
+        ({"jpeg_quality": 101}, "jpeg_quality"),
+        ({"max_pixels": 10**9}, "MAX_IMAGE_PIXELS"),
+    ],
+)
+def test_image_settings_check_themselves(settings: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        ImageSettings(**settings)
+
+
+def test_too_few_files_for_this_program_are_no_fault_of_an_image(tmp_path: Path):
+    (tmp_path / "a.jpg").write_bytes(encode(draw()))
+    code = (
+        "import os, resource, sys; from pathlib import Path; from storage.download import import_images;"
+        "from storage.normalise import ImageSettings, normalise;"
+        "file, settings = Path(sys.argv[1]), ImageSettings(); data = file.read_bytes();"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "used = [os.dup(0) for _ in range(64 - len(os.listdir('/proc/self/fd')) + 1)];"
+        # The first needs a library, which cannot be loaded now, the second the file itself.
+        "attempts = [lambda: normalise(data, settings), lambda: import_images([file], settings)]\n"
+        "for attempt in attempts:\n"
+        "    try: print(attempt())\n"
+        "    except OSError as error: print(error.errno)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a.jpg")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    assert done.stdout == "24\n24\n", done.stderr

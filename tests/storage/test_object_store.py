@@ -1,0 +1,615 @@
+"""A folder and a bucket are the same store: every fact here holds for both, S3 over real HTTP."""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import resource
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+from s3 import environment, https_s3_server
+
+from storage.object_store import (
+    Content,
+    LocalObjects,
+    ObjectMissing,
+    Objects,
+    S3Objects,
+    StorageUnreachable,
+    open_objects,
+)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def objects(request, tmp_path) -> Objects:
+    if request.param == "folder":
+        return open_objects(str(tmp_path / "a" / "root"))
+    request.getfixturevalue("s3")
+    return open_objects(f"s3://bucket/{tmp_path.name}/root")
+
+
+def paths(objects: Objects, prefix: str = "") -> list[str]:
+    return [info.path for info in objects.list(prefix)]
+
+
+def test_what_is_put_is_got_whole_and_in_ranges(objects, tmp_path):
+    data = bytes(range(256)) * 50
+    (tmp_path / "file").write_bytes(data)
+    assert objects.put("a/bytes", data) is True
+    assert objects.put("a/file", tmp_path / "file") is True
+    assert objects.put("a/views", [memoryview(data)[:7], memoryview(b""), memoryview(data)[7:]]) is True
+    for path in ("a/bytes", "a/file", "a/views"):
+        assert objects.get(path) == data
+        assert objects.get_range(path, 0, len(data)) == data
+        assert objects.get_range(path, 255, 3) == b"\xff\x00\x01"
+        assert objects.get_range(path, len(data) - 1, 1) == b"\xff"
+        assert objects.get_range(path, 5, 0) == b""
+        assert objects.exists(path)
+    for nothing in (b"", []):
+        objects.put("a/bytes", nothing)
+        assert objects.get("a/bytes") == b""
+
+
+def test_a_range_past_the_end_is_an_error_and_not_less(objects):
+    objects.put("a", b"12345")
+    for offset, length in [(3, 3), (5, 1), (900, 2)]:
+        with pytest.raises(ValueError, match=f"root/a ends before byte {offset + length}: asked for {length} bytes"):
+            objects.get_range("a", offset, length)
+
+
+def test_what_is_not_there_is_missing_by_name(objects):
+    objects.put("folder/there", b"")
+    for path in ("nothing", "folder", "folder/there/below", "folder/nothing"):
+        assert not objects.exists(path)
+        with pytest.raises(ObjectMissing, match=f"^there is no object {path} under .*root$"):
+            objects.get(path)
+        with pytest.raises(ObjectMissing, match=f"^there is no object {path} under"):
+            objects.get_range(path, 0, 1)
+    objects.delete("nothing")
+    objects.delete("folder/there")
+    assert not objects.exists("folder/there")
+
+
+def test_a_file_that_cannot_be_read_is_told_from_a_missing_one_and_named(tmp_path):
+    objects = open_objects(str(tmp_path))
+    (tmp_path / "damaged").symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
+    (tmp_path / "circle").symlink_to("circle")
+    for path, reason in (("damaged", "Input/output error"), ("circle", "Too many levels of symbolic links")):
+        for read in (lambda path: objects.get_range(path, 0, 8), objects.get):
+            with pytest.raises(StorageUnreachable, match=rf"cannot read {tmp_path}/{path}: .*{reason}.*See that"):
+                read(path)
+
+
+@pytest.mark.parametrize("form", ["bytes", "file", "views"])
+def test_put_if_absent_never_changes_what_is_there(objects, tmp_path, form):
+    def content(data: bytes) -> Content:
+        if form == "bytes":
+            return data
+        if form == "views":
+            return [memoryview(data)[:2], memoryview(data)[2:]]
+        (tmp_path / "file").write_bytes(data)
+        return tmp_path / "file"
+
+    assert objects.put("a/b", content(b"first"), if_absent=True) is True
+    assert objects.put("a/b", content(b"second"), if_absent=True) is False
+    assert objects.get("a/b") == b"first"
+    assert objects.put("a/b", content(b"third")) is True
+    assert objects.get("a/b") == b"third"
+    assert objects.put("a/c", content(b"other"), if_absent=True) is True
+
+
+def test_of_many_writers_at_once_one_wins_and_its_bytes_stay(tmp_path):
+    # Each with Objects of its own, as on machines of their own; moto does not lock, so this asks the folder alone.
+    for round_ in range(20):
+        barrier = threading.Barrier(8)
+
+        def write(number: int, path: str = f"a/{round_}", barrier: threading.Barrier = barrier) -> bool:
+            objects = LocalObjects(str(tmp_path))
+            barrier.wait()
+            return objects.put(path, b"%d" % number * 10000, if_absent=True)
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(write, range(8)))
+        assert won.count(True) == 1
+        assert LocalObjects(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
+    assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
+
+
+def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(objects):
+    names = ["b", "a/c/d", "a-b", "a/b", "a.b", "a/c-d", "ab/c", "a/é", "a/z"]
+    started = time.time()
+    for name in names:
+        objects.put(name, name.encode())
+    assert paths(objects) == sorted(names, key=str.encode)
+    assert paths(objects, "a/") == ["a/b", "a/c-d", "a/c/d", "a/z", "a/é"]
+    assert paths(objects, "a/c") == ["a/c-d", "a/c/d"]
+    assert paths(objects, "a") == ["a-b", "a.b", "a/b", "a/c-d", "a/c/d", "a/z", "a/é", "ab/c"]
+    assert paths(objects, "zz/") == []
+    info = next(objects.list("a/c/"))
+    assert (info.path, info.size) == ("a/c/d", 5)
+    assert started - 2 <= info.modified <= time.time() + 2
+
+
+def test_a_list_of_more_than_one_page_is_whole(s3, tmp_path):
+    objects = open_objects(f"s3://bucket/{tmp_path.name}")
+    names = [f"{i:04d}" for i in range(1003)]  # S3 answers 1000 at a time
+    bucket = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    for name in names:  # past HTTP, which would take ten times as long
+        bucket.put_object("bucket", f"{tmp_path.name}/{name}", b"")
+    assert paths(objects) == names
+
+
+def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
+    import boto3
+
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x").write_bytes(b"")
+    (tmp_path / ".temporary").write_bytes(b"")
+    (tmp_path / "shown").write_bytes(b"")
+    assert paths(open_objects(str(tmp_path))) == ["shown"]
+    for key in (".hidden/x", ".temporary", "shown", ""):
+        boto3.session.Session().client("s3").put_object(Bucket="bucket", Key=f"dots/{key}", Body=b"")
+    assert paths(open_objects("s3://bucket/dots")) == ["shown"]
+
+
+def test_roots_do_not_see_each_other(objects, s3):
+    objects.put("mine", b"")
+    sibling = open_objects(objects.root + "2")
+    sibling.put("theirs", b"")
+    assert (paths(objects), paths(sibling)) == (["mine"], ["theirs"])
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/./b", "a/", ".a", "a/.b", "a\\b", "a\0"]
+)
+def test_a_path_cannot_leave_the_root_or_hide(objects, path):
+    for use in (
+        objects.get,
+        objects.exists,
+        objects.delete,
+        objects.local_path,
+        lambda path: objects.put(path, b"x"),
+        lambda path: objects.put(path, b"x", if_absent=True),
+        lambda path: objects.get_range(path, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="is no name of an object"):
+            use(path)
+    if path not in ("", "a/"):
+        with pytest.raises(ValueError, match="is no name of an object"):
+            list(objects.list(path))
+    assert paths(objects) == []
+
+
+def test_names_are_told_in_full(tmp_path, s3):
+    local, remote = open_objects(str(tmp_path)), open_objects("s3://bucket/a/b/")
+    assert (local.root, local.where(), local.where("x/y")) == (str(tmp_path), str(tmp_path), f"{tmp_path}/x/y")
+    assert (remote.root, remote.where(), remote.where("x/y")) == (
+        "s3://bucket/a/b/",
+        "s3://bucket/a/b/",
+        "s3://bucket/a/b/x/y",
+    )
+    assert local.local_path("x/y") == tmp_path / "x/y"
+    assert remote.local_path("x/y") is None
+    assert open_objects("s3://bucket").where("x") == "s3://bucket/x"
+
+
+def test_objects_can_be_sent_to_another_process(objects):
+    objects.put("a", b"1")
+    assert pickle.loads(pickle.dumps(objects)).get("a") == b"1"
+
+
+def test_a_fork_uses_connections_of_its_own(s3):
+    objects = open_objects("s3://bucket/fork")
+    objects.put("a", b"1")
+    before = objects._client()
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(send, b"own" if objects._client() is not before else b"shared")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as answer:
+        assert answer.read() == b"own"
+    assert objects._client() is before
+
+
+@pytest.mark.parametrize("place", ["{folder}/file", "{folder}/file/below", "/proc/cannot/be/made"])
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, place):
+    (tmp_path / "file").write_bytes(b"")
+    root = place.format(folder=tmp_path)
+    with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable"):
+        open_objects(root)
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file may become larger meanwhile: the system refuses to write, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_put_without_room_names_the_file_and_the_way_out_and_leaves_nothing(tmp_path, if_absent):
+    objects = open_objects(str(tmp_path))
+    with room(5000), pytest.raises(StorageUnreachable, match=rf"{tmp_path}/a/b: .*File too large.*Make room.* again"):
+        objects.put("a/b", bytes(10_000), if_absent=if_absent)
+    assert paths(objects) == []
+    assert list(objects.leftovers()) == []
+
+
+def test_a_file_that_cannot_be_removed_is_named(tmp_path):
+    objects = open_objects(str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageUnreachable, match=f"cannot write or remove {tmp_path}/folder: .*make it writable"):
+        objects.delete("folder")
+
+
+def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
+    objects = open_objects(str(tmp_path / "root"))
+    for path in ("run/step/a", "run/step/b", "run/kept", "top"):
+        objects.put(path, b"")
+    objects.delete("run/step/a")
+    assert (tmp_path / "root/run/step/b").exists()
+    empty = open_objects(str(tmp_path / "empty"))
+    empty.put("top", b"")
+    empty.delete("top")
+    assert (tmp_path / "empty").is_dir()
+    for path in ("run/step/b", "run/step/b", "top"):
+        objects.delete(path)
+    assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
+    with pytest.raises(StorageUnreachable):
+        objects.put("new/too large", Endless())
+    assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
+
+
+class Endless(Sequence):
+    """Parts of which the second cannot be written."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> memoryview:
+        if number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return memoryview(b"half")
+
+
+def put_and_delete_for_ever(root: str, path: str) -> None:
+    objects = open_objects(root)
+    while True:
+        objects.put(path, b"")
+        objects.delete(path)
+
+
+def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path):
+    objects = open_objects(str(tmp_path))
+    removing = multiprocessing.get_context("fork").Process(
+        target=put_and_delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
+    )
+    removing.start()
+    for number in range(200):
+        objects.put("run/step/mine", b"%d" % number)
+        assert objects.get("run/step/mine") == b"%d" % number
+        objects.delete("run/step/mine")
+    removing.kill()
+    removing.join()
+
+
+def test_deleting_what_is_not_there_leaves_the_folder_to_who_has_just_made_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    open_objects(str(tmp_path)).delete("run/absent")
+    assert (tmp_path / "run").is_dir()
+
+
+def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):
+    with pytest.raises(StorageUnreachable, match=f"^cannot read the folder {tmp_path}/typo: .* Name the root"):
+        open_objects(str(tmp_path / "typo"), write=False)
+    assert not (tmp_path / "typo").exists()
+    open_objects(str(tmp_path)).put("a", b"1")
+    before = tmp_path.stat().st_mtime_ns
+    assert open_objects(str(tmp_path), write=False).get("a") == b"1"
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path):
+    objects = open_objects(str(tmp_path))
+    objects.put("file", b"")
+    assert paths(objects, "absent/") == []
+    assert paths(objects, "file/") == []
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {tmp_path}/loop: .* Make it readable"):
+        paths(objects, "loop/")
+
+
+def test_a_folder_without_permission_below_the_root_is_an_error():
+    with unprivileged(), tempfile.TemporaryDirectory() as folder:
+        objects = open_objects(folder)
+        objects.put("a/b/object", b"")
+        (Path(folder) / "a" / "b").chmod(0)
+        try:
+            with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {folder}/a/b: "):
+                paths(objects)
+        finally:
+            (Path(folder) / "a" / "b").chmod(0o700)
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """As another user, where we are root, who may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("form", [bytes, Path])
+def test_an_endpoint_that_goes_away_is_named_by_every_put(tmp_path, form, if_absent):
+    with OddS3() as server, server.environment():
+        objects = server.objects()
+        # Few attempts: with all of them botocore waits for seconds.
+        objects._clients = {os.getpid(): objects._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
+        port = server.server_port
+    (tmp_path / "file").write_bytes(b"data")
+    data = b"data" if form is bytes else tmp_path / "file"
+    with pytest.raises(StorageUnreachable, match=rf"s3://bucket/a/b at http://127.0.0.1:{port} failed .*run again"):
+        objects.put("a/b", data, if_absent=if_absent)
+
+
+@pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
+def test_a_root_that_is_neither_is_refused(root):
+    with pytest.raises(ValueError, match="s3://bucket|names no bucket|is no name"):
+        open_objects(root)
+
+
+def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
+    with pytest.raises(StorageUnreachable, match=f"cannot reach bucket 'absent' at {s3} .*: create the bucket$"):
+        open_objects("s3://absent/x")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        started = time.monotonic()
+        with (
+            environment(AWS_ENDPOINT_URL=endpoint),
+            pytest.raises(StorageUnreachable, match=f"'bucket' at {endpoint} .*check AWS_ENDPOINT_URL"),
+        ):
+            open_objects("s3://bucket/x")
+        assert time.monotonic() - started < 20
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{free.getsockname()[1]}"
+    with (
+        environment(AWS_ENDPOINT_URL=f"http://me:s3cr3t@{closed}"),
+        pytest.raises(StorageUnreachable, match=f"'bucket' at http://{closed} ") as refused,
+    ):
+        open_objects("s3://bucket/root")
+    assert "s3cr3t" not in str(refused.value)
+    with (
+        environment(AWS_ENDPOINT_URL="no-url"),
+        pytest.raises(StorageUnreachable, match="'bucket' at no-url .*check AWS_ENDPOINT_URL"),
+    ):
+        open_objects("s3://bucket/x")
+
+
+class OddS3(ThreadingHTTPServer):
+    """An endpoint with one fault: ignores or refuses If-None-Match, answers 409, or breaks off the first downloads."""
+
+    def __init__(self, ignores_conditions: bool = False, broken_downloads: int = 0, refusal: int | None = None):
+        super().__init__(("127.0.0.1", 0), OddHandler)
+        self.ignores_conditions, self.broken_downloads, self.refusal = ignores_conditions, broken_downloads, refusal
+        self.conflicts = 0
+        self.stored: dict[str, bytes] = {}
+        self.puts = 0
+
+    def __enter__(self) -> "OddS3":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def objects(self) -> S3Objects:
+        with self.environment():
+            return open_objects("s3://bucket")
+
+    def environment(self):
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        return environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.server_port}", **keys)
+
+
+class OddHandler(BaseHTTPRequestHandler):
+    server: OddS3
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self._answer(200 if self.path == "/bucket" or self.path in self.server.stored else 404)
+
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.puts += 1
+        if self.server.refusal:
+            return self._answer(self.server.refusal)
+        if "If-None-Match" in self.headers and not self.server.ignores_conditions:
+            if self.server.conflicts:
+                self.server.conflicts -= 1
+                return self._answer(409)
+            if self.path in self.server.stored:
+                return self._answer(412)
+        self.server.stored[self.path] = body
+        return self._answer(200)
+
+    def do_GET(self):
+        body = self.server.stored[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.server.broken_downloads:
+            self.server.broken_downloads -= 1
+            self.close_connection = True
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_endpoint_that_ignores_conditions_is_found_out_at_the_start_and_by_writers_alone():
+    with OddS3(ignores_conditions=True) as server, server.environment():
+        for root, probe in [("s3://bucket", ".probe"), ("s3://bucket/a/b", "a/b/.probe")]:
+            message = f"http://127.0.0.1:{server.server_port} does not honour If-None-Match: .*/{probe} twice"
+            with pytest.raises(StorageUnreachable, match=message):
+                open_objects(root)
+        server.puts = 0
+        open_objects("s3://bucket", write=False)
+        assert server.puts == 0
+
+
+def test_an_endpoint_that_honours_conditions_is_asked_once_from_the_second_start_on(s3):
+    with OddS3() as server, server.environment():
+        for puts in (2, 3, 4):
+            open_objects("s3://bucket/a")
+            assert (server.puts, list(server.stored)) == (puts, ["/bucket/a/.probe"])
+    assert paths(open_objects("s3://bucket/probed")) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(501, "does not honour If-None-Match"), (403, "cannot write to s3://bucket/ at .*s3:PutObject")],
+)
+def test_a_bucket_that_refuses_the_probe_is_told_with_the_way_out(status, message):
+    with OddS3(refusal=status) as server, server.environment():
+        with pytest.raises(StorageUnreachable, match=message):
+            open_objects("s3://bucket")
+        open_objects("s3://bucket", write=False)
+
+
+def test_a_conflict_is_asked_again_until_it_is_decided():
+    with OddS3() as server, server.environment():
+        objects = server.objects()
+        server.conflicts, server.puts = 2, 0
+        assert objects.put("new", b"1", if_absent=True) is True
+        assert server.stored["/bucket/new"] == b"1"
+        assert server.puts == 3  # two conflicts, the write
+        server.conflicts = 10**6
+        with pytest.raises(StorageUnreachable, match="409") as error:
+            objects.put("other", b"1", if_absent=True)
+        assert error.value.http_status == 409
+        assert "/bucket/other" not in server.stored
+
+
+def test_the_clock_is_that_of_the_storage(objects):
+    before = time.time()
+    objects.put("a", b"")
+    assert abs(next(objects.list("a")).modified - objects.now()) < 3
+    assert abs(objects.now() - before) < 3
+    assert paths(objects) == ["a"]
+
+
+def test_of_a_folder_that_takes_no_file_the_clock_is_this_machines():
+    assert abs(open_objects("/proc/self/fdinfo", write=False).now() - time.time()) < 3
+
+
+def test_what_broken_off_puts_left_is_found_and_can_be_removed(tmp_path, s3):
+    import boto3
+
+    objects = open_objects(str(tmp_path))
+    objects.put("a/b/object.parquet", b"1")
+    left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd", ".probe-17-0123abcd-link"]
+    for name in (*left, ".keep", ".object.parquet.swp"):
+        (tmp_path / "a" / "b" / name).write_bytes(b"12")
+    found = list(objects.leftovers())
+    assert sorted(one.name for one in found) == sorted(str(tmp_path / "a" / "b" / name) for name in left)
+    assert {one.size for one in found} == {2}
+    for one in found:
+        one.remove()
+        one.remove()  # another may have been first
+    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == {
+        ".keep",
+        ".object.parquet.swp",
+        "object.parquet",
+    }
+
+    client = boto3.session.Session().client("s3")
+    mine, theirs = (client.create_multipart_upload(Bucket="bucket", Key=f"{root}/x.tar") for root in ("parts", "other"))
+    client.upload_part(Bucket="bucket", Key="parts/x.tar", UploadId=mine["UploadId"], PartNumber=1, Body=b"123")
+    objects = open_objects("s3://bucket/parts")
+    (found,) = objects.leftovers()
+    assert (found.name, found.size) == (f"s3://bucket/parts/x.tar (upload {mine['UploadId']})", 3)
+    found.remove()
+    assert list(objects.leftovers()) == []
+    client.abort_multipart_upload(Bucket="bucket", Key="other/x.tar", UploadId=theirs["UploadId"])
+
+
+def test_a_download_that_breaks_off_is_asked_for_again():
+    with OddS3(broken_downloads=2) as server, server.environment():
+        server.stored["/bucket/a"] = bytes(range(200))
+        assert server.objects().get("a") == bytes(range(200))
+    with OddS3(broken_downloads=10**6) as server, server.environment():
+        server.stored["/bucket/a"] = bytes(range(200))
+        with pytest.raises(StorageUnreachable, match=r"s3://bucket/a broke off 5 times"):
+            server.objects().get("a")
+
+
+@pytest.fixture
+def https_s3(tmp_path_factory) -> Iterator[list[Mapping[str, str]]]:
+    """Of one test alone: the environment that leads to it must not meet the tests of `s3`, in whatever order."""
+    with https_s3_server(tmp_path_factory.mktemp("https"), "secure") as came:
+        yield came
+
+
+def sums_sent(came: list[Mapping[str, str]], folder: Path) -> list[str]:
+    """Names of the headers about checksums that puts of every form and gets of them send."""
+    came.clear()
+    objects = open_objects(f"s3://secure/{folder.name}")
+    whole = bytes(9_000_000)  # goes up in two parts
+    (folder / "file").write_bytes(whole)
+    assert objects.put("file", folder / "file") is True
+    assert objects.get("file") == whole
+    for form, data in {"bytes": b"data", "views": [memoryview(b"da"), memoryview(b"ta")]}.items():
+        assert objects.put(form, data, if_absent=True) is True
+        assert objects.get(form) == b"data"
+    assert {headers[":method"] for headers in came} == {"HEAD", "PUT", "GET", "POST"}
+    return sorted({name for headers in came for name in headers if "checksum" in name or "trailer" in name})
+
+
+def test_over_https_bodies_go_without_checksums_that_not_every_server_takes(https_s3, tmp_path):
+    assert sums_sent(https_s3, tmp_path) == []
+    assert {headers.get("content-encoding") for headers in https_s3} == {None}, "not aws-chunked"
+
+
+def test_checksums_are_sent_and_checked_where_the_environment_or_the_file_of_settings_says_so(https_s3, tmp_path):
+    both = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_supported")
+    sent = {"x-amz-checksum-mode", "x-amz-trailer"}
+    with environment(**{f"AWS_{name.upper()}": value for name, value in both.items()}):
+        assert sent <= set(sums_sent(https_s3, tmp_path))
+    (tmp_path / "config").write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in both.items()))
+    (tmp_path / "again").mkdir()
+    with environment(AWS_CONFIG_FILE=str(tmp_path / "config")):
+        assert sent <= set(sums_sent(https_s3, tmp_path / "again"))

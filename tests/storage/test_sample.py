@@ -1,0 +1,400 @@
+"""A Sample survives its form as tar members to the last bit, and what is no Sample is refused by name."""
+
+import dataclasses
+import hashlib
+import io
+import json
+from collections.abc import Callable
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from members import Members, about, member, packed
+from PIL import Image
+from seeded import JPEG, as_dict, seeded_regions, seeded_sample
+
+from storage.sample import (
+    MAX_PIXELS,
+    BadSample,
+    Regions,
+    Sample,
+    check_sample,
+    from_members,
+    jpeg_size,
+    pack_regions,
+    sample_key,
+    to_members,
+    unpack_regions,
+)
+
+
+def few(**changes) -> Regions:
+    """Two regions of three classes whose background is column 2."""
+    fields = {
+        "boxes": np.float32([[0, 0, 1, 1], [1, 2, 3, 4]]),
+        "scores": np.float32([0.5, 0.25]),
+        "labels": np.int32([0, 3]),
+        "detector": "d",
+        "background": 2,
+        "class_probs": np.float16([[0.5, 0.25, 0.125, 0], [0, 0.25, 0.5, 0.125]]),
+    }
+    return Regions(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_sample_comes_back_from_its_members_exactly(count, everything):
+    sample = seeded_sample(count + 1, seeded_regions(count, count, everything=everything))
+    members = to_members(sample)
+    assert list(members) == ["jpg", "json", "mp"]
+    assert as_dict(from_members(sample.key, members)) == as_dict(sample)
+
+
+def test_a_sample_without_regions_has_two_members_and_comes_back():
+    sample = seeded_sample(5)
+    members = to_members(sample)
+    assert list(members) == ["jpg", "json"]
+    assert members["jpg"] == sample.image
+    assert as_dict(from_members(sample.key, members)) == as_dict(sample)
+
+
+def test_the_seeded_picture_is_a_real_jpeg():
+    image = Image.open(io.BytesIO(JPEG))
+    image.load()
+    assert (image.size, image.mode) == ((16, 8), "L")
+
+
+def test_arrays_that_are_strided_views_are_stored_in_order():
+    wide = np.arange(24, dtype=np.float32).reshape(3, 8)
+    regions = Regions(wide[:, ::2], wide[:, 1], np.int32([1, 2, 3]), "d")
+    back = unpack_regions(pack_regions(regions))
+    assert back.boxes.tolist() == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
+    assert back.scores.tolist() == [1, 9, 17]
+
+
+def test_arrays_of_an_unpacked_sample_cannot_be_written_by_accident():
+    back = unpack_regions(pack_regions(few()))
+    with pytest.raises(ValueError, match="read-only"):
+        back.boxes[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"boxes": np.zeros((2, 4))},
+        {"boxes": np.zeros((2, 5), np.float32)},
+        {"boxes": np.zeros((2, 4), ">f4")},
+        {"scores": np.zeros(3, np.float32)},
+        {"labels": np.zeros(2, np.int64)},
+        {"class_probs": np.zeros((3, 4), np.float16)},
+        {"class_probs": np.zeros(2, np.float16)},
+        {"features": np.zeros((2, 4), np.float32)},
+        {"attributes": np.zeros((2, 1), np.int32)},
+        {"scores": None},
+    ],
+)
+def test_an_array_of_another_dtype_or_shape_is_refused_by_name(changes):
+    with pytest.raises(ValueError, match=f"Regions.{next(iter(changes))} is"):
+        few(**changes)
+
+
+def test_background_first_reorders_columns_and_labels_alike():
+    regions = few()
+    probs = regions.class_probs_background_first()
+    assert probs.dtype == np.float32
+    assert probs.tolist() == [[0.125, 0.5, 0.25, 0], [0.5, 0, 0.25, 0.125]]
+    assert regions.labels_background_first().tolist() == [1, 3]
+    for own, first in zip(regions.labels, regions.labels_background_first(), strict=True):
+        assert np.array_equal(regions.class_probs[:, own], probs[:, first])
+    assert regions.num_classes == 3
+
+
+def test_num_classes_of_regions_without_a_distribution_names_the_detector():
+    with pytest.raises(ValueError, match="detector d carry no class_probs"):
+        few(class_probs=None).num_classes  # noqa: B018
+
+
+def test_take_selects_every_array_in_the_order_asked_for():
+    regions = seeded_regions(3, 5, everything=True)
+    taken = regions.take(np.array([4, 0]))
+    for field in dataclasses.fields(Regions):
+        before, after = getattr(regions, field.name), getattr(taken, field.name)
+        if isinstance(before, np.ndarray):
+            assert np.array_equal(after, before[[4, 0]]), field.name
+        else:
+            assert after == before
+    assert len(regions.take(np.zeros(5, bool))) == 0
+
+
+def test_the_key_is_the_documented_hash_of_url_and_caption():
+    expected = hashlib.sha256("http://h/é.jpg\0a café".encode()).hexdigest()[:20]
+    assert sample_key("http://h/é.jpg", "a café") == expected
+    assert sample_key("a", "bc") != sample_key("ab", "c")
+
+
+@pytest.mark.parametrize("missing", ["jpg", "json"])
+def test_a_missing_member_is_named(missing):
+    members = to_members(seeded_sample(1))
+    del members[missing]
+    with pytest.raises(ValueError, match=rf"sample k: there is no \.{missing} member"):
+        from_members("k", members)
+
+
+def test_another_version_is_refused():
+    members = to_members(seeded_sample(1, seeded_regions(1, 2)))
+    about = json.loads(members["json"])
+    with pytest.raises(ValueError, match="of version 2, this code reads 1"):
+        from_members("k", {**members, "json": json.dumps({**about, "version": 2}).encode()})
+    packed = msgpack.unpackb(members["mp"])
+    with pytest.raises(ValueError, match="of version 2, this code reads 1"):
+        unpack_regions(msgpack.packb({**packed, "version": 2}))
+
+
+def test_an_array_of_a_later_format_or_of_another_dtype_is_refused():
+    packed = msgpack.unpackb(pack_regions(few()))
+    with pytest.raises(ValueError, match=r"unknown arrays \['masks'\]"):
+        unpack_regions(msgpack.packb({**packed, "masks": ["<f4", [0], b""]}))
+    with pytest.raises(ValueError, match="regions.scores cannot be read: it is stored as '>f4'"):
+        unpack_regions(msgpack.packb({**packed, "scores": [">f4", [2], bytes(8)]}))
+    with pytest.raises(ValueError, match="reshape"):
+        unpack_regions(msgpack.packb({**packed, "scores": ["<f4", [2], bytes(12)]}))
+
+
+# --- what strangers write ---------------------------------------------------------------------------------------------
+
+
+def whole() -> Sample:
+    return seeded_sample(1, seeded_regions(1, 3, everything=True))
+
+
+def number(name: str, place: tuple[int, ...], value: float) -> Callable[[Sample], Sample]:
+    """One number of an array of the regions is another."""
+
+    def change(sample: Sample) -> Sample:
+        array = getattr(sample.regions, name).copy()
+        array[place] = value
+        return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, **{name: array}))
+
+    return change
+
+
+def size_in_header(width: int, height: int) -> bytes:
+    """The JPEG, which says that it has another size."""
+    at = JPEG.index(b"\xff\xc0") + 5
+    return JPEG[:at] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + JPEG[at + 4 :]
+
+
+# Of the members: what is wrong with them, and the field that must be named.
+CORRUPT = {
+    "json of another type": (member("json", b"[]"), r"\.json"),
+    "json torn": (member("json", b'{"version": 1'), r"\.json"),
+    "json nested deep": (member("json", b'{"caption":' + b"[" * 10**5), r"\.json"),
+    "json with one name twice": (member("json", b'{"version": 1, "version": 1}'), "'version'"),
+    "json of 400 digits": (member("json", b'{"version": ' + b"1" * 400 + b"}"), r"\.json"),
+    "version of another type": (about(version=True), "version"),
+    "version as a fraction": (about(version=1.0), "version"),
+    "caption as a number": (about(caption=3), "caption"),
+    "caption absent": (about(caption=...), "caption"),
+    "caption null": (about(caption=None), "caption"),
+    "url as a list": (about(url=["http://h/"]), "url"),
+    "sha256 as a number": (about(sha256=0), "sha256"),
+    "flags as a text": (about(flags="resized"), "flags"),
+    "flags of numbers": (about(flags=[1]), "flags"),
+    "an unknown field": (about(width_=1), "width_"),
+    "width 0": (about(width=0), "width"),
+    "width 10^9": (about(width=10**9), "width"),
+    "width negative": (about(width=-16), "width"),
+    "width as a fraction": (about(width=16.0), "width"),
+    "width as a text": (about(width="16"), "width"),
+    "height true": (about(height=True), "height"),
+    "height of another picture": (about(height=9), "height"),
+    "jpg empty": (member("jpg", b""), r"\.jpg"),
+    "jpg a PNG": (member("jpg", b"\x89PNG\r\n\x1a\n" + bytes(100)), r"\.jpg"),
+    "jpg ends in its header": (member("jpg", JPEG[:20]), r"\.jpg"),
+    "jpg ends in its size": (member("jpg", JPEG[: JPEG.index(b"\xff\xc0") + 7]), r"\.jpg"),
+    "jpg without pixels": (member("jpg", size_in_header(0, 8)), r"\.jpg"),
+    "jpg of another size": (member("jpg", size_in_header(17, 8)), "width"),
+    "a bomb": (
+        lambda members: about(width=60000, height=60000)(members) | {"jpg": size_in_header(60000, 60000)},
+        f"width.*{MAX_PIXELS}",
+    ),
+    "mp empty": (member("mp", b""), r"\.mp"),
+    "mp of another type": (member("mp", msgpack.packb([1])), r"\.mp"),
+    "mp torn": (lambda members: members | {"mp": members["mp"][:-1]}, r"\.mp"),
+    "mp with more behind": (lambda members: members | {"mp": members["mp"] + b"\0"}, r"\.mp"),
+    "mp nested deep": (member("mp", b"\x91" * 10**5), r"\.mp"),
+    "mp that asks for gigabytes": (member("mp", b"\xdd\x7f\xff\xff\xff" * 100), r"\.mp"),
+    "mp with a number as a key": (member("mp", msgpack.packb({1: 2})), r"\.mp"),
+    "mp with bytes as a key": (member("mp", msgpack.packb({b"version": 1})), "version"),
+    "mp with an ext": (packed(detector=msgpack.ExtType(5, b"x")), r"\.mp"),
+    "mp with a time": (packed(detector=msgpack.Timestamp(1)), r"\.mp"),
+    "regions of another version": (packed(version=2), "version"),
+    "version absent": (packed(version=...), "version"),
+    "detector absent": (packed(detector=...), "detector"),
+    "detector as a number": (packed(detector=1), "detector"),
+    "detector empty": (packed(detector=""), "detector"),
+    "background absent": (packed(background=...), "background"),
+    "background 99": (packed(background=99), "background"),
+    "background negative": (packed(background=-1), "background"),
+    "background as a fraction": (packed(background=0.0), "background"),
+    "background true": (packed(background=True), "background"),
+    "background 2^63": (packed(background=2**63, class_probs=...), "background"),
+    "an unknown array": (packed(masks=["<f4", [0], b""]), "masks"),
+    "boxes absent": (packed(boxes=...), "boxes"),
+    "labels absent": (packed(labels=...), "labels"),
+    "boxes as a number": (packed(boxes=1), "boxes"),
+    "boxes without bytes": (packed(boxes=["<f4", [3, 4]]), "boxes"),
+    "boxes as a text": (packed(boxes=["<f4", [3, 4], "x" * 48]), "boxes"),
+    "boxes of another dtype": (packed(boxes=["<f8", [3, 4], bytes(96)]), "boxes"),
+    "boxes of a dtype that is a list": (packed(boxes=[["<f4"], [3, 4], bytes(48)]), "boxes"),
+    "boxes cut short": (packed(boxes=["<f4", [3, 4], bytes(47)]), "boxes"),
+    "boxes of fewer bytes than their shape": (packed(boxes=["<f4", [3, 4], bytes(44)]), "boxes"),
+    "scores of a negative shape": (packed(scores=["<f4", [-1], bytes(12)]), "scores"),
+    "boxes of a shape that overflows": (packed(boxes=["<f4", [2**62, 4], bytes(48)]), "boxes"),
+    "boxes of a shape over 64 bits": (packed(boxes=["<f4", [2**64 - 1, 4], bytes(48)]), "boxes"),
+    "boxes of a shape of texts": (packed(boxes=["<f4", ["3", "4"], bytes(48)]), "boxes"),
+    "boxes of no shape": (packed(boxes=["<f4", [], bytes(4)]), "boxes"),
+    "scores of two sides": (packed(scores=["<f4", [3, 1], bytes(12)]), "scores"),
+    "boxes of a flat shape": (packed(boxes=["<f4", [12], bytes(48)]), "boxes"),
+    "scores of another number": (packed(scores=["<f4", [2], bytes(8)]), "scores"),
+    "attributes alone": (packed(attribute_scores=...), "attribute_scores"),
+    "class_probs without columns": (packed(class_probs=["<f2", [3, 0], b""]), "background"),
+}
+# Of the numbers: what no reader takes, and no writer writes.
+WRONG = {
+    "a box of 1e30": (number("boxes", (1, 2), 1e30), r"boxes\[1\]"),
+    "a box left of the image": (number("boxes", (2, 0), -0.5), r"boxes\[2\]"),
+    "a box above the image": (number("boxes", (0, 1), -1e-30), r"boxes\[0\]"),
+    "a box right of the image": (number("boxes", (1, 2), 16.01), r"boxes\[1\]"),
+    "a box below the image": (number("boxes", (1, 3), 8.01), r"boxes\[1\]"),
+    "a box that is no number": (number("boxes", (1, 0), np.nan), r"boxes\[1\]"),
+    "a box that ends nowhere": (number("boxes", (2, 3), np.nan), r"boxes\[2\]"),
+    "an infinite box": (number("boxes", (0, 3), np.inf), r"boxes\[0\]"),
+    "a box that begins at minus infinity": (number("boxes", (0, 0), -np.inf), r"boxes\[0\]"),
+    "a box without width": (number("boxes", (1, slice(None)), [3, 1, 3, 2]), r"boxes\[1\]"),
+    "a box upside down": (number("boxes", (1, slice(None)), [1, 3, 2, 2]), r"boxes\[1\]"),
+    "a label out of class_probs": (number("labels", (2,), 6), r"labels\[2\]"),
+    "a negative label": (number("labels", (0,), -1), r"labels\[0\]"),
+    "a label of the background": (number("labels", (1,), 5), r"labels\[1\]"),
+    "a score over 1": (number("scores", (1,), 1.001), r"scores\[1\]"),
+    "a negative score": (number("scores", (0,), -1e-30), r"scores\[0\]"),
+    "a score that is no number": (number("scores", (2,), np.nan), r"scores\[2\]"),
+    "a class_prob that is no number": (number("class_probs", (1, 4), np.nan), r"class_probs\[1, 4\]"),
+    "an infinite class_prob": (number("class_probs", (2, 5), np.inf), r"class_probs\[2, 5\]"),
+    "a negative class_prob": (number("class_probs", (0, 0), -6e-8), r"class_probs\[0, 0\]"),
+    "a class_prob over 1": (number("class_probs", (0, 0), 1.001), r"class_probs\[0, 0\]"),
+    "a negative attribute": (number("attributes", (2,), -1), r"attributes\[2\]"),
+    "an attribute_score over 1": (number("attribute_scores", (2,), 2), r"attribute_scores\[2\]"),
+    "an infinite feature": (number("features", (0, 2), np.inf), r"features\[0, 2\]"),
+    "a feature at minus infinity": (number("features", (1, 0), -np.inf), r"features\[1, 0\]"),
+    "a feature that is no number": (number("features", (2, 1), np.nan), r"features\[2, 1\]"),
+}
+# What only a program can hand to the writer.
+UNWRITABLE = {
+    "caption": {"caption": b"bytes"},
+    "surrogate": {"caption": "\ud83d"},
+    "width": {"width": np.int64(16)},
+    "flags": {"flags": ["resized"]},
+    "jpg": {"image": b""},
+}
+
+
+@pytest.mark.parametrize(("change", "named"), CORRUPT.values(), ids=CORRUPT)
+def test_members_that_are_no_sample_are_refused_and_the_field_is_named(change, named):
+    members = change(to_members(whole()))
+    with pytest.raises(BadSample, match=rf"^sample k: .*{named}") as refused:
+        from_members("k", members)
+    assert refused.value.key == "k"
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(("change", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_numbers_are_neither_read_nor_written_and_their_place_is_named(change, named):
+    sample = change(whole())
+    for refuse in (check_sample, to_members):
+        with pytest.raises(BadSample, match=rf"^sample {sample.key}: regions\.{named}"):
+            refuse(sample)
+    members = to_members(whole()) | {"mp": pack_regions(sample.regions)}
+    with pytest.raises(BadSample, match=rf"^sample k: regions\.{named}"):
+        from_members("k", members)
+
+
+@pytest.mark.parametrize(("named", "fields"), UNWRITABLE.items(), ids=UNWRITABLE)
+def test_what_could_not_be_read_is_not_written(named, fields):
+    with pytest.raises(BadSample, match=rf"sample {whole().key}: .*{named}"):
+        to_members(dataclasses.replace(whole(), **fields))
+
+
+def test_numbers_at_their_limits_are_right():
+    sample = whole()
+    boxes = np.float32([[0, 0, 16, 8], [-0.0, 7.99, 1e-30, 8], [15.99, 0, 16, 1e-30]])
+    extreme = np.float16([[0, 65504, -65504]] * 3)
+    regions = dataclasses.replace(
+        sample.regions,
+        boxes=boxes,
+        scores=np.float32([1, 0, 1e-40]),
+        labels=np.int32([0, 4, 4]),
+        class_probs=np.float16([[1, 0, 0, 0, 6e-8, 1]] * 3),
+        attribute_scores=np.float32([1, 0, 1]),
+        features=extreme,
+    )
+    sample = dataclasses.replace(sample, regions=regions)
+    assert as_dict(from_members(sample.key, to_members(sample))) == as_dict(sample)
+
+
+def test_an_error_of_a_sample_comes_out_of_another_process_whole():
+    import pickle
+
+    bad = pickle.loads(pickle.dumps(BadSample("sample k: caption is 3", "k")))
+    assert (str(bad), bad.key) == ("sample k: caption is 3", "k")
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"exif": b"Exif\0\0" + b"\xff\xc0\0\x11" * 99}])
+def test_the_size_of_a_jpeg_is_that_of_its_frame_header(mode, options):
+    stream = io.BytesIO()
+    Image.new(mode, (300, 7)).save(stream, "JPEG", **options)
+    assert jpeg_size(stream.getvalue()) == (300, 7)
+    stray = stream.getvalue().replace(b"\xff\xdb", b"\0\xff\0\xff\xff\xdb", 1)  # libjpeg passes over these
+    assert Image.open(io.BytesIO(stray)).size == jpeg_size(stray) == (300, 7)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Members:
+    """Members of a real sample, of which one has bytes flipped, cut off, cut out or put in."""
+    members = to_members(seeded_sample(2, seeded_regions(2, draw(st.integers(0, 4)), everything=draw(st.booleans()))))
+    name = draw(st.sampled_from(sorted(members)))
+    data = bytearray(members[name])
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        kind = draw(st.sampled_from(["flip", "set", "truncate", "cut", "insert"]))
+        if kind == "flip" and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "set" and data:
+            data[at] = draw(st.integers(0, 255))
+        elif kind == "truncate":
+            del data[at:]
+        elif kind == "cut":
+            del data[at : at + draw(st.integers(1, 8))]
+        else:
+            data[at:at] = draw(st.binary(min_size=1, max_size=8))
+    return members | {name: bytes(data)}
+
+
+@given(damaged())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_damaged_members_are_a_right_sample_or_refused_by_name(members):
+    try:
+        sample = from_members("k", members)
+    except ValueError as error:
+        refused = error
+    else:
+        check_sample(sample)
+        assert as_dict(from_members("k", to_members(sample))) == as_dict(sample)
+        return
+    assert isinstance(refused, BadSample)
+    assert str(refused).startswith("sample k: ")
+    assert str(refused).isprintable()

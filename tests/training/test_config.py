@@ -1,0 +1,161 @@
+import dataclasses
+import math
+import typing
+
+import pytest
+from tiny import as_overrides, tiny_recipe
+
+from detectors import recipes
+from detectors.faster_rcnn import FasterRCNNConfig
+from detectors.resnet import RESNET101
+from detectors.select import SelectionSettings
+from training.config import from_json, override, to_json
+from training.optimizer import OptimizerConfig
+from vlbert.config import DataConfig, ModelConfig, RegionConfig
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.recipes import RECIPES
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.vcr import VCRSettings
+from vlbert.tasks.vqa import VQASettings
+from vlbert.train import check_complete
+
+
+def test_overrides_reach_every_depth_and_keep_the_types():
+    recipe = override(
+        RECIPES["pretrain_vlbert_base"](),
+        [
+            "steps=1e3",
+            "optimizer.learning_rate=3e-4",
+            "model.regions.resnet.blocks=3,4,6,3",
+            "task.words.whole_words=false",
+            "task.max_elements=none",
+            "model.geometry=corners",
+            "task.watched_words=red,blue",
+            "optimizer.betas=0.9,0.98",
+            "optimizer.clip=none",
+            "optimizer.schedule=step",
+            "optimizer.decay_at=20,30",
+        ],
+    )
+    assert (recipe.steps, recipe.optimizer.learning_rate) == (1000, 3e-4)
+    assert recipe.model.regions.resnet.blocks == (3, 4, 6, 3)
+    assert recipe.task.words.whole_words is False
+    assert recipe.task.max_elements is None
+    assert recipe.model.geometry == "corners"
+    assert recipe.task.watched_words == ("red", "blue")
+    assert recipe.optimizer.betas == (0.9, 0.98)
+    assert (recipe.optimizer.clip, recipe.optimizer.decay_at) == (None, (20, 30))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("optimiser.learning_rate=1", "Recipe has no field 'optimiser'"),
+        ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has kind, learning_rate"),
+        ("steps", "has no '='"),
+        ("steps=many", "'many' is no int"),
+        ("model.geometry=polar", "one of centre, corners"),
+        ("steps.more=1", "plain value"),
+        ("model=small", "set its fields"),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("hidden", "heads", "intermediate")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("max_positions", "geometry_channels")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("visual_channels", "region_classes")),
+        *((f"model.dropout={value}", "ModelConfig.dropout is ") for value in ("1", "-0.1", "nan")),
+        ("model.initializer_range=0", "ModelConfig.initializer_range is 0"),
+        ("optimizer.learning_rate=inf", "OptimizerConfig.learning_rate is inf; it must be finite"),
+        ("optimizer.region_learning_rate=0", "OptimizerConfig.region_learning_rate is 0"),
+        ("optimizer.schedule=step optimizer.decay_at=0,4", "OptimizerConfig.decay_at is (0, 4)"),
+        ("data.batch=0", "DataConfig.batch is 0"),
+        ("vocabulary_size=0", "Recipe.vocabulary_size is 0"),
+        ("model.heads=7", "ModelConfig.heads is 7; it must be a divisor of hidden = 768"),
+        ("task.words.masked=1.5", "shares"),
+        ("steps=0", "Recipe.steps is 0"),
+        ("data.accumulate=0", "DataConfig.accumulate is 0"),
+        ("data.seed=-1", "DataConfig.seed is -1"),
+        ("task.max_elements=2", "max_elements is 2"),
+        ("optimizer.clip=0", "OptimizerConfig.clip is 0"),
+        ("optimizer.betas=0.9", "two numbers"),
+        ("model.regions.pixel_mean=1,2", "three numbers"),
+        ("model.regions.features=precomputed model.regions.weights=x", "must be None where features are precomputed"),
+        ("model.special_tokens=vocabulary", "own where regions have tokens by class or hidden ones one of theirs"),
+        ("optimizer.schedule=step", "OptimizerConfig.decay_at is ()"),
+        ("optimizer.decay_at=3", "given for schedule step, and only there"),
+        ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of updates"),
+        ("optimizer.momentum=1", "OptimizerConfig.momentum is 1"),
+        ("compile=true precision=tf32", "Recipe.compile is True; it must be false with tf32"),
+        ("compile=true recompute=true model.regions.resnet.norm=batch", "false with recompute and live norms"),
+        ("spike=1", "Recipe.spike is 1.0; it must be more than 1, or none"),
+        ("most_skipped=0", "Recipe.most_skipped is 0"),
+        ("task.text_specials=true task.text_length=2", "text_length is 2; it must be at least 1, and 3 with"),
+    ],
+)
+def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
+    with pytest.raises(ValueError, match=".*") as error:
+        override(RECIPES["pretrain_vlbert_base"](), assignment.split())
+    assert says in str(error.value)
+
+
+SETTINGS = [
+    RegionConfig(),
+    ModelConfig(),
+    DataConfig(),
+    OptimizerConfig(),
+    RECIPES["pretrain_vlbert_base"](),
+    PretrainingSettings(),
+    WordMasking(),
+    RegionMasking(),
+    VCRSettings(),
+    VQASettings(),
+    RefCOCOSettings(),
+    recipes.DataConfig(),
+    recipes.SamplingConfig(),
+    recipes.ValidationConfig(),
+    recipes.DetectorRecipe("detector"),
+    FasterRCNNConfig(),
+    RESNET101,
+    SelectionSettings(),
+]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"{type(config).__module__}.{type(config).__name__}")
+def test_no_number_is_negative_where_it_counts_and_none_is_infinite(config):
+    """Every count of every configuration, and every float; the error names the field."""
+    for field in dataclasses.fields(config):
+        kinds = {typing.get_type_hints(type(config))[field.name]}
+        kinds |= {kind for union in kinds for kind in typing.get_args(union)}
+        wrong = [-1] if int in kinds else [math.nan, math.inf, -math.inf] if float in kinds else []
+        for value in wrong:
+            many = isinstance(getattr(config, field.name), tuple)
+            given = (value, *getattr(config, field.name)[1:]) if many else value
+            with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
+                dataclasses.replace(config, **{field.name: given})
+
+
+def test_fields_that_belong_together_may_change_together():
+    recipe = override(RECIPES["pretrain_vlbert_base"](), ["model.hidden=96", "model.heads=8"])
+    assert (recipe.model.hidden, recipe.model.heads) == (96, 8)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_are_named_as_their_function_and_survive_json(name):
+    recipe = RECIPES[name]()
+    assert recipe.name == name
+    assert from_json(ModelConfig, to_json(recipe)["model"], "here") == recipe.model
+    with pytest.raises(ValueError, match="data.root is not set"):
+        check_complete(recipe)
+
+
+def test_a_configuration_may_be_older_and_not_newer():
+    values = to_json(ModelConfig())
+    del values["heads"]
+    assert from_json(ModelConfig, values, "config.json") == ModelConfig(), (
+        "a field younger than the file has its default"
+    )
+    with pytest.raises(ValueError, match="config.json: ModelConfig has no field eyes; the file is of another version"):
+        from_json(ModelConfig, values | {"eyes": 2}, "config.json")
+
+
+def test_as_overrides_is_the_inverse_of_override(tmp_path):
+    base, tiny = RECIPES["pretrain_vlbert_demo"](), tiny_recipe(tmp_path)
+    assert override(base, as_overrides(tiny, base)) == dataclasses.replace(tiny, name=base.name)

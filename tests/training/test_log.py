@@ -1,0 +1,176 @@
+"""What a run says of itself reaches its files, whatever the disk does meanwhile."""
+
+import json
+import multiprocessing
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from writing import Held, files, nothing, wait_for
+
+from storage.object_store import LocalObjects, StorageUnreachable, open_objects
+from training.lines import Lines
+from training.log import Record, read_heartbeat, read_metrics
+from training.metrics import Line
+from training.writer import Writer
+
+
+class Remote(LocalObjects):
+    """A folder that is like a bucket: no file of this machine."""
+
+    def local_path(self, path: str) -> Path | None:
+        return None
+
+
+def line(**changes: Any) -> Line:
+    return Line({"all": 1.5}, {}, {}, {}, **{"steps": 1, "seconds": 1.0, "data_wait": 0.0, "memory": 0} | changes)
+
+
+def steps_of(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def write_to_a_full_disk(file: Path) -> None:
+    """Its limit lies in the middle of the third line."""
+    said = []
+    lines = Lines(file, said.append)
+    for step in range(5):
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, resource.RLIM_INFINITY))
+        lines.add([{"step": step}])
+    assert steps_of(file) == [0, 1], "no part of a line"
+    assert lines.lost.startswith(f"3 lines of {file} are not written: ")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    lines.add([{"step": 5}])
+    assert steps_of(file) == [0, 1, 2, 3, 4, 5]
+    assert lines.lost is None
+    assert [text.split()[0] for text in said] == ["cannot", str(file)]
+
+
+def test_a_line_that_a_full_disk_takes_in_part_is_written_whole_and_in_order_when_it_has_room(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=write_to_a_full_disk, args=(tmp_path / "lines",))
+    child.start()  # a limit to the size of files holds for a whole process
+    child.join(30)
+    assert child.exitcode == 0
+
+
+@pytest.fixture
+def record(tmp_path) -> Record:
+    """Of a run whose log and TensorBoard cannot be written: folders and files stand in their place."""
+    record = Record(Writer(open_objects(str(tmp_path))), "run", 0, 10, 1)
+    (tmp_path / "runs/run/metrics.jsonl").mkdir()
+    return record
+
+
+def test_a_training_goes_on_while_its_log_cannot_be_written_and_loses_nothing(tmp_path, record, capsys):
+    file = tmp_path / "runs/run/metrics.jsonl"
+    with record.writer, record.running():
+        for step in (1, 2):
+            record.training(step, line(), 0.1)
+        record.publish()
+        file.rmdir()
+        record.training(3, line(), 0.1)
+        assert steps_of(file) == [1, 2, 3]
+    assert capsys.readouterr().out.count(f"cannot write {file}, the training goes on and this is tried again: ") == 1
+    assert read_heartbeat(record.objects, "run")["state"] == "done"
+
+
+def test_a_run_whose_lines_are_never_written_fails_in_the_end_and_its_heartbeat_says_so(tmp_path, record):
+    def training() -> None:
+        with record.writer, record.running():
+            record.training(1, line(), 0.1)
+            (tmp_path / "runs/run/metrics.jsonl").rmdir()
+            (tmp_path / "runs/run/skipped.jsonl").mkdir()
+            record._lines["skipped.jsonl"].add([{"step": 1}])
+
+    named = f"1 lines of {tmp_path}/runs/run/skipped.jsonl are not written: .* Make room"
+    with pytest.raises(StorageUnreachable, match=named):
+        training()
+    assert read_heartbeat(record.objects, "run")["state"] == "failed"
+    assert [found["step"] for found in read_metrics(record.objects, "run", "training")] == [1]
+
+
+def test_what_the_board_shows_is_in_its_file_before_a_save_and_in_a_new_one_where_that_fails(tmp_path, record):
+    folder = tmp_path / "runs/run/tensorboard"
+
+    def written() -> bytes:
+        return b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+
+    record._board.add({f"first {number}": 1.0 for number in range(300)}, 1)
+    record.publish()
+    assert b"first 299" in written()
+    record._board._writer.file_writer.event_writer.close()  # a closed writer refuses as one whose disk is full
+    record._board.add({"second": 1.0}, 2)
+    record.publish()
+    record._board.add({"third": 1.0}, 3)
+    record.publish()
+    assert b"second" in written()
+    assert b"third" in written()
+
+
+def test_in_a_folder_the_log_is_on_the_disk_before_a_checkpoint_that_rests_on_it(tmp_path, record):
+    given, log = threading.Event(), record._lines["metrics.jsonl"]
+    with pytest.raises(StorageUnreachable, match=f"cannot write {log.file}: "):
+        log.sync()  # no disk syncs a folder that is read as a file
+    log.file.rmdir()
+    log.sync()
+    with record.writer as writer:
+        writer.do("begin", given.wait)
+        record.step(1)
+        assert writer._waiting["runs/run/heartbeat.json"].urgent
+        record.publish()
+        writer.checkpoint("runs/run/step-0000001", files(1), nothing)
+        assert list(writer._waiting)[-2:] == ["runs/run/metrics.jsonl", "checkpoint"]
+        given.set()
+
+
+def test_on_a_bucket_the_board_is_flushed_before_it_is_put(tmp_path):
+    with Writer(Remote(str(tmp_path))) as writer:
+        record = Record(writer, "run", 0, 10, 1)
+        record.training(1, line(), 0.1)
+        record.publish()
+        writer.finish()
+        (file,) = (tmp_path / "runs/run/tensorboard").iterdir()
+        assert b"loss_all" in file.read_bytes()
+        record.close()
+
+
+def test_a_line_that_is_no_json_is_named_with_its_file_and_number(tmp_path):
+    file = tmp_path / "runs/run/metrics.jsonl"
+    file.parent.mkdir(parents=True)
+    objects = open_objects(str(tmp_path))
+    for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
+        file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n{"ki')
+        for read in (lambda: read_metrics(objects, "run", "training"), lambda: Record(Writer(objects), "run", 2, 9, 1)):
+            with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON object with a `step`: .* Remove"):
+                read()
+
+
+def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
+    objects = open_objects(str(tmp_path))
+    record = Record(Writer(objects), "run", 0, 10, 1)
+    with record.writer, record.running():
+        wait_for(lambda: (read_heartbeat(objects, "run") or {}).get("state") == "starting")
+        record.step(1)
+        wait_for(lambda: read_heartbeat(objects, "run")["state"] == "training")
+        assert read_heartbeat(objects, "run")["step"] == 1
+
+
+def test_the_share_of_the_time_for_which_saves_held_up_the_training_is_in_the_log_and_the_heartbeat(tmp_path):
+    objects = Held(tmp_path, "step-0000001/state.json")
+    record = Record(Writer(objects), "run", 0, 10, 1)
+    with record.writer as writer, record.running():
+        began = time.monotonic()
+        writer.checkpoint("runs/run/step-0000001", files(1), nothing)
+        threading.Timer(0.2, objects.let_through.set).start()
+        writer.checkpoint("runs/run/step-0000002", files(2), nothing)
+        gone = time.monotonic() - began
+        record.training(2, line(), 0.1)
+        record.training(3, line(), 0.1)
+    first, second = (found["save_wait"] for found in read_metrics(objects, "run", "training"))
+    assert 0.1 / gone < first <= 1
+    assert second == 0
+    assert read_heartbeat(objects, "run")["save_wait"] == 0

@@ -1,0 +1,138 @@
+"""What one update does to the weights, and how far: beside the authors' figures, and by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from places import SHARED
+from safetensors.torch import load_file
+from tiny import tiny_recipe, tiny_root
+from torch import nn
+
+from training.distributed import World
+from training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer, set_learning_rate
+from vlbert.train import train
+
+COMPONENTS = SHARED / "parity" / "vlbert" / "components.npz"
+CONSTANT = {"warm_up": 0, "schedule": "step", "decay_at": (1000,)}
+
+
+@pytest.fixture(scope="module")
+def components() -> dict[str, np.ndarray]:
+    if not COMPONENTS.is_file():
+        pytest.skip("the authors' figures lie in ../shared, which is not here")
+    return dict(np.load(COMPONENTS))
+
+
+def one_weight(start: np.ndarray) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    return model
+
+
+def steps(start: np.ndarray, gradients: np.ndarray, config: OptimizerConfig) -> np.ndarray:
+    """The weight after each update."""
+    model = one_weight(start)
+    optimizer = make_optimizer(model, config)
+    after = []
+    for step, gradient in enumerate(gradients):
+        set_learning_rate(optimizer, step, 1000, config)
+        model.weight.grad = torch.tensor(gradient, dtype=torch.float32)
+        optimizer.step()
+        after.append(model.weight.detach().numpy().copy())
+    return np.stack(after)
+
+
+def test_adamw_moves_the_weights_as_the_authors_does(components):
+    rate, epsilon, weight_decay = components["adamw/hyper_lr_eps_wd"]
+    config = OptimizerConfig(learning_rate=rate, epsilon=epsilon, weight_decay=weight_decay, **CONSTANT)
+    found = steps(components["adamw/in_p0"], components["adamw/in_grads"], config)
+    np.testing.assert_allclose(found, components["adamw/out_traj"], rtol=1e-6, atol=5e-7)
+
+
+def test_bert_and_pytorch_differ_where_gradients_are_as_small_as_epsilon():
+    gradients = np.array([[1.0, 1e-6]])
+    settings = {"learning_rate": 0.1, "weight_decay": 0.0, "epsilon": 1e-6, **CONSTANT}
+    # Step 1 of PyTorch: g / (|g| + epsilon); of BERT: g / (|g| + epsilon / sqrt(1 - 0.999)).
+    corrected = steps(np.zeros(2), gradients, OptimizerConfig(bert_adam=False, **settings))
+    np.testing.assert_allclose(corrected, [[-0.1, -0.05]], rtol=1e-4)
+    as_bert = steps(np.zeros(2), gradients, OptimizerConfig(**settings))
+    np.testing.assert_allclose(as_bert, [[-0.1, -0.1 / (1 + 0.001**-0.5)]], rtol=1e-4)
+
+
+def test_adam_and_sgd_have_their_decay_in_the_gradient():
+    settings = {"learning_rate": 0.1, "weight_decay": 0.5, **CONSTANT}
+    still = np.zeros((1, 2))
+    start = np.array([2.0, -4.0])
+    np.testing.assert_allclose(steps(start, still, OptimizerConfig(**settings))[0], start * (1 - 0.1 * 0.5))
+    # Adam divides the decay, too, by its own size.
+    adam = steps(start, still, OptimizerConfig(kind="adam", **settings))[0]
+    np.testing.assert_allclose(adam, start - 0.1 * np.sign(start), rtol=1e-4)
+    sgd = steps(start, np.ones((2, 2)), OptimizerConfig(kind="sgd", momentum=0.9, **settings))
+    velocity = 1 + 0.5 * start
+    np.testing.assert_allclose(sgd[0], start - 0.1 * velocity, rtol=1e-6)
+    velocity = 0.9 * velocity + 1 + 0.5 * sgd[0]
+    np.testing.assert_allclose(sgd[1], sgd[0] - 0.1 * velocity, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("figures", "config"),
+    [
+        ("triangle_w10_t50", OptimizerConfig(warm_up=10)),
+        ("multistep_w10_m30_40", OptimizerConfig(warm_up=10, schedule="step", decay_at=(29, 39), decay=0.1)),
+    ],
+)
+def test_the_learning_rate_has_the_authors_factor_in_every_update(components, figures, config):
+    theirs = components[f"lr/{figures}"]
+    ours = [learning_rate_factor(update, 50, config) for update in range(1, len(theirs) + 1)]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decay_at", "wanted"),
+    [
+        ("step", (4, 6), [0.5, 1, 1, 1, 0.1, 0.1, 0.01]),
+        ("linear", (), [0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("constant", (), [0.5, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_rate_rises_and_follows_its_schedule(schedule, decay_at, wanted):
+    config = OptimizerConfig(kind="sgd", learning_rate=1.0, warm_up=2, schedule=schedule, decay_at=decay_at)
+    optimizer = make_optimizer(nn.Linear(1, 1), config)
+    rates = []
+    for step in range(7):
+        set_learning_rate(optimizer, step, 7, config)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(wanted)
+
+
+def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rate():
+    model = one_weight(np.zeros(1))
+    model.fast_rcnn = nn.Linear(1, 1)
+    model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    config = OptimizerConfig(learning_rate=8.0, region_learning_rate=2.0, warm_up=4, weight_decay=0.0)
+    optimizer = make_optimizer(model, config)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+    rates = []
+    for step in range(10):
+        set_learning_rate(optimizer, step, 10, config)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    rising_and_falling = np.array([1 / 4, 2 / 4, 3 / 4, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
+    np.testing.assert_allclose(rates, rising_and_falling[:, None] * [8, 2])
+    set_learning_rate(optimizer, 0, 5, OptimizerConfig(warm_up=0))
+    assert 0 < optimizer.param_groups[0]["lr"] <= 8
+
+
+def test_gradients_are_clipped_to_a_norm_or_not_at_all(tmp_path):
+    root = tiny_root(tmp_path, samples=2, held_out=1)
+    data = dataclasses.replace(tiny_recipe(root).data, held_out=None, batch=2, text_batch=0)
+    words = {}
+    for clip in (None, 1e9, 1e-3):
+        sgd = OptimizerConfig(kind="sgd", learning_rate=1e-3, warm_up=0, weight_decay=0.0, clip=clip)
+        recipe = tiny_recipe(root, run=f"clip-{clip}", steps=1, data=data, optimizer=sgd)
+        train(recipe, World(0, 1, torch.device("cpu")))
+        weights = load_file(root / "runs" / f"clip-{clip}" / "step-0000001" / "model.safetensors")
+        words[clip] = weights["vlbert.embedding.words.weight"]
+    assert torch.equal(words[None], words[1e9])
+    assert not torch.equal(words[None], words[1e-3])

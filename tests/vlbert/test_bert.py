@@ -1,0 +1,242 @@
+"""Starting from a Hugging Face BERT: the same network for text alone, whatever heads it came with, or a clear error."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import TINY_MODEL
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    BertTokenizer,
+    GPT2Config,
+    PreTrainedModel,
+)
+
+from vlbert.config import ModelConfig
+from vlbert.data.batch import Batch, Example, Words, collate
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.bert import bert_vocabulary, start_from_bert
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.pretraining import PretrainingHead
+from vlbert.tasks.vcr import VCRHead, VCRSettings
+
+LETTERS = Vocabulary([*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")])
+# The picture's term is silent at words, as it is when training begins.
+SILENT = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, dropout=0.0)
+BERT = BertConfig(
+    vocab_size=len(LETTERS),
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    max_position_embeddings=64,
+    initializer_range=0.1,
+)
+
+
+def saved(folder: Path, kind: type[PreTrainedModel], config: BertConfig = BERT, words: bool = True) -> PreTrainedModel:
+    """A random BERT of that kind, saved in `folder` with the letters as its vocabulary."""
+    torch.manual_seed(3)
+    bert = kind(config).eval()
+    with torch.no_grad():
+        for parameter in bert.parameters():  # biases and norms too, which transformers leaves at 0 and 1
+            parameter += 0.1 * torch.randn_like(parameter)
+    bert.save_pretrained(folder)
+    if words:
+        (folder / "letters.txt").write_text(LETTERS.text())
+        BertTokenizer(str(folder / "letters.txt")).save_pretrained(folder)
+    return bert
+
+
+def ours(config: ModelConfig = SILENT, relationship: bool = False) -> tuple[VLBert, nn.Module]:
+    torch.manual_seed(0)
+    return VLBert(config, len(LETTERS)).eval(), PretrainingHead(config, len(LETTERS), 8, relationship).eval()
+
+
+def texts() -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """A text of two sentences as our batch, and as BERT takes it: ids and token types, [1, T]."""
+    tokens = LETTERS.encode("some words of text that bert reads")
+    segments = (np.arange(len(tokens)) > 9).astype(np.int64)
+    batch = collate([Example("a", Words(tokens, segments, np.zeros_like(tokens)))])
+    return batch, batch.tokens, batch.segments
+
+
+def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
+    """Our encoder on the text alone: [END], which BERT has not, is left out of what attention may look at."""
+    embedded, mask = vlbert.model.embedding(batch, vlbert.appearance(batch))
+    mask[:, -1] = False
+    return vlbert.encoder(embedded, mask)[:, : batch.tokens.shape[1]]
+
+
+@torch.no_grad()
+def test_for_text_alone_it_is_bert_to_five_digits_with_its_word_logits(tmp_path):
+    theirs = saved(tmp_path, BertForPreTraining)
+    vlbert, head = ours(relationship=True)
+    said = start_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    assert said == f"words and encoder, word classifier, pooler, relationship from {tmp_path}"
+    batch, tokens, segments = texts()
+    text = encode_without_end(vlbert, batch)
+    expected = theirs(tokens, token_type_ids=segments)
+    hidden = theirs.bert(tokens, token_type_ids=segments).last_hidden_state
+    assert float((text - hidden).abs().max()) < 1e-5
+    assert float((head.words(vlbert, text[0]) - expected.prediction_logits[0]).abs().max()) < 1e-5
+    related = head.relationship(head.pooler(text))
+    assert float((related - expected.seq_relationship_logits).abs().max()) < 1e-5
+    # Of [END] alone the difference comes: as the model runs, it is one position more that words look at.
+    with_end = vlbert(batch).text
+    assert 1e-3 < float((with_end - hidden).abs().max()) < 1
+
+
+@torch.no_grad()
+def test_a_masked_language_model_gives_its_word_classifier(tmp_path):
+    theirs = saved(tmp_path, BertForMaskedLM)
+    vlbert, head = ours()
+    assert (
+        start_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, word classifier from {tmp_path}"
+    )
+    batch, tokens, segments = texts()
+    logits = head.words(vlbert, encode_without_end(vlbert, batch)[0])
+    assert float((logits - theirs(tokens, token_type_ids=segments).logits[0]).abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_without_heads_the_words_begin_as_its_own_and_all_else_new(tmp_path):
+    theirs = saved(tmp_path, BertModel)
+    vlbert, head = ours(relationship=True)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    said = start_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    assert said == (
+        f"words and encoder, pooler from {tmp_path}; it came without word classifier, relationship, which begins new"
+    )
+    batch, tokens, segments = texts()
+    output = theirs(tokens, token_type_ids=segments)
+    text = encode_without_end(vlbert, batch)
+    assert float((text - output.last_hidden_state).abs().max()) < 1e-5
+    assert float((head.pooler(text) - output.pooler_output).abs().max()) < 1e-5
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (not name.startswith("pooler.")), name
+
+
+@torch.no_grad()
+def test_a_pooler_goes_where_a_task_has_one(tmp_path):
+    theirs = saved(tmp_path, BertModel)
+    head = VCRHead(SILENT, VCRSettings())
+    said = start_from_bert(ours()[0], head, str(tmp_path), LETTERS)
+    assert said == f"words and encoder, pooler from {tmp_path}"
+    assert torch.equal(head.pooler.dense.weight, theirs.pooler.dense.weight)
+
+
+@torch.no_grad()
+def test_what_bert_has_not_keeps_its_initialisation(tmp_path):
+    short = BertConfig(**BERT.to_dict() | {"max_position_embeddings": 40, "type_vocab_size": 1})
+    theirs = saved(tmp_path, BertModel, short)
+    vlbert, head = ours()
+    before = {name: tensor.clone() for name, tensor in vlbert.state_dict().items()}
+    start_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    embedding = vlbert.model.embedding
+    assert torch.equal(embedding.positions.weight[:40], theirs.embeddings.position_embeddings.weight)
+    assert torch.equal(embedding.positions.weight[40:], before["embedding.positions.weight"][40:])
+    both = theirs.embeddings.token_type_embeddings.weight.expand(2, -1)
+    assert torch.equal(embedding.segments.weight[:2], both)  # of one kind of sentence, both of ours begin as it
+    assert torch.equal(embedding.segments.weight[2], before["embedding.segments.weight"][2])
+    shared = ("embedding.words.", "embedding.positions.", "embedding.segments.", "embedding.norm.", "encoder.")
+    for name, tensor in vlbert.state_dict().items():
+        assert torch.equal(tensor, before[name]) != name.startswith(shared), name
+
+
+def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_its_own_and_it_says_so(tmp_path):
+    saved(tmp_path, BertModel, words=False)
+    said = start_from_bert(*ours(), str(tmp_path), LETTERS)
+    assert said.endswith("; it came without a vocabulary: that of the run was taken to be its own")
+    with pytest.raises(ValueError, match="came without a vocabulary; give the vocab.txt .* vocabulary=FILE"):
+        bert_vocabulary(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 1}, "num_hidden_layers 1, the recipe's model has 2"),
+        ({"num_attention_heads": 8}, "num_attention_heads 8, the recipe's model has 4"),
+        ({"intermediate_size": 32}, "intermediate_size 32, the recipe's model has 64"),
+        ({"hidden_size": 64}, "hidden_size 64, the recipe's model has 32"),
+        ({"vocab_size": 60}, "vocab_size 60, the recipe's model has 57"),
+        ({"hidden_act": "relu"}, "hidden_act relu, the recipe's model has gelu"),
+        ({"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05, the recipe's model has 1e-12"),
+    ],
+)
+def test_a_bert_of_another_shape_is_refused(tmp_path, change, said):
+    saved(tmp_path, BertModel, BertConfig(**BERT.to_dict() | change))
+    with pytest.raises(ValueError, match=f"is a BERT of another shape: it has {said}"):
+        start_from_bert(*ours(), str(tmp_path), LETTERS)
+
+
+def test_a_bert_of_another_vocabulary_is_refused(tmp_path):
+    saved(tmp_path, BertModel)
+    other = Vocabulary([*LETTERS.pieces[:5], *reversed(LETTERS.pieces[5:])])
+    with pytest.raises(ValueError, match="every word would get the weights of another; give vocabulary=FILE"):
+        start_from_bert(*ours(), str(tmp_path), other)
+
+
+def test_a_bert_that_tells_capitals_apart_is_refused(tmp_path):
+    for kind, pieces, lower in (("told", LETTERS.pieces, False), ("seen", [*LETTERS.pieces[:-1], "Z"], True)):
+        (tmp_path / kind).mkdir()
+        BERT.save_pretrained(tmp_path / kind)
+        (tmp_path / kind / "pieces.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+        BertTokenizer(str(tmp_path / kind / "pieces.txt"), do_lower_case=lower).save_pretrained(tmp_path / kind)
+        with pytest.raises(ValueError, match=f"{kind} is a cased BERT"):
+            bert_vocabulary(str(tmp_path / kind))
+
+
+def test_what_is_no_bert_is_refused(tmp_path):
+    folders = {name: tmp_path / name for name in ("empty", "gpt2", "torn", "page", "half")}
+    for folder in folders.values():
+        folder.mkdir()
+    GPT2Config().save_pretrained(folders["gpt2"])
+    for name in ("torn", "page", "half"):
+        saved(folders[name], BertModel)
+    weights = folders["torn"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    (folders["page"] / "model.safetensors").write_text("<!DOCTYPE html><html></html>")
+    half = {name: t for name, t in BertModel(BERT).state_dict().items() if "layer.1." not in name}
+    BertModel(BERT).save_pretrained(folders["half"], state_dict=half)
+    for name in ("empty", "gpt2", "torn", "page"):
+        with pytest.raises(ValueError, match=f"{name} is neither the folder of a BERT nor the name of one on the hub"):
+            start_from_bert(*ours(), str(folders[name]), LETTERS)
+    with pytest.raises(ValueError, match="half is no whole BERT: it lacks bert.encoder.layer.1.attention"):
+        start_from_bert(*ours(), str(folders["half"]), LETTERS)
+    with pytest.raises(ValueError, match="nor the name of one on the hub"):
+        bert_vocabulary(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("kind", ["bert", "theirs"])
+def test_a_berts_own_code_is_not_run(tmp_path, monkeypatch, kind):
+    """Where transformers has no class of its own for a model, it asks, and we say no."""
+    saved(tmp_path, BertForPreTraining)
+    (tmp_path / "theirs.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import BertConfig as Config, BertForPreTraining as Model, BertTokenizer as Words\n"
+    )
+    for file, own in (
+        ("config.json", {"AutoConfig": "theirs.Config", "AutoModelForPreTraining": "theirs.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["theirs.Words", None]}),
+    ):
+        values = json.loads((tmp_path / file).read_text()) | {"auto_map": own}
+        changed = {"model_type": kind} if file == "config.json" else {"tokenizer_class": "Words"}
+        (tmp_path / file).write_text(json.dumps(values | changed))
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    model, head = ours()
+    if kind == "bert":
+        assert bert_vocabulary(str(tmp_path)).pieces == LETTERS.pieces
+        start_from_bert(model, head, str(tmp_path), LETTERS)
+    else:
+        for read in (bert_vocabulary, lambda name: start_from_bert(model, head, name, LETTERS)):
+            with pytest.raises(ValueError, match=str(tmp_path)):
+                read(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,225 @@
+"""The checkpoint as a format: a golden one must stay readable and be written again byte for byte.
+
+It is made by `python tests/vlbert/test_checkpoint.py` (only when the format gets a new version) and described in
+docs/formats.md.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from places import DATA
+from safetensors.torch import load
+
+from detectors.resnet import ResNetConfig
+from storage.inventory import Inventory, verify
+from storage.object_store import open_objects
+from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
+from training.checkpoints import load_optimizer, remove_old
+from training.optimizer import make_optimizer
+from training.writer import Writer
+from vlbert.checkpoint import load_model, read_checkpoint, read_model, save_checkpoint
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+GOLDEN = DATA / "golden"
+FOLDER = "runs/golden/step-0000003"
+WORDS = Vocabulary([*SPECIALS, "red", "##dish"])
+RECIPE = Recipe(
+    name="golden",
+    task=PretrainingSettings(),
+    model=ModelConfig(
+        layers="J",
+        hidden=8,
+        heads=2,
+        intermediate=8,
+        max_positions=8,
+        geometry_channels=8,
+        regions=RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
+    ),
+    data=DataConfig(root="somewhere"),
+)
+STATE = {
+    "validation": {"words_accuracy": 0.5},
+    "seed": 5,
+    "samples_consumed": 384,
+    "text_consumed": 0,
+    "data": None,
+    "held_out": None,
+    "text": None,
+}
+
+
+def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
+    """Every number a multiple of 1/64 that its place decides, so that no random generator matters."""
+    model = TaskModel(VLBert(RECIPE.model, len(WORDS)), Pretraining(RECIPE.task, WORDS, 3))
+    optimizer = make_optimizer(model, RECIPE.optimizer)
+
+    def count(like: torch.Tensor, start: int) -> torch.Tensor:
+        return ((torch.arange(like.numel()) + start) % 127 / 64).reshape(like.shape).to(like.dtype)
+
+    with torch.no_grad():
+        for i, tensor in enumerate(model.state_dict().values()):
+            tensor.copy_(count(tensor, i))
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            moments = {
+                name: torch.empty_like(parameter).copy_(count(parameter, i)) for name in ("exp_avg", "exp_avg_sq")
+            }
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    return model, optimizer
+
+
+def test_a_golden_checkpoint_is_read_to_the_exact_values():
+    saved = read_checkpoint(open_objects(str(GOLDEN / "checkpoint")), FOLDER)
+    assert saved.model_config == RECIPE.model
+    assert saved.vocabulary.pieces == WORDS.pieces
+    assert saved.num_classes == 3
+    hashes = saved.state["files"]
+    assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3, "files": hashes} | STATE
+    assert sorted(hashes) == ["config.json", "model.safetensors", "optimizer.safetensors", "vocab.txt"]
+    expected, optimizer = model_and_optimizer()
+    model = TaskModel(VLBert(saved.model_config, len(saved.vocabulary)), Pretraining(RECIPE.task, WORDS, 3))
+    load_model(model, saved.model, saved.where)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    fresh = make_optimizer(model, RECIPE.optimizer)
+    load_optimizer(saved.folder, model, fresh)
+    for ours, theirs in zip(expected.parameters(), model.parameters(), strict=True):
+        for quantity, value in optimizer.state[ours].items():
+            assert torch.equal(fresh.state[theirs][quantity], value)
+            assert fresh.state[theirs][quantity].stride() == value.stride()
+
+
+def test_todays_code_writes_the_golden_bytes(tmp_path):
+    model, optimizer = model_and_optimizer()
+    with Writer(open_objects(str(tmp_path))) as writer:
+        folder = save_checkpoint(writer, "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
+    assert folder == FOLDER
+    for file in ("vocab.txt", "model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / folder / file).read_bytes() == (GOLDEN / "checkpoint" / folder / file).read_bytes(), file
+    ours, theirs = (
+        json.loads((root / folder / "config.json").read_text()) for root in (tmp_path, GOLDEN / "checkpoint")
+    )
+    assert {k: v for k, v in ours.items() if k != "recipe"} == {k: v for k, v in theirs.items() if k != "recipe"}
+    ours, theirs = (read_state(open_objects(str(root)), folder) for root in (tmp_path, GOLDEN / "checkpoint"))
+    del ours["files"]["config.json"], theirs["files"]["config.json"]  # of the recipe, too
+    assert ours == theirs
+
+
+def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
+    objects = open_objects(str(tmp_path))
+    model, optimizer = model_and_optimizer()
+    recipe = dataclasses.replace(RECIPE, keep_checkpoints=3)
+    with Writer(objects) as writer:
+        for step in (1, 2, 3):
+            save_checkpoint(writer, "run", step, recipe, model, optimizer, WORDS, 3, STATE)
+    objects.delete("runs/run/step-0000003/state.json")
+    assert checkpoints(objects, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
+    with pytest.raises(ValueError, match="is no whole checkpoint: it has no state.json"):
+        read_checkpoint(objects, "runs/run/step-0000003")
+    remove_old(objects, "run", 1, best=None)
+    assert checkpoints(objects, "run") == ["runs/run/step-0000002"]
+    assert not list(objects.list("runs/run/step-0000001/"))
+
+
+@pytest.mark.parametrize("written", [as_json, sealed_json], ids=["before the digests", "sealed"])
+@pytest.mark.parametrize("version", [1, 2, CHECKPOINT_VERSION + 1])
+def test_a_checkpoint_of_another_version_is_refused_as_such_and_never_offered_for_removal(tmp_path, version, written):
+    objects = open_objects(str(tmp_path))
+    for step in (100, 200):
+        state = {"version": version, "step": step, "files": {}}
+        objects.put(f"runs/run/step-{step:07d}/state.json", written(state))
+    for read in (read_checkpoint, open_folder, read_state):
+        with pytest.raises(ValueError, match="state.json is of version") as error:
+            read(objects, "runs/run/step-0000200")
+        where = objects.where("runs/run/step-0000200/state.json")
+        wanted = f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote it"
+        assert str(error.value) == wanted
+    assert [*verify(Inventory(objects))] == [wanted.replace("200/", f"{step}/") for step in (100, 200)]
+
+
+@pytest.mark.parametrize(
+    "state", [{"version": CHECKPOINT_VERSION}, {"version": "2"}, {}, {"version": 2, "own_sha256": ""}]
+)
+def test_a_state_without_a_digest_and_without_another_version_is_damaged(tmp_path, state):
+    objects = open_objects(str(tmp_path))
+    objects.put("runs/run/step-0000100/state.json", as_json({"step": 100, "files": {}} | state))
+    with pytest.raises(ValueError, match="step-0000100/state.json is damaged: .* put it back from a copy"):
+        open_folder(objects, "runs/run/step-0000100")
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    model, _ = model_and_optimizer()
+    tensors = load((GOLDEN / "checkpoint" / FOLDER / "model.safetensors").read_bytes())
+    wide = tensors | {"head.word_bias": torch.zeros(9), "head.more": torch.zeros(1)}
+    del wide["vlbert.embedding.norm.bias"]
+    with pytest.raises(ValueError, match="file does not fit the model") as error:
+        load_model(model, wide, "file")
+    for what in ("lacks vlbert.embedding.norm.bias", "has head.more", r"head.word_bias as (9,), the model as (7,)"):
+        assert what in str(error.value)
+
+
+def test_a_checkpoint_and_what_save_pretrained_wrote_are_opened_alike(tmp_path):
+    trained = VLBert.from_pretrained(GOLDEN / "checkpoint" / FOLDER)
+    assert not trained.training
+    trained.save_pretrained(tmp_path / "model")
+    again = VLBert.from_pretrained(str(tmp_path / "model"))
+    assert sorted(path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".md") == [
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+    ]
+    expected, _ = model_and_optimizer()
+    for model in (trained, again):
+        assert (model.config, model.vocabulary.pieces) == (RECIPE.model, WORDS.pieces)
+        for name, tensor in expected.vlbert.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> Path:
+    """A model in a folder, without a checkpoint's state."""
+    folder = Path(shutil.copytree(GOLDEN / "checkpoint" / FOLDER, tmp_path / "model"))
+    (folder / "state.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", lambda data: data.replace(b'"version": 3', b'"version": 2'), "of version 2, this code reads 3"),
+        ("config.json", lambda data: b"{}", "config.json is not the configuration of a VL-BERT"),
+        ("config.json", lambda data: data[:99], "config.json is not JSON, or is torn"),
+        (
+            "config.json",
+            lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
+            "config.json: `files`",
+        ),
+        ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is torn or no safetensors file"),
+        ("model.safetensors", None, "holds no model: it has no model.safetensors"),
+        ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 pieces, the model 7: not its own"),
+    ],
+)
+def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):
+    if change is None:
+        (model_folder / file).unlink()
+    else:
+        (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
+    with pytest.raises(ValueError, match=str(model_folder)) as error:
+        read_model(model_folder)
+    assert says in str(error.value)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(GOLDEN / "checkpoint", ignore_errors=True)
+    golden_model, golden_optimizer = model_and_optimizer()
+    with Writer(open_objects(str(GOLDEN / "checkpoint"))) as writer:
+        save_checkpoint(writer, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)

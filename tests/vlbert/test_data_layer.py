@@ -1,0 +1,244 @@
+"""Our data layer beside the authors': records run through their data sets, from the same uniform draws."""
+
+import base64
+import functools
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from places import SHARED
+
+from detectors.resnet import ResNetConfig
+from storage.sample import Regions, Sample
+from vlbert.config import RegionConfig
+from vlbert.data.batch import Example, collate
+from vlbert.data.corpus import TextCorpus, make_corpus
+from vlbert.data.images import resized, view
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.datasets.vcr import instance_mask
+from vlbert.datasets.vqa import without_punctuation
+from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.tasks.vcr import VCR, VCRSettings
+from vlbert.tasks.vqa import VQA, VQASettings
+
+PARITY = SHARED / "parity" / "vlbert"
+DATA = PARITY / "data"
+RECORDS = 3
+TINY_RESNET = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch")  # only what stands before it is looked at
+
+pytestmark = pytest.mark.skipif(
+    not (PARITY / "data_layer.npz").is_file(), reason="the authors' figures lie in ../shared, which is not here"
+)
+
+
+class Draws:
+    """A numpy Generator whose uniform numbers were drawn before: words', then regions'; its choice is always `hat`."""
+
+    def __init__(self, *draws: np.ndarray):
+        self.draws = list(draws)
+
+    def random(self, count: int) -> np.ndarray:
+        """The first `count` of the next draws: what the sample lost to truncation was drawn for, too."""
+        drawn = self.draws.pop(0)
+        assert count <= len(drawn)
+        return drawn[:count]
+
+    def choice(self, ordinary: np.ndarray, size: int) -> np.ndarray:
+        # Theirs chooses among all ids, [PAD] with them, which their loader then takes for the end of the text; ours
+        # among the ordinary pieces. This differs on purpose, and the draws never show it.
+        assert vocabulary().pad not in ordinary
+        return np.full(size, vocabulary().ids["hat"])
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary.read(DATA / "vocab.txt")
+
+
+@functools.cache
+def figures() -> dict[str, np.ndarray]:
+    with np.load(PARITY / "data_layer.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def rows(name: str) -> list[dict]:
+    """The entries of data_layer.json that hold `name`."""
+    return [row for row in json.loads((PARITY / "data_layer.json").read_text()) if name in row]
+
+
+@functools.cache
+def sample(number: int) -> Sample:
+    """A record of theirs as ours: regions in the order of their loader, by the largest probability of any class."""
+    record = json.loads((DATA / "cc" / "train_frcnn.json").read_text().splitlines()[number])
+    found = json.loads((DATA / "cc" / record["frcnn"].replace(".zip@", "")).read_text())
+    arrays = {
+        name: np.frombuffer(base64.b64decode(found[name]), np.float32).reshape(found["num_boxes"], -1)
+        for name in ("boxes", "classes", "features")
+    }
+    order = np.argsort(-arrays["classes"].max(axis=1), kind="stable")
+    boxes, classes, features = (arrays[name][order] for name in ("boxes", "classes", "features"))
+    jpeg = io.BytesIO()
+    picture = Image.open(DATA / "cc" / record["image"].replace(".zip@", "")).convert("RGB")
+    picture.save(jpeg, "JPEG", quality=100, subsampling=0)  # a sample is a JPEG; this one is within a level or two
+    return Sample(
+        key=f"record {number}",
+        image=jpeg.getvalue(),
+        caption=" ".join(record["caption"]),
+        url=record["image"],
+        width=found["image_w"],
+        height=found["image_h"],
+        sha256="0" * 64,
+        regions=Regions(
+            boxes=boxes,
+            scores=classes[:, 1:].max(axis=1),
+            labels=1 + classes[:, 1:].argmax(axis=1).astype(np.int32),
+            detector="theirs",
+            class_probs=classes.astype(np.float16),
+            features=features.astype(np.float16),
+        ),
+    )
+
+
+def config(kind: str) -> RegionConfig:
+    if kind == "prec":
+        return RegionConfig("precomputed", short_side=120, long_side=200)
+    return RegionConfig("end_to_end", short_side=120, long_side=200, resnet=TINY_RESNET)
+
+
+@functools.cache
+def example(kind: str, flip: int, number: int) -> Example:
+    theirs = of(kind, flip, number)
+    task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
+    draws = Draws(theirs("in_u_words"), theirs("in_u_boxes"))
+    return task.example(sample(number), view(sample(number), config(kind), bool(flip)), None, draws)
+
+
+def of(kind: str, flip: int, number: int) -> functools.partial:
+    return functools.partial(lambda name: figures()[f"cc_{kind}_flip{flip}/{number}/{name}"])
+
+
+every_record = pytest.mark.parametrize(
+    ("kind", "flip", "number"),
+    [(kind, flip, number) for kind in ("prec", "e2e") for flip in (0, 1) for number in range(RECORDS)],
+)
+
+
+@every_record
+def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number):
+    theirs, words = of(kind, flip, number), example(kind, flip, number).words
+    np.testing.assert_array_equal(words.tokens, theirs("text"))
+    labels = np.full(len(words.tokens), -1)
+    labels[words.targets["word_asked"]] = words.asked["words"]
+    np.testing.assert_array_equal(labels, theirs("mlm_labels"))
+    assert not words.segments.any()
+    assert not words.looks_at.any()
+
+
+@every_record
+def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
+    theirs, picture = of(kind, flip, number), example(kind, flip, number).picture
+    np.testing.assert_allclose(picture.boxes, theirs("boxes"), atol=1e-4)
+    np.testing.assert_array_equal(picture.hidden, theirs("mvrc_ops") == 1)
+    asked = picture.targets["region_asked"]
+    np.testing.assert_array_equal(asked, theirs("mvrc_labels_sum") > 0.5)
+    classes = picture.asked["region_classes"]
+    np.testing.assert_array_equal(classes.argmax(axis=1), theirs("mvrc_labels_argmax")[asked])
+    # Class distributions are kept as float16.
+    np.testing.assert_allclose(classes.max(axis=1), theirs("mvrc_labels_max")[asked], atol=5e-4)
+    np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[asked], atol=2e-3)
+
+
+@every_record
+def test_pictures_are_resized_as_by_the_authors(kind, flip, number):
+    width, height, *ratios = of(kind, flip, number)("im_info")[:4]
+    picture, record = example(kind, flip, number).picture, sample(number)
+    assert picture.size == (width, height)
+    assert resized(record.height, record.width, 120, 200) == (height, width)
+    assert [width / record.width, height / record.height] == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize("number", range(RECORDS))
+@pytest.mark.parametrize("flip", [0, 1])
+def test_precomputed_features_follow_their_boxes(flip, number):
+    theirs, features = of("prec", flip, number), example("prec", flip, number).picture.features
+    # Kept as float16.
+    np.testing.assert_allclose(features[1:, :8], theirs("features_first8")[1:], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(features[1:].sum(axis=1), theirs("features_sum")[1:], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("number", range(RECORDS))
+@pytest.mark.parametrize("flip", [0, 1])
+def test_the_whole_images_feature_is_the_mean_of_what_is_not_hidden(flip, number):
+    found, theirs = example("prec", flip, number).picture.features[0], of("prec", flip, number)
+    np.testing.assert_allclose(found[:8], theirs("features_first8")[0], rtol=1e-3, atol=2e-4)
+    assert found.sum() == pytest.approx(theirs("features_sum")[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("number", range(RECORDS))
+@pytest.mark.parametrize("flip", [0, 1])
+def test_the_network_sees_the_authors_pixels(flip, number):
+    """Blue, green, red in this order, the mean off, masked regions at zero: those that were cut away, too."""
+    theirs, batch = of("e2e", flip, number), collate([example("e2e", flip, number)])
+    mine = FastRCNN(config("e2e")).network_input(batch)[0][0]
+    assert list(mine.shape) == theirs("image_shape").tolist()
+    mine, picture = mine[:, ::4, ::4].numpy(), theirs("image_sub4")
+    hole = (picture == 0).all(axis=0)
+    assert hole.any()
+    np.testing.assert_array_equal((mine == 0).all(axis=0), hole)
+    apart = np.abs(mine - picture)
+    assert apart.max() < 5, "a JPEG's few levels"
+    assert apart.mean() < 0.6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    make_corpus(folder, [DATA / "corpus.txt"], DATA / "vocab.txt", size=0, captions=[])
+    return TextCorpus(folder, vocabulary())
+
+
+@pytest.mark.parametrize("line", range(4))
+def test_rows_of_the_text_corpus_are_the_authors(corpus, line):
+    """A line and those behind it, round the end of the file, are 64 pieces without [CLS] and [SEP]."""
+    theirs = {name: figures()[f"gc/{line}/{name}"] for name in ("in_u_words", "ids", "mlm_labels")}
+    task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
+    row = task.text_example(f"text-{line}", corpus.passages(np.array([line]), 64)[0], Draws(theirs["in_u_words"]))
+    np.testing.assert_array_equal(row.words.tokens, theirs["ids"])
+    labels = np.full(64, -1)
+    labels[row.words.targets["word_asked"]] = row.words.asked["words"]
+    np.testing.assert_array_equal(labels, theirs["mlm_labels"])
+    assert row.picture is None
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_words_of_vcr_and_their_tags_are_the_authors(number):
+    row = rows("vcr_tokens")[number]
+    pieces, regions = VCR(VCRSettings(), vocabulary(), 1).tagged(row["vcr_tokens"], row["object_names"])
+    ids, tags, _ = zip(*row["ids_tags_align"], strict=True)
+    assert (tuple(pieces.tolist()), tuple(regions.tolist())) == (ids, tags)
+
+
+def test_an_object_covers_the_cells_that_the_authors_find():
+    (row,) = rows("vcr_mask_poly")
+    mask = instance_mask([np.array(row["vcr_mask_poly"])], np.array(row["box"][:4]), side=14)
+    np.testing.assert_array_equal(mask, figures()["vcr_mask/0"])
+
+
+def test_answers_lose_their_punctuation_as_with_the_authors():
+    (row,) = rows("vqa_process_punctuation")
+    pairs = [pair for pair in row["vqa_process_punctuation"] if pair[0] != "<unk>"]
+    assert [[before, without_punctuation(before)] for before, _ in pairs] == pairs
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_answers_are_worth_what_the_authors_say(number, tmp_path):
+    (row,) = rows("vqa_soft_target")
+    (tmp_path / "answers_vqa.txt").write_text("\n".join(row["vocab"]) + "\n")
+    task = VQA(VQASettings(str(tmp_path), answers=len(row["vocab"])), vocabulary(), 1)
+    answers, scores = row["vqa_soft_target"][number]
+    np.testing.assert_allclose(task.scores(answers), scores, atol=1e-6)
+    np.testing.assert_allclose(task.scores(answers), figures()[f"vqa_soft/{number}"], atol=1e-6)

@@ -1,0 +1,266 @@
+"""What each rule of ModelConfig does to what the encoder reads, and to the features of regions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import TINY_MODEL
+from torch import Tensor
+
+from vlbert.config import ModelConfig, RegionConfig
+from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.boxes import geometry_embedding
+from vlbert.model.embedding import Look
+from vlbert.model.heads import Classifier
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.pretraining import PretrainingHead
+from vlbert.tasks.vcr import VCRHead, VCRSettings
+
+VOCABULARY = 40
+PRECOMPUTED = dataclasses.replace(
+    TINY_MODEL, regions=RegionConfig(features="precomputed", resnet=TINY_MODEL.regions.resnet)
+)
+CHANNELS = PRECOMPUTED.regions.channels
+
+# The rows of `batch`: three words, the whole image, three regions, [END].
+WORDS, WHOLE, FIRST, HIDDEN, LAST, END = [0, 1, 2], 3, 4, 5, 6, 7
+
+
+def words(*tokens: int, looks_at: tuple[int, ...] = ()) -> Words:
+    zeros = np.zeros(len(tokens), np.int64)
+    return Words(np.array(tokens), zeros, np.array(looks_at) if looks_at else zeros)
+
+
+def picture(seed: int = 0, **more: np.ndarray) -> Picture:
+    """The whole image and three regions, the second of them hidden; precomputed."""
+    rng = np.random.default_rng(seed)
+    low = rng.uniform(0, 30, (4, 2))
+    boxes = np.concatenate([low, low + rng.uniform(5, 30, (4, 2))], axis=1).astype(np.float32)
+    features = rng.standard_normal((4, CHANNELS)).astype(np.float32)
+    hidden = np.array([False, False, True, False])
+    return Picture(boxes, hidden, (96, 64), features=features, classes=np.array([0, 2, 1, 2]), **more)
+
+
+def batch(shown: Picture | None = None) -> Batch:
+    return collate([Example("one", words(7, 8, 9), shown or picture())])
+
+
+def text_alone() -> Batch:
+    return collate([Example("text", words(7, 8, 9))])
+
+
+def make(**changes: object) -> VLBert:
+    torch.manual_seed(0)
+    return VLBert(dataclasses.replace(PRECOMPUTED, **changes), VOCABULARY).eval()
+
+
+@torch.no_grad()
+def embedded(model: VLBert, batch: Batch) -> Tensor:
+    """[T + R + 1, C] of the only row."""
+    return model.embedding(batch, model.appearance(batch))[0][0]
+
+
+OWN_BY_CLASS = {"region_classes": 3}
+AS_WORDS = {"special_tokens": "vocabulary", "hidden_region_token": False}
+
+
+@pytest.mark.parametrize(
+    ("rules", "parameter", "index", "reads_it"),
+    [
+        ({}, "region_token", 0, [WHOLE, FIRST, LAST]),
+        ({}, "hidden_region_token", 0, [HIDDEN]),
+        ({"hidden_region_token": False}, "region_token", 0, [WHOLE, FIRST, HIDDEN, LAST]),
+        ({}, "end_token", 0, [END]),
+        (AS_WORDS, "words", VOCABULARY, [WHOLE, FIRST, HIDDEN, LAST]),
+        (AS_WORDS, "words", VOCABULARY + 1, [END]),
+        (AS_WORDS, "words", 8, [1]),
+        (OWN_BY_CLASS, "region_token", 0, [WHOLE]),
+        (OWN_BY_CLASS, "region_token", 1, []),  # that of the hidden region, which has its own token
+        (OWN_BY_CLASS, "region_token", 2, [FIRST, LAST]),
+        (OWN_BY_CLASS | {"hidden_region_token": False}, "region_token", 1, [HIDDEN]),
+        ({}, "hidden_appearance", 0, [HIDDEN]),
+        ({}, "look_of_words.norm", None, WORDS),
+        ({"end_look": True}, "look_of_words.norm", None, [*WORDS, END]),
+        ({}, "look_of_regions.norm", None, [WHOLE, FIRST, HIDDEN, LAST]),
+        ({}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST]),
+        ({"end_look": True}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST, END]),
+        ({}, "look_without_picture", 0, []),
+    ],
+)
+def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter, index, reads_it):
+    model = make(**rules)
+    before = embedded(model, batch())
+    changed = model.embedding.get_submodule(parameter).weight.data
+    (changed if index is None else changed[index]).add_(torch.randn(changed.shape[-1]))
+    differs = (embedded(model, batch()) - before).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == reads_it
+
+
+@pytest.mark.parametrize(("end_look", "reads_it"), [(False, WORDS), (True, [*WORDS, 3])])
+def test_text_alone_carries_one_learned_look(end_look, reads_it):
+    model = make(end_look=end_look)
+    before = embedded(model, text_alone())
+    model.embedding.look_without_picture.weight.data.normal_()
+    differs = (embedded(model, text_alone()) - before).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == reads_it
+
+
+@pytest.mark.parametrize(
+    ("rules", "absent"),
+    [
+        (AS_WORDS, ["region_token", "end_token", "hidden_region_token"]),
+        ({"hidden_region_token": False}, ["hidden_region_token"]),
+        ({"regions": TINY_MODEL.regions}, ["hidden_appearance"]),
+        ({"visual_norm": "none"}, ["look_of_words.norm", "look_of_words.scale", "look_of_words.to_hidden"]),
+    ],
+)
+def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
+    names = [name for name, _ in make(**rules).embedding.named_parameters()]
+    assert not [name for name in names if any(name.startswith(gone) for gone in absent)]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        AS_WORDS | {"end_look": True},
+        OWN_BY_CLASS | {"hidden_region_token": False, "visual_norm": "scale", "visual_gain_words": 0.5},
+        {"visual_channels": 12, "visual_norm": "none", "visual_activation": "none"},
+        {"regions": dataclasses.replace(TINY_MODEL.regions, hide="features")},
+    ],
+)
+def test_every_weight_gets_a_gradient_whatever_the_rules_even_without_text_alone(rules):
+    """DistributedDataParallel refuses a model with others."""
+    model = make(**rules)
+    shown = dataclasses.replace(picture(), pixels=torch.zeros(3, 64, 96, dtype=torch.uint8))
+    encoded = model(batch(shown))
+    (encoded.text.sum() + encoded.regions.sum()).backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_special_tokens_of_the_vocabulary_can_be_answers_too():
+    model = make(**AS_WORDS)
+    head = PretrainingHead(model.config, VOCABULARY, 8, relationship=False)
+    assert head.words(model, torch.zeros(5, 32)).shape == (5, VOCABULARY + 2)
+    with pytest.raises(ValueError, match="special_tokens is 'vocabulary'; it must be own where regions"):
+        ModelConfig(special_tokens="vocabulary")
+
+
+def test_a_region_by_class_lies_in_the_table_as_its_class_says():
+    model = make(**OWN_BY_CLASS)
+    swapped = dataclasses.replace(picture(), classes=np.array([0, 1, 1, 2]))
+    differs = (embedded(model, batch(swapped)) - embedded(model, batch())).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [FIRST]
+    indifferent = make()
+    assert torch.equal(embedded(indifferent, batch(swapped)), embedded(indifferent, batch()))
+
+
+def test_what_is_hidden_is_a_learned_vector_that_starts_at_zero():
+    model = make()
+    assert not model.embedding.hidden_appearance.weight.any()
+    other = picture()
+    other.features[2] = 9  # the hidden region
+    assert torch.equal(embedded(model, batch(other)), embedded(model, batch()))
+    other.features[3] = 9
+    differs = (embedded(model, batch(other)) - embedded(model, batch())).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [LAST]
+
+
+@pytest.mark.parametrize("features", [None, np.zeros((4, 7), np.float32)], ids=["none", "another width"])
+def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
+    wrong = batch(dataclasses.replace(picture(), features=features))
+    found = "(0, 0)" if features is None else "(4, 7)"
+    with pytest.raises(ValueError, match="--keep-features, or set model.regions.features=end_to_end") as error:
+        make()(wrong)
+    assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
+
+
+@pytest.mark.parametrize(("channels", "width"), [(None, 32), (12, 12)])
+def test_looks_may_have_a_width_of_their_own(channels, width):
+    model = make(visual_channels=channels)
+    looks = model.embedding.region_looks(batch(), model.appearance(batch()))
+    assert looks.shape == (1, 4, width)
+    assert model.embedding.look_without_picture.weight.shape == (1, width)
+    projections = [model.embedding.look_of_words.to_hidden, model.embedding.look_of_regions.to_hidden]
+    assert [p is None for p in projections] == [channels is None] * 2
+    assert model(batch()).regions.shape == (1, 4, 32)
+
+
+@pytest.mark.parametrize("channels", [32, 12])
+@pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
+def test_a_look_is_normed_or_scaled_or_added_as_it_is(norm, channels):
+    torch.manual_seed(0)
+    look = Look(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
+    look.initialise()
+    given = torch.randn(3, channels)
+    brought = given if channels == 32 else look.to_hidden(given)
+    normed = F.layer_norm(brought, (32,), eps=1e-12)
+    expected = {"layer_norm": 0.25 * normed, "scale": 0.25 * brought, "none": brought}
+    torch.testing.assert_close(look(given), expected[norm])
+    learned = {"layer_norm": {"norm.weight", "norm.bias"}, "scale": {"scale"}, "none": set()}[norm]
+    assert {name for name, _ in look.named_parameters() if "to_hidden" not in name} == learned
+
+
+def test_the_gains_of_words_and_of_regions_are_their_own():
+    embedding = make(visual_norm="scale", visual_gain_words=0.25, visual_gain_regions=0.75).embedding
+    assert (embedding.look_of_words.scale.item(), embedding.look_of_regions.scale.item()) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(("activation", "negative"), [("relu", False), ("none", True)])
+def test_looks_are_rectified_or_not(activation, negative):
+    model = make(visual_activation=activation)
+    assert bool((model.embedding.region_looks(batch(), model.appearance(batch())) < 0).any()) == negative
+
+
+@pytest.mark.parametrize("geometry", ["centre", "corners"])
+def test_geometry_stands_in_front_of_appearance(geometry):
+    model = make(geometry=geometry, visual_activation="none")
+    model.embedding.visual.weight.data.copy_(torch.eye(32, 32 + CHANNELS))
+    model.embedding.visual.bias.data.zero_()
+    given = batch()
+    looks = model.embedding.region_looks(given, model.appearance(given))[0]
+    sizes = given.picture_sizes.expand(4, 2)
+    torch.testing.assert_close(looks, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
+
+
+@pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])
+def test_what_goes_into_a_look_is_dropped_out_or_not(visual_dropout, random):
+    model = make(dropout=0.5, visual_dropout=visual_dropout).train()
+    first, second = (model.embedding.region_looks(batch(), model.appearance(batch())) for _ in range(2))
+    assert torch.equal(first, second) != random
+
+
+def test_the_visual_layer_starts_by_pytorchs_rule_or_as_all():
+    bound = (32 + CHANNELS) ** -0.5
+    layer = make(visual_initialisation="pytorch").embedding.visual
+    assert float(layer.weight.detach().abs().max()) == pytest.approx(bound, rel=0.01)
+    assert float(layer.bias.detach().abs().max()) == pytest.approx(bound, rel=0.3)
+    layer = make(visual_initialisation="normal", initializer_range=0.5).embedding.visual
+    assert float(layer.weight.detach().std()) == pytest.approx(0.5, rel=0.05)
+    assert not layer.bias.any()
+
+
+@pytest.mark.parametrize(("rule", "spread"), [("xavier", (2 / (32 + 900)) ** 0.5), ("normal", 0.25)])
+def test_heads_of_fine_tuning_start_by_glorots_rule_or_as_all(rule, spread):
+    config = dataclasses.replace(PRECOMPUTED, head_initialisation=rule, initializer_range=0.25)
+    torch.manual_seed(0)
+    output = Classifier(config, 900, "words", dropout=0.1).output
+    assert float(output.weight.detach().std()) == pytest.approx(spread, rel=0.05)
+    assert not output.bias.any()
+    uniform = float(output.weight.detach().abs().max()) < 1.8 * spread
+    assert uniform == (rule == "xavier")
+    pooled = VCRHead(config, VCRSettings()).pooler.dense.weight.detach()
+    assert float(pooled.std()) == pytest.approx(32**-0.5 if rule == "xavier" else 0.25, rel=0.1)
+
+
+def test_words_that_name_a_region_carry_its_look_whichever_text_of_a_picture_they_stand_in():
+    model = make()
+    texts = words(7, 8, 9), words(7, 8, 9, looks_at=(0, 3, 0))
+    both = collate([Example("other", words(5), picture(seed=1)), Example("a", texts[0], picture(), more=texts[1:])])
+    with torch.no_grad():
+        found, _ = model.embedding(both, model.appearance(both))
+    differs = (found[1] - found[2]).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [1]
+    torch.testing.assert_close(found[1], embedded(model, batch()))

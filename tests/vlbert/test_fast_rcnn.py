@@ -1,0 +1,172 @@
+"""Appearance of regions from batches whose pictures are in groups of shape."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detectors.resnet import ResNetConfig
+from vlbert.config import RegionConfig
+from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.model.fast_rcnn import FastRCNN
+
+CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, untrained=True)
+SIZES = [(96, 64), (64, 112), (90, 60), (48, 96), (96, 64)]  # width, height
+HIDES = pytest.mark.parametrize("hide", ["pixels", "features"])
+
+
+def network(hide: str = "pixels", **changes: object) -> FastRCNN:
+    torch.manual_seed(0)
+    made = FastRCNN(dataclasses.replace(CONFIG, hide=hide, **changes))
+    for name, tensor in made.named_buffers():
+        if name.endswith("running_mean"):
+            tensor.normal_(generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def examples() -> list[Example]:
+    """Pictures of two shapes among texts; each has regions, some of them hidden, and another box whose pixels are."""
+    generator = np.random.default_rng(0)
+    zeros = np.zeros(3, np.int64)
+    found = [Example("text", Words(zeros, zeros, zeros))]
+    for number, (width, height) in enumerate(SIZES):
+        low = generator.uniform(0, 0.6, (3 + number % 2, 2)) * (width, height)
+        sides = generator.uniform(0.2, 0.4, low.shape) * (width, height)
+        boxes = np.concatenate([low, low + sides], axis=1).astype(np.float32)
+        boxes[0] = 0, 0, width - 1, height - 1
+        picture = Picture(
+            boxes=boxes,
+            hidden=np.arange(len(boxes)) == 2,
+            size=(width, height),
+            pixels=torch.from_numpy(generator.integers(0, 256, (3, height, width), dtype=np.uint8)),
+            covered=boxes[1:2] / 2,
+            cells=generator.uniform(0, 1, (len(boxes), 3, 3)).astype(np.float32),
+        )
+        found.append(Example(str(number), Words(zeros, zeros, zeros), picture, more=(Words(zeros, zeros, zeros),)))
+    return found
+
+
+def of_each_row(seen: Tensor, batch: Batch) -> list[Tensor]:
+    """The regions of each row with a picture, from those of all pictures in picture order."""
+    pictures = seen.split(batch.region_mask[batch.picture_rows].sum(1).tolist())
+    return [pictures[number] for number in batch.picture_of.tolist() if number >= 0]
+
+
+@HIDES
+def test_a_region_looks_the_same_in_a_group_and_alone(hide):
+    sight, given = network(hide).eval(), examples()
+    batch = collate(given)
+    assert [len(group) for group in batch.pixels] == [2, 3]
+    with torch.no_grad():
+        inputs = sight.network_input(batch)
+        together = of_each_row(sight(batch), batch)
+        alone = [of_each_row(sight(one), one)[0] for one in (collate([e]) for e in given[1:]) for _ in range(2)]
+    pictures = [picture for group in inputs for picture in group]
+    for example in given[1:]:
+        row = batch.keys.index(example.key) * 2 - 1
+        own = sight.network_input(collate([example]))[0][0]
+        seen = pictures[batch.picture_of[row]]
+        height, width = own.shape[1:]
+        assert torch.equal(seen[:, :height, :width], own), "with the same pixels hidden"
+        assert not seen[:, height:].any()
+        assert not seen[:, :, width:].any()
+    same_size = [row for row, (width, height) in enumerate(np.repeat(SIZES, 2, axis=0).tolist()) if width == 96]
+    for row, (found, expected) in enumerate(zip(together, alone, strict=True)):
+        assert found.shape == expected.shape
+        # Cells near the border see where a picture ends among larger ones; the others must look as they do alone.
+        tolerance = 1e-5 if row in same_size else 0.35
+        assert (found - expected).norm() <= tolerance * expected.norm(), row
+        others = [other for n, other in enumerate(alone) if n // 2 != row // 2 and len(other) == len(found)]
+        assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
+
+
+@HIDES
+def test_one_tensor_of_a_batch_has_its_largest_height_and_width(hide):
+    """A region looks as it does where its picture stands alone in so many zeros: nothing else of the batch shows."""
+    given, groups, one = examples(), network(hide).eval(), network(hide, padding="batch").eval()
+    batch = collate(given)
+    (pixels,) = one.network_input(batch)
+    assert pixels.shape == (5, 3, 112, 96)
+    with torch.no_grad():
+        together = of_each_row(one(batch), batch)
+        in_groups = of_each_row(groups(batch), batch)
+        for row, example in enumerate(e for e in given[1:] for _ in e.texts):
+            expected = collate([example])
+            (own,) = groups.network_input(expected)
+            own = F.pad(own, (0, 96 - own.shape[3], 0, 112 - own.shape[2]))
+            torch.testing.assert_close(together[row], groups.appearance([own], expected), rtol=1e-4, atol=1e-5)
+    apart = [float((a - b).norm() / b.norm()) for a, b in zip(together, in_groups, strict=True)]
+    assert max(apart) > 0.01, "another padding, another look near the border"
+
+
+@HIDES
+def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(hide):
+    sight = network(hide, padding="fixed", short_side=96, long_side=128).eval()
+    batch = collate(examples())
+    shapes = [tuple(group.shape[2:]) for group in sight.network_input(batch)]
+    assert set(shapes) == {(96, 128), (128, 96)}, "wide and upright pictures"
+    with torch.no_grad():
+        together = of_each_row(sight(batch), batch)
+        for row, example in enumerate(e for e in examples()[1:] for _ in e.texts):
+            alone = collate([example])
+            (own,) = network(hide).eval().network_input(alone)
+            height, width = (128, 96) if example.picture.size[1] > example.picture.size[0] else (96, 128)
+            own = F.pad(own, (0, width - own.shape[3], 0, height - own.shape[2]))
+            (found,) = sight.network_input(alone)
+            assert torch.equal(found, own)
+            torch.testing.assert_close(together[row], sight.appearance([own], alone), rtol=1e-4, atol=1e-5)
+
+
+def test_a_picture_that_is_larger_than_its_fixed_padding_is_refused():
+    sight = network(padding="fixed", short_side=64, long_side=96)
+    with pytest.raises(ValueError, match=r"sample text is 64 x 112 pixels, more than .*padding=fixed takes, 64 x 96"):
+        sight(collate(examples()))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
+    given = [example for example in examples() if example.picture is None or example.picture.size == (96, 64)]
+    batch = collate(given)
+    assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
+    apart = dataclasses.replace(batch, pixels=tuple(batch.pixels[0].split(1)))
+    sight = network()
+    found = []
+    for one in (batch, apart):
+        sight.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            seen = sight(one)
+        weights = torch.arange(seen.numel(), dtype=torch.float32).view(seen.shape) % 7
+        (seen.float() * weights).sum().backward()
+        gradients = [parameter.grad for parameter in sight.parameters() if parameter.requires_grad]
+        found.append([seen.detach().float(), *gradients])
+    for together, separate in zip(*found, strict=True):
+        scale = together.abs().max()
+        tolerance = 1e-5 if kind == torch.float32 else 2e-2
+        torch.testing.assert_close(separate / scale, together / scale, rtol=0, atol=tolerance)
+
+
+def test_live_norms_take_statistics_of_all_pictures_at_once():
+    resnet = dataclasses.replace(CONFIG.resnet, norm="batch")
+    torch.manual_seed(0)
+    made = FastRCNN(dataclasses.replace(CONFIG, resnet=resnet, frozen_stages=0)).train()
+    batch = collate(examples())
+    assert len(batch.pixels) == 2
+    norm, conv = made.backbone.stem.conv1.norm, made.backbone.stem.conv1
+    (pixels,) = made.network_input(batch)
+    expected = 0.1 * torch.nn.functional.conv2d(pixels, conv.weight, stride=2, padding=3).mean(dim=(0, 2, 3))
+    made(batch)
+    assert int(norm.num_batches_tracked) == 1
+    torch.testing.assert_close(norm.running_mean, expected, rtol=1e-4, atol=1e-4)
+    alone = of_each_row(made.eval()(batch), batch)
+    for row, example in zip(alone[::2], (e for e in examples() if e.picture), strict=True):
+        same = [e for e in examples() if e.key == example.key]
+        assert row.shape == made(collate(same)).shape
+
+
+def test_a_batch_without_pixels_is_refused_by_name():
+    given = [dataclasses.replace(e, picture=dataclasses.replace(e.picture, pixels=None)) for e in examples()[1:]]
+    with pytest.raises(ValueError, match=r"the batch with sample 0 has pixels of 0 of its 5 pictures, .*end_to_end"):
+        network()(collate(given))

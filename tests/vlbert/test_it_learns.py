@@ -1,0 +1,331 @@
+"""It learns, and from the picture: what is memorised, what blinding takes away, and what leaks past a mask.
+
+docs/grounding.md explains the numbers; `pytest -s tests/vlbert/test_it_learns.py` prints them.
+
+A drawn picture shows a ball of a warm colour on the left and one of a cold colour on the right, the caption names both:
+text alone knows a colour from three, pictures know it. Each ball has two regions, one tight, one with room around it,
+as detectors give several boxes for one object.
+"""
+
+import dataclasses
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from tiny import DETECTOR, TINY_MODEL
+
+from storage.sample import Regions, Sample, sample_key
+from training.distributed import World
+from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
+from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.images import view
+from vlbert.data.loading import TrainingData
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.validate import validate
+
+ALONE = World(0, 1, torch.device("cpu"))
+SEEDS = (0, 1, 2)
+STEPS = 80
+DATA = DataConfig(batch=32, workers=0)
+WARM = {"red": (220, 30, 30), "yellow": (230, 200, 30), "pink": (240, 130, 180)}
+COLD = {"green": (30, 160, 60), "blue": (40, 60, 220), "cyan": (60, 210, 220)}
+COLOURS = WARM | COLD
+WORDS = Vocabulary([*SPECIALS, "a", "and", "ball", *COLOURS])
+SIDE, STEP = 16, 8  # pixels: of a ball, and of the grid of JPEG's blocks
+
+LEARNS = PretrainingSettings(
+    WordMasking(0.4, masked=1.0, random=0.0),
+    RegionMasking(0.5, hidden=0.3),  # naming those in sight teaches an untrained network to see
+    max_elements=None,
+    watched_words=tuple(COLOURS),
+)
+ALL_WORDS, NO_REGION = WordMasking(1.0, masked=1.0, random=0.0), RegionMasking(0.0)
+ASKED = {  # of held-out pictures
+    "as usual": dataclasses.replace(LEARNS, regions=RegionMasking(0.3, hidden=1.0)),  # captions tell most regions
+    "without a word": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(0.3, hidden=1.0)),
+    "in full sight": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=NO_REGION),
+    "blinded": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(1.0, hidden=1.0)),
+}
+MODEL = dataclasses.replace(
+    TINY_MODEL,
+    hidden=48,
+    dropout=0.0,
+    visual_gain_words=0.0,  # as published: the picture is faded in
+    regions=dataclasses.replace(
+        TINY_MODEL.regions,
+        resnet=dataclasses.replace(TINY_MODEL.regions.resnet, stride_in_1x1=False, norm="batch"),
+        short_side=2 * SIDE,
+        long_side=4 * SIDE,
+    ),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order, and no waiting for other tests' cores: these models are too small for two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Drawn:
+    """vlbert.data.loading.Samples: drawn pictures, in memory."""
+
+    def __init__(self, numbers: range):
+        self.all = [drawn(number) for number in numbers]
+        self.urls = [sample.url for sample in self.all]
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def sample(self, number: int) -> Sample:
+        return self.all[number]
+
+    def samples(self, numbers: Sequence[int]) -> list[Sample]:
+        return [self.all[number] for number in numbers]
+
+    def past_cache(self, number: int) -> None:
+        return None
+
+
+def drawn(number: int) -> Sample:
+    """Two balls. Boxes keep to the JPEG's blocks, so that nothing of a ball bleeds past a mask."""
+    rng = np.random.default_rng(number)
+    picture = Image.new("RGB", (4 * SIDE, 2 * SIDE), (120, 120, 120))
+    boxes, colours = [], []
+    for half, choice in enumerate((WARM, COLD)):
+        around = np.array([2 * SIDE * half, 0]) + STEP * rng.integers(0, 2, size=2)
+        tight = around + STEP * rng.integers(0, 2, size=2)
+        colours.append(list(choice)[rng.integers(3)])
+        ImageDraw.Draw(picture).ellipse([*tight.tolist(), *(tight + SIDE - 1).tolist()], COLOURS[colours[-1]])
+        boxes += [[*tight, *(tight + SIDE)], [*around, *(around + SIDE + STEP)]]
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=95, subsampling=0)
+    labels = [1 + list(COLOURS).index(colour) for colour in colours for _ in range(2)]
+    caption, url = " and ".join(f"a {colour} ball" for colour in colours), f"http://example.org/{number:06d}.jpg"
+    regions = Regions(
+        boxes=np.array(boxes, np.float32),
+        scores=np.ones(4, np.float32),
+        labels=np.array(labels, np.int32),
+        detector=DETECTOR,
+        class_probs=np.eye(1 + len(COLOURS), dtype=np.float16)[labels],
+    )
+    key = sample_key(url, caption)
+    return Sample(key, file.getvalue(), caption, url, *picture.size, sha256="0" * 64, regions=regions)
+
+
+def learn(model: TaskModel, batches: Sequence[Batch], steps: int, rate: float, precision: str = "fp32") -> None:
+    """Optimizer steps on these batches in turn."""
+    config = OptimizerConfig(learning_rate=rate, warm_up=10)
+    optimizer = make_optimizer(model, config)
+    model.train()
+    for step in range(steps):
+        set_learning_rate(optimizer, step, steps, config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            losses = model(batches[step % len(batches)])
+        optimizer.zero_grad()
+        sum(total / max(1, count) for total, count in losses.values()).backward()
+        optimizer.step()
+    model.eval()
+
+
+@pytest.fixture(scope="module")
+def held_out() -> Drawn:
+    return Drawn(range(10_000, 10_128))
+
+
+@pytest.fixture(scope="module")
+def training() -> list[Batch]:
+    """Made once: the same for every model."""
+    task = Pretraining(LEARNS, WORDS, len(COLOURS))
+    drawings = Drawn(range(512))
+    data = TrainingData(drawings, task.questions(drawings, None), task, DATA, MODEL.regions, ALONE)
+    return [data[step][0] for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def means(held_out: Drawn, training: list[Batch]) -> dict[tuple[str, str], dict[str, float]]:
+    """By what is hidden (pixels or features) and what is asked: each metric's mean over three first weights."""
+    task = Pretraining(LEARNS, WORDS, len(COLOURS))
+    print()
+    means = {}
+    for hide, names in {"pixels": list(ASKED), "features": ["as usual", "without a word"]}.items():
+        config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, hide=hide))
+        recipe = Recipe("learns", LEARNS, config, DATA, precision="fp32", validation_samples=None)
+        runs = {name: [] for name in names}
+        for seed in SEEDS:
+            torch.manual_seed(seed)
+            model = TaskModel(VLBert(config, len(WORDS)), task)
+            learn(model, training, STEPS, rate=1e-2)
+            for name in names:
+                model.task = Pretraining(ASKED[name], WORDS, len(COLOURS))
+                questions = model.task.questions(held_out, "val")
+                runs[name].append(validate(model, recipe, held_out, questions, ALONE)[0])
+        for name in names:
+            mean = {metric: float(np.mean([run[metric] for run in runs[name]])) for metric in runs[name][0]}
+            print(f"{hide} hidden, {name}: {', '.join(f'{metric} {value:.3f}' for metric, value in mean.items())}")
+            means[hide, name] = mean
+    return means
+
+
+@pytest.fixture(scope="module")
+def commonest(held_out: Drawn) -> float:
+    """How often one is right who always says the commonest colour of each half: all that text can tell of a colour."""
+    words = [sample.caption.split() for sample in held_out.all]
+    counts = [Counter(row[place] for row in words) for place in (1, 5)]
+    return float(np.mean([max(count.values()) / count.total() for count in counts]))
+
+
+def precomputed() -> ModelConfig:
+    """A model of features that come as they are: nothing but the encoder has to learn."""
+    regions = RegionConfig(features="precomputed", resnet=dataclasses.replace(MODEL.regions.resnet, width=1))
+    return dataclasses.replace(MODEL, regions=regions)
+
+
+def test_ten_samples_are_memorised():
+    """Captions, classes and features are random: nothing but memory helps."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    config = precomputed()
+    task = Pretraining(
+        dataclasses.replace(LEARNS, regions=RegionMasking(0.5, hidden=1.0)), WORDS, num_classes=len(COLOURS)
+    )
+    examples = []
+    for number in range(10):
+        sample = drawn(number)
+        regions = dataclasses.replace(
+            sample.regions,
+            features=rng.normal(size=(4, config.regions.channels)).astype(np.float16),
+            class_probs=np.eye(1 + len(COLOURS), dtype=np.float16)[rng.integers(1, 1 + len(COLOURS), size=4)],
+        )
+        caption = " ".join(rng.choice(list(COLOURS), size=8))
+        sample = dataclasses.replace(sample, caption=caption, regions=regions)
+        examples.append(task.example(sample, view(sample, config.regions, False), None, rng))
+    batch = collate(examples)
+    asked = {"words": int(batch.targets["word_asked"].sum()), "regions": int(batch.targets["region_asked"].sum())}
+    assert min(asked.values()) >= 15
+    model = TaskModel(VLBert(config, len(WORDS)), task)
+    learn(model, [batch], steps=150, rate=5e-3)
+    with torch.no_grad():
+        losses = {name: float(total) / max(1, count) for name, (total, count) in model(batch).items()}
+        assert task.metrics(model.predict(batch)) == {
+            "words_accuracy": 1.0,
+            "regions_accuracy": 1.0,
+            "watched_accuracy": 1.0,
+        }
+    print(f"\nten samples, {asked}: losses {losses}")
+    assert losses["words"] < 0.01
+    assert losses["regions"] < 0.01
+
+
+def test_a_word_is_told_by_the_region_it_looks_at():
+    """Each picture has two texts, alike but for the region that [MASK] is tied to: who ignores it is right half the
+    time."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    config = precomputed()
+    task = Pretraining(LEARNS, WORDS, num_classes=len(COLOURS))
+    colours = [WORDS.ids[colour] for colour in COLOURS]
+
+    def text(region: int, answer: int) -> Words:
+        tokens = np.array([WORDS.cls, WORDS.mask, WORDS.sep])
+        looks_at = np.array([0, region, 0])
+        asked = {"word_asked": np.array([False, True, False])}
+        return Words(tokens, np.zeros(3, np.int64), looks_at, asked, {"words": np.array([answer])})
+
+    examples = []
+    for number in range(5):
+        features = rng.normal(size=(3, config.regions.channels)).astype(np.float32)
+        picture = Picture(np.array([[0, 0, 63, 31]] * 3, np.float32), np.zeros(3, bool), (64, 32), features=features)
+        first, second = rng.choice(colours, size=2, replace=False)
+        examples.append(Example(str(number), text(1, first), picture, more=(text(2, second),)))
+    batch = collate(examples)
+    model = TaskModel(VLBert(config, len(WORDS)), task)
+    learn(model, [batch], steps=80, rate=5e-3)
+    with torch.no_grad():
+        words, _ = model.head(model.vlbert, model.vlbert(batch), batch)
+    assert (words.argmax(1) == batch.asked["words"]).tolist() == [True] * 10
+
+
+def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden():
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    config = precomputed()
+    boxes, features = drawn(0).regions.boxes, rng.normal(size=(4, config.regions.channels)).astype(np.float32)
+    model = VLBert(config, len(WORDS)).eval()
+
+    def seen(hidden: int) -> torch.Tensor:
+        """How far the outputs move when the vector of region 2 becomes another, with region `hidden` hidden."""
+        picture = Picture(boxes, np.arange(4) == hidden, (64, 32), features=features)
+        tokens, zeros = np.array([WORDS.cls, WORDS.mask, WORDS.sep]), np.zeros(3, np.int64)
+        batch = collate([Example("one", Words(tokens, zeros, zeros), picture)])
+        before = model(batch)
+        batch.features[2] += 1
+        after = model(batch)
+        return max((before.text - after.text).abs().max(), (before.regions - after.regions).abs().max())
+
+    with torch.no_grad():
+        assert seen(hidden=2) == 0
+        assert seen(hidden=1) > 1e-3
+
+
+@pytest.mark.slow
+def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
+    sight, blind = means["pixels", "in full sight"], means["pixels", "blinded"]
+    print(f"\nmasked colours, by text alone {commonest:.3f} at most")
+    assert commonest < 0.4
+    assert sight["watched_accuracy"] > 0.85
+    assert sight["watched_accuracy_shuffled"] < commonest + 0.08
+    assert blind["watched_accuracy"] < commonest + 0.05
+
+
+@pytest.mark.slow
+def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_that_overlap(means, commonest):
+    """The paper's argument for masking raw pixels (3.3). No word is left to tell the class."""
+    pixels, features = (means[hide, "without a word"]["regions_accuracy"] for hide in ("pixels", "features"))
+    print(f"\nmasked regions without a word: pixels hidden {pixels:.3f}, features hidden {features:.3f}, chance 0.333")
+    assert pixels < commonest + 0.08
+    assert features > 0.8
+    # Pixels hidden, the same question has an answer where the caption gives it: the model did learn to name regions.
+    assert means["pixels", "as usual"]["regions_accuracy"] > pixels + 0.2
+
+
+@pytest.mark.slow
+def test_only_what_another_picture_takes_away_is_grounding(means):
+    reads, leaks = means["pixels", "as usual"], means["features", "as usual"]
+    assert reads["watched_accuracy_grounding"] > 0.15
+    assert reads["regions_accuracy_grounding"] > 0.2
+    assert leaks["regions_accuracy"] > 0.85, "the better number ..."
+    assert abs(leaks["regions_accuracy_grounding"]) < 0.1, "... and the captions were not read for it"
+    blind = means["pixels", "blinded"]
+    assert blind["words_accuracy"] > 0.75, "most words are told by their places"
+    assert abs(blind["words_accuracy_grounding"]) < 0.02
+    assert abs(blind["watched_accuracy_grounding"]) < 0.05
+
+
+@pytest.mark.slow
+def test_in_bf16_it_learns_as_in_fp32(means: dict, held_out: Drawn, training: list[Batch], commonest: float):
+    task = Pretraining(ASKED["as usual"], WORDS, len(COLOURS))
+    recipe = Recipe("learns", LEARNS, MODEL, DATA, precision="bf16", validation_samples=None)
+    runs = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model = TaskModel(VLBert(MODEL, len(WORDS)), task)
+        learn(model, training, STEPS, rate=1e-2, precision="bf16")
+        runs.append(validate(model, recipe, held_out, task.questions(held_out, "val"), ALONE)[0])
+    half = {metric: float(np.mean([run[metric] for run in runs])) for metric in runs[0]}
+    whole = means["pixels", "as usual"]
+    print(f"\nbf16: {', '.join(f'{metric} {value:.3f}' for metric, value in half.items())}")
+    assert half["watched_accuracy"] > commonest + 0.2
+    for metric in ("words_accuracy", "watched_accuracy", "regions_accuracy"):
+        assert half[metric] == pytest.approx(whole[metric], abs=0.05), metric

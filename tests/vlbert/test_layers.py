@@ -1,0 +1,100 @@
+"""The encoder computes real elements alone, and says what one that computes padding too would say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlbert.config import ModelConfig
+from vlbert.model.layers import Encoder, Packing
+
+CONFIG = ModelConfig(layers="JJ", hidden=24, heads=4, intermediate=40, dropout=0.1)
+
+
+def unpacked(encoder: Encoder, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The same with padding: rows of one length, in which nothing attends to what is not real."""
+    maps = []
+    for layer in encoder.layers:
+        query, key, value = (
+            part(x).unflatten(2, (layer.heads, -1)).transpose(1, 2) for part in (layer.query, layer.key, layer.value)
+        )
+        scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
+        maps.append(scores.masked_fill(~mask[:, None, None, :], -torch.inf).softmax(dim=3))
+        attended = (maps[-1] @ value).transpose(1, 2).flatten(2)
+        x = layer.attention_norm(x + layer.attention_output(attended))
+        x = layer.output_norm(x + layer.output(F.gelu(layer.intermediate(x))))
+    return x, maps
+
+
+@pytest.fixture
+def encoder() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(CONFIG).eval()
+
+
+def some_rows(full: bool = False) -> tuple[Tensor, Tensor]:
+    """x [5, 13, C], and which are real: gaps anywhere, [END] always there, one row with nothing else."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(5, 13, generator=generator) < 0.6
+    mask[3] = False
+    mask[:, -1] = True
+    return torch.randn(5, 13, 24, generator=generator), mask | full
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["ragged", "full"])
+def test_packed_is_unpacked_in_outputs_gradients_and_attention(encoder: Encoder, full: bool):
+    x, mask = some_rows(full)
+    packed, padded = x.clone().requires_grad_(), x.clone().requires_grad_()
+    maps = []
+    mine = encoder(packed, mask, maps)
+    theirs, their_maps = unpacked(encoder, padded, mask)
+    torch.testing.assert_close(mine[mask], theirs[mask], rtol=0, atol=2e-6)
+    assert not mine[~mask].any()
+    weights = torch.randn(mine.shape, generator=torch.Generator().manual_seed(2)) * mask[:, :, None]
+    mine_back = torch.autograd.grad((mine * weights).sum(), [packed, *encoder.parameters()])
+    theirs_back = torch.autograd.grad((theirs * weights).sum(), [padded, *encoder.parameters()])
+    for found, expected in zip(mine_back, theirs_back, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    for found, expected in zip(maps, their_maps, strict=True):
+        assert found.shape == (5, 4, 13, 13)
+        real = mask[:, None, :].expand(5, 4, 13)
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-6)
+        assert not found.transpose(1, 3)[~mask].any(), "padding gets nothing"
+        torch.testing.assert_close(found.sum(3), torch.ones(5, 4, 13))
+
+
+def test_nothing_that_stands_in_padding_is_seen_not_even_nan(encoder: Encoder):
+    x, mask = some_rows()
+    poisoned = x.masked_fill(~mask[:, :, None], torch.nan).requires_grad_()
+    assert torch.equal(encoder(poisoned, mask), encoder(x, mask))
+    encoder(poisoned, mask).square().sum().backward()
+    assert not poisoned.grad[~mask].any()
+    assert poisoned.grad.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("row", range(5))
+def test_a_row_that_is_no_number_spoils_no_other(encoder: Encoder, row: int):
+    x, mask = some_rows()
+    sick = x.clone()
+    sick[row] = torch.nan
+    found, expected = encoder(sick, mask), encoder(x, mask)
+    healthy = torch.arange(5) != row
+    assert torch.equal(found[healthy], expected[healthy])
+    assert found[row][mask[row]].isnan().all()
+
+
+def test_linear_layers_see_real_elements_alone_and_attention_rows_as_long_as_the_longest(encoder: Encoder):
+    x, mask = some_rows()
+    seen = []
+    encoder.layers[0].intermediate.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    encoder(x, mask)
+    assert seen == [(int(mask.sum()), 40)]
+    assert Packing.of(mask).filled.shape == (5, int(mask.sum(dim=1).max()))
+
+
+def test_dropout_is_drawn_in_training_alone(encoder: Encoder):
+    x, mask = some_rows()
+    assert torch.equal(encoder(x, mask), encoder(x, mask))
+    encoder.train()
+    assert not torch.equal(encoder(x, mask), encoder(x, mask))

@@ -1,0 +1,301 @@
+"""VL-BERT as a library: what is saved loads again, from a folder or the hub, and what is no model is said to be so."""
+
+import dataclasses
+import functools
+import http.server
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from places import PROJECT
+from released import WORDS, needs_key_lists, save_released, small_state
+from tiny import TINY_MODEL, tiny_recipe
+
+from storage.object_store import open_objects
+from training.config import override
+from training.optimizer import make_optimizer
+from training.writer import Writer
+from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
+from vlbert.checkpoint import load_model, read_model, save_checkpoint
+from vlbert.config import ModelConfig
+from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task
+from vlbert.tasks.base import TaskModel
+
+GUIDE = PROJECT / "docs" / "library.md"
+
+
+def small_batch() -> Batch:
+    """A caption with a picture of three regions, and a text alone."""
+    rng = np.random.default_rng(0)
+    tokens = np.array([2, 7, 8, 9, 3])
+    zeros = np.zeros_like(tokens)
+    boxes = np.array([[0, 0, 95, 63], [5, 5, 40, 50], [30, 10, 90, 60]], np.float32)
+    pixels = torch.from_numpy(rng.integers(0, 256, (3, 64, 96), dtype=np.uint8))
+    picture = Picture(boxes, np.array([False, False, True]), (96, 64), pixels)
+    return collate(
+        [Example("a", Words(tokens, zeros, zeros), picture), Example("b", Words(tokens[:3], *[zeros[:3]] * 2))]
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> VLBert:
+    torch.manual_seed(0)
+    return VLBert(TINY_MODEL, len(WORDS), WORDS).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model: VLBert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def equal(one: VLBert, other: VLBert) -> bool:
+    batch = small_batch()
+    with torch.no_grad():
+        first, second = one(batch, attentions=True), other(batch, attentions=True)
+    parts = [(getattr(first, name), getattr(second, name)) for name in ("text", "regions", "appearance")]
+    return all(torch.equal(a, b) for a, b in [*parts, *zip(first.attentions, second.attentions, strict=True)])
+
+
+def test_importing_vlbert_takes_no_torch_and_its_names_do():
+    code = "import sys, vlbert; assert 'torch' not in sys.modules; assert 'VLBert' in vlbert.__all__"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
+    import vlbert
+
+    for name in vlbert.__all__:
+        assert getattr(vlbert, name).__name__ == name
+    with pytest.raises(ImportError, match="cannot import name 'VLBart'"):
+        from vlbert import VLBart  # noqa: F401
+    with pytest.raises(AttributeError, match="vlbert has no VLBart; it has VLBert, "):
+        vlbert.VLBart  # noqa: B018
+
+
+def test_what_is_saved_loads_again_and_computes_the_same(model, folder):
+    assert {"config.json", "model.safetensors", "vocab.txt"} <= {file.name for file in folder.iterdir()}
+    loaded = VLBert.from_pretrained(folder)
+    assert not loaded.training
+    assert loaded.config == TINY_MODEL
+    assert loaded.vocabulary.pieces == WORDS.pieces
+    assert equal(loaded, model)
+    torch.manual_seed(1)
+    assert not equal(VLBert(TINY_MODEL, len(WORDS)).eval(), model)
+
+
+def test_a_model_saved_over_another_leaves_nothing_of_it(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    other = VLBert(dataclasses.replace(TINY_MODEL, layers="J"), 7)
+    other.save_pretrained(tmp_path)
+    loaded = VLBert.from_pretrained(str(tmp_path))
+    assert loaded.config.layers == "J"
+    assert loaded.vocabulary is None
+    assert not (tmp_path / "vocab.txt").exists()
+
+
+def test_what_the_encoder_says_has_the_shapes_that_it_promises(model):
+    batch = small_batch()
+    encoded = model(batch, attentions=True)
+    assert isinstance(encoded, Encoded)
+    assert encoded.text.shape == (2, 5, 32)
+    assert encoded.regions.shape == (2, 3, 32)
+    assert encoded.appearance.shape == (3, TINY_MODEL.regions.channels)
+    assert [tuple(weights.shape) for weights in encoded.attentions] == [(2, 4, 9, 9)] * 2
+    real = torch.cat([batch.text_mask, batch.region_mask, torch.ones(2, 1, dtype=torch.bool)], dim=1)
+    for weights in encoded.attentions:
+        assert torch.allclose(weights.sum(3), torch.ones(2, 4, 9), atol=1e-6)
+        assert not weights.transpose(1, 3)[~real].any()
+    assert model(batch).attentions is None
+
+
+def test_a_checkpoint_of_a_run_loads_like_any_model(model, tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    task_model = TaskModel(model, make_task(recipe.task, WORDS, 8))
+    optimizer = make_optimizer(task_model, recipe.optimizer)
+    with Writer(open_objects(str(tmp_path))) as writer:
+        path = save_checkpoint(writer, "run", 3, recipe, task_model, optimizer, WORDS, 8, {})
+    loaded = VLBert.from_pretrained(tmp_path / path)
+    assert equal(loaded, model)
+    assert loaded.vocabulary.pieces == WORDS.pieces
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder as the hub gives them out: /<owner>/<name>/resolve/<revision>/<file>."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    asked: list[str] = []
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(re.sub(rf"/resolve/(main|{self.commit})/", "/", path))
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def send_error(self, code: int, *_: object) -> None:
+        self.send_response(code)
+        self.send_header("X-Error-Code", "RepoNotFound" if "/none/" in self.path else "EntryNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def end_headers(self) -> None:
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):x}"')
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a local server gives out as the hub does; HF_ENDPOINT sets the same two constants."""
+    root = tmp_path / "hub"
+    root.mkdir()
+    Hub.asked.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Hub, directory=str(root)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    try:
+        yield root
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_name_of_the_hub_is_fetched_from_it_and_kept(model, hub, tmp_path):
+    name, cache = "someone/vl-bert-tiny", tmp_path / "cache"
+    model.save_pretrained(hub / name)
+    loaded = VLBert.from_pretrained(name, cache_dir=cache)
+    assert equal(loaded, model)
+    assert loaded.vocabulary.pieces == WORDS.pieces
+    assert Hub.asked == [
+        f"/{name}/resolve/{revision}/{file}"  # whatever is pushed meanwhile, all files are of one commit
+        for revision, file in (("main", "config.json"), (Hub.commit, "vocab.txt"), (Hub.commit, "model.safetensors"))
+    ]
+    Hub.asked.clear()
+    assert equal(VLBert.from_pretrained(name, cache_dir=cache, local_files_only=True), model)
+    assert not Hub.asked
+
+
+def test_a_model_of_the_hub_may_come_without_a_vocabulary(hub, tmp_path):
+    VLBert(TINY_MODEL, 7).save_pretrained(hub / "someone" / "wordless")
+    for here in (False, True):
+        loaded = VLBert.from_pretrained("someone/wordless", cache_dir=tmp_path / "cache", local_files_only=here)
+        assert loaded.vocabulary is None
+        assert loaded.vocab_size == 7
+
+
+def test_a_name_that_is_no_model_is_said_to_be_none(hub, tmp_path):
+    (hub / "someone" / "other").mkdir(parents=True)
+    for name in ("someone/none", "someone/other", "no name"):
+        with pytest.raises(ValueError, match=f"{name} is neither a folder nor a model on the hub"):
+            VLBert.from_pretrained(name, cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match="someone/vl-bert is neither a folder nor a model on the hub"):
+        VLBert.from_pretrained("someone/vl-bert", cache_dir=tmp_path / "cache", local_files_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", None, "holds no model: it has no config.json"),
+        ("model.safetensors", None, "holds no model: it has no model.safetensors"),
+        (
+            "config.json",
+            b'{"version": 4}',
+            "config.json is of version 4, this code reads 3: use the code that wrote it",
+        ),
+        (
+            "config.json",
+            b'{"version": 1}',
+            "config.json is of version 1, this code reads 3: use the code that wrote it",
+        ),
+        ("config.json", b'{"version": 3}', "config.json lacks model or vocab_size"),
+        ("config.json", b'{"version": 3,', "config.json is not JSON"),
+        ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),
+        ("config.json", b"[]", "config.json holds a list"),
+        ("model.safetensors", b"", "model.safetensors is damaged: it has"),
+        ("model.safetensors", b"<!DOCTYPE html><html></html>", "model.safetensors is damaged: it has"),
+        ("model.safetensors", 0.5, "model.safetensors is damaged: it has"),
+        ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 pieces, the model 200"),
+        ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_an_error_that_says_why(folder, tmp_path, name, content, said):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if content is None:
+        (tmp_path / name).unlink()
+    elif isinstance(content, float):
+        whole = (folder / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: int(content * len(whole))])
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said) as error:
+        VLBert.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_field_that_is_not_known_is_one_of_another_version(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["model"]["memory"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="config.json: ModelConfig has no field memory; .* another version"):
+        VLBert.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_architecture_are_refused_by_name(folder):
+    saved = read_model(folder)
+    deeper = VLBert(dataclasses.replace(TINY_MODEL, layers="JJJ"), len(WORDS))
+    with pytest.raises(ValueError, match=r"does not fit the model: it lacks encoder.layers.2.attention_norm.bias"):
+        load_model(deeper, saved.part("vlbert."), saved.where)
+    wider = VLBert(dataclasses.replace(TINY_MODEL, intermediate=65), len(WORDS))
+    with pytest.raises(ValueError, match=r"has encoder.layers.0.intermediate.bias as \(64,\), the model as \(65,\)"):
+        load_model(wider, saved.part("vlbert."), saved.where)
+    assert ModelConfig() != saved.model_config
+
+
+@needs_key_lists
+def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
+    """Its blocks, one after the other, beside a small file of theirs, a vocabulary and a picture."""
+    save_released(tmp_path / "vl-bert-base-e2e.model", small_state("pretrain_base_e2e", torch.float16))
+    (tmp_path / "vocab.txt").write_text(WORDS.text())
+    Image.effect_noise((200, 150), 60).convert("RGB").save(tmp_path / "dog.jpg")
+    monkeypatch.chdir(tmp_path)
+    names, ran = {}, []
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        if language == "python":
+            exec(compile(block, f"{GUIDE.name}: {block[:40]}", "exec"), names)
+            ran.append("python")
+        for line in block.replace("\\\n", "").splitlines() if language == "bash" else ():
+            program, flag, module, *arguments = shlex.split(line, comments=True)
+            assert flag == "-m"
+            ran.append(module)
+            if program == "torchrun":
+                override(RECIPES[arguments[0]](), arguments[1:])
+                continue
+            monkeypatch.setattr(sys, "argv", [module, *arguments])
+            monkeypatch.delitem(sys.modules, module, raising=False)
+            runpy.run_module(module, run_name="__main__")
+    assert ran.count("vlbert.convert") == 2
+    assert ran.count("vlbert.train") >= 1
+    assert ran.count("python") >= 3
+    assert names["encoded"].text.shape[2] == 64
+    assert (tmp_path / "back.model").is_file()
+    capsys.readouterr()

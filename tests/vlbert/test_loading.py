@@ -1,0 +1,242 @@
+"""Which sample is seen when: a pure function of seed and step, whatever the ranks and workers."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from loaded import ALONE, CPU, captions, rows_in_order, training_data
+from s3 import s3_server
+from tiny import TINY_MODEL, commit_samples, tiny_root, tiny_sample
+
+from storage.catalog import Catalog, Row
+from storage.object_store import open_objects
+from storage.order import mix, shuffled, take
+from storage.reading import ShardSamples
+from training.distributed import World
+from training.loop import batches
+from vlbert.config import DataConfig
+from vlbert.data.batch import Batch
+from vlbert.data.loading import CAPTIONS, ValidationData, check_shares, generator
+from vlbert.data.samples import open_samples, region_stage
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tiny_root(tmp_path_factory.mktemp("data"), samples=20)
+
+
+def rows_of(batch: Batch) -> dict[str, tuple]:
+    """Everything that one sample became, by key; of a batch that has none twice."""
+    return dict(rows_in_order(batch))
+
+
+def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
+    data = training_data(root)  # 20 samples, 8 a step: the epoch ends in the middle of the third step
+    keys = [key for step in range(5) for key in captions(data[step][0])]
+    first, second = keys[:20], keys[20:40]
+    everything = {data.asked.samples.sample(i).key for i in range(20)}
+    assert set(first) == everything
+    assert set(second) == everything
+    assert first != second
+
+
+def epoch_of(seed: int, stream: int, epoch: int, n: int) -> list[int]:
+    return shuffled(np.arange(n), seed, stream, epoch, n).tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 1025])
+def test_an_epoch_is_a_permutation_whatever_its_length(n):
+    assert sorted(epoch_of(0, CAPTIONS, 0, n)) == list(range(n))
+
+
+def test_order_depends_on_seed_epoch_and_stream():
+    orders = [epoch_of(*which, 1000) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
+    assert len({tuple(one) for one in orders}) == 4
+    for one in orders:  # a random permutation has one fixed point on average, and no drift
+        assert (np.array(one) == np.arange(1000)).sum() < 8
+        assert abs(np.corrcoef(one, np.arange(1000))[0, 1]) < 0.15
+        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.15
+    # Part of the contract with old checkpoints: the same on every machine, for ever.
+    assert epoch_of(0, CAPTIONS, 0, 12) == GOLDEN_ORDER
+    assert mix(1, 2, 3) == GOLDEN_MIX
+
+
+GOLDEN_ORDER = [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
+GOLDEN_MIX = 9812528628958509896
+
+
+def test_a_batch_late_in_a_long_epoch_is_found_at_once():
+    taken = take(consumed=10**10, count=256, seed=0, stream=CAPTIONS, n=3 * 10**9)
+    assert len(set(taken)) == 256
+    assert all(epoch == 3 and 0 <= number < 3 * 10**9 for epoch, number in taken)
+
+
+def test_take_goes_over_the_border_of_an_epoch():
+    taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
+    assert [epoch for epoch, _ in taken] == [0, 0, 0, 1, 1, 1]
+    assert [number for _, number in taken] == [*epoch_of(3, CAPTIONS, 0, 8)[5:], *epoch_of(3, CAPTIONS, 1, 8)[:3]]
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_the_world_and_accumulation_only_deal_out_the_same_samples(root, size, accumulate):
+    whole = training_data(root)
+    parts = [training_data(root, rank, size, accumulate=accumulate) for rank in range(size)]
+    for step in (0, 2):  # 2: over the border of the epoch
+        expected = rows_of(whole[step][0])
+        dealt = [rows_of(batch) for data in parts for batch in data[step]]
+        assert len(dealt) == size * accumulate
+        assert {len(rows) for rows in dealt} == {12 // size // accumulate}
+        assert {key: row for rows in dealt for key, row in rows.items()} == expected
+
+
+def test_masks_differ_between_epochs_and_not_between_runs(root):
+    data = training_data(root)
+    first = {key: row for step in range(3) for key, row in rows_of(data[step][0]).items()}
+    again = {key: row for step in range(3) for key, row in rows_of(training_data(root)[step][0]).items()}
+    assert first == again
+    later = {key: row for step in range(3, 5) for key, row in rows_of(data[step][0]).items()}
+    differing = [key for key in later if key in first and later[key][1] != first[key][1]]
+    assert len(differing) > 5
+
+
+def test_workers_change_nothing_and_keep_the_order(root):
+    data = training_data(root)
+    alone = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 0, CPU)]
+    with_workers = [rows_of(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)]
+    assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
+
+
+def test_randomness_is_the_samples_own():
+    draws = [generator(*which).random() for which in ((0, 0, 0, "a"), (0, 0, 0, "b"), (0, 0, 1, "a"), (1, 0, 0, "a"))]
+    assert len(set(draws)) == 4
+    assert generator(0, 0, 0, "a").random() == draws[0]
+    assert generator(0, 0, 0, "a", question=1).random() != draws[0]
+
+
+def test_a_batch_that_the_world_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
+        check_shares(DataConfig(batch=8), world_size=3)
+    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.accumulate = 8"):
+        check_shares(DataConfig(batch=8, text_batch=4, accumulate=8), world_size=1)
+
+
+def test_text_rows_stand_beside_the_captions(root):
+    batch = training_data(root)[0][0]
+    assert len(batch.keys) == 12
+    assert [key.startswith("text-") for key in batch.keys] == [False] * 8 + [True] * 4
+    assert batch.region_mask[8:].sum() == 0
+    assert (batch.text_mask[8:].sum(1) == 12).all(), "text_length"
+
+
+def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
+    data = training_data(root)  # 20 lines, 4 a step
+    lines = [key for step in range(10) for key in data[step][0].keys if key.startswith("text-")]
+    everything = {f"text-{line}" for line in range(20)}
+    assert set(lines[:20]) == set(lines[20:]) == everything
+    assert lines[:20] != lines[20:]
+
+
+def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
+    asked = training_data(root).asked
+    world = World(rank, size, CPU)
+    data = ValidationData(asked.samples, asked.questions, asked.task, asked.config, TINY_MODEL.regions, world, limit)
+    assert all(not unreadable for _, _, unreadable in data)
+    return [batches for batches, _, _ in data]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_validation_asks_the_same_questions_in_every_world_and_in_the_same_order(root, size):
+    alone = [key for right, _ in validation(root) for key in right.keys]
+    assert len(set(alone)) == len(alone) == 7
+    assert [key for rank in range(size) for right, _ in validation(root, rank, size) for key in right.keys] == alone
+    shown = [row for _, other in validation(root) for row in rows_of(other).items()]
+    assert [
+        row for rank in range(size) for _, other in validation(root, rank, size) for row in rows_of(other).items()
+    ] == shown
+
+
+def test_without_a_limit_every_question_is_asked_once(root):
+    asked = Counter(key for right, _ in validation(root, limit=None) for key in right.keys)
+    assert set(asked.values()) == {1}
+    assert len(asked) == 20
+
+
+def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
+    picture_of, others = {}, []
+    for right, _ in validation(root):
+        for i, key in enumerate(right.keys):
+            picture_of[key] = right.boxes[i][right.region_mask[i]].tolist()
+    for right, other in validation(root):
+        assert other.keys == right.keys
+        assert torch.equal(other.tokens, right.tokens)
+        for i, key in enumerate(other.keys):
+            boxes = other.boxes[i][other.region_mask[i]].tolist()
+            assert boxes != picture_of[key]
+            others.append(boxes)
+    assert sorted(others) == sorted(picture_of.values()), "each picture is shown once"
+
+
+def test_samples_read_through_the_index_are_those_that_were_written(root):
+    samples, pinned = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
+    assert len(samples) == 20
+    written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
+    assert samples.urls == [sample.url for sample in written]
+    assert [samples.sample(i).image for i in range(20)] == [sample.image for sample in written]
+    assert pinned == {
+        "dataset": "captions",
+        "stage": "regions/00000000beef",
+        "untrained": False,
+        "snapshot": samples.index.snapshot.id,
+    }
+    assert samples.index.snapshot.shards == ("00000", "00001", "00002")
+
+
+def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
+    objects = open_objects(str(tmp_path))
+    _, pinned = open_samples(objects, "captions", None, None, ALONE)
+    new = tiny_sample(99)
+    Catalog(objects, "captions").commit(
+        "regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {}
+    )
+    assert len(open_samples(objects, "captions", None, None, ALONE)[0]) == 9
+    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8
+    (tmp_path / "captions" / "regions" / "00000000beef" / "00000.parquet").unlink()
+    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8, "its snapshot names the tar"
+    with pytest.raises(ValueError, match="snapshots/0000000000000000.parquet is gone; put it back as it was, or start"):
+        open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
+
+
+def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
+    objects = open_objects(str(tmp_path))
+    tars = sorted((tmp_path / "captions" / "regions" / "00000000beef").glob("*.tar"))
+    whole = tars[1].read_bytes()
+    tars[1].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=f"{tars[1].name} has .* bytes, its manifest needs .*: it is torn or gone"):
+        open_samples(objects, "captions", None, None, ALONE)
+    tars[1].unlink()
+    with pytest.raises(ValueError, match=f"{tars[1].name} has 0 bytes"):
+        open_samples(objects, "captions", None, None, ALONE)
+
+
+def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
+    objects = open_objects(str(tmp_path))
+    with pytest.raises(ValueError, match="holds no region shards; run the detection stage"):
+        region_stage(objects, "captions", None)
+    commit_samples(tmp_path, "captions", [tiny_sample(0)])
+    assert region_stage(objects, "captions", None) == "regions/00000000beef"
+    with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
+        region_stage(objects, "captions", "ffff")
+
+
+def test_samples_come_from_a_bucket_too():
+    with s3_server("shards"):
+        objects = open_objects("s3://shards/root")
+        written = [tiny_sample(i) for i in range(3)]
+        rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
+        Catalog(objects, "captions").commit("regions/00000000beef", "00000", written, rows, {"untrained": False})
+        samples, _ = open_samples(objects, "captions", None, None, ALONE)
+        assert isinstance(samples, ShardSamples)
+        assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

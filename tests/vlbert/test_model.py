@@ -1,0 +1,326 @@
+"""What must hold of the model whatever its weights: padding, order of regions, hidden pixels, BERT inside."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
+
+from detectors.faster_rcnn import DEMO, FasterRCNN
+from vlbert.config import ModelConfig
+from vlbert.data.batch import Batch, Example, Words, collate
+from vlbert.data.images import view
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.heads import count_parameters
+from vlbert.model.layers import Packing
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.train import make_model
+
+LETTERS = Vocabulary(
+    [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+)
+TASK = Pretraining(PretrainingSettings(), LETTERS, len(CLASSES))
+
+
+def example(number: int, regions: int = 2) -> Example:
+    sample = tiny_sample(number, regions)
+    return TASK.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+
+
+@pytest.fixture(scope="module")
+def model() -> TaskModel:
+    torch.manual_seed(0)
+    return TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK).eval()
+
+
+def encode(model: TaskModel, *examples: Example) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    batch = collate(examples)
+    with torch.no_grad():
+        encoded = model.vlbert(batch)
+    return batch, encoded.text, encoded.regions
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-6) -> None:
+    assert a.shape == b.shape
+    assert float((a - b).abs().max()) < tolerance
+
+
+def test_padding_changes_nothing(model):
+    small, large = example(1, regions=1), example(2, regions=3)
+    text_only = TASK.text_example("text", LETTERS.encode("abc defghijklmnopqrstuvwxyz" * 2), np.random.default_rng(0))
+    batch, text, regions = encode(model, small, large, text_only)
+    for row, alone in enumerate((small, large, text_only)):
+        single, its_text, its_regions = encode(model, alone)
+        close(text[row][batch.text_mask[row]], its_text[0][single.text_mask[0]])
+        if alone.picture:
+            close(regions[row][batch.region_mask[row]], its_regions[0][single.region_mask[0]])
+
+
+def test_the_order_of_regions_changes_no_text_and_only_the_order_of_regions(model):
+    given = example(5, regions=3)
+    order = np.array([0, 3, 1, 2])
+    shuffled = dataclasses.replace(
+        given,
+        picture=dataclasses.replace(
+            given.picture, boxes=given.picture.boxes[order], hidden=given.picture.hidden[order]
+        ),
+    )
+    _, text, regions = encode(model, given)
+    _, other_text, other_regions = encode(model, shuffled)
+    close(text, other_text)
+    close(regions[:, order], other_regions)
+
+
+def test_the_order_of_words_does_matter(model):
+    given = example(5)
+    tokens = given.words.tokens.copy()
+    tokens[1], tokens[4] = tokens[4], tokens[1]
+    assert tokens[1] != tokens[4]
+    swapped = dataclasses.replace(given, words=dataclasses.replace(given.words, tokens=tokens))
+    assert float((encode(model, given)[2] - encode(model, swapped)[2]).abs().max()) > 1e-3
+
+
+def test_what_lies_in_a_hidden_region_cannot_be_seen_anywhere(model):
+    given = example(5, regions=2)
+    hidden = dataclasses.replace(
+        given, picture=dataclasses.replace(given.picture, hidden=np.array([False, True, False]))
+    )
+    x1, y1, x2, y2 = given.picture.boxes[1].astype(int)
+    painted = hidden.picture.pixels.clone()
+    painted[:, y1 : y2 + 1, x1 : x2 + 1] = torch.randint(0, 255, painted[:, y1 : y2 + 1, x1 : x2 + 1].shape).byte()
+    other = dataclasses.replace(hidden, picture=dataclasses.replace(hidden.picture, pixels=painted))
+    for a, b in zip(encode(model, hidden)[1:], encode(model, other)[1:], strict=True):
+        assert torch.equal(a, b)
+    seen = dataclasses.replace(
+        given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool), pixels=painted)
+    )
+    original = dataclasses.replace(given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool)))
+    assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
+
+
+def test_the_network_sees_blue_green_red_with_the_mean_of_each_taken_off(model):
+    batch = collate([example(1)])
+    batch.pixels[0][:] = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
+    batch.region_hidden[:] = False
+    seen = model.vlbert.fast_rcnn.network_input(batch)[0][0, :, 5, 5] * TINY_MODEL.regions.pixel_std
+    close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
+
+
+def test_hidden_pixels_show_the_mean_or_black(model):
+    batch = collate([example(1)])
+    batch.region_hidden[:] = False
+    batch.region_hidden[0, 1] = True
+    x1, y1 = batch.boxes[0, 1, :2].long().tolist()
+    network = model.vlbert.fast_rcnn
+    assert network.network_input(batch)[0][0, :, y1, x1].tolist() == [0, 0, 0]
+    black = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, hidden_pixels="black"))
+    seen = VLBert(black, len(LETTERS)).fast_rcnn.network_input(batch)[0][0, :, y1, x1] * TINY_MODEL.regions.pixel_std
+    close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), tolerance=1e-4)
+
+
+def test_features_may_be_hidden_instead_of_pixels_and_then_the_picture_stays():
+    regions = dataclasses.replace(TINY_MODEL.regions, hide="features")
+    model = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS)).eval()
+    given = example(5, regions=2)
+    hidden, seen = (
+        collate([dataclasses.replace(given, picture=dataclasses.replace(given.picture, hidden=np.array(which)))])
+        for which in ([False, True, False], [False, False, False])
+    )
+    assert torch.equal(model.fast_rcnn.network_input(hidden)[0], model.fast_rcnn.network_input(seen)[0])
+    with torch.no_grad():
+        appearance = model.fast_rcnn(hidden)
+        model.embedding.hidden_appearance.weight.copy_(appearance[2])  # as if it had learned this one
+        found = model.embedding.region_looks(hidden, appearance)
+        close(found, model.embedding.region_looks(seen, appearance[[0, 2, 2]]))
+        assert float((found - model.embedding.region_looks(seen, appearance)).abs().max()) > 1e-3
+
+
+def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
+    side = TINY_MODEL.regions.roi_size // 2  # the res5 of this network is not dilated, but strided
+    shape = (3, side, side)
+    given, network = example(1, regions=2), model.vlbert.fast_rcnn
+    half = np.ones(shape, np.float32)
+    half[2, :, : side // 2] = 0
+    covered = {name: cells for name, cells in (("all", np.ones(shape, np.float32)), ("half", half))}
+    computed = []
+    hook = network.res5.register_forward_hook(lambda *call: computed.append(call[2]))
+    with torch.no_grad():
+        plain = network(collate([given]))
+        found = {
+            name: network(collate([Example("x", given.words, dataclasses.replace(given.picture, cells=cells))]))
+            for name, cells in covered.items()
+        }
+    hook.remove()
+    close(found["all"], plain)
+    close(found["half"][:2], plain[:2])
+    cells = computed[0][2]  # (D, S, S)
+    close(found["half"][2], cells[:, :, side // 2 :].sum((1, 2)) / side**2)
+    assert float((found["half"][2] - plain[2]).abs().max()) > 1e-3
+
+
+def test_texts_about_one_picture_are_read_as_each_alone_and_it_is_looked_at_once(model):
+    other, given = example(1, regions=3), example(5, regions=2)
+    more = other.words, example(2).words
+    rois = []
+    hook = model.vlbert.fast_rcnn.res5.register_forward_hook(lambda *call: rois.append(len(call[2])))
+    batch, text, regions = encode(model, other, dataclasses.replace(given, more=more))
+    hook.remove()
+    assert rois == [4 + 3], "the regions of two pictures, though four texts are about them"
+    assert len(batch) == 4
+    for row, words in enumerate((given.words, *more), start=1):
+        alone, its_text, its_regions = encode(model, dataclasses.replace(given, words=words))
+        close(text[row][batch.text_mask[row]], its_text[0][alone.text_mask[0]])
+        close(regions[row][batch.region_mask[row]], its_regions[0][alone.region_mask[0]])
+
+
+def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothing(model):
+    text_only = TASK.text_example("text", LETTERS.encode("abc def"), np.random.default_rng(0))
+    batch = collate([example(1, regions=1), example(2, regions=3), text_only])
+    with torch.no_grad():
+        plain, asked = model.vlbert(batch), model.vlbert(batch, attentions=True)
+        embedded, mask = model.vlbert.embedding(batch, plain.appearance)
+    assert plain.attentions is None
+    assert torch.equal(asked.text, plain.text)
+    assert torch.equal(asked.regions, plain.regions)
+    assert len(asked.attentions) == len(TINY_MODEL.layers)
+    elements = batch.tokens.shape[1] + batch.region_mask.shape[1] + 1
+    for maps in asked.attentions:
+        assert maps.shape == (3, TINY_MODEL.heads, elements, elements)
+        close(maps.sum(3), torch.ones(maps.shape[:3]))
+        assert not maps.transpose(1, 3)[~mask].any(), "padding gets nothing"
+    # They are the maps that the first layer works with: its output, put together from them by hand.
+    layer = model.vlbert.encoder.layers[0]
+    with torch.no_grad():
+        value = layer.value(embedded).view(3, elements, TINY_MODEL.heads, -1)
+        attended = torch.einsum("nhst,nthc->nshc", asked.attentions[0], value).flatten(2)
+        by_hand = layer.attention_norm(embedded + layer.attention_output(attended))
+        by_hand = layer.output_norm(by_hand + layer.output(F.gelu(layer.intermediate(by_hand))))
+        packing = Packing.of(mask)
+        close(by_hand[mask], layer(packing.pack(embedded), packing), tolerance=1e-5)
+
+
+def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
+    given = example(5, regions=2)
+    looks = np.zeros_like(given.words.looks_at)
+    looks[2] = 2
+    tied = dataclasses.replace(given, words=dataclasses.replace(given.words, looks_at=looks))
+    batch = collate([given, tied])
+    with torch.no_grad():
+        appearance = model.vlbert.fast_rcnn(batch)
+        embedded, _ = model.vlbert.embedding(batch, appearance)
+    differs = (embedded[0] - embedded[1]).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [2]
+
+
+def test_a_hidden_region_has_a_token_of_its_own(model):
+    given = example(5, regions=2)
+    batches = []
+    for hidden in ([False, False, False], [False, True, False]):
+        picture = dataclasses.replace(given.picture, hidden=np.array(hidden))
+        batches.append(collate([dataclasses.replace(given, picture=picture)]))
+    with torch.no_grad():
+        same_look = model.vlbert.fast_rcnn(batches[0])
+        seen, masked = (model.vlbert.embedding(batch, same_look)[0][0] for batch in batches)
+    differs = (seen - masked).abs().amax(1) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [given.words.tokens.size + 1]
+
+
+def test_all_regions_share_the_position_behind_the_text_and_end_follows():
+    model = VLBert(TINY_MODEL, len(LETTERS)).eval()
+    embedding = model.embedding
+    with torch.no_grad():
+        for name, part in embedding.named_parameters():
+            if name != "positions.weight":
+                part.zero_()
+        embedding.norm.weight.fill_(1)
+        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden])
+    batch = collate([example(1, regions=2)])
+    length = int(batch.text_mask.sum())
+    assert length + 1 < TINY_MODEL.hidden
+    with torch.no_grad():
+        embedded, _ = embedding(batch, model.fast_rcnn(batch))
+    assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
+
+
+def test_the_picture_is_silent_at_first_where_its_gain_is_zero():
+    torch.manual_seed(0)
+    config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
+    model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
+    a, b = example(1), example(2)
+    unmasked = [dataclasses.replace(e.picture, hidden=np.zeros(3, bool)) for e in (a, b)]
+    with_its_own = encode(model, Example("x", a.words, unmasked[0]))[1]
+    with_another = encode(model, Example("x", a.words, unmasked[1]))[1]
+    close(with_its_own, with_another)
+
+
+def test_every_parameter_that_is_trained_gets_a_gradient(model):
+    text = TASK.text_example("text", LETTERS.encode("some more text"), np.random.default_rng(0))
+    fresh = TaskModel(VLBert(TINY_MODEL, len(LETTERS)), TASK)
+    losses = fresh(collate([example(1, 3), example(2, 3), text]))
+    sum(loss for loss, _ in losses.values()).backward()
+    assert not [name for name, p in fresh.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_nothing_asked_is_a_loss_of_zero_and_not_nan(model):
+    settings = dataclasses.replace(TASK.settings, words=dataclasses.replace(TASK.settings.words, probability=0.0))
+    silent = Pretraining(
+        dataclasses.replace(settings, regions=dataclasses.replace(settings.regions, probability=0.0)),
+        LETTERS,
+        len(CLASSES),
+    )
+    sample = tiny_sample(1)
+    batch = collate([silent.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(0))])
+    names = ("words", "text_words", "regions")
+    assert {name: (float(loss.detach()), count) for name, (loss, count) in model(batch).items()} == dict.fromkeys(
+        (*names, *(f"{name}_accuracy" for name in names)), (0.0, 0)
+    )
+
+
+def test_frozen_stages_and_norms_take_no_gradient():
+    regions = dataclasses.replace(TINY_MODEL.regions, frozen_stages=2)
+    frozen = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS))
+    trained = {name for name, p in frozen.named_parameters() if p.requires_grad}
+    frozen_parts = (".stem.", ".res2.", "conv1.norm.", "shortcut.norm.")
+    assert not [name for name in trained if any(part in name for part in frozen_parts)]
+    assert any(".res3." in name for name in trained)
+    assert count_parameters(frozen)[1] < count_parameters(frozen)[0]
+
+
+def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
+    network = FasterRCNN.untrained(DEMO, seed=3)
+    file = tmp_path / "detector.safetensors"
+    save_file(network.state_dict(), file)
+    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file), untrained=False)
+    recipe = dataclasses.replace(tiny_recipe(tmp_path), model=dataclasses.replace(TINY_MODEL, regions=regions))
+    started = make_model(recipe, TASK, LETTERS, None, None, print).vlbert.fast_rcnn
+    for name, tensor in network.backbone.state_dict().items():
+        assert torch.equal(started.backbone.state_dict()[name], tensor)
+    for name, tensor in network.roi_heads.res5.state_dict().items():
+        assert torch.equal(started.res5.state_dict()[name], tensor)
+    other = dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(regions, resnet=TINY_MODEL.regions.resnet)),
+    )
+    with pytest.raises(ValueError, match="detector.safetensors does not fit the network"):
+        make_model(other, TASK, LETTERS, None, None, print)
+
+
+def test_a_row_longer_than_the_position_table_is_named(model):
+    words = LETTERS.encode("a " * 70)
+    zeros = np.zeros(len(words), np.int64)
+    with pytest.raises(ValueError, match="sample long: 70 word pieces, .* max_positions = 64"):
+        model.vlbert(collate([Example("long", Words(words, zeros, zeros))]))
+
+
+def test_new_weights_are_spread_as_the_configuration_says():
+    torch.manual_seed(0)
+    model = VLBert(ModelConfig(layers="J", initializer_range=0.02, regions=TINY_MODEL.regions), 1000)
+    assert float(model.embedding.words.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.encoder.layers[0].query.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.encoder.layers[0].query.bias.detach().abs().max()) == 0
+    assert float(model.embedding.look_of_words.norm.weight.detach().abs().max()) == 0

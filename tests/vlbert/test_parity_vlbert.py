@@ -1,0 +1,465 @@
+"""Our model beside figures that the authors' code produced: same weights, same inputs, same numbers.
+
+Two cases lie in tests/data/parity; all nine, and the figures of single components, in ../shared/parity/vlbert.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from places import DATA, PROJECT, SHARED
+from torch import nn
+
+from benchmarks.parity_cases import Case, describe, read_case, read_cases, weights
+from benchmarks.parity_vlbert import losses, main, report, run
+from detectors.resnet import ResNetConfig
+from vlbert.config import RegionConfig
+from vlbert.convert import plain_name
+from vlbert.data.batch import Example, Picture, Words, collate
+from vlbert.data.boxes import geometry_embedding
+from vlbert.data.images import resized
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.datasets.refcoco import overlap
+from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+HERE = DATA / "parity"
+SHARED = SHARED / "parity" / "vlbert"
+SHARED_CASES = read_cases(SHARED) if SHARED.is_dir() else []
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the authors' figures lie in ../shared, which is not here"
+)
+WORDS = Vocabulary([*SPECIALS, "word"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("file", read_cases(HERE), ids=lambda file: file.stem)
+def test_two_models_compute_what_the_authors_code_computes_in_each_precision(file: Path, precision: str):
+    line, passes = report(file, precision)
+    assert passes, line
+
+
+MORE_CASES = [file for file in SHARED_CASES if not (HERE / file.name).exists()]
+
+
+@pytest.mark.slow
+@needs_shared
+@pytest.mark.parametrize("file", MORE_CASES, ids=lambda file: file.stem)
+def test_seven_more_models_compute_what_the_authors_code_computes(file: Path):
+    line, passes = report(file)
+    assert passes, line
+
+
+@pytest.mark.slow
+@needs_shared
+@pytest.mark.parametrize("file", MORE_CASES, ids=lambda file: file.stem)
+def test_in_bf16_seven_more_models_compute_it_up_to_rounding(file: Path):
+    line, passes = report(file, "bf16")
+    assert passes, line
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    """A case, that of VQA, with its json and arrays changed by `change(about, arrays)`."""
+
+    def changed(change: Callable[[dict, dict], None], name: str = "vqa_prec") -> Path:
+        about = json.loads((HERE / f"{name}.json").read_text())
+        arrays = dict(np.load(HERE / f"{name}.npz"))
+        change(about, arrays)
+        (tmp_path / "changed.json").write_text(json.dumps(about))
+        np.savez(tmp_path / "changed.npz", **arrays)
+        return tmp_path / "changed.json"
+
+    return changed
+
+
+def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], None]:
+    def change(about: dict, arrays: dict) -> None:
+        arrays[name] = arrays[name].copy()
+        arrays[name][index] += difference
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _add("out/label_logits", (1, 7), 3e-5),
+        _add("infer/label_logits", (0, 0), 3e-5),
+        _add("inter/encoder.input", (2, 3, 5), 3e-5),
+        _add("inter/encoder.output", (0, 0, 0), 3e-5),
+        _add("out/ans_loss", (), 0.1),
+        _add("grad/l2", (20,), 1.0),
+        _add("grad/dot", (20,), 1.0),
+        _add("grad/l2", (20,), np.nan),
+        lambda about, arrays: about.update(seed_offset=1),
+        lambda about, arrays: about["config"]["NETWORK"].update(NO_GROUNDING=True),
+        lambda about, arrays: about["tensors"].pop(),
+        lambda about, arrays: arrays.pop("in/question"),
+    ],
+    ids=[
+        "logit",
+        "inference",
+        "input",
+        "output",
+        "loss",
+        "norm",
+        "projection",
+        "NaN",
+        "seed",
+        "setting",
+        "tensor",
+        "array",
+    ],
+)
+def test_a_case_that_differs_or_cannot_be_run_does_not_pass(copy: Callable[..., Path], change: Callable):
+    line, passes = report(copy(change))
+    assert not passes, line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _add("inter/encoder.input", (2, 3, 5), 0.3),
+        _add("out/ans_loss", (), 30.0),
+        _add("grad/l2", (20,), 2.0),
+        lambda about, arrays: about.update(seed_offset=1),
+    ],
+    ids=["input", "loss", "norm", "seed"],
+)
+def test_in_bf16_a_case_that_differs_by_more_than_rounding_does_not_pass(copy: Callable[..., Path], change: Callable):
+    line, passes = report(copy(change), "bf16")
+    assert " FAIL" in line
+    assert not passes
+
+
+def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
+    case = read_case(HERE / "vqa_prec.json")
+    exact, rounded = run(case), run(case, "bf16")
+    assert 1e-4 < float((exact.encoded - rounded.encoded).detach().abs().max()) < 0.1
+    assert rounded.encoded.dtype == torch.float32
+    found = rounded.task.losses(rounded.vlbert, rounded.head, rounded.output, rounded.batch)
+    assert {loss.dtype for loss, _ in found.values() if loss.requires_grad} == {torch.float32}
+
+
+def test_the_command_prints_a_line_a_case_and_fails_where_one_fails(tmp_path: Path, copy: Callable[..., Path]):
+    file = copy(_add("out/label_logits", (1, 7), 1.0))
+    for kind in (".json", ".npz"):
+        shutil.copy(HERE / f"vqa_prec{kind}", tmp_path)
+    (tmp_path / "other.json").write_text("[1]")  # no case
+    (tmp_path / "lost.json").write_text("{")  # nor can this one be: no npz lies beside it
+    (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "torn.npz").write_bytes((HERE / "vqa_prec.npz").read_bytes()[:1000])
+    command = [sys.executable, "-m", "benchmarks.parity_vlbert", str(file.parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    assert ended.returncode == 1, ended.stderr
+    lines = ended.stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines[:3]] == ["changed", "torn", "vqa_prec"]
+    assert " FAIL " in lines[0]
+    assert " NOT RUN: " in lines[1]
+    assert lines[2].endswith(" pass  zero: 2 self.key.bias")
+    assert lines[3].startswith("1 of 3 pass")
+
+
+def test_the_command_ends_well_where_all_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "argv", ["parity_vlbert", str(HERE)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert type(ended.value.code) is int  # a shell sees 1 for anything else, even for numpy's False
+    assert ended.value.code == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+
+
+def _torn(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _scratched(data: bytes) -> bytes:
+    return data[:300] + bytes(400) + data[700:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        (".npz", lambda data: b""),
+        (".npz", lambda data: b"PK\x03\x04 torn"),
+        (".npz", lambda data: b"no archive at all"),
+        (".npz", _torn),
+        (".npz", _scratched),
+        (".npz", None),
+        (".json", lambda data: b""),
+        (".json", lambda data: b"\xff\xfe\x00"),
+        (".json", lambda data: b"[" * 100_000),
+        (".json", _torn),
+    ],
+    ids=["empty npz", "no zip", "no npz", "torn npz", "scratched npz", "gone npz", "empty", "binary", "deep", "torn"],
+)
+def test_a_damaged_case_is_named_in_its_line(tmp_path: Path, kind: str, damage: Callable[[bytes], bytes] | None):
+    for each in (".json", ".npz"):
+        shutil.copy(HERE / f"vqa_prec{each}", tmp_path)
+    file = tmp_path / f"vqa_prec{kind}"
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    (found,) = read_cases(tmp_path)
+    line, passes = report(found)
+    assert not passes
+    assert line.startswith("vqa_prec ")
+    assert " NOT RUN: " in line
+    assert "\n" not in line
+
+
+def test_a_line_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
+    line, passes = report(copy(lambda about, arrays: about.update(case="of\nno kind")))
+    assert not passes
+    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in line
+
+
+def test_weights_follow_the_rule_beside_them():
+    def filled(rule: str, name: str = "a") -> np.ndarray:
+        return weights({"tensors": [{"name": name, "shape": [50], "rule": rule}]})[name].numpy()
+
+    small = filled("0.02n")
+    np.testing.assert_allclose(filled("0.15n"), small * 7.5, rtol=1e-5)
+    np.testing.assert_allclose(filled("1 + 0.02 * n"), 1 + small, rtol=1e-6)
+    np.testing.assert_allclose(filled("1+|0.02n|"), 1 + np.abs(small), rtol=1e-6)
+    assert not filled("zero").any()
+    assert filled("zero", "bn.num_batches_tracked").dtype == np.int64
+
+
+@pytest.mark.parametrize("rule", ["banana", "0.02", "2+0.02n", "1+|0.02n", "0.0.2n", "-0.02n", "n", None, 0.02])
+def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
+    with pytest.raises(ValueError, match="some.weight is to be filled by the rule"):
+        weights({"tensors": [{"name": "some.weight", "shape": [2], "rule": rule}]})
+
+
+def _described(folder: Path, name: str, switches: dict) -> None:
+    """Describe a case with other switches; those of VLBERT begin with it."""
+    about = json.loads((folder / f"{name}.json").read_text())
+    network = about["config"]["NETWORK"]
+    for key, value in switches.items():
+        (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
+    shapes = {plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in about["tensors"]}
+    describe(Case(name, about, {}), shapes)
+
+
+@pytest.mark.parametrize("name", ["vqa_prec", "pretrain_multitask_prec"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"SOME_NEW": False},
+        {"VLBERT.new": 1},
+        {"BLIND": True},
+        {"VLBERT.hidden_act": "relu"},
+        {"VLBERT.pos_embedding_frozen": True},
+        {"VLBERT.visual_ln": False},
+        {"VLBERT.with_pooler": True},
+        {"VLBERT.visual_size": 48},
+        {"IMAGE_FINAL_DIM": 48},
+        {"VLBERT.vocab_size": 30522},
+        {"VLBERT.num_hidden_layers": 3},
+        {"VLBERT.hidden_size": 128},
+        {"IMAGE_FEAT_PRECOMPUTED": False},
+    ],
+    ids=lambda switches: next(iter(switches)),
+)
+def test_switches_that_are_unknown_or_contradict_the_tensors_are_refused_by_name(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(HERE, name, switches)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("pretrain_multitask_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("pretrain_multitask_e2e", {"MASK_RAW_PIXELS": False}),
+        ("pretrain_multitask_e2e", {"WITH_REL_LOSS": True}),
+        ("pretrain_multitask_e2e", {"IMAGE_FROZEN_BACKBONE_STAGES": [1, 6]}),
+        ("vcr_q2a_e2e", {"IMAGE_NUM_LAYERS": 50}),
+        ("vcr_q2a_e2e", {"VLBERT.with_pooler": False}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 1}),
+        ("vcr_q2a_e2e", {"VLBERT.object_word_embed_mode": 3}),
+        ("vcr_q2a_e2e", {"CLASSIFIER_TYPE": "2fc"}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_TOP": False}),
+        ("vcr_q2a_e2e", {"CNN_LOSS_WEIGHT": 0.5}),
+        ("vcr_q2a_e2e_softmax_variant", {"VLBERT.object_word_embed_mode": 2}),
+        ("refcoco_e2e", {"IMAGE_FEAT_PRECOMPUTED": True}),
+    ],
+    ids=str,
+)
+def test_switches_of_other_networks_and_tasks_are_held_against_the_tensors(name: str, switches: dict):
+    with pytest.raises(ValueError, match=re.escape(f"config.NETWORK.{next(iter(switches))}")):
+        _described(SHARED, name, switches)
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("vqa_prec", {"MASK_RAW_PIXELS": False}),
+        ("vqa_prec", {"IMAGE_NUM_LAYERS": 50, "IMAGE_FROZEN_BACKBONE_STAGES": [1, 2, 5]}),
+        ("vqa_prec", {"VLBERT.object_word_embed_mode": 1, "WITH_MVRC_LOSS": False}),
+        ("pretrain_multitask_prec", {"MASK_RAW_PIXELS": False, "CLASSIFIER_TYPE": "1fc"}),
+        ("pretrain_multitask_prec", {"CNN_LOSS_WEIGHT": 0.5, "IMAGE_FROZEN_BACKBONE_STAGES": []}),
+    ],
+    ids=str,
+)
+def test_switches_that_a_model_does_not_read_may_say_anything(name: str, switches: dict):
+    _described(HERE, name, switches)
+
+
+@pytest.mark.parametrize("heads", ["kept", "left out"])
+@pytest.mark.parametrize(
+    ("switch", "prefix", "terms"),
+    [
+        ("WITH_MLM_LOSS", "vlbert.mlm_head.", ["mlm_loss_wvc", "mlm_loss_aux"]),
+        ("WITH_MVRC_LOSS", "vlbert.mvrc_head.", ["mvrc_loss"]),
+    ],
+)
+def test_a_loss_that_is_off_is_zero(copy: Callable[..., Path], switch: str, prefix: str, terms: list[str], heads: str):
+    def change(about: dict, arrays: dict) -> None:
+        about["config"]["NETWORK"][switch] = False
+        if heads == "left out":
+            about["tensors"] = [tensor for tensor in about["tensors"] if not tensor["name"].startswith(prefix)]
+        for term in terms:
+            arrays["out/loss"] = arrays["out/loss"] - arrays[f"out/{term}"]
+            arrays[f"out/{term}"] = np.zeros((), np.float32)
+
+    case = read_case(copy(change, "pretrain_multitask_prec"))
+    ours = run(case)
+    for mine, theirs in losses(case, ours):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    head = ours.head.word_transform if switch == "WITH_MLM_LOSS" else ours.head.region_transform
+    assert head.dense.weight.grad is None
+    assert ours.vlbert.embedding.words.weight.grad.abs().sum() > 0
+
+
+@needs_shared
+@pytest.mark.parametrize("family", ["MLM", "MVRC"])
+def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):
+    """Of the same inputs there are figures of theirs by either rule."""
+
+    def change(about: dict, arrays: dict) -> None:
+        about["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
+        by_rows = np.load(SHARED / "pretrain_multitask_prec_rel_normfirst.npz")
+        for term in [name for name in arrays if name.startswith(f"out/{family.lower()}_loss")]:
+            arrays["out/loss"] = arrays["out/loss"] - arrays[term] + by_rows[term]
+            arrays[term] = by_rows[term]
+
+    case = read_case(copy(change, "pretrain_multitask_prec"))
+    for mine, theirs in losses(case, run(case)):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable[..., Path]):
+    def no_figure(about: dict, arrays: dict) -> None:
+        arrays["out/loss"] = arrays["out/mlm_loss_wvc"] = np.array(np.nan, np.float32)
+
+    def nothing_asked(about: dict, arrays: dict) -> None:
+        no_figure(about, arrays)
+        arrays["in/mlm_labels"] = np.full_like(arrays["in/mlm_labels"], -1)
+
+    line, passes = report(copy(no_figure, "pretrain_multitask_prec"))
+    assert not passes, line
+    case = read_case(copy(nothing_asked, "pretrain_multitask_prec"))
+    ours = run(case)
+    assert ours.losses["words"] == 0
+    for mine, theirs in losses(case, ours):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert case.arrays["out/mvrc_loss"] + case.arrays["out/mlm_loss_aux"] == pytest.approx(sum(ours.losses.values()))
+
+
+@needs_shared
+def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
+    """A ResNet-50 without dilation, feature-level masking and frozen res5, of which we have no figures of theirs."""
+    about = json.loads((SHARED / "pretrain_multitask_e2e.json").read_text())
+    about["config"]["NETWORK"] |= {"IMAGE_NUM_LAYERS": 50, "MASK_RAW_PIXELS": False, "IMAGE_C5_DILATED": False}
+    about["config"]["NETWORK"]["IMAGE_FROZEN_BACKBONE_STAGES"] = [1, 2, 5]
+    gone = [f"backbone.layer3.{block}." for block in range(6, 23)]
+    about["tensors"] = [t for t in about["tensors"] if not any(part in t["name"] for part in gone)]
+    name = "object_mask_visual_embedding.weight"
+    about["tensors"].append({"name": name, "shape": [1, 2048], "rule": "0.15n"})
+    (tmp_path / "other.json").write_text(json.dumps(about))
+    shutil.copy(SHARED / "pretrain_multitask_e2e.npz", tmp_path / "other.npz")
+    ours = run(read_case(tmp_path / "other.json"))
+    network = ours.vlbert.fast_rcnn
+    assert len(network.backbone.res4) == 6
+    parts = {name: getattr(network.backbone, name) for name in ("stem", "res2", "res3", "res4")} | {
+        "res5": network.res5
+    }
+    learn = {name for name, part in parts.items() if all(p.grad is not None for p in part.parameters())}
+    stand = {name for name, part in parts.items() if all(p.grad is None for p in part.parameters())}
+    assert (learn, stand) == ({"res3", "res4"}, {"stem", "res2", "res5"})
+    assert ours.vlbert.embedding.hidden_appearance.weight.grad.abs().sum() > 0
+    assert all(np.isfinite(loss) and loss > 0 for loss in ours.losses.values())
+
+
+@pytest.fixture(scope="module")
+def components() -> dict:
+    if not SHARED.is_dir():
+        pytest.skip("the authors' figures lie in ../shared, which is not here")
+    return dict(np.load(SHARED / "components.npz"))
+
+
+def test_the_geometry_embedding_has_the_published_values(components: dict):
+    given = torch.from_numpy(components["coord/in_boxes_wh"])
+    ours = geometry_embedding(given[:, :4], given[:, 4:], channels=2048, corners=False)
+    np.testing.assert_array_equal(ours.view(-1, 4, 512).numpy(), components["coord/out"])
+
+
+def test_regions_are_cut_from_the_map_as_published(components: dict):
+    maps, rois = (torch.from_numpy(components[f"roi_align/in_{name}"]) for name in ("feat", "rois"))
+    resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=8, stem_pool="torch")
+    network = FastRCNN(RegionConfig(resnet=resnet, untrained=True))
+    seen = []
+    network.backbone = nn.Identity()
+    network.res5 = nn.Sequential()
+    network.res5.register_forward_hook(lambda *call: seen.append(call[2]))
+    zeros = np.zeros(1, np.int64)
+    pictures = [
+        Picture(boxes.numpy(), np.zeros(len(boxes), bool), size=(1, 1))
+        for boxes in (rois[rois[:, 0] == number, 1:] for number in range(len(maps)))
+    ]
+    batch = collate([Example(str(i), Words(zeros, zeros, zeros), picture) for i, picture in enumerate(pictures)])
+    network.appearance([maps], batch)
+    order = torch.argsort(rois[:, 0], stable=True)
+    np.testing.assert_allclose(seen[0].numpy(), components["roi_align/out"][order], rtol=0, atol=1e-6)
+
+
+def test_soft_targets_have_the_published_cross_entropy(components: dict):
+    logits, targets = (torch.from_numpy(components[f"softce/in_{name}"]) for name in ("logits", "target"))
+    whole = (targets.sum(1) - 1).abs() < 0.1  # theirs leaves out the others; ours asks only for whole distributions
+    ours = F.cross_entropy(logits, targets, reduction="none")
+    np.testing.assert_allclose(
+        ours.where(whole, torch.tensor(0.0)), components["softce/out_none"], rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_allclose(ours[whole].mean(), components["softce/out_mean"], rtol=1e-6)
+
+
+def test_overlaps_count_pixels_as_published(components: dict):
+    boxes = components["iou/in_boxes"]
+    ours = np.stack([overlap("published", boxes, box) for box in components["iou/in_query"]], axis=1)
+    np.testing.assert_allclose(ours, components["iou/out"], rtol=1e-6)
+
+
+def test_pictures_are_resized_to_the_published_sizes(components: dict):
+    for long_side in (1000, 1200):
+        sizes = components["resize/in_wh"], components[f"resize/out_600_{long_side}"]
+        for (width, height), (new_width, new_height) in zip(*(size.astype(int) for size in sizes), strict=True):
+            assert resized(height, width, 600, long_side) == (new_height, new_width)
+
+
+def test_long_rows_are_cut_as_published(components: dict):
+    task = Pretraining(PretrainingSettings(max_elements=64), WORDS, num_classes=3)
+    for text, boxes, text_kept, boxes_kept in components["cc_truncate/text_boxes_to_text_boxes"].tolist():
+        tokens, regions = task._cut(np.zeros(text - 2, np.int64), boxes - 1)
+        assert (len(tokens) + 2, regions + 1) == (text_kept, boxes_kept), (text, boxes)

@@ -1,0 +1,222 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CLASSES, TINY_MODEL, tiny_sample
+
+from vlbert.data.batch import Example, collate
+from vlbert.data.images import view
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle"])
+ALL = PretrainingSettings(WordMasking(1.0, masked=1.0, random=0.0), RegionMasking(1.0, hidden=1.0), max_elements=None)
+
+
+def task(settings: PretrainingSettings = ALL) -> Pretraining:
+    return Pretraining(settings, WORDS, len(CLASSES))
+
+
+def example(task: Pretraining, number: int = 1, regions: int = 2) -> Example:
+    sample = tiny_sample(number, regions)
+    return task.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+
+
+def test_what_is_asked_for_is_what_was_hidden():
+    sample, asked = tiny_sample(1), example(task())
+    inner = slice(1, -1)
+    assert asked.words.tokens[[0, -1]].tolist() == [WORDS.cls, WORDS.sep]
+    assert (asked.words.tokens[inner] == WORDS.mask).all()
+    assert WORDS.decode(asked.words.asked["words"]) == sample.caption
+    assert asked.words.targets["word_asked"].tolist() == [False, *[True] * len(asked.words.asked["words"]), False]
+    assert asked.picture.hidden.tolist() == [False, True, True]
+    np.testing.assert_array_equal(asked.picture.asked["region_classes"].argmax(1), sample.regions.labels)
+
+
+def test_targets_are_background_first_whatever_the_detectors_order():
+    sample = tiny_sample(1)
+    probs = sample.regions.class_probs
+    last = dataclasses.replace(
+        sample.regions,
+        class_probs=np.concatenate([probs[:, 1:], probs[:, :1]], axis=1),
+        background=len(CLASSES),
+        labels=sample.regions.labels - 1,
+    )
+    rng = np.random.default_rng(0)
+    seen = view(sample, TINY_MODEL.regions, False)
+    theirs = task().example(dataclasses.replace(sample, regions=last), seen, None, rng)
+    np.testing.assert_array_equal(
+        theirs.picture.asked["region_classes"], example(task()).picture.asked["region_classes"]
+    )
+
+
+def test_text_only_rows_have_neither_special_tokens_nor_a_picture():
+    tokens = WORDS.encode("a red square and a blue circle")
+    row = task().text_example("text-3", tokens, np.random.default_rng(0))
+    assert row.picture is None
+    assert (row.words.tokens == WORDS.mask).all()
+    assert row.words.asked["words"].tolist() == tokens.tolist()
+
+
+def test_text_only_rows_may_stand_between_special_tokens_and_lose_their_end_to_them():
+    tokens = WORDS.encode("a red square and a blue circle")
+    tagged = task(dataclasses.replace(ALL, text_specials=True, text_length=7))
+    row = tagged.text_example("text-3", tokens, np.random.default_rng(0)).words
+    assert row.tokens.tolist() == [WORDS.cls, *[WORDS.mask] * 5, WORDS.sep]
+    assert row.targets["word_asked"].tolist() == [False, *[True] * 5, False]
+    assert row.asked["words"].tolist() == tokens[:5].tolist()
+    with pytest.raises(ValueError, match="text_length is 2; it must be at least 1, and 3 with text_specials"):
+        PretrainingSettings(text_specials=True, text_length=2)
+
+
+def test_a_masked_region_is_asked_for_as_the_detector_says_or_as_its_likeliest_class():
+    sample = tiny_sample(1)
+    probs = np.full_like(sample.regions.class_probs, 0.05)
+    probs[:, 0] = 0.5  # the background, likelier than any class
+    probs[[0, 1], sample.regions.labels] = 0.2
+    doubtful = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=probs))
+    seen = view(sample, TINY_MODEL.regions, False)
+    asked = {
+        target: task(dataclasses.replace(ALL, region_target=target))
+        .example(doubtful, seen, None, np.random.default_rng(0))
+        .picture.asked["region_classes"]
+        for target in ("distribution", "class")
+    }
+    np.testing.assert_array_equal(asked["distribution"], probs.astype(np.float32))
+    np.testing.assert_array_equal(asked["class"], np.eye(9, dtype=np.float32)[sample.regions.labels])
+
+
+def test_long_rows_lose_the_end_of_the_longer_half():
+    cut = example(task(dataclasses.replace(ALL, max_elements=8)), regions=2)
+    # 7 words and 2 + 1 regions: words go until both fit into 8 with [CLS] and [SEP].
+    assert len(cut.words.tokens) + len(cut.picture.boxes) == 8
+    assert cut.words.tokens[-1] == WORDS.sep
+    whole = example(task(), regions=2)
+    assert cut.words.asked["words"].tolist() == whole.words.asked["words"][: len(cut.words.tokens) - 2].tolist()
+
+
+def test_words_of_captions_and_of_text_alone_are_counted_apart():
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task()).eval()
+    text = task().text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))
+    batch = collate([example(task(), 1), text, example(task(), 2)])
+    losses = model(batch)
+    captions = len(tiny_sample(1).caption.split()) + len(tiny_sample(2).caption.split())
+    counts = {"words": captions, "text_words": 3, "regions": 4}
+    assert {name: count for name, (_, count) in losses.items()} == counts | {
+        f"{k}_accuracy": n for k, n in counts.items()
+    }
+    # A model that knows nothing is wrong by about ln(size).
+    assert float(losses["words"][0].detach()) / captions == pytest.approx(np.log(len(WORDS)), rel=0.3)
+
+
+@pytest.mark.parametrize("losses_over", ["questions", "rows"])
+@pytest.mark.parametrize("pictures", [True, False], ids=["captions and text", "text alone"])
+@pytest.mark.parametrize("words", [1.0, 0.0], ids=["words", "no words"])
+@pytest.mark.parametrize("regions", [1.0, 0.0], ids=["regions", "no regions"])
+def test_whatever_is_not_asked_has_a_loss_of_zero_and_harms_nothing(losses_over, pictures, words, regions):
+    asking = task(
+        PretrainingSettings(WordMasking(words), RegionMasking(regions), losses_over=losses_over, max_elements=None)
+    )
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking)
+    rows = [asking.text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))]
+    losses = model(collate([*([example(asking, 1, 3)] if pictures else []), *rows, *rows]))
+    losses = {name: loss for name, loss in losses.items() if loss[0].requires_grad}
+    expected = {"words": pictures and words, "text_words": words, "regions": pictures and regions}
+    for name, (loss, count) in losses.items():
+        assert (count > 0) == (float(loss.detach()) > 0) == bool(expected.pop(name)), name
+    assert not expected
+    sum(loss / max(1, count) for loss, count in losses.values()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
+    settings = dataclasses.replace(ALL, losses_over="rows")
+    text = task().text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
+    silent = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
+    batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(silent, 3), text])
+    words, regions = (torch.randn(len(batch.asked[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
+    words[torch.arange(18), batch.asked["words"]] = torch.tensor([9.0, -9.0]).repeat(9)  # every second one is guessed
+    head = Oracle(lambda _: words, lambda _: regions)
+    each = F.cross_entropy(words, batch.asked["words"], reduction="none")
+    each_region = F.cross_entropy(regions, batch.asked["region_classes"], reduction="none")
+    # Words: 3 of row 0, 2 of row 1 (text), 11 of row 2, none of row 3, 2 of row 4 (text). Regions: 1, then 3.
+    captions, texts = torch.cat([each[:3], each[5:16]]), torch.cat([each[3:5], each[16:]])
+    losses = {name: task(s).losses(None, head, None, batch) for name, s in (("questions", ALL), ("rows", settings))}
+    for name, all_of_it in (("words", captions), ("text_words", texts), ("regions", each_region)):
+        total, count = losses["questions"][name]
+        torch.testing.assert_close((total, count), (all_of_it.sum(), len(all_of_it)))
+    guessed = [losses["questions"][f"{name}_accuracy"] for name in ("words", "text_words")]
+    assert [(int(right), asked) for right, asked in guessed] == [(2 + 5, 14), (1 + 1, 4)]
+    by_row = {
+        "words": [each[:3], each[5:16]],
+        "text_words": [each[3:5], each[16:]],
+        "regions": [each_region[:1], each_region[1:]],
+    }
+    for name, rows in by_row.items():
+        # The authors add 1e-4 to both counts.
+        mean = sum(row.sum() / (len(row) + 1e-4) for row in rows) / (len(rows) + 1e-4)
+        total, count = losses["rows"][name]
+        assert count == len(rows)
+        torch.testing.assert_close(total / count, mean)
+
+
+def test_whether_caption_and_picture_belong_together_is_asked_of_rows_with_a_picture():
+    asking = task(dataclasses.replace(ALL, relationship=True))
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking).eval()
+    text = asking.text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
+    batch = collate([example(asking, 1), text, example(asking, 2)])
+    assert "relationship" not in model(batch), "no data asks it"
+    batch.asked["related"] = torch.tensor([1, 0])
+    at_cls = model.vlbert(batch).text[[0, 2], 0]
+    logits = model.head.relationship(model.head.pooler.dense(at_cls).tanh())
+    loss, count = model(batch)["relationship"]
+    assert count == 2
+    torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor([1, 0]), reduction="sum"))
+
+
+class Oracle(torch.nn.Module):
+    """A head that says what a function of the batch says."""
+
+    def __init__(self, words, regions):
+        super().__init__()
+        self.say = words, regions
+
+    def forward(self, vlbert, encoded, batch):
+        return self.say[0](batch), self.say[1](batch)
+
+
+def one_hot(ids: torch.Tensor, size: int) -> torch.Tensor:
+    return F.one_hot(ids, size).float()
+
+
+def test_accuracy_counts_words_watched_words_and_hidden_regions():
+    settings = dataclasses.replace(ALL, regions=RegionMasking(1.0, hidden=0.5), watched_words=("red", "square"))
+    counting = task(settings)
+    batch = collate([example(counting, number, 3) for number in range(30)])
+    truth = batch.asked["words"]
+    right_but_squares = torch.where(truth == WORDS.ids["square"], WORDS.ids["circle"], truth)
+    classes = batch.asked["region_classes"].argmax(1)
+    hidden = batch.region_hidden[batch.targets["region_asked"]]
+    wrong_where_hidden = torch.where(hidden, (classes + 1) % 9, classes)
+    head = Oracle(lambda batch: one_hot(right_but_squares, len(WORDS)), lambda batch: one_hot(wrong_where_hidden, 9))
+    metrics = counting.metrics(counting.predictions(None, head, None, batch))
+    squares, reds = (truth == WORDS.ids["square"]).sum().item(), (truth == WORDS.ids["red"]).sum().item()
+    assert metrics["words_accuracy"] == pytest.approx(1 - squares / len(truth))
+    assert metrics["watched_accuracy"] == pytest.approx(reds / (reds + squares))
+    assert metrics["regions_accuracy"] == 0, "a region left in sight is no question of language"
+    assert 0 < int(hidden.sum()) < len(hidden)
+    losses = counting.losses(None, head, None, batch)
+    right, asked = losses["words_accuracy"]
+    assert (int(right), asked) == (len(truth) - squares, len(truth))
+    right, asked = losses["regions_accuracy"]
+    assert (int(right), asked) == (int((~hidden).sum()), len(hidden)), "training looks at what it learns from"
+
+
+def test_a_watched_word_that_the_vocabulary_lacks_is_named():
+    with pytest.raises(ValueError, match="watched_words: purple are no whole pieces"):
+        task(dataclasses.replace(ALL, watched_words=("red", "purple")))

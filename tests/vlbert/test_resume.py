@@ -1,0 +1,460 @@
+"""Training that goes on as if nothing had happened, and the shards that enter it at the borders of epochs."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from loaded import rows_in_order
+from safetensors.torch import load_file
+from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from benchmarks.killed_training import check
+from storage.catalog import Catalog, Row
+from storage.inventory import Inventory, main, verify
+from storage.object_store import open_objects
+from storage.order import shuffled
+from storage.reading import ShardSamples
+from storage.runs import Best, checkpoints, open_folder, sealed_json
+from training.distributed import World
+from training.log import read_metrics
+from training.loop import batches
+from vlbert.checkpoint import open_checkpoint, read_model
+from vlbert.config import Recipe
+from vlbert.data.batch import Batch
+from vlbert.data.corpus import TextCorpus
+from vlbert.data.loading import CAPTIONS, Stretch, TrainingData, drawn
+from vlbert.data.samples import newer_snapshot
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.predict import Predictor
+from vlbert.tasks import make_task
+from vlbert.train import train
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+STAGE = f"regions/{DETECTOR}"
+
+
+def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
+    """Another region shard, of samples that a root does not hold yet; False where it is there already."""
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
+    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
+    return Catalog(open_objects(str(root)), "captions").commit(STAGE, shard, samples, rows, {"untrained": False})
+
+
+# --- which sample is which --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("questions", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
+def test_new_shards_may_enter_at_borders_of_epochs_that_lie_far_enough_apart(questions, batch, every):
+    stretch = Stretch(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
+    found = {step: stretch.border(step, batch, every) for step in range(3000)}
+    borders = [border for border in found.values() if border is not None]
+    assert all(step * batch <= border < (step + 1) * batch for step, border in found.items() if border is not None)
+    period = borders[0] - stretch.consumed
+    assert period % questions == 0
+    assert every * batch <= period < every * batch + questions, "no epoch later than it must be"
+    assert borders == list(range(borders[0], 3000 * batch, period)), "each once, and every one"
+    assert all(stretch.border(step, batch, None) is None for step in range(100))
+
+
+def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_beginning_of_the_other():
+    first = Stretch(0, 0, 20, "a")
+    second = first.followed_by(28, "b", border=40)
+    third = second.followed_by(5, "c", border=40 + 3 * 28)
+    assert (second.epoch, second.consumed, third.epoch, third.consumed) == (2, 40, 5, 124)
+    with pytest.raises(AssertionError, match="sample 41 is no border of an epoch"):
+        first.followed_by(28, "b", border=41)
+
+    everything = []
+    for place, stretch, epochs in ((0, first, [0, 1]), (1, second, [2, 3, 4]), (2, third, [5, 6, 7, 8])):
+        n = stretch.questions
+        for epoch in epochs:
+            order = shuffled(np.arange(n), 3, CAPTIONS, epoch, n)
+            everything += [(place, epoch, number) for number in order.tolist()]
+    assert len(everything) == 144
+    stretches = [first, second, third]
+    for count in (1, 8, 60):
+        for consumed in range(len(everything) - count + 1):
+            assert drawn(stretches, consumed, count, seed=3) == everything[consumed : consumed + count]
+
+
+def test_neighbours_that_stay_together_are_cut_by_no_batch_over_another_snapshot_either():
+    first = Stretch(0, 0, 21, "a")
+    stretches = [first, first.followed_by(30, "b", border=42)]
+    slots = drawn(stretches, 0, 42 + 60, seed=3, chunk=4)
+    for start, n in ((0, 21), (21, 21), (42, 30), (72, 30)):
+        assert sorted(number for _, _, number in slots[start : start + n]) == list(range(n))
+    whole = [slots[c : c + 4] for c in range(0, 100, 4) if len({slot[:2] for slot in slots[c : c + 4]}) == 1]
+    assert len(whole) > 20
+    for group in whole:
+        n = stretches[group[0][0]].questions
+        assert [number for _, _, number in group] == [(group[0][2] + i) % n for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A root whose captions grew from 20 to 28, by a shard before the others, and the two snapshots."""
+    root = tiny_root(tmp_path_factory.mktemp("grown"), samples=0)
+    commit_more(root, "00005", range(12))
+    commit_more(root, "00007", range(12, 20))
+    catalog = Catalog(open_objects(str(root)), "captions")
+    before = catalog.pin(STAGE).id
+    commit_more(root, "00003", range(100, 108))
+    return root, [before, catalog.pin(STAGE).id]
+
+
+BORDER = 40  # batches are of 12: the fourth takes 4 samples before it and 8 behind
+
+
+def data_over(
+    grown: tuple[Path, list[str]], stretches: Sequence[Stretch], rank: int = 0, size: int = 1, accumulate: int = 1
+) -> TrainingData:
+    """What a process of such a world makes of these stretches: resumed over the last of them."""
+    root, _ = grown
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, batch=12, text_batch=12, accumulate=accumulate, flip=0.5)
+    objects = open_objects(str(root))
+    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, stretches[-1].snapshot))
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task, corpus = make_task(recipe.task, vocabulary, 8), TextCorpus(root / "text", vocabulary)
+    world = World(rank, size, CPU)
+    return TrainingData(
+        samples, task.questions(samples, None), task, config, TINY_MODEL.regions, world, corpus, stretches
+    )
+
+
+def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
+    root, snapshots = grown
+    objects = open_objects(str(root))
+    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, snapshots[1]))
+    data.enter(samples, data.asked.task.questions(samples, None), snapshots[1], BORDER)
+
+
+Rows = list[tuple[str, tuple]]  # key and all that a sample became
+
+
+def rows(data: TrainingData, steps: range, workers: int) -> dict[int, list[Rows]]:
+    """By step: of each part its samples, in order."""
+    loaded = zip(steps, batches(data, steps, workers, CPU), strict=True)
+    return {step: [rows_in_order(batch) for batch in parts] for step, parts in loaded}
+
+
+def steps_of_a_world(
+    grown: tuple[Path, list[str]], stretches: list[Stretch], steps: range, size: int, accumulate: int, workers: int
+) -> tuple[dict[int, Rows], list[Stretch]]:
+    """By step what all ranks of a world take, in the order of the slots; and the stretches that they leave behind."""
+    dealt = []
+    for rank in range(size):
+        data = data_over(grown, stretches, rank, size, accumulate)
+        border = BORDER // 12
+        before, after = range(steps.start, min(steps.stop, border)), range(max(steps.start, border), steps.stop)
+        taken = rows(data, before, workers) if len(before) else {}
+        if len(after):
+            if len(stretches) == 1:
+                enter(grown, data)
+            taken |= rows(data, after, workers)
+        dealt.append(taken)
+    parts = {step: [taken[step][part] for part in range(accumulate) for taken in dealt] for step in steps}
+    # What a checkpoint carries: all that the next world knows.
+    left = [Stretch(**json.loads(json.dumps(dataclasses.asdict(stretch)))) for stretch in data.stretches]
+    return {step: [row for part in of_step for row in part] for step, of_step in parts.items()}, left
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(grown) -> dict[int, Rows]:
+    start = [Stretch(0, 0, 20, grown[1][0])]
+    return steps_of_a_world(grown, start, range(9), size=1, accumulate=1, workers=0)[0]
+
+
+def captions(step: Rows) -> Rows:
+    return [row for row in step if not row[0].startswith("text-")]
+
+
+def lines(step: Rows) -> Rows:
+    return [row for row in step if row[0].startswith("text-")]
+
+
+def test_over_new_shards_every_sample_comes_exactly_once_an_epoch(uninterrupted):
+    keys = [key for step in range(9) for key, _ in captions(uninterrupted[step])]
+    old = {tiny_sample(i, regions=1 + i % 3).key for i in range(20)}
+    new = old | {tiny_sample(i, regions=1 + i % 3).key for i in range(100, 108)}
+    assert Counter(keys[:20]) == Counter(keys[20:40]) == Counter(old)
+    assert Counter(keys[40:68]) == Counter(keys[68:96]) == Counter(new)
+    assert keys[:20] != keys[20:40]
+
+
+@pytest.mark.parametrize(("worlds", "accumulate"), [((2, 3, 1), 1), ((2, 3, 1), 2), ((4, 1, 2), 1), ((4, 1, 2), 3)])
+@pytest.mark.parametrize("cuts", [(2, 5), (3, 4)])
+def test_stopped_twice_and_gone_on_in_other_worlds_every_sample_is_what_it_would_have_been(
+    grown, uninterrupted, worlds, accumulate, cuts
+):
+    stretches, found = [Stretch(0, 0, 20, grown[1][0])], {}
+    pieces = (range(cuts[0]), range(*cuts), range(cuts[1], 9))
+    for steps, size, workers in zip(pieces, worlds, (0, 0, 1), strict=True):
+        taken, stretches = steps_of_a_world(grown, stretches, steps, size, accumulate, workers)
+        found |= taken
+    assert [stretch.snapshot for stretch in stretches] == grown[1]
+    for step in range(9):
+        for of in (captions, lines):
+            assert of(found[step]) == of(uninterrupted[step]), f"step {step}: the same slots in the same order"
+
+
+# --- new shards -------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_holds_all_that_was_there_and_more_is_newer(tmp_path):
+    commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
+    objects = open_objects(str(tmp_path))
+    catalog = Catalog(objects, "captions")
+    pinned = catalog.pin(STAGE)
+    assert newer_snapshot(objects, "captions", pinned) is None
+    commit_more(tmp_path, "00002", [100])
+    newer = newer_snapshot(objects, "captions", pinned)
+    assert newer == catalog.snapshot(STAGE).id
+    assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
+    (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
+    assert newer_snapshot(objects, "captions", pinned) is None
+    assert len(ShardSamples(objects, catalog.pinned(STAGE, pinned.id))) == 16, "what is pinned stays readable"
+
+
+class Seen:
+    """What a training computed from, by step; on the way a shard is committed, as by a detector beside it."""
+
+    def __init__(self, root: Path, at: int | None = None):
+        self.root, self.at, self.steps = root, at, {}
+
+    def __call__(self, step: int, parts: Sequence[Batch]) -> None:
+        if step == self.at:
+            commit_more(self.root, "00009", range(100, 108))
+        self.steps[step] = [
+            (batch.keys, batch.tokens.tolist(), sum(int(group.sum()) for group in batch.pixels)) for batch in parts
+        ]
+
+
+def losses(root: Path, name: str) -> list[tuple]:
+    lines = read_metrics(open_objects(str(root)), name, "training")
+    return [(line["step"], *(value for key, value in line.items() if key.startswith("loss_"))) for line in lines]
+
+
+def a_run(root: Path, name: str, new_shards_every: int | None = 1, workers: int = 0) -> Recipe:
+    """20 samples, 8 a step: shards that are committed in the second step enter in the middle of the third."""
+    recipe = tiny_recipe(root, run=name, steps=9, save_every=1, keep_checkpoints=20)
+    return dataclasses.replace(
+        recipe, data=dataclasses.replace(recipe.data, new_shards_every=new_shards_every, workers=workers)
+    )
+
+
+def kill_after(root: Path, name: str, step: int) -> None:
+    """As if the run had been killed before its next checkpoint was whole."""
+    for folder in (root / "runs" / name).glob("step-*"):
+        if int(folder.name[5:]) > step:
+            (folder / "state.json").unlink()
+
+
+def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp_path, capsys):
+    root = tiny_root(tmp_path, samples=20)
+    objects = open_objects(str(root))
+    first = Catalog(objects, "captions").snapshot(STAGE).id
+    whole = Seen(root, at=1)
+    train(a_run(root, "whole"), ALONE, whole)
+    second = Catalog(objects, "captions").snapshot(STAGE).id
+    stretches = [
+        {"epoch": 0, "consumed": 0, "questions": 20, "snapshot": first},
+        {"epoch": 1, "consumed": 20, "questions": 28, "snapshot": second},
+    ]
+    recorded = {
+        folder: open_folder(objects, folder).state["data"]["snapshots"] for folder in checkpoints(objects, "whole")
+    }
+    assert list(recorded.values()) == [stretches[:1]] * 2 + [stretches] * 7
+    assert read_metrics(objects, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | stretches[1]]
+    said = capsys.readouterr().out
+    assert "new shards enter in step 3, at the beginning of epoch 1: 28 questions an epoch instead of 20" in said
+    assert f"captions/{STAGE} (snapshot {second})" in said
+    keys = [key for step in range(9) for key in whole.steps[step][0][0] if not key.startswith("text-")]
+    new = {tiny_sample(i, regions=1 + i % 3).key for i in range(100, 108)}
+    assert not new & set(keys[:20])
+    assert set(Counter(keys[20:48]).values()) == {1}
+    assert new < set(keys[20:48])
+
+    # Killed before the border, in the step over it and behind it; with other numbers of loading processes.
+    weights = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
+    before = losses(root, "whole")
+    for step, workers in ((2, 2), (3, 0), (5, 1)):
+        kill_after(root, "whole", step)
+        resumed = Seen(root)
+        train(a_run(root, "whole", workers=workers), ALONE, resumed)
+        assert resumed.steps == {step: taken for step, taken in whole.steps.items() if step in resumed.steps}
+        assert list(resumed.steps) == list(range(step, 9))
+        assert losses(root, "whole") == before
+        after = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
+        assert all(torch.equal(weights[name], after[name]) for name in weights)
+        assert len(read_metrics(objects, "whole", "snapshot")) == 1
+        assert open_folder(objects, "runs/whole/step-0000009").state["data"]["snapshots"] == stretches
+
+
+@pytest.mark.parametrize("junk", ["manifest", "tar"])
+def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_path, capsys, junk):
+    root = tiny_root(tmp_path, samples=20)
+
+    def disturb(step: int, parts: Sequence[Batch]) -> None:
+        if step == 1 and junk == "manifest":
+            (root / "captions" / STAGE / "00009.parquet").write_bytes(b"junk")
+        elif step == 1:
+            commit_more(root, "00009", range(100, 108))
+            (tar,) = (root / "captions" / STAGE).glob("00009-*.tar")
+            tar.unlink()
+
+    train(a_run(root, "disturbed"), ALONE, disturb)
+    said = [line for line in capsys.readouterr().out.splitlines() if "no new shards enter" in line]
+    assert len(said) == 1
+    assert "no new shards enter in step 3, the next border looks again: " in said[0]
+    assert "00009" in said[0]
+    state = open_folder(open_objects(str(root)), "runs/disturbed/step-0000009").state
+    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+
+
+def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
+    root = tiny_root(tmp_path, samples=20)
+    seen = Seen(root, at=1)
+    train(a_run(root, "kept", new_shards_every=None), ALONE, seen)
+    state = open_folder(open_objects(str(root)), "runs/kept/step-0000009").state
+    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+
+
+# --- what cannot go on ------------------------------------------------------------------------------------------------
+
+
+def flipped(place: float) -> Callable[[bytes, bytes], bytes]:
+    """A bit flipped so far into the file."""
+
+    def flip(data: bytes, other: bytes) -> bytes:
+        at = int(place * (len(data) - 1))
+        return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+
+    return flip
+
+
+DAMAGES = {f"a bit at {place}": flipped(place) for place in (0, 0.2, 0.5, 0.77, 1)} | {
+    "nothing left": lambda data, other: b"",
+    "half of it": lambda data, other: data[: len(data) // 2],
+    "a byte more": lambda data, other: data + b"\0",
+    "of another step": lambda data, other: other,
+    "gone": lambda data, other: None,
+}
+FILES = ["config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory) -> Recipe:
+    """Of a run whose checkpoints of steps 1 and 2 are there, one step more."""
+    recipe = dataclasses.replace(a_run(tiny_root(tmp_path_factory.mktemp("saved"), samples=16), "run"), steps=2)
+    train(recipe, ALONE)
+    assert [*verify(Inventory(open_objects(recipe.data.root)))] == []
+    return dataclasses.replace(recipe, steps=3)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_by_all_that_read_it_with_the_one_before_it(saved_twice, file):
+    objects = open_objects(saved_twice.data.root)
+    first, last = checkpoints(objects, "run")
+    data, other = objects.get(f"{last}/{file}"), objects.get(f"{first}/{file}")
+    for name, damage in DAMAGES.items():
+        changed = damage(data, other)
+        if changed == data or (changed is None and file == "state.json"):  # both steps have it, or it is none
+            continue
+        objects.delete(f"{last}/{file}")
+        if changed is not None:
+            objects.put(f"{last}/{file}", changed)
+        named = f"{re.escape(objects.where(f'{last}/{file}'))} is .*the checkpoint before it, {objects.where(first)}: "
+        with pytest.raises(ValueError, match=f"^{named}"):
+            train(saved_twice, ALONE)
+        if file != "optimizer.safetensors":  # of which they need nothing
+            for path in (objects.where("runs/run"), objects.where(last)):
+                with pytest.raises(ValueError, match=f"^{named}"):
+                    Predictor(path)
+            with pytest.raises(ValueError, match=re.escape(objects.where(last))):
+                read_model(objects.where(last))  # as a folder of which it does not know the run
+        (fault,) = verify(Inventory(objects))
+        assert re.match(named, fault), name
+    objects.put(f"{last}/{file}", data)
+    assert [*verify(Inventory(objects))] == []
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one_when_that_is_removed(saved_twice, tmp_path, capsys):
+    root = Path(shutil.copytree(saved_twice.data.root, tmp_path / "root"))
+    first, last = root / "runs/run/step-0000001", root / "runs/run/step-0000002"
+    (last / "model.safetensors").write_bytes(b"")
+    shutil.rmtree(last)
+    train(dataclasses.replace(saved_twice, data=dataclasses.replace(saved_twice.data, root=str(root))), ALONE)
+    assert f"goes on from {first}" in capsys.readouterr().out
+    (first / "optimizer.safetensors").write_bytes(b"")
+    for damaged in (last, root / "runs/run/step-0000003"):
+        (damaged / "state.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"has no other checkpoint: with .*/step-0000003 removed it begins anew"):
+        open_checkpoint(str(root / "runs/run"))
+
+
+def test_verify_names_a_damaged_best_json_and_tells_of_torn_lines_of_the_log(saved_twice, tmp_path, capsys):
+    root = Path(shutil.copytree(Path(saved_twice.data.root) / "runs", tmp_path / "root/runs")).parent
+    objects, best = open_objects(str(root)), root / "runs/run/best.json"
+    objects.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
+    with (root / "runs/run/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "trai')
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(root)])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert "/metrics.jsonl, line" in lines[0]
+    assert lines[1:] == ["no fault: all is as it was committed (checked: shards 0, snapshots 0, checkpoints 2)"]
+    data = best.read_bytes()
+    best.write_bytes(data.replace(b'"value": 0.5', b'"value": 0.7'))
+    (fault,) = verify(Inventory(objects))
+    assert fault.startswith(f"{best} does not name a checkpoint: ")
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        open_checkpoint(f"{root}/runs/run/best")
+    best.write_bytes(data)
+    shutil.rmtree(root / "runs/run/step-0000002")
+    (fault,) = verify(Inventory(objects))
+    assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is no whole checkpoint")
+
+
+def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
+    root = tiny_root(tmp_path, samples=16)
+    objects = open_objects(str(root))
+    train(dataclasses.replace(a_run(root, "run"), steps=2), ALONE)
+    file = root / "runs" / "run" / "step-0000002" / "state.json"
+    state = json.loads(file.read_text())
+
+    def written(data: dict) -> None:
+        file.write_bytes(sealed_json(state | {"data": data}))
+
+    (stretch,) = state["data"]["snapshots"]
+    written(state["data"] | {"snapshots": [stretch | {"questions": 17}]})
+    with pytest.raises(ValueError, match="step-0000002 was trained on 17 questions, now there are 16: the files of"):
+        train(a_run(root, "run"), ALONE)
+    written(state["data"])
+    (root / "captions" / STAGE / "snapshots" / f"{stretch['snapshot']}.parquet").unlink()
+    with pytest.raises(
+        ValueError, match=f"{stretch['snapshot']}.parquet is gone; put it back as it was, or start anot"
+    ):
+        train(a_run(root, "run"), ALONE)
+    assert checkpoints(objects, "run")[-1] == "runs/run/step-0000002"
+
+
+# --- real kills -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(), ((2, 3, 1),), ((4, 1, 2),)])
+def test_a_training_that_is_killed_twice_goes_on_as_if_nothing_had_happened(tmp_path, worlds):
+    said = []
+    assert check(tmp_path, seed=len(worlds), kills=2, say=said.append, worlds=worlds) == []
+    assert sum(" killed in step " in line for line in said) == 2

@@ -1,0 +1,124 @@
+"""What a run starts from: said in so many words, and told what was taken."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TINY_MODEL, tiny_recipe, tiny_root
+
+from detectors.resnet import ResNetConfig
+from training.config import from_json, to_json
+from training.distributed import World
+from vlbert.checkpoint import read_model
+from vlbert.config import Recipe
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks import make_task
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+from vlbert.train import check_complete, make_model, train
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_root(tmp_path_factory.mktemp("starting"), samples=4, held_out=1)
+
+
+@pytest.fixture(scope="module")
+def pretrained(root: Path) -> Path:
+    """A checkpoint of one step of pre-training."""
+    recipe = tiny_recipe(root, steps=1, save_every=1)
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None, batch=2, text_batch=0))
+    train(recipe, ALONE)
+    return root / "runs" / "tiny" / "step-0000001"
+
+
+def started(recipe: Recipe, folder: Path) -> tuple[TaskModel, str]:
+    """The model of a run that starts from the folder, and what it says."""
+    start_from, said = read_model(folder), []
+    task = make_task(recipe.task, start_from.vocabulary, start_from.num_classes)
+    return make_model(recipe, task, start_from.vocabulary, start_from, None, said.append), "\n".join(said)
+
+
+def test_more_pretraining_takes_the_head_too_and_says_so(root: Path, pretrained: Path):
+    model, said = started(tiny_recipe(root, run="more"), pretrained)
+    saved = load_file(pretrained / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert said.endswith("of its head all")
+
+
+def test_another_task_takes_the_parts_that_its_head_names(root: Path, pretrained: Path):
+    recipe = tiny_recipe(root, task=RefCOCOSettings())
+    model, said = started(recipe, pretrained)
+    saved = load_file(pretrained / "model.safetensors")
+    assert torch.equal(model.head.transform.dense.weight, saved["head.region_transform.dense.weight"])
+    assert said.endswith("of its head region_transform")
+
+
+def test_live_norms_may_start_from_frozen_ones_and_the_other_way(root: Path, pretrained: Path, tmp_path: Path):
+    live = dataclasses.replace(
+        TINY_MODEL.regions, resnet=dataclasses.replace(TINY_MODEL.regions.resnet, norm="batch"), frozen_stages=0
+    )
+    model = dataclasses.replace(TINY_MODEL, regions=live)
+    recipe = tiny_recipe(root, model=model)
+    task = make_task(recipe.task, read_model(pretrained).vocabulary, 8)
+    torch.manual_seed(0)
+    fresh = TaskModel(VLBert(model, len(task.vocabulary)), task)
+    for name in ("config.json", "vocab.txt"):
+        (tmp_path / name).write_bytes((pretrained / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model": to_json(model)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: t.contiguous() for name, t in fresh.state_dict().items()}, tmp_path / "model.safetensors")
+    frozen = dataclasses.replace(model, regions=dataclasses.replace(live, frozen_stages=2))  # a run may choose it anew
+    found, _ = started(tiny_recipe(root, model=frozen), tmp_path)
+    weight = "vlbert.fast_rcnn.backbone.res2.0.conv1.norm.running_var"
+    assert torch.equal(found.state_dict()[weight], fresh.state_dict()[weight])
+
+
+def test_a_finetuning_must_say_what_it_starts_from(root: Path):
+    recipe = tiny_recipe(root, task=RefCOCOSettings(folder="refs"))
+    with pytest.raises(ValueError, match="no model to start from; give start_from=.* from_scratch=true"):
+        check_complete(recipe)
+    check_complete(dataclasses.replace(recipe, from_scratch=True))
+    check_complete(dataclasses.replace(recipe, bert="bert-base-uncased"))
+    with pytest.raises(ValueError, match="Recipe.from_scratch is True; it must be false with a start"):
+        dataclasses.replace(recipe, from_scratch=True, bert="bert-base-uncased")
+
+
+def test_a_rate_that_would_fall_after_the_end_is_refused(root: Path):
+    optimizer = dataclasses.replace(tiny_recipe(root).optimizer, schedule="step", decay_at=(3, 6))
+    with pytest.raises(ValueError, match="decay_at names update 6, and the run has 6 steps"):
+        tiny_recipe(root, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("regions", None), ("hidden", "32"), ("layers", 3), ("geometry", "round"), ("dropout", True)]
+)
+def test_a_configuration_with_a_value_of_another_kind_is_refused_by_name(field: str, value: object):
+    with pytest.raises(ValueError, match=f"file: ModelConfig.{field} is "):
+        from_json(type(TINY_MODEL), to_json(TINY_MODEL) | {field: value}, "file")
+
+
+def test_a_caption_is_cut_where_positions_end():
+    words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
+    task = Pretraining(PretrainingSettings(max_elements=None, caption_length=508), words, 3)
+    tokens, regions = task._cut(np.full(600, 5), 100)
+    assert (len(tokens), regions) == (508, 100)
+
+
+def test_an_expression_without_any_candidate_is_wrong_and_breaks_nothing():
+    words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
+    rows = [{"hit": False, "exact": False, "candidates": 0}, {"hit": True, "exact": True, "candidates": 2}]
+    found = RefCOCO(RefCOCOSettings(), words, 0).metrics([row | {"iou_convention": "plain"} for row in rows])
+    assert found == {"accuracy_plain": 0.5, "exact": 0.5, "chance": 0.25}
+
+
+def test_a_resnet_is_described_by_what_it_is():
+    assert from_json(ResNetConfig, to_json(ResNetConfig()), "file") == ResNetConfig()

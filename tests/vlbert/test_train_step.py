@@ -1,0 +1,471 @@
+"""The fast path computes what a plain program computes, in each of its modes; and the ruler measures what it says."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from places import PROJECT
+from tiny import CLASSES, TINY_MODEL, tiny_sample
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import train_step
+from benchmarks.plain import PlainPretraining, gradient_errors, padded, plain_optimizer, total
+from benchmarks.step_contenders import Fast, measured_recipe, new_model
+from benchmarks.step_inputs import drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
+from benchmarks.step_parts import PARTS, Clock, counted_flops, marked
+from benchmarks.train_step import main
+from training.distributed import World
+from training.optimizer import OptimizerConfig, make_optimizer
+from training.precision import autocast
+from vlbert.config import ModelConfig, Recipe
+from vlbert.data.batch import Example, collate
+from vlbert.data.images import view
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.execution import compiled_graphs, execute_as
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.train import make_model
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOCABULARY = Vocabulary([*SPECIALS, *LETTERS, *(f"##{letter}" for letter in LETTERS)])
+SETTINGS = PretrainingSettings(words=WordMasking(0.5), regions=RegionMasking(0.5, 0.8))
+TASK = Pretraining(SETTINGS, VOCABULARY, len(CLASSES))
+CPU = World(0, 1, torch.device("cpu"))
+END_TO_END = dataclasses.replace(
+    TINY_MODEL,
+    dropout=0.0,
+    visual_gain_words=0.5,
+    regions=dataclasses.replace(TINY_MODEL.regions, frozen_stages=2, roi_size=5),
+)
+PRECOMPUTED = dataclasses.replace(
+    END_TO_END, regions=dataclasses.replace(END_TO_END.regions, features="precomputed", untrained=False)
+)
+SMALL = [
+    "model.layers=JJ",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.intermediate=64",
+    "model.geometry_channels=32",
+    "model.regions.resnet.blocks=1,1,1,1",
+    "model.regions.resnet.width=4",
+    "model.regions.roi_size=4",
+    "model.regions.short_side=48",
+    "model.regions.long_side=80",
+]
+
+
+def recipe_of(config: ModelConfig, precision: str = "fp32", **changes: object) -> Recipe:
+    return Recipe(name="small", task=SETTINGS, model=config, precision=precision, **changes)
+
+
+def small_model(recipe: Recipe) -> TaskModel:
+    """A model in train(), its frozen norms and biases anything but neutral."""
+    model = make_model(recipe, TASK, VOCABULARY, None, None, lambda line: None).train()
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.state_dict().items():
+        if name.endswith((".norm.running_var", "conv1.norm.weight", "conv2.norm.weight")):
+            tensor.uniform_(0.6, 1.4, generator=generator)
+        elif name.endswith((".bias", ".norm.running_mean")):
+            tensor.normal_(0, 0.2, generator=generator)
+    execute_as(recipe, model.vlbert)
+    return model
+
+
+def ragged_examples(config: ModelConfig) -> list[Example]:
+    """Pairs with one to three regions and texts of any length, of one picture size; text-only rows between them."""
+    examples = []
+    for number in range(5):
+        sample = tiny_sample(number, regions=1 + number % 3)
+        if config.regions.features == "precomputed":
+            rng = np.random.default_rng(number)
+            features = rng.normal(0, 1, (1 + number % 3, config.regions.channels)).astype(np.float16)
+            sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
+        rng = np.random.default_rng(10 + number)
+        examples.append(TASK.example(sample, view(sample, config.regions, number == 2), None, rng))
+    for place, text in ((1, "the dog ran"), (4, "over the hills and far away " * 2), (7, "abc")):
+        rng = np.random.default_rng(place)
+        examples.insert(place, TASK.text_example(text, VOCABULARY.encode(text), rng))
+    return examples
+
+
+def apart(
+    recipe: Recipe, model: TaskModel, plain: PlainPretraining, parts: list[list[Example]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative errors of the losses and of the gradients, summed over the parts, of the fast path to the plain one."""
+    losses: dict[str, list[float]] = {"words": [], "text_words": [], "regions": []}
+    for part in parts:
+        with autocast(recipe, CPU):
+            ours = model(collate(part))
+        theirs = plain(padded(part, recipe.model))
+        for name, (loss, count) in theirs.items():
+            assert ours[name][1] == count
+            if count:
+                losses[name].append(abs(float(ours[name][0].detach() / loss.detach()) - 1))
+        total(ours).backward()
+        total(theirs).backward()
+    return {name: max(errors) for name, errors in losses.items()}, gradient_errors(model, plain)
+
+
+@pytest.mark.parametrize("rows", ["each", "joint"])
+@pytest.mark.parametrize("config", [END_TO_END, PRECOMPUTED], ids=["end_to_end", "precomputed"])
+def test_losses_and_gradients_are_those_of_a_plain_program(config, rows):
+    recipe = recipe_of(config)
+    model = small_model(recipe)
+    losses, gradients = apart(recipe, model, PlainPretraining(model, rows), [ragged_examples(config)])
+    assert max(losses.values()) < 1e-5, losses
+    worst = max(gradients, key=gradients.get)
+    assert gradients[worst] < 1e-4, worst
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert gradients.keys() == learning
+    if config is END_TO_END:
+        assert any("res3" in name for name in learning)
+        assert not any("stem" in name or "res2" in name for name in learning)
+
+
+@pytest.mark.parametrize("config", [END_TO_END, PRECOMPUTED], ids=["end_to_end", "precomputed"])
+def test_recomputing_and_accumulating_change_nothing(config):
+    recipe = recipe_of(config, recompute=True)
+    model, examples = small_model(recipe), ragged_examples(config)
+    losses, gradients = apart(recipe, model, PlainPretraining(model), [examples[:5], examples[5:]])
+    assert max(losses.values()) < 1e-5, losses
+    assert max(gradients.values()) < 1e-4, max(gradients, key=gradients.get)
+
+
+@pytest.mark.parametrize("config", [END_TO_END, PRECOMPUTED], ids=["end_to_end", "precomputed"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_in_bfloat16_losses_and_gradients_are_near_those_of_a_plain_program(config, recompute):
+    """8 bits leave each product 2^-9 off; errors of a dozen products in a row add up to a few percent of a gradient."""
+    recipe = recipe_of(config, "bf16", recompute=recompute)
+    model = small_model(recipe)
+    losses, gradients = apart(recipe, model, PlainPretraining(model), [ragged_examples(config)])
+    assert max(losses.values()) < 1e-2, losses
+    errors = {name: error for name, error in gradients.items() if not name.endswith("key.bias")}  # vanish but for it
+    assert max(errors.values()) < 0.15, max(errors, key=errors.get)
+    assert np.median([*errors.values()]) < 0.03
+
+
+@pytest.mark.slow
+def test_compiled_losses_and_gradients_are_those_of_a_plain_program():
+    config = dataclasses.replace(PRECOMPUTED, layers="J")  # the Fast R-CNN's blocks would take minutes to compile
+    torch.compiler.reset()  # else what another test compiled would do
+    before, recipe = compiled_graphs(), recipe_of(config, compile=True)
+    model, examples = small_model(recipe), ragged_examples(config)
+    losses, gradients = apart(recipe, model, PlainPretraining(model), [examples[:5], examples[5:]])
+    assert compiled_graphs() > before
+    assert max(losses.values()) < 1e-5, losses
+    assert max(gradients.values()) < 1e-4, max(gradients, key=gradients.get)
+
+
+def test_three_updates_of_the_plain_optimizer_are_those_of_ours():
+    recipe = recipe_of(PRECOMPUTED)
+    model, examples = small_model(recipe), ragged_examples(PRECOMPUTED)
+    config = OptimizerConfig(learning_rate=1e-3, bert_adam=False)
+    plain = PlainPretraining(model)
+    ours, theirs = make_optimizer(model, config), plain_optimizer(plain, config)
+    for _ in range(3):
+        total(model(collate(examples))).backward()
+        total(plain(padded(examples, PRECOMPUTED))).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    changed = 0.0
+    for name, parameter in model.named_parameters():
+        if not name.endswith("key.bias"):  # of a gradient that is rounding alone, Adam makes a step of full length
+            assert torch.allclose(parameter, plain.weights[name], atol=2e-5), name
+            changed = max(changed, float(parameter.detach().abs().max()))
+    assert changed > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"visual_norm": "none"}, "visual_norm"),
+        ({"geometry": "corners"}, "geometry"),
+        ({"regions": dataclasses.replace(END_TO_END.regions, hidden_pixels="black")}, "regions.hidden_pixels"),
+    ],
+)
+def test_the_plain_path_refuses_a_model_that_it_does_not_have(changes, named):
+    config = dataclasses.replace(END_TO_END, **changes)
+    with pytest.raises(ValueError, match=named):
+        PlainPretraining(TaskModel(VLBert(config, len(VOCABULARY)), TASK))
+
+
+def counted(config: ModelConfig, examples: list[Example]) -> tuple[dict[str, int], dict[str, int]]:
+    """What counted_flops says, and what PyTorch counts in the plain path: forward, and backward, in all."""
+    plain = PlainPretraining(small_model(recipe_of(config)), "joint")
+    with FlopCounterMode(display=False) as forward:
+        loss = total(plain(padded(examples, config)))
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    ours = counted_flops(config, examples, len(VOCABULARY), len(CLASSES))
+    split = {"forward": 0, "backward": 0}
+    for part, flops in ours.items():
+        split["backward" if part.endswith("backward") else "forward"] += flops
+    return split, {"forward": forward.get_total_flops(), "backward": backward.get_total_flops()}
+
+
+def equal_rows(config: ModelConfig) -> list[Example]:
+    """Rows of one length, in which everything is asked: nothing is padded, and no head computes in vain."""
+    settings = PretrainingSettings(words=WordMasking(1.0), regions=RegionMasking(1.0, 0.5))
+    task, examples = Pretraining(settings, VOCABULARY, len(CLASSES)), []
+    for number in range(2):
+        sample = dataclasses.replace(tiny_sample(number, regions=3), caption="a red dog")
+        if config.regions.features == "precomputed":
+            features = np.ones((3, config.regions.channels), np.float16)
+            sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
+        examples.append(task.example(sample, view(sample, config.regions, False), None, np.random.default_rng(0)))
+    return examples
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("strided", [True, False])
+def test_counted_operations_are_those_that_pytorch_counts(frozen, strided):
+    """The heads compute at [CLS], [SEP] and the whole image too, in the plain path alone."""
+    resnet = dataclasses.replace(
+        END_TO_END.regions.resnet,
+        blocks=(1, 2, 1, 2),
+        stride_in_1x1=strided,
+        res5_dilated=strided,
+        stem_pool="caffe" if strided else "torch",
+    )
+    regions = dataclasses.replace(END_TO_END.regions, resnet=resnet, frozen_stages=frozen, short_side=57, long_side=99)
+    config = dataclasses.replace(END_TO_END, regions=regions, layers="J")
+    ours, theirs = counted(config, equal_rows(config))
+    c, n = config.hidden, 2
+    in_vain = 2 * n * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
+    assert ours["forward"] == theirs["forward"] - in_vain
+    no_input_gradient = 0
+    if frozen == 5:  # nothing before the look's linear layer learns, and it takes no gradient of its input
+        no_input_gradient = 2 * n * 4 * (config.geometry_channels + config.regions.channels) * c
+    assert ours["backward"] == theirs["backward"] - 2 * in_vain + no_input_gradient
+
+
+def test_counted_operations_of_precomputed_features_are_those_that_pytorch_counts():
+    ours, theirs = counted(PRECOMPUTED, equal_rows(PRECOMPUTED))
+    c = PRECOMPUTED.hidden
+    in_vain = 2 * 2 * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
+    assert ours["forward"] == theirs["forward"] - in_vain
+    assert ours["backward"] == theirs["backward"] - 2 * in_vain
+
+
+def options(*arguments: str) -> object:
+    return train_step.parsed([*arguments, *SMALL])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_parts_of_a_step_follow_each_other_and_leave_the_model_as_it_was(recompute):
+    recipe = dataclasses.replace(measured_recipe(options(), "pretrain_vlbert_base"), recompute=recompute)
+    model = new_model(recipe, CPU.device)
+    before = [*model.state_dict()]
+    pairs = masked_pairs(model.task, recipe.model.regions, drawn_samples(recipe.model.regions, range(2)))
+    fast = Fast(recipe, model, CPU, [collate(pairs + drawn_texts(model.task, range(2)))])
+    clock = Clock(CPU.device)
+    parts = fast.parts(0, clock)
+    seen = [part for part, _ in clock.marks]
+    assert set(parts) == set(PARTS)
+    runs = [part for part, earlier in zip(seen, [None, *seen], strict=False) if part not in (earlier, "")]
+    each = [part for number, part in enumerate(runs) if part not in runs[:number]]
+    assert each == list(PARTS)
+    assert [*model.state_dict()] == before
+    assert sum(parts.values()) == pytest.approx(1000 * (clock.marks[-1][1] - clock.marks[0][1]))
+
+
+def test_a_module_that_is_not_marked_is_missed():
+    """What the parts would be if one went unseen: the sum stays, a name is gone."""
+    recipe = measured_recipe(options(), "pretrain_vlbert_base_precomputed")
+    model, clock = new_model(recipe, CPU.device), Clock(CPU.device)
+    batch = collate(masked_pairs(model.task, recipe.model.regions, drawn_samples(recipe.model.regions, range(2))))
+    with marked(model, clock):
+        model(batch)
+    assert {part for part, _ in clock.marks} == {"pixels", "embedding", "encoder"}
+
+
+def test_inputs_are_ragged_seeded_and_never_zero():
+    recipe = measured_recipe(train_step.parsed([]), "pretrain_vlbert_base")
+    task = new_model(measured_recipe(options(), "pretrain_vlbert_base"), CPU.device).task
+    samples = drawn_samples(recipe.model.regions, range(16))
+    pairs, again = (masked_pairs(task, recipe.model.regions, samples[:count]) for count in (16, 3))
+    sizes = {pair.picture.size for pair in pairs}
+    assert {(800, 600), (900, 600), (600, 900)} <= sizes
+    pieces = [len(pair.words.tokens) - 2 for pair in pairs]
+    assert 10 < np.mean(pieces) < 14
+    assert max(pieces) > 1.4 * np.mean(pieces)
+    regions = [len(pair.picture.boxes) for pair in pairs]
+    assert 30 < np.mean(regions) < 50
+    assert max(len(pair.words.tokens) + len(pair.picture.boxes) for pair in pairs) == 64
+    for pair, same in zip(pairs, again, strict=False):
+        assert torch.equal(pair.picture.pixels, same.picture.pixels)
+        assert pair.words.tokens.tolist() == same.words.tokens.tolist()
+        assert float(pair.picture.pixels.float().std()) > 20
+    assert len(made_up_vocabulary()) == 30_522
+    (text,) = drawn_texts(task, range(1))
+    assert len(text.words.tokens) == 64
+
+
+@pytest.mark.slow
+def test_the_report_has_every_part_and_its_own_numbers(tmp_path, capsys):
+    file, trace = tmp_path / "results" / "step.json", tmp_path / "trace.json"
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["--precision", "fp32,bf16", "--pairs", "2", "--batches", "1", "--rounds", "1", "--plain", "joint"]
+            + ["--workers", "1", "--markdown", "--json", str(file), "--profile", str(trace), *SMALL]
+        )
+    assert ended.value.code == 0
+    report, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert report["seconds a step"].keys() == {"fp32", "bf16", "plain fp32"}
+    assert all(report["parts"][name].keys() == set(PARTS) for name in ("fp32", "bf16"))
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["recipe"]["model"]["hidden"] == 32
+    assert report["memory"]["plain fp32"]["kept for backward"] > report["memory"]["fp32"]["kept for backward"] > 0
+    assert 0 <= report["with a loader"]["data wait"] < 1
+    assert "| RoIAlign, backward |" in printed
+    assert "unexplained" in printed
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--check", "--pairs", "2", *SMALL])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.count("within") == 2
+
+
+@pytest.mark.slow
+def test_losses_of_the_same_steps_are_told_in_each_precision(tmp_path):
+    file = tmp_path / "losses.json"
+    with pytest.raises(SystemExit):
+        main(
+            ["--losses", "30", "--pairs", "2", "--batches", "1", "--json", str(file), *SMALL]
+            + ["optimizer.learning_rate=1e-2"]
+        )
+    curves = json.loads(file.read_text())["losses"]
+    assert [len(curve) for curve in curves.values()] == [30, 30]
+    assert np.mean([step["text_words"] for step in curves["fp32"][-5:]]) < curves["fp32"][0]["text_words"] - 0.1
+    assert 0 < abs(curves["bf16"][9]["words"] - curves["fp32"][9]["words"]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--precision", "fp16"], "--precision fp16: it is one or more of bf16,tf32,fp32"),
+        (["--recipe", "finetune_vqa_base"], "is no pre-training"),
+        (["--as-the-authors", "--plain", "none"], "leave --plain none out"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_line(arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert told in f"{ended.value.code} {capsys.readouterr().err}"
+
+
+# Every package is hidden that torch, torchvision, transformers, numpy, pyarrow, msgpack and pillow do not bring along.
+HIDES = """
+import importlib.metadata, importlib.util, re, runpy, sys
+
+owners = importlib.metadata.packages_distributions()
+
+def needs(name, found):
+    for line in importlib.metadata.requires(name) or []:
+        needed = re.match(r"[A-Za-z0-9_.-]+", line).group().lower().replace("_", "-")
+        if needed not in found and "extra ==" not in line:
+            try:
+                importlib.metadata.distribution(needed)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            found.add(needed)
+            needs(needed, found)
+    return found
+brought = set()
+for package in ("torch", "torchvision", "transformers", "numpy", "pyarrow", "msgpack", "pillow"):
+    brought |= {package} | needs(package, brought)
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        owner = {one.lower().replace("_", "-") for one in owners.get(top, [])}
+        if owner and owner != {"vlbert"} and not owner & brought:
+            raise ModuleNotFoundError(f"No module named {top!r} (hidden)", name=top)
+sys.meta_path.insert(0, Hidden())
+find_spec = importlib.util.find_spec
+def found(name, package=None):  # torch asks so for some that it can do without
+    try:
+        return find_spec(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = found
+for module in ("boto3", "simplejpeg", "tensorboard", "webdataset", "prefect", "matplotlib", "aiohttp"):
+    try:
+        __import__(module)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(f"{module} is not hidden")
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def bare(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """`python -m` in a Python that has nothing but what the machine with the GPU is said to have."""
+    return subprocess.run(
+        [sys.executable, "-c", HIDES, *arguments],
+        cwd=PROJECT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("benchmarks.train_step", "--as-the-authors"),
+        pytest.param("benchmarks.detect", "--preset", marks=pytest.mark.slow),
+    ],
+)
+def test_the_rulers_start_where_nothing_else_is_installed(program, told):
+    run = bare(program, "--help")
+    assert told in run.stdout, run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_step_is_measured_where_nothing_else_is_installed(tmp_path):
+    file = tmp_path / "step.json"
+    few = ["--pairs", "2", "--batches", "1", "--rounds", "1", "--plain", "none", "--json", str(file)]
+    run = bare("benchmarks.train_step", *few, *SMALL)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(file.read_text())["pairs"] == 2
+
+
+@pytest.mark.slow
+def test_what_measures_gpus_runs_in_small_on_a_cpu(tmp_path):
+    """Its sections end well, one that fails stops no other and is told, and those left out are."""
+    variables = {"DEVICE": "cpu", "GPU_SH_TINY": "1", "OUT": str(tmp_path), "SECTIONS": "facts base tests"}
+    variables |= {"PYTHON": sys.executable}
+    run = subprocess.run(
+        ["bash", "benchmarks/gpu.sh"],
+        cwd=PROJECT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    summary = (tmp_path / "summary.txt").read_text()
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr
+    assert "CUDA: none" in run.stdout
+    told = dict(line.split(": ") for line in summary.splitlines())
+    assert {name: line.split()[0] for name, line in told.items()} == {"facts": "done", "base": "done", "tests": "done"}
+    assert json.loads((tmp_path / "base.json").read_text())["parts"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: none")
+def test_on_a_gpu_losses_and_gradients_are_those_of_a_plain_program():
+    report = train_step.check_report(options("--check", "--device", "cuda", "--precision", "fp32,tf32,bf16"))
+    assert all(found["within"] for found in report["apart"].values()), report["apart"]

@@ -1,0 +1,125 @@
+"""The two rule books, and the recipes of both: every row of the authors' table, and the paper's appendix A.2."""
+
+import pytest
+from places import PROJECT
+
+from training.config import flat, override, override_values, to_json
+from vlbert.recipes import RECIPES
+from vlbert.variants import RULES, numbers, paper, published, rules_of, table
+
+PADDING = "model.regions.padding"
+DOCUMENT = PROJECT / "docs" / "rules.md"
+OF_PAPER = [name for name in RECIPES if name.endswith("_paper")]
+OF_CODE = [name for name in RECIPES if not name.endswith(("_paper", "_demo"))]
+
+# (batch, text rows, backward passes a step, learning rate, optimizer, warm-up, epochs, clip, half precision, long side)
+# from the authors' table, and the paper's from A.2. Weight decay is 1e-4 everywhere.
+PUBLISHED = {
+    "pretrain_vlbert_base": (128, 128, 1, 2.56e-5, "adamw", 16000, 10, 10, True, 1000),
+    "pretrain_vlbert_base_precomputed": (128, 128, 1, 2.56e-5, "adamw", 16000, 10, 10, False, 1000),
+    "pretrain_vlbert_base_captions_only": (256, 0, 1, 2.56e-5, "adamw", 8000, 10, 10, False, 1000),
+    "pretrain_vlbert_large": (128, 128, 2, 2.56e-5, "adamw", 16000, 10, 10, True, 1000),
+    "pretrain_vlbert_large_precomputed": (128, 128, 1, 2.56e-5, "adamw", 16000, 10, 10, True, 1000),
+    "finetune_vcr_base": (64, 0, 4, 4.48e-3, "sgd", 1000, 20, 10, False, 1200),
+    "finetune_vcr_large": (64, 0, 4, 4.48e-3, "sgd", 1000, 20, 10, True, 1200),
+    "finetune_vqa_base": (256, 0, 1, 1.6e-4, "adamw", 500, 5, 1, False, 1000),
+    "finetune_vqa_large": (256, 0, 4, 1.6e-4, "adamw", 500, 5, 1, False, 1000),
+    "finetune_refcoco_base": (32, 0, 2, 2.56e-5, "adamw", 3750, 20, 1, False, 1000),
+    "finetune_refcoco_base_detected": (32, 0, 2, 2.56e-5, "adamw", 3750, 20, 1, False, 1000),
+    "finetune_refcoco_large": (32, 0, 4, 2.56e-5, "adamw", 3750, 20, 1, False, 1000),
+    "finetune_refcoco_large_detected": (32, 0, 4, 2.56e-5, "adamw", 3750, 20, 1, False, 1000),
+}
+PAPER = {  # batch, text rows, learning rate, optimizer, warm-up, epochs
+    "pretrain": (128, 128, 2e-5, "adam", 8000, 10),
+    "finetune_vcr": (64, 0, 5e-3, "sgd", 1000, 20),
+    "finetune_vqa": (256, 0, 1e-4, "adam", 2000, 20),
+    "finetune_refcoco": (256, 0, 1e-4, "adam", 500, 20),
+}
+QUESTIONS = {"pretrain": 3.2e6, "finetune_vcr": 212_923, "finetune_vqa": 443_757, "finetune_refcoco": 120_191}
+
+
+def of(name: str, values: dict) -> object:
+    return next(value for prefix, value in values.items() if name.startswith(prefix))
+
+
+def test_there_is_a_recipe_for_every_run_of_the_authors_and_of_the_paper():
+    assert set(OF_CODE) == set(PUBLISHED)
+    sizes = ("base", "large")
+    tasks = ("pretrain_vlbert", "finetune_vcr", "finetune_vqa", "finetune_refcoco")
+    assert set(OF_PAPER) == {f"{task}_{size}_paper" for task in tasks for size in sizes}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_has_the_numbers_of_the_authors_table(name: str):
+    recipe = RECIPES[name]()
+    optimizer, data, regions = recipe.optimizer, recipe.data, recipe.model.regions
+    epochs = round(recipe.steps * data.batch / of(name, QUESTIONS))
+    found = (data.batch, data.text_batch, data.accumulate, optimizer.learning_rate, optimizer.kind, optimizer.warm_up)
+    found += (epochs, optimizer.clip, recipe.precision == "bf16", regions.long_side)
+    assert found == PUBLISHED[name]
+    assert (optimizer.weight_decay, optimizer.betas, regions.short_side) == (1e-4, (0.9, 0.999), 600)
+
+
+@pytest.mark.parametrize("name", OF_PAPER)
+def test_a_recipe_of_the_paper_has_the_numbers_of_appendix_a2(name: str):
+    recipe = RECIPES[name]()
+    optimizer, data = recipe.optimizer, recipe.data
+    epochs = round(recipe.steps * data.batch / of(name, QUESTIONS))
+    found = (data.batch, data.text_batch, optimizer.learning_rate, optimizer.kind, optimizer.warm_up, epochs)
+    assert found == of(name, PAPER)
+    assert (optimizer.weight_decay, recipe.model.regions.features) == (1e-4, "end_to_end")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_named_as_it_is_and_as_large_as_it_says(name: str):
+    recipe = RECIPES[name]()
+    assert recipe.name == name
+    size = (len(recipe.model.layers), recipe.model.hidden, recipe.model.heads, recipe.model.intermediate)
+    if "demo" not in name:
+        assert size == ((24, 1024, 16, 4096) if "large" in name else (12, 768, 12, 3072))
+    precomputed = (
+        "precomputed" in name or "captions_only" in name or name in ("finetune_vqa_base", "finetune_vqa_large")
+    )
+    assert recipe.model.regions.features == ("precomputed" if precomputed else "end_to_end")
+    assert getattr(recipe.task, "adds_ground_truth", False) == name.endswith("_detected")
+
+
+@pytest.mark.parametrize("name", OF_PAPER + OF_CODE)
+def test_every_recipe_follows_every_rule_of_its_book(name: str):
+    recipe = RECIPES[name]()
+    values, book = flat(to_json(recipe)), "paper" if name in OF_PAPER else "published"
+    for rule in rules_of(recipe):
+        own = {PADDING: "groups"} if name.startswith("pretrain") else {}  # the one exception
+        assert values[rule.field] == own.get(rule.field, getattr(rule, book)), rule.field
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_either_book_can_be_laid_over_any_recipe_and_the_other_over_that(name: str):
+    recipe = RECIPES[name]()
+    by_paper, by_code = paper(recipe), published(recipe)
+    assert by_paper != by_code
+    padding = {PADDING: "batch"} if name.startswith("pretrain") else {}
+    assert name not in OF_CODE or by_code == override_values(recipe, padding)
+    assert name not in OF_PAPER or by_paper == recipe
+    assert paper(by_code) == by_paper
+    assert published(by_paper) == by_code
+
+
+def test_the_rules_cover_every_difference_and_name_fields_that_a_user_can_override():
+    assert {rule.number for rule in RULES} == {*range(1, 21)} - {17}  # the seventeenth is the detector's
+    together = {"task.words.masked", "task.words.random", "model.special_tokens", "model.hidden_region_token"}
+    for rule in RULES:
+        recipe = next(r for r in (make() for make in RECIPES.values()) if rule in rules_of(r))
+        for value in (rule.paper, rule.published):
+            if rule.field not in together:
+                text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+                changed = override(recipe, [f"{rule.field}={text}"])
+                assert flat(to_json(changed))[rule.field] == value
+
+
+def test_the_document_holds_the_tables():
+    for lines in (table().splitlines(), numbers(RECIPES).splitlines()):
+        assert len({line.count("|") for line in lines}) == 1, "a row has more or fewer cells than the head"
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert table() in text, "docs/rules.md is behind: python -m vlbert.recipes prints its tables"
+    assert numbers(RECIPES) in text, "docs/rules.md is behind: python -m vlbert.recipes prints its tables"

@@ -1,0 +1,44 @@
+"""Stores that hold writes back, and what a test waits for."""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from storage.object_store import Content, LocalObjects
+
+
+class Held(LocalObjects):
+    """A folder whose puts of some names wait until they are let through; knows their order."""
+
+    def __init__(self, root: Path, held: str):
+        super().__init__(str(root))
+        self.held, self.let_through, self.begun, self.order = held, threading.Event(), threading.Event(), []
+
+    def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
+        if path.endswith(self.held):
+            self.begun.set()
+            assert self.let_through.wait(20)
+        self.order.append(path)
+        return super().put(path, data, if_absent=if_absent)
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {"a": torch.full((3, 4), value), "step": torch.tensor(int(value))}
+
+
+def files(value: float) -> dict[str, bytes | dict[str, Tensor]]:
+    return {"model.safetensors": tensors(value), "state.json": b"{}"}
+
+
+def nothing() -> None:
+    pass
+
+
+def wait_for(condition: object) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

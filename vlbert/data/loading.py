@@ -1,0 +1,267 @@
+"""What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
+
+The whole state of the data in a checkpoint is {snapshots, seed, samples consumed}: samples are numbered through all
+epochs, step s takes samples s*batch .. (s+1)*batch - 1, and the stretches say over which snapshot each epoch runs. A
+sample that cannot be read leaves its slot empty, with weight zero: no other takes its place.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from storage.order import shuffled, take
+from storage.reading import Samples
+from storage.sample import Sample
+from training.distributed import World
+from training.log import Unreadable
+from vlbert.config import DataConfig, RegionConfig
+from vlbert.data.batch import Batch, Example, collate, void
+from vlbert.data.corpus import TextCorpus
+from vlbert.data.images import view
+from vlbert.data.samples import MOST_UNREADABLE, spread
+from vlbert.tasks.base import Questions, Task
+
+CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; ANYWHERE is the fourth
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Epochs over one snapshot: of so many questions each, from `epoch` on, before which `consumed` samples lie."""
+
+    epoch: int
+    consumed: int
+    questions: int
+    snapshot: str
+
+    def border(self, step: int, batch: int, every: int | None) -> int | None:
+        """The first sample, in this step, of the epoch that new shards may enter with; None where there is none.
+
+        Such borders lie `every` steps apart or, as epochs are not cut, a little more.
+        """
+        if every is None:
+            return None
+        period = self.questions * -(-every * batch // self.questions)
+        place = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
+        return place if place < (step + 1) * batch else None
+
+    def followed_by(self, questions: int, snapshot: str, border: int) -> "Stretch":
+        """The stretch over another snapshot that begins at the border of an epoch of this one."""
+        epochs, rest = divmod(border - self.consumed, self.questions)
+        assert rest == 0, f"sample {border} is no border of an epoch of {self}"
+        return Stretch(self.epoch + epochs, border, questions, snapshot)
+
+
+Slot = tuple[int, int, int]  # place in a list of stretches, epoch, question
+
+
+def drawn(stretches: Sequence[Stretch], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
+    """The `count` slots after the first `consumed` ones; chunk as in storage.order.shuffled."""
+    ends = [stretch.consumed for stretch in stretches[1:]] + [consumed + count]
+    found = []
+    for place, (stretch, end) in enumerate(zip(stretches, ends, strict=True)):
+        n, samples = stretch.questions, np.arange(max(consumed, stretch.consumed), min(consumed + count, end))
+        epochs, places = np.divmod(samples - stretch.consumed, n)
+        for epoch in np.unique(epochs).tolist():
+            begins = stretch.consumed + epoch * n
+            numbers = shuffled(places[epochs == epoch], seed, CAPTIONS, stretch.epoch + epoch, n, chunk, begins)
+            found += [(place, stretch.epoch + epoch, number) for number in numbers.tolist()]
+    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {stretches[0]}"
+    return found
+
+
+def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
+    """The randomness of one sample in one epoch: the same on every rank and worker."""
+    return np.random.default_rng([seed, stream, epoch, int.from_bytes(key.encode()), question])
+
+
+def check_shares(config: DataConfig, world_size: int) -> None:
+    """ValueError where the batch cannot be dealt out evenly over processes and parts."""
+    parts = world_size * config.accumulate
+    for name in ("batch", "text_batch"):
+        if getattr(config, name) % parts:
+            raise ValueError(
+                f"data.{name} = {getattr(config, name)} cannot be shared by {world_size} processes x "
+                f"data.accumulate = {config.accumulate}; choose a multiple of {parts}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The questions on the samples of one snapshot, and all that makes an Example of one."""
+
+    samples: Samples
+    questions: Questions
+    task: Task
+    config: DataConfig
+    regions: RegionConfig
+    stream: int
+
+    def examples(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
+        """What each (epoch, question) becomes, in order: an Example, or why there is none."""
+        numbers = [int(self.questions.samples[number]) for _, number in slots]
+        found = []
+        for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
+            example = self._example(sample, *slot, step)
+            if isinstance(example, Unreadable) and isinstance(sample, Sample):
+                example = self._again(number, slot, step) or example
+            found.append(example)
+        return found
+
+    def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
+        """The first of these that can be asked; ValueError where too many cannot."""
+        for tried, slot in enumerate(slots, 1):
+            (found,) = self.examples([slot], step=0)
+            if isinstance(found, Example):
+                return found
+            if tried == MOST_UNREADABLE:
+                break
+        raise ValueError(f"{tried} questions in a row cannot be asked, the last because {found.reason}")
+
+    def _again(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
+        """What a sample becomes that was read and does not decode, if a cache may be to blame."""
+        try:
+            sample = self.samples.past_cache(number)
+        except ValueError as error:
+            sample = error
+        return None if sample is None else self._example(sample, *slot, step)
+
+    def _example(self, sample: Sample | ValueError, epoch: int, number: int, step: int) -> Example | Unreadable:
+        if isinstance(sample, ValueError):
+            return Unreadable(step, getattr(sample, "key", None), str(sample))
+        try:
+            ask = None if self.questions.asks is None else self.questions.asks[number]
+            rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if ask is None else number)
+            flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
+            return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
+        except ValueError as error:
+            reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
+            return Unreadable(step, sample.key, reason)
+
+
+class TrainingData(Dataset):
+    """data[step] is what this rank computes in that step: one Batch per part of the accumulation."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        questions: Questions,
+        task: Task,
+        config: DataConfig,
+        regions: RegionConfig,
+        world: World,
+        corpus: TextCorpus | None = None,
+        stretches: Sequence[Stretch] = (),
+    ):
+        """stretches: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
+        check_shares(config, world.size)
+        self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
+        self.stretches = [*stretches] or [Stretch(0, 0, len(questions), "")]
+        self.asked = Asked(samples, questions, task, config, regions, CAPTIONS)  # over the last stretch
+        self._asked = {len(self.stretches) - 1: self.asked}  # by place in `stretches`
+
+    def border(self, step: int) -> int | None:
+        """Where new shards may enter in this step, as Stretch.border says."""
+        return self.stretches[-1].border(step, self.config.batch, self.config.new_shards_every)
+
+    def enter(self, samples: Samples, questions: Questions, snapshot: str, border: int) -> None:
+        """From sample `border` on, the border of an epoch, run over another snapshot."""
+        before, self.asked = self.asked, dataclasses.replace(self.asked, samples=samples, questions=questions)
+        self.stretches.append(self.stretches[-1].followed_by(len(questions), snapshot, border))
+        last = len(self.stretches) - 1
+        self._asked = {last - 1: before, last: self.asked}  # one step may need both
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        count = self.config.batch
+        pairs = self._shares(drawn(self.stretches, step * count, count, self.config.seed, self.config.chunk))
+        count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
+        texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
+        return [self._batch(step, pair, text) for pair, text in zip(pairs, texts, strict=True)]
+
+    def _shares(self, everyone: list[Any]) -> list[list[Any]]:
+        """What this rank takes of the slots of a step, one list per part."""
+        size = len(everyone) // (self.world_size * self.config.accumulate)
+        starts = [(part * self.world_size + self.rank) * size for part in range(self.config.accumulate)]
+        return [everyone[start : start + size] for start in starts]
+
+    def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
+        found = []
+        for place, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
+            found += self._asked[place].examples([(epoch, number) for _, epoch, number in slots], step + 1)
+        examples, unreadable = _parted(found)
+        if not examples:  # the last slot keeps its place, by any that can be asked
+            place, epoch, number = pairs[-1]
+            others = spread(len(self._asked[place].questions), self.config.seed, epoch, number)
+            examples.append(void(self._asked[place].first_readable((epoch, other) for other in others)))
+        return collate([*examples, *self._texts(texts)], unreadable)
+
+    def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
+        if slots:
+            settings, lines = self.asked.task.settings, np.array([line for _, line in slots])
+            for (epoch, line), tokens in zip(slots, self.corpus.passages(lines, settings.text_length), strict=True):
+                key = f"text-{line}"
+                yield self.asked.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
+
+
+class ValidationData(Dataset):
+    """data[i] is this rank's i-th batch of held-out questions; they are asked the same in every validation.
+
+    Each item is ([batch], numbers, unreadable) or, where the task shuffles, ([batch, the same texts with the pictures
+    of other questions], ...): the text of question i with the picture of question i + 1, in an order that is random and
+    the same in every world. `numbers` are those of the questions that the batch asks; those that cannot be read are in
+    `unreadable`, by number. Without a readable question there is no batch.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        questions: Questions,
+        task: Task,
+        config: DataConfig,
+        regions: RegionConfig,
+        world: World,
+        limit: int | None,
+        together: int | None = None,
+    ):
+        """together: questions of a batch, whatever the world; None: as many as a rank trains on at a time."""
+        count = len(questions) if limit is None else min(limit, len(questions))
+        self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
+        self.size = together or max(1, config.batch // world.size // config.accumulate)
+        share = -(-count // world.size)
+        if together:  # whole batches
+            share = -(-share // together) * together
+        self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
+        self.asked = Asked(samples, questions, task, config, regions, VALIDATION)
+
+    def __len__(self) -> int:
+        return -(-(self.stop - self.start) // self.size)
+
+    def __getitem__(self, index: int) -> tuple[list[Batch], list[int], dict[int, Unreadable]]:
+        if index >= len(self):
+            raise IndexError(index)
+        start = self.start + index * self.size
+        stop = min(start + self.size, self.stop)
+        numbers = self.numbers[start:stop].tolist()
+        found = self.asked.examples([(0, number) for number in numbers], step=0)
+        examples, _ = _parted(found)
+        unreadable = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, Unreadable)}
+        numbers = [number for number in numbers if number not in unreadable]
+        if not examples:
+            return [], numbers, unreadable
+        if not self.asked.task.shuffles:
+            return [collate(examples)], numbers, unreadable
+        count = len(self.numbers)
+        following = ((0, int(self.numbers[place % count])) for place in range(stop, stop + count))
+        after = self.asked.first_readable(following)
+        pictures = [example.picture for example in [*examples[1:], after]]
+        others = [dataclasses.replace(e, picture=picture) for e, picture in zip(examples, pictures, strict=True)]
+        return [collate(examples), collate(others)], numbers, unreadable
+
+
+def _parted(found: Sequence[Example | Unreadable]) -> tuple[list[Example], list[Unreadable]]:
+    examples = [one for one in found if isinstance(one, Example)]
+    return examples, [one for one in found if isinstance(one, Unreadable)]

@@ -1,0 +1,58 @@
+"""What is hidden from the model, and what it is asked: masked words and masked regions (paper 3.3)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlbert.data.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class WordMasking:
+    """Task 1, masked words. Defaults: the authors' code; the paper masks every chosen word (masked = 1)."""
+
+    probability: float = 0.15  # that a word is chosen, and then asked for
+    masked: float = 0.8  # share of chosen words that become [MASK] ...
+    random: float = 0.1  # ... or random pieces; the rest is left as it is
+    whole_words: bool = True  # choose words, else single pieces
+
+    def __post_init__(self):
+        _check_shares(self, self.probability, self.masked, self.random)
+
+
+@dataclass(frozen=True)
+class RegionMasking:
+    """Task 2, masked regions. Defaults: the authors' code; the paper hides every chosen region (hidden = 1)."""
+
+    probability: float = 0.15  # that a region is chosen, and then asked for
+    hidden: float = 0.9  # share of chosen regions whose pixels are hidden; the rest stays in sight
+
+    def __post_init__(self):
+        _check_shares(self, self.probability, self.hidden)
+
+
+def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares: float) -> None:
+    if not (0 <= probability <= 1 and min(shares) >= 0 and sum(shares) <= 1):
+        raise ValueError(f"{rule}: a probability lies in [0, 1], and shares add up to at most 1")
+
+
+def mask_words(
+    tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens with chosen words hidden, bool [t] of the pieces asked for); tokens int64 [t] hold no special token."""
+    word = vocabulary.word_of(tokens) if rule.whole_words else np.arange(len(tokens))
+    word = word - word[:1]  # a passage may begin in the middle of a word, which then is word 0
+    draws = rng.random(word[-1] + 1 if len(word) else 0)[word]  # (t,) one draw a word, shared by its pieces
+    asked = draws < rule.probability
+    hidden = tokens.copy()
+    masked, replaced = rule.probability * rule.masked, rule.probability * (rule.masked + rule.random)
+    hidden[draws < masked] = vocabulary.mask
+    random = (draws >= masked) & (draws < replaced)
+    hidden[random] = rng.choice(vocabulary.ordinary, size=int(random.sum()))
+    return hidden, asked
+
+
+def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(bool [1 + count] of the regions to hide, same of those asked for); row 0, the whole image, is neither."""
+    draws = np.concatenate([[1.0], rng.random(count)])
+    return draws < rule.probability * rule.hidden, (draws < rule.probability)

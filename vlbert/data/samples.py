@@ -1,0 +1,120 @@
+"""The samples that a run reads: those of a snapshot of one stage, by number."""
+
+import os
+
+import numpy as np
+
+from storage.cache import ShardCache
+from storage.catalog import Catalog
+from storage.object_store import Objects
+from storage.order import mix, shuffled
+from storage.reading import Samples, ShardSamples
+from storage.sample import Sample
+from storage.snapshots import Snapshot
+from training.distributed import World, from_first
+from vlbert.config import DataConfig
+
+ANYWHERE = 3  # stream of randomness, beside those of vlbert/data/loading.py
+MOST_UNREADABLE = 100  # samples from anywhere: where as many cannot be read, the storage is at fault and not a sample
+
+
+_TOGETHER = 256  # samples that are read at a time where all of them are
+
+
+def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
+    """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
+    prefix = f"{dataset}/regions/"
+    where = objects.where(f"{dataset}/regions")
+    found = {info.path.removeprefix(prefix).split("/")[0] for info in objects.list(prefix) if "/" in info.path}
+    if detector is None and len(found) == 1:
+        return f"regions/{found.pop()}"
+    if detector in found:
+        return f"regions/{detector}"
+    if not found:
+        raise ValueError(f"{where} holds no region shards; run the detection stage first")
+    wanted = "several detectors, set data.detector to one of" if detector is None else f"no detector {detector}, only"
+    raise ValueError(f"{where} holds {wanted} {', '.join(sorted(found))}")
+
+
+def open_cache(objects: Objects, config: DataConfig) -> ShardCache | None:
+    """The folder for whole tars that the processes of this machine share, and the first of them fills; None: none."""
+    if config.cache is None:
+        return None
+    cache = ShardCache(objects, config.cache, int(config.cache_gb * 1e9))
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        cache.fill_in_background()
+    return cache
+
+
+def open_samples(
+    objects: Objects,
+    dataset: str,
+    detector: str | None,
+    pinned: dict | None,
+    world: World,
+    cache: ShardCache | None = None,
+) -> tuple[ShardSamples, dict]:
+    """(samples, what a checkpoint pins): all that is committed now or, resuming, exactly the snapshot of `pinned`.
+
+    Rank 0 looks what is committed, for all: a detector may commit another shard meanwhile.
+    """
+    catalog = Catalog(objects, dataset)
+    if pinned is None:
+        found = None
+        if world.first:
+            stage = region_stage(objects, dataset, detector)
+            snapshot = catalog.pin(stage)
+            if not snapshot.ok_rows:
+                where = objects.where(f"{dataset}/{stage}")
+                raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
+            found = {
+                "dataset": dataset,
+                "stage": stage,
+                "untrained": bool(snapshot.untrained),
+                "snapshot": snapshot.id,
+            }
+        pinned = from_first(found, world)
+    return ShardSamples(objects, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
+
+
+def newer_snapshot(objects: Objects, dataset: str, before: Snapshot) -> str | None:
+    """The id of all that is committed now, pinned, where that is more than there was before; None where it is not.
+
+    A stage that lacks a shard of before, such as one that is made again just now, is not more.
+    """
+    catalog = Catalog(objects, dataset)
+    if not set(before.shards) < set(catalog.shards(before.stage)):
+        return None
+    found = catalog.pin(before.stage)
+    return found.id if set(before.shards) < set(found.shards) else None
+
+
+def spread(n: int, *where: int) -> list[int]:
+    """So many of n numbers as may be unreadable, from all over: neighbours lie in one tar, which may be damaged."""
+    return shuffled(np.arange(min(n, MOST_UNREADABLE)), mix(*where), ANYWHERE, 0, n).tolist()
+
+
+def any_readable(samples: Samples) -> Sample:
+    """A sample that can be read; ValueError where none is found."""
+    tried = spread(len(samples))
+    for number in tried:
+        try:
+            return samples.sample(number)
+        except ValueError as error:
+            last = error
+    raise ValueError(f"none of {len(tried)} samples from anywhere can be read, the last because {last}") from last
+
+
+def captions(samples: Samples) -> list[str]:
+    """Those of all samples that can be read; ValueError where most cannot."""
+    found, last = [], None
+    for start in range(0, len(samples), _TOGETHER):
+        for sample in samples.samples(range(start, min(start + _TOGETHER, len(samples)))):
+            if isinstance(sample, ValueError):
+                last = sample
+            else:
+                found.append(sample.caption)
+    if 2 * len(found) < len(samples):
+        missing = len(samples) - len(found)
+        raise ValueError(f"{missing} of {len(samples)} samples cannot be read, the last because {last}")
+    return found

@@ -1,0 +1,91 @@
+"""The data sets' own files and the official scorers' rules, one module each: vqa, vcr, refcoco, retrieval.
+
+Nothing here needs an image, a model or torch: annotations can be read, and predictions scored, on any machine.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from storage.reading import Samples
+from storage.safe_json import parse_json
+
+
+def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
+    """What a JSON file holds: a value of type `wanted`, with NaN and Infinity where Python wrote them.
+
+    ValueError names the file where it cannot be read, and where it is not there the `settings` that name it.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; fetch it, or set {settings}")
+    return parse_json(read_bytes(file), str(file), wanted, "fetch it again", nan=True)
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """ValueError names the file where it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {file}: {error.strerror or error}; make it readable, or fetch it again"
+        ) from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """What a file holds; ValueError names it where it cannot be read."""
+    with reading(file):
+        return file.read_bytes()
+
+
+def read_text(file: Path) -> str:
+    """What a text file holds, without a mark of its encoding; ValueError names it where it is not UTF-8."""
+    try:
+        return read_bytes(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}; save it as such") from error
+
+
+def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], found_in: str, expected_in: str) -> None:
+    """ValueError names the first ids that stand twice in either, or in one alone, and how many those are."""
+    counts = {name: Counter(iter(ids)) for name, ids in ((found_in, found), (expected_in, expected))}
+    for name, ids in counts.items():
+        _complain([one for one, count in ids.items() if count > 1], f"of {name} stand there more than once")
+    _complain(
+        [one for one in counts[expected_in] if one not in counts[found_in]], f"of {expected_in} miss in {found_in}"
+    )
+    _complain(
+        [one for one in counts[found_in] if one not in counts[expected_in]], f"of {found_in} are not in {expected_in}"
+    )
+
+
+def _complain(ids: Sequence[Hashable], what: str) -> None:
+    if ids:
+        raise ValueError(f"{len(ids)} ids {what}, such as {', '.join(map(str, ids[:3]))}; they must match exactly")
+
+
+def find_samples(samples: Samples, images: Sequence[str], whose: str) -> np.ndarray:
+    """int64: the number of the sample of each image, by the file name at the end of its URL. ValueError where that is
+    no sample's, or more than one's."""
+    wanted, numbers = set(images), defaultdict(list)
+    for i, url in enumerate(samples.urls):
+        numbers[Path(unquote(urlsplit(url).path)).name].append(i)
+    missing = sorted(wanted - numbers.keys())
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(set(images))} images of {whose} are in no region shard, such as {missing[0]}; "
+            "collect and detect them first"
+        )
+    again = sorted(image for image in wanted if len(numbers[image]) > 1)
+    if again:
+        of = ", ".join(samples.urls[i] for i in numbers[again[0]][:3])
+        raise ValueError(
+            f"{len(again)} of {len(wanted)} images of {whose} are of several samples, such as {again[0]} of {of}; name "
+            " a dataset that holds each once: data.dataset, data.held_out"
+        )
+    return np.array([numbers[image][0] for image in images], np.int64)

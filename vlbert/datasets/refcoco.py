@@ -1,0 +1,314 @@
+"""RefCOCO+'s official files, read as the data set ships them, and what a box is worth. A ValueError names the file, the
+place in it and the way out."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from storage.safe_json import shown
+from storage.safe_pickle import Hostile, read_pickle
+from vlbert.datasets.files import check_ids, read_bytes, read_json
+
+FILES = ("refs(unc).p", "instances.json")
+Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
+Convention = Literal["mattnet", "published", "plain"]
+
+# MAttNet's evaluation, the authors' of VL-BERT, and the overlap itself. They part at the border: of two boxes one of
+# which is half the other, `published` says 0.50 and a little more, `plain` misses where the others hit.
+CONVENTIONS = ("mattnet", "published", "plain")
+# Table 3 of the paper, % of expressions: track -> split -> VL-BERT's. It does not say how overlaps count there.
+REPORTED = {
+    "ground_truth": {
+        "val": "79.88 base, 80.31 large",
+        "testA": "82.40 base, 83.62 large",
+        "testB": "75.01 base, 75.45 large",
+    },
+    "detected": {
+        "val": "71.60 base, 72.59 large",
+        "testA": "77.72 base, 78.57 large",
+        "testB": "60.99 base, 62.30 large",
+    },
+}
+_NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p ships them; fetch it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """One sentence that refers to one object.
+
+    `flaw` says why it cannot be asked fairly: its object has no area inside the picture. Of a person's own question
+    nobody knows the object.
+    """
+
+    sentence_id: int
+    ref_id: int
+    text: str
+    box: Box | None = None  # of the object; None: nobody knows
+    image_size: tuple[int, int] | None = None  # width, height of the image that is shipped; None: as it is stored
+    objects: tuple[Box, ...] = ()  # of all annotated objects of the image, crowds too, that have an area inside it
+    object: int | None = None  # which of them is meant
+    flaw: str = ""
+
+
+Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> its expressions
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Boxes float64 [n, 4], x1 y1 x2 y2 in pixels of the image that is shipped, by image file; and what has no use."""
+
+    boxes: dict[str, np.ndarray]
+    of_other_images: int  # boxes of images that instances.json does not hold
+    without_area: int  # boxes without an area inside their image
+
+
+def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
+    """float64 [n]: intersection over union of boxes [n, 4] with one, x1 y1 x2 y2 in pixels.
+
+    plain: as the plane has it. published: x2 and y2 name the last pixels inside, so that every width is one more.
+    mattnet: widths are plain, the intersection counts the pixels from x1 to x2 - 1, and must have more than one a side.
+    """
+    boxes, box = np.asarray(boxes, np.float64).reshape(-1, 4), np.asarray(box, np.float64)
+    low, high = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
+    if convention == "published":
+        common, sizes, size = high - low + 1, boxes[:, 2:] - boxes[:, :2] + 1, box[2:] - box[:2] + 1
+    else:
+        common, sizes, size = high - low, _sizes(boxes), _sizes(box)
+    if convention == "mattnet":
+        last = np.minimum(boxes[:, 2:] - 1, box[2:] - 1)
+        common = np.where((low < last).all(axis=1, keepdims=True), last - low + 1, 0)
+    intersection = common.clip(0).prod(axis=1)
+    union = sizes.prod(axis=1) + size.prod() - intersection
+    return np.divide(intersection, union, out=np.zeros(len(boxes)), where=union > 0)
+
+
+def is_hit(convention: Convention, overlap: np.ndarray) -> np.ndarray:
+    """bool: whether a box of that overlap counts as the object: at one half or, plain, above it."""
+    return overlap > 0.5 if convention == "plain" else overlap >= 0.5
+
+
+def _sizes(boxes: np.ndarray) -> np.ndarray:
+    # (x + w) - x is not w in floating point, and one bit decides at the border of a hit: rounding brings w back.
+    return np.round(boxes[..., 2:] - boxes[..., :2], 9)
+
+
+def named(row: int | None) -> str:
+    """How a row of the boxes is called: row 0 is the whole image, then come the regions."""
+    return "no region" if row is None else f"region {row}" if row else "the whole image"
+
+
+def judge(convention: Convention, one: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool) -> dict:
+    """What a prediction says of choosing a row of the boxes [1 + r, 4], or none, for an expression: the columns that
+    all tasks have, iou and hit, and box_xywh, the choice as the data set writes boxes, zeros for none.
+
+    truth, score, iou, hit and exact are None where nobody knows the object. `annotated`: the regions are the annotated
+    objects, and exact says whether the choice is the very one.
+    """
+    box = np.zeros(4) if chosen is None else boxes[chosen]
+    truth = iou = hit = exact = None
+    if one.box:
+        right = 1 + one.object if annotated and one.object is not None else None
+        truth = named(right) if right else "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
+        iou = 0.0 if chosen is None else float(overlap(convention, box, one.box)[0])
+        hit = chosen is not None and bool(is_hit(convention, iou))
+        exact = right is not None and chosen == right if annotated else None
+    return {
+        "asked": one.text,
+        "said": named(chosen),
+        "truth": truth,
+        "score": None if hit is None else float(hit),
+        "sentence_id": one.sentence_id,
+        "ref_id": one.ref_id,
+        "region": -1 if chosen is None else chosen - 1,
+        "iou": iou,
+        "iou_convention": convention,
+        "hit": hit,
+        "exact": exact,
+        "box_xywh": [*box[:2].tolist(), *_sizes(box).tolist()],
+    }
+
+
+def metrics(rows: Sequence[dict]) -> dict[str, float]:
+    """accuracy_<convention>: share of hits. exact, on ground-truth regions: share of choices that are the very object.
+    chance: of choosing blindly, the mean of 1 / candidates. Over rows whose object is known."""
+    known = [row for row in rows if row["hit"] is not None]
+    if not known:
+        return {}
+    found = {f"accuracy_{known[0]['iou_convention']}": [row["hit"] for row in known]}
+    if known[0]["exact"] is not None:
+        found["exact"] = [row["exact"] for row in known]
+    found["chance"] = [1 / row["candidates"] if row["candidates"] else 0.0 for row in known]
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
+    """For scorers of one's own, as no leaderboard takes one: a list of {sent_id, ref_id, box_xywh}. ValueError where an
+    expression of the rows' splits has none."""
+    splits = sorted({row["split"] for row in rows})
+    wanted = [one.sentence_id for split in splits for _, one in of_split(expressions, split, folder)]
+    check_ids((row["sentence_id"] for row in rows), wanted, "the predictions", ", ".join(splits))
+    found = [{"sent_id": r["sentence_id"], "ref_id": r["ref_id"], "box_xywh": r["box_xywh"]} for r in rows]
+    return {"predictions.json": json.dumps(found).encode()}
+
+
+def of_split(expressions: Expressions, split: str, folder: Path) -> list[tuple[str, Expression]]:
+    """(image file, expression) of a split; `test` is testA and testB, as the official interface has it."""
+    names = [split] if split in expressions else [name for name in expressions if split == "test" and "test" in name]
+    if not names:
+        raise ValueError(f"{folder / FILES[0]} has no split {split}, only {', '.join(sorted(expressions))}")
+    return [(file, one) for name in names for file, ones in expressions[name].items() for one in ones]
+
+
+def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
+    """split -> image file -> its expressions, from a refs file and instances.json."""
+    refs, instances = folder / refs, folder / FILES[1]
+    for file in (refs, instances):
+        if not file.is_file():
+            raise ValueError(f"there is no {file}; set task.folder to the RefCOCO+ folder that holds it")
+    images, annotations = _read_instances(instances)
+    objects, place = defaultdict(list), {}
+    for number, (image, box) in annotations.items():
+        if not _flaw(box, images[image]):
+            place[number] = len(objects[image])
+            objects[image].append(box)
+    of_image = {image: tuple(boxes) for image, boxes in objects.items()}
+    expressions = defaultdict(lambda: defaultdict(list))
+    for ref in _read_refs(refs):
+        image, annotation = ref["image_id"], ref["ann_id"]
+        if image not in images or annotations.get(annotation, (None,))[0] != image:
+            raise ValueError(
+                f"{refs}: ref {ref['ref_id']} names image {image}, annotation {annotation}, which instances.json does "
+                "not hold together; both files must be of the same data set"
+            )
+        entry, box = images[image], annotations[annotation][1]
+        for sentence in ref["sentences"]:
+            expressions[ref["split"]][entry["file_name"]].append(
+                Expression(
+                    sentence["sent_id"],
+                    ref["ref_id"],
+                    sentence["sent"],
+                    box,
+                    (entry["width"], entry["height"]),
+                    of_image.get(image, ()),
+                    place.get(annotation),
+                    _flaw(box, entry),
+                )
+            )
+    return {split: dict(by_file) for split, by_file in expressions.items()}
+
+
+def read_detections(file: Path, instances: Path) -> Detections:
+    """MAttNet's file of detected boxes, a list of {box, image_id, ...}; instances.json knows the images."""
+    images, _ = _read_instances(instances)
+    found, unknown, empty = defaultdict(list), 0, 0
+    for number, row in enumerate(read_json(file, "task.detections", list)):
+        try:
+            image, box = images.get(row["image_id"]), _corners(row["box"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file}: detection {number} is not in MAttNet's format, {{box, image_id}}: {error!r}; fetch it again"
+            ) from error
+        if image is None:
+            unknown += 1
+        elif _flaw(box, image):
+            empty += 1
+        else:
+            found[image["file_name"]].append(np.clip(box, 0, [image["width"], image["height"]] * 2))
+    return Detections({name: np.array(boxes) for name, boxes in found.items()}, unknown, empty)
+
+
+def read_plain_pickle(file: Path) -> Any:
+    """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
+    data = read_bytes(file)
+    try:
+        return read_pickle(data, encoding="utf-8")[0]
+    except Hostile as error:
+        raise ValueError(
+            f"{file} wants to load {error}; a refs file holds plain values only: if it is your own, write it without "
+            "arrays or bytes, else do not trust it"
+        ) from error
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{file} is no pickle, or is torn: {error}; {_NO_REFS}") from error
+
+
+def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
+    """(image id -> its entry, with file_name, width and height; annotation id -> the id of its image, its box)."""
+    data = read_json(file, "task.folder")
+    images, annotations, names = {}, {}, set()
+    for kind in ("images", "annotations"):
+        if not isinstance(data.get(kind), list):
+            raise ValueError(f"{file} has no list of {kind}; it must be in COCO's format, as RefCOCO+ ships it")
+        for number, entry in enumerate(data[kind]):
+            try:
+                if entry["id"] in (images if kind == "images" else annotations):
+                    raise ValueError(f"id {entry['id']} stands there twice")
+                if kind == "images":
+                    sizes = _field(entry, "width", int), _field(entry, "height", int)
+                    if min(sizes) < 1 or not _field(entry, "file_name", str):
+                        raise ValueError(f"a picture of {sizes[0]} x {sizes[1]} pixels")
+                    if entry["file_name"] in names:
+                        raise ValueError(f"file_name {entry['file_name']} stands there twice")
+                    names.add(entry["file_name"])
+                    images[entry["id"]] = entry
+                elif entry["image_id"] in images:
+                    annotations[entry["id"]] = entry["image_id"], _corners(entry["bbox"])
+                else:
+                    raise ValueError(f"there is no image {entry['image_id']}")
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{file}: {kind}[{number}] is not in COCO's format: {error!r}; fetch it again"
+                ) from error
+    return images, annotations
+
+
+def _read_refs(file: Path) -> list[dict]:
+    """The references, of which those fields are checked that we read."""
+    refs = read_plain_pickle(file)
+    if not isinstance(refs, list):
+        raise ValueError(f"{file} holds a {type(refs).__name__}; {_NO_REFS}")
+    seen = set()
+    for number, ref in enumerate(refs):
+        try:
+            for name, kind in (("ref_id", int), ("image_id", int), ("ann_id", int), ("split", str)):
+                _field(ref, name, kind)
+            ids = [("ref_id", ref["ref_id"])]
+            for sentence in _field(ref, "sentences", list):
+                ids.append(("sent_id", _field(sentence, "sent_id", int)))
+                _field(sentence, "sent", str)
+            for name, one in ids:  # a reference is in one split, a sentence in one reference
+                if (name, one) in seen:
+                    raise ValueError(f"its {name} {one} stands there twice")
+                seen.add((name, one))
+        except ValueError as error:
+            raise ValueError(f"{file}: reference {number}: {error}; {_NO_REFS}") from error
+    return refs
+
+
+def _field(entry: Any, name: str, kind: type) -> Any:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if not isinstance(value, kind):
+        raise ValueError(f"its {name} is {shown(value)}, and not of type {kind.__name__}")
+    return value
+
+
+def _corners(box: Sequence[float]) -> Box:
+    x, y, width, height = box
+    if not all(map(math.isfinite, box)):
+        raise ValueError(f"box {box} is not finite")
+    return x, y, x + width, y + height
+
+
+def _flaw(box: Box, image: dict) -> str:
+    """Why nothing can be pointed at there; empty where something can."""
+    x1, y1, x2, y2 = box
+    if x2 <= x1 or y2 <= y1:
+        return f"its box {list(box)} has no area"
+    if min(x2, image["width"]) <= max(x1, 0) or min(y2, image["height"]) <= max(y1, 0):
+        return f"its box {list(box)} lies outside its picture of {image['width']} x {image['height']} pixels"
+    return ""

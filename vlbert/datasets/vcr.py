@@ -1,0 +1,337 @@
+"""VCR's official files, read as the data set ships them, and the leaderboard's, written and scored as officially.
+
+A ValueError names the file, the place in it and the way out.
+"""
+
+import csv
+import io
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.safe_json import parse_json
+from vlbert.datasets.files import check_ids, read_json, read_text, reading
+
+CHOICES = 4
+_OBJECTS = (
+    "person bicycle car motorcycle airplane bus train truck boat trafficlight firehydrant stopsign parkingmeter bench "
+    "bird cat dog horse sheep cow elephant bear zebra giraffe backpack umbrella handbag tie suitcase frisbee skis "
+    "snowboard sportsball kite baseballbat baseballglove skateboard surfboard tennisracket bottle wineglass cup fork "
+    "knife spoon bowl banana apple sandwich orange broccoli carrot hotdog pizza donut cake chair couch pottedplant bed "
+    "diningtable toilet tv laptop mouse remote keyboard cellphone microwave oven toaster sink refrigerator book clock "
+    "vase scissors teddybear hairdrier toothbrush"
+)
+OBJECTS = _OBJECTS.split()  # COCO's classes as VCR writes them, in the order of COCO's ids: class 1 and on
+CLASSES = 1 + len(OBJECTS)  # class 0 is none of them: that of the whole image
+
+Text = Sequence[str | Sequence[int]]  # words, and lists of objects that are mentioned, by their numbers from 0
+
+# Table 1 of the paper, %: split -> metric -> VL-BERT's.
+REPORTED = {
+    "val": {
+        "answer_accuracy": "73.8 base, 75.5 large",
+        "rationale_accuracy": "74.4 base, 77.9 large",
+        "joint_accuracy": "55.2 base, 58.9 large",
+    },
+    "test": {"answer_accuracy": "75.8 large", "rationale_accuracy": "78.4 large", "joint_accuracy": "59.7 large"},
+}
+
+_LABELS = ("answer_label", "rationale_label")
+_GROUPS = ["answer_{}", *(f"rationale_conditioned_on_a{answer}_{{}}" for answer in range(CHOICES))]
+COLUMNS = ["annot_id", *(group.format(choice) for group in _GROUPS for choice in range(CHOICES))]  # the leaderboard's
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A line of the jsonl files, checked, as text: parsed, all of train takes gigabytes in every loading process."""
+
+    line: str
+    file: Path
+    number: int  # of the line in it, from 1
+    annot_id: str
+    image: str  # file name
+    metadata: Path | None  # None: of no file, a question of one's own about the regions of a sample
+    labels: tuple[int, int] | None  # which answer is right, and which rationale; None: the file does not say
+    wordless: str | None  # one of its texts that has no word, such as "answer_choices[2]"
+
+    @property
+    def where(self) -> str:
+        return f"{self.file} line {self.number}"
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """The objects of a picture, in the order in which texts number them."""
+
+    size: tuple[int, int]  # width, height of the picture that the boxes are measured in
+    names: list[str]  # the class of each object
+    classes: list[int]  # the same, 1 and on
+    boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in its pixels, inside it
+    polygons: list[list[np.ndarray]]  # of each object, [corners, 2] each
+    without_area: tuple[int, ...] = ()  # objects whose box held none: theirs is one pixel
+
+    def masks(self, side: int) -> np.ndarray:
+        """float32 [r, side, side], as `instance_mask` has it."""
+        masks = [instance_mask(*both, side) for both in zip(self.polygons, self.boxes, strict=True)]
+        return np.array(masks, np.float32).reshape(-1, side, side)
+
+
+def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
+    """float32 [side, side]: 1 in the cells of a box that one of its object's polygons [corners, 2] covers.
+
+    As the authors' figures have it, which scikit-image's polygon drew: x2 and y2 belong to the box, a cell is covered
+    where its upper left corner is, and what lies beyond the corners of the last cells moves onto them. Edges are those
+    of scikit-image 0.16, of their time, and do not count at the last row and column: a polygon over the whole box
+    covers 169 of 14 x 14 cells. With 0.26 they do, and it covers all 196. An object without a polygon fills its box.
+    """
+    if not polygons:
+        return np.ones((side, side), np.float32)
+    row, column = np.indices((side, side)).reshape(2, -1, 1)
+    inside = np.zeros(side * side, bool)
+    for polygon in polygons:  # a point is inside where a ray to its right meets an odd number of edges
+        corners = np.clip((polygon - box[:2]) * side / (box[2:] - box[:2] + 1), 0, side - 1)
+        (ax, ay), (bx, by) = corners.T, np.roll(corners, -1, axis=0).T
+        meets = (ay > row) != (by > row)  # (cells, edges)
+        rise = np.where(by == ay, 1, by - ay)  # level edges meet no ray
+        inside |= (meets & (column < ax + (row - ay) * (bx - ax) / rise)).sum(axis=1) % 2 == 1
+    return inside.reshape(side, side).astype(np.float32)
+
+
+def read_scene(file: Path) -> Scene:
+    """The metadata of one picture; ValueError names the file where it is torn or does not fit together."""
+    found = read_json(file, "task.folder")
+    try:
+        names, size = found["names"], (found["width"], found["height"])
+        unknown = set(names) - set(OBJECTS)
+        if unknown:
+            raise ValueError(f"it has an object of class {min(unknown)}")
+        if not all(1 <= side < math.inf for side in size):
+            raise ValueError(f"its picture is {size[0]} x {size[1]} pixels")
+        classes = [1 + OBJECTS.index(name) for name in names]
+        boxes = np.array([box[:4] for box in found["boxes"]], np.float64).reshape(-1, 4)
+        polygons = [[_corners(polygon) for polygon in of if len(polygon)] for of in found["segms"]]
+        if not len(names) == len(boxes) == len(polygons):
+            raise ValueError(f"it has {len(names)} names, {len(boxes)} boxes and {len(polygons)} segms")
+        boxes, without_area = _inside(boxes, size)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not in the format of VCR's metadata: {error!r}; fetch vcr1images again") from error
+    return Scene(size, names, classes, boxes, polygons, without_area)
+
+
+def _corners(polygon: Sequence) -> np.ndarray:
+    """float64 [corners, 2]."""
+    corners = np.array(polygon, np.float64)
+    if corners.ndim != 2 or corners.shape[1] != 2 or not np.isfinite(corners).all():
+        raise ValueError(f"a polygon is no list of finite x, y: {str(polygon)[:60]}")
+    return corners
+
+
+def _inside(boxes: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The boxes [r, 4] as far as they lie in the picture, and which have no area there: these become one pixel."""
+    if not np.isfinite(boxes).all():
+        raise ValueError("a box is not of finite numbers")
+    boxes = np.clip(boxes, 0, [*size, *size])
+    flat = (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
+    boxes[flat, :2] = np.minimum(boxes[flat, :2], np.array(size) - 1)
+    boxes[flat, 2:] = boxes[flat, :2] + 1
+    return boxes, tuple(np.flatnonzero(flat).tolist())
+
+
+def read_items(file: Path) -> list[Item]:
+    """The items of a jsonl file, beside which vcr1images/ lies, in their order.
+
+    ValueError names the line that is torn, lacks a field, mentions an object that is not there or repeats an id.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; set task.folder to the VCR folder that holds it")
+    items, first = [], {}
+    with reading(file), open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                item = _item(line.decode(), file, number)
+            except (ValueError, KeyError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{file} line {number} is no item of VCR: {why}; fetch the file again") from error
+            if first.setdefault(item.annot_id, number) != number:
+                raise ValueError(
+                    f"{item.where} has the annot_id of line {first[item.annot_id]}, {item.annot_id}; fetch it again"
+                )
+            items.append(item)
+    if not items:
+        raise ValueError(f"{file} is empty; fetch it again")
+    return items
+
+
+def _item(line: str, file: Path, number: int) -> Item:
+    """The item of a line; an error where it cannot be asked."""
+    found = parse_json(line, "the line")
+    counts = len(found["answer_choices"]), len(found["rationale_choices"])
+    if set(counts) != {CHOICES}:
+        raise ValueError(f"it has {counts} choices")
+    labels = tuple(found[name] for name in _LABELS if name in found)
+    if labels and (len(labels) < 2 or not all(type(i) is int and 0 <= i < CHOICES for i in labels)):
+        raise ValueError(
+            f"answer_label is {found.get('answer_label')} and rationale_label {found.get('rationale_label')}"
+        )
+    wordless = None
+    for name, text in _texts(found):
+        if not isinstance(text, list):
+            raise ValueError(f"{name} is no list of words and objects")
+        mentioned = [i for token in text if not isinstance(token, str) for i in token]
+        beyond = [i for i in mentioned if type(i) is not int or not 0 <= i < len(found["objects"])]
+        if beyond:
+            raise ValueError(f"its {name} mentions object {beyond[0]} of {len(found['objects'])}")
+        if not any(_has_words(token) if isinstance(token, str) else token for token in text):
+            wordless = name
+    metadata = Path(found["metadata_fn"])
+    if metadata.is_absolute() or ".." in metadata.parts:
+        raise ValueError(f"its metadata_fn, {metadata}, is not below vcr1images")
+    if not isinstance(found["annot_id"], str | int):
+        raise ValueError(f"its annot_id is {found['annot_id']!r}")
+    image, metadata = Path(found["img_fn"]).name, file.parent / "vcr1images" / metadata
+    return Item(line, file, number, str(found["annot_id"]), image, metadata, labels or None, wordless)
+
+
+def _has_words(text: str) -> bool:
+    return any(letter.isprintable() and not letter.isspace() for letter in text)
+
+
+def _texts(item: dict) -> Iterator[tuple[str, Text]]:
+    yield "question", item["question"]
+    for name in ("answer_choices", "rationale_choices"):
+        yield from ((f"{name}[{i}]", text) for i, text in enumerate(item[name]))
+
+
+def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """The leaderboard's csv: a line an item, in the order of its jsonl file; numbers come back exactly.
+
+    A row has the `split` and `annot_id` of an item, and the `probabilities` of four answers or, where it is
+    `conditioned_on` one (else -1), of the rationales behind it. ValueError where an item of the split lacks some.
+    """
+    given, splits, again = {}, set(), []
+    for row in rows:
+        place = row["annot_id"], row["conditioned_on"]
+        again += [row["annot_id"]] * (place in given)
+        given[place] = row["probabilities"]
+        splits.add(row["split"])
+    if again:
+        raise ValueError(f"{len(again)} questions were asked twice, such as one of {again[0]}; name each run once")
+    items = [item.annot_id for split in sorted(splits) for item in read_items(folder / f"{split}.jsonl")]
+    check_ids({item for item, _ in given}, items, "the predictions", ", ".join(sorted(splits)))
+    missing = [(item, answer) for item in items for answer in range(-1, CHOICES) if (item, answer) not in given]
+    if missing:
+        lack = {"answer" if answer < 0 else "rationale" for _, answer in missing}
+        raise ValueError(
+            f"{len({item for item, _ in missing})} of {len(items)} items, such as {missing[0][0]}, lack probabilities "
+            f"of {' and '.join(f'{kind}s' for kind in sorted(lack))}; the leaderboard wants answers, and rationales "
+            "behind every answer: evaluate both runs at once, CHECKPOINT,CHECKPOINT, with task.every_answer=true"
+        )
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(COLUMNS)
+    for item in items:
+        numbers = np.array([given[item, answer] for answer in range(-1, CHOICES)], np.float64)
+        if fault := _not_probabilities(numbers):
+            raise ValueError(f"{item}: {fault}")
+        table.writerow([item, *map(repr, numbers.ravel().tolist())])
+    return text.getvalue().encode()
+
+
+def read_submission(file: Path) -> dict[str, np.ndarray]:
+    """annot_id -> float64 [1 + CHOICES, CHOICES]: of the answers, and of the rationales behind each answer. Columns are
+    found by their names.
+
+    ValueError names the line. What is not a distribution is warned of, and scored by its largest number all the same.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no {file}")
+    found, faults = {}, []
+    with io.StringIO(read_text(file), newline="") as lines:
+        table = csv.DictReader(lines)
+        differing = set(COLUMNS) ^ set(table.fieldnames or [])
+        if differing or len(table.fieldnames) != len(COLUMNS):
+            what = f"{min(differing)} is missing, or one too many" if differing else "one stands there twice"
+            raise ValueError(f"{file} does not have the {len(COLUMNS)} columns of the leaderboard: {what}")
+        for row in table:
+            where = f"{file} line {table.line_num}"
+            try:
+                numbers = np.array([float(row[name]) for name in COLUMNS[1:]]).reshape(-1, CHOICES)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where} is torn, or holds what is no number: {error}") from error
+            if None in row:
+                raise ValueError(f"{where} has more than {len(COLUMNS)} values")
+            if row["annot_id"] in found:
+                raise ValueError(f"{where} has {row['annot_id']} a second time")
+            if not np.isfinite(numbers).all():
+                raise ValueError(f"{where}, {row['annot_id']}: {_not_probabilities(numbers)}")
+            if fault := _not_probabilities(numbers):
+                faults.append(f"{where}, {row['annot_id']}: {fault}")
+            found[row["annot_id"]] = numbers
+    if faults:
+        warnings.warn(f"{len(faults)} lines, the first: {faults[0]}; the largest number counts", stacklevel=2)
+    return found
+
+
+def _not_probabilities(rows: np.ndarray) -> str | None:
+    """What is wrong with [1 + CHOICES, CHOICES] probabilities, each row of which should sum to 1."""
+    for group, row in zip(_GROUPS, rows, strict=True):
+        columns = f"{group.format(0)} to {group.format(CHOICES - 1)}"
+        if not np.isfinite(row).all():
+            return f"{columns} are not finite"
+        if (row < 0).any() or abs(row.sum() - 1) > 1e-3:
+            return f"{columns} are no probabilities: their sum is {row.sum():g}, the least {row.min():g}"
+    return None
+
+
+def hits(items: Path, submission: Path) -> list[dict]:
+    """What the official scorer says of a leaderboard's csv, an item of the jsonl file each, in its order:
+    {annot_id, answer_hit, rationale_hit, joint_hit}.
+
+    Of probabilities that are equal the first wins. The rationale that counts is that behind the right answer, whatever
+    the answer was. ValueError where the file has no labels, or the two do not hold the same ids.
+    """
+    asked, given = read_items(items), read_submission(submission)
+    unlabelled = [item for item in asked if item.labels is None]
+    if unlabelled:
+        raise ValueError(f"{unlabelled[0].where} has no labels: only the leaderboard can score it")
+    check_ids(given, (item.annot_id for item in asked), f"{submission}", f"{items}")
+    found = []
+    for item in asked:
+        answer, rationale = item.labels
+        chosen = given[item.annot_id].argmax(axis=1)
+        answer_hit, rationale_hit = bool(chosen[0] == answer), bool(chosen[1 + answer] == rationale)
+        found.append(
+            {
+                "annot_id": item.annot_id,
+                "answer_hit": answer_hit,
+                "rationale_hit": rationale_hit,
+                "joint_hit": answer_hit and rationale_hit,
+            }
+        )
+    return found
+
+
+def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Q->A, QA->R (behind the right answer) and, of the items with both, Q->AR; beside them what guessing gets.
+
+    A row has the `annot_id` of its item, says whether its `question` was for the "answer" or a "rationale", and has a
+    `score` of 0 or 1; None where nobody says what is right: without labels, and of rationales behind wrong answers.
+    """
+    scores = {"answer": {}, "rationale": {}}
+    for row in rows:
+        if row["score"] is not None:
+            scores[row["question"]][row["annot_id"]] = row["score"]
+    found = {f"{kind}_accuracy": float(np.mean([*of.values()])) for kind, of in scores.items() if of}
+    if found:
+        found["chance"] = 1 / CHOICES
+    answers, rationales = scores.values()
+    both = [one for one in answers if one in rationales]
+    if both:
+        found["joint_accuracy"] = float(np.mean([answers[one] * rationales[one] for one in both]))
+        found["joint_chance"] = CHOICES**-2
+    return found

@@ -1,0 +1,168 @@
+"""Start from BERT: copy what VL-BERT shares with it (paper 4.1) from any Hugging Face BERT, a folder or a hub name."""
+
+import pickle
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.embedding import LAYER_NORM_EPS
+from vlbert.model.vlbert import VLBert
+
+if TYPE_CHECKING:
+    from transformers import BertConfig
+
+# Our name of each part of a layer -> Hugging Face's.
+_LAYER = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+def bert_vocabulary(name: str) -> Vocabulary:
+    """The vocabulary of a Hugging Face BERT; ValueError where it has none, or tells capitals apart: ours does not."""
+    vocabulary = _own_vocabulary(name)
+    if vocabulary is None:
+        raise ValueError(f"{name} came without a vocabulary; give the vocab.txt it was trained with, vocabulary=FILE")
+    return vocabulary
+
+
+def _own_vocabulary(name: str) -> Vocabulary | None:
+    """None where the model came without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except ValueError:  # no file to make one of, or only code of theirs
+        return None
+    except OSError as error:
+        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
+    ids = tokenizer.get_vocab()
+    pieces = sorted(ids, key=ids.get)
+    if not set(pieces) - set(SPECIALS):  # what transformers gives where there is no vocab.txt
+        return None
+    capitals = any(re.search("[A-Z]", piece) for piece in pieces if not piece.startswith("["))
+    if capitals or not getattr(tokenizer, "do_lower_case", True):
+        raise ValueError(f"{name} is a cased BERT; captions are lower-cased here, take an uncased one")
+    return Vocabulary(pieces, where=name)
+
+
+def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
+    """Copy embeddings and encoder and, where `head` has them too, the word classifier, pooler and relationship.
+
+    [END], [IMG], segment C, the visual parts and all that BERT has not, or came without, keep their own initialisation.
+    Returns what was taken and what was not to be had, in words. ValueError where it is no BERT, or one of another
+    shape, or of another vocabulary than the run's.
+    """
+    config, theirs = _read(name)
+    _check(vlbert, config, name)
+    own = _own_vocabulary(name)
+    if own is not None and own.pieces != vocabulary.pieces:
+        raise ValueError(
+            f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
+            f"vocabulary=FILE with {name}'s own vocab.txt, or bert=none"
+        )
+
+    embedding = vlbert.model.embedding
+    _copy(embedding.words.weight[: vlbert.vocab_size], theirs["bert.embeddings.word_embeddings.weight"])
+    _copy(embedding.segments.weight[:2], theirs["bert.embeddings.token_type_embeddings.weight"])
+    positions = min(vlbert.config.max_positions, config.max_position_embeddings)
+    _copy(embedding.positions.weight[:positions], theirs["bert.embeddings.position_embeddings.weight"][:positions])
+    _copy_module(embedding.norm, theirs, "bert.embeddings.LayerNorm")
+    for number, layer in enumerate(vlbert.encoder.layers):
+        for part, their_part in _LAYER.items():
+            _copy_module(getattr(layer, part), theirs, f"bert.encoder.layer.{number}.{their_part}")
+
+    taken, lacking = ["words and encoder"], []
+    for words, parts in _head_parts(head, vlbert.vocab_size).items():
+        if all(f"{source}.weight" in theirs or source in theirs for _, source in parts):
+            for part, source in parts:
+                if isinstance(part, nn.Module):
+                    _copy_module(part, theirs, source)
+                else:
+                    _copy(part, theirs[source])
+            taken.append(words)
+        else:
+            lacking.append(words)
+    said = f"{', '.join(taken)} from {name}"
+    if lacking:
+        said += f"; it came without {', '.join(lacking)}, which begins new"
+    if own is None:
+        said += "; it came without a vocabulary: that of the run was taken to be its own"
+    return said
+
+
+def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:
+    """What a head may share with BERT: in words -> (our module or parameter, their name)."""
+    parts: dict[str, list[tuple[nn.Module | Tensor, str]]] = {}
+    if getattr(head, "word_transform", None) is not None:
+        parts["word classifier"] = [
+            (head.word_transform.dense, "cls.predictions.transform.dense"),
+            (head.word_transform.norm, "cls.predictions.transform.LayerNorm"),
+            (head.word_bias[:vocab_size], "cls.predictions.bias"),
+        ]
+    if getattr(head, "pooler", None) is not None:
+        parts["pooler"] = [(head.pooler.dense, "bert.pooler.dense")]
+    if getattr(head, "relationship", None) is not None:
+        parts["relationship"] = [(head.relationship, "cls.seq_relationship")]
+    return parts
+
+
+def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
+    """Configuration and tensors of a Hugging Face BERT, named as in BertForPreTraining, without those it lacks."""
+    from transformers import AutoConfig, BertForPreTraining
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.model_type != "bert":
+            raise ValueError(f"it is a {config.model_type}")
+        bert, loading = BertForPreTraining.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {reason}") from error
+    missing = set(loading["missing_keys"])
+    found = {key: tensor for key, tensor in bert.state_dict().items() if key not in missing}
+    lacking = sorted(key for key in missing if key.startswith("bert.") and not key.startswith("bert.pooler."))
+    if lacking:
+        raise ValueError(f"{name} is no whole BERT: it lacks {lacking[0]} and {len(lacking) - 1} more")
+    return config, found
+
+
+def _check(vlbert: VLBert, config: "BertConfig", name: str) -> None:
+    """ValueError where the same weights would be another network with us."""
+    ours = vlbert.config
+    wanted = {
+        "hidden_size": ours.hidden,
+        "num_hidden_layers": len(vlbert.encoder.layers),
+        "num_attention_heads": ours.heads,
+        "intermediate_size": ours.intermediate,
+        "vocab_size": vlbert.vocab_size,
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "layer_norm_eps": LAYER_NORM_EPS,
+    }
+    differing = [(field, getattr(config, field, value), value) for field, value in wanted.items()]
+    differing = [
+        f"{field} {theirs}, the recipe's model has {value}" for field, theirs, value in differing if theirs != value
+    ]
+    if differing:
+        raise ValueError(f"{name} is a BERT of another shape: it has {'; '.join(differing)}")
+
+
+def _copy(parameter: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(source)
+
+
+def _copy_module(module: nn.Module, theirs: dict[str, Tensor], name: str) -> None:
+    for kind in ("weight", "bias"):
+        _copy(getattr(module, kind), theirs[f"{name}.{kind}"])

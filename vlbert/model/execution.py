@@ -1,0 +1,84 @@
+"""How a model is computed in training, where a recipe asks for another way: with less memory, or by compiled kernels.
+
+Neither changes what is computed, nor a name in the state dict. Both are done block by block: a layer of the encoder, or
+a residual block of the Fast R-CNN.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from vlbert.config import Recipe
+from vlbert.model.vlbert import VLBert
+
+MOST_GRAPHS = 32  # that torch.compile may make of one class of blocks; beyond it, it gives up for good and says so
+
+
+def blocks(model: VLBert) -> list[nn.Module]:
+    """The blocks that learn; frozen ones keep no activations anyway."""
+    stages = [model.encoder.layers]
+    if model.fast_rcnn is not None:
+        backbone = model.fast_rcnn.backbone
+        stages += [backbone.res2, backbone.res3, backbone.res4, model.fast_rcnn.res5]
+    return [block for stage in stages for block in stage.children() if any(p.requires_grad for p in block.parameters())]
+
+
+def execute_as(recipe: Recipe, model: VLBert) -> None:
+    """Compute the model as the recipe's `recompute` and `compile` say."""
+    for block in blocks(model):
+        if recipe.recompute:
+            recompute(block)
+        if recipe.compile:
+            compile_block(block)
+    if recipe.compile:
+        # Blocks of one class count together: first and other blocks of four stages, in training and in validation.
+        torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+
+
+def recompute(block: nn.Module) -> None:
+    """From now on, keep of the block's forward pass only what went in, and compute it again in the backward pass.
+
+    The second pass draws the same dropout, and live norms do not count it. The block cannot be copied or pickled then.
+    """
+    forward = block.forward
+    norms = [part for part in block.modules() if isinstance(part, nn.BatchNorm2d)]
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), _counting_nothing(norms)
+
+    def forward_twice(*given: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*given)
+        return checkpoint(forward, *given, use_reentrant=False, **({"context_fn": contexts} if norms else {}))
+
+    block.forward = forward_twice
+
+
+@contextmanager
+def _counting_nothing(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(batches)
+
+
+def compile_block(block: nn.Module) -> None:
+    """From now on, compute the block by kernels that torch.compile makes of it at its first use.
+
+    Blocks of one shape share them, and sizes that differ from batch to batch are variables of theirs.
+    """
+    block.compile(dynamic=True)
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # the only place that counts them

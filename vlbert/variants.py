@@ -1,0 +1,155 @@
+"""The two rule books: where the paper and the authors' code differ, each rule is a field of a recipe with both values.
+
+    python -m vlbert.recipes        prints the tables of docs/rules.md
+
+`paper(recipe)` and `published(recipe)` set all of them. Released checkpoints need the code's; the paper's tables name
+the paper's. Numbers (learning rates, batches, steps) stand in the recipes themselves, beside their sources.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from training.config import flat, override_values, to_json
+from vlbert.config import Recipe
+
+Book = Literal["paper", "published"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One field, dotted as on the command line; `task` names the settings that it belongs to, None: every recipe's."""
+
+    number: int  # of the difference, in the order of the description of the authors' code
+    field: str
+    paper: Any
+    published: Any
+    section: str  # of the paper; "open" where it says nothing, and under `paper` stands what ours does of itself
+    what: str
+    task: str | None = None
+
+
+_PRETRAINING, _VCR, _VQA, _REFCOCO = (f"{task}Settings" for task in ("Pretraining", "VCR", "VQA", "RefCOCO"))
+
+RULES = (
+    Rule(1, "task.region_target", "class", "distribution", "3.3", "what a masked region is asked for", _PRETRAINING),
+    Rule(2, "task.regions.hidden", 1.0, 0.9, "3.3", "share of chosen regions that are hidden", _PRETRAINING),
+    Rule(3, "task.words.masked", 1.0, 0.8, "3.3", "share of chosen words that become [MASK]", _PRETRAINING),
+    Rule(3, "task.words.random", 0.0, 0.1, "3.3", "share that become any other piece", _PRETRAINING),
+    Rule(4, "task.max_elements", None, 64, "3.3", "pieces and regions of a row; none: all regions", _PRETRAINING),
+    Rule(5, "task.text_specials", True, False, "3.3", "[CLS] and [SEP] round a text-only row", _PRETRAINING),
+    Rule(6, "model.visual_activation", "none", "relu", "3.2", "after the fully connected layer of a look"),
+    Rule(6, "model.visual_dropout", False, True, "3.2", "dropout before that layer"),
+    Rule(6, "model.visual_norm", "none", "layer_norm", "3.2", "between a look and the token that it joins"),
+    Rule(6, "model.visual_initialisation", "normal", "pytorch", "4.1", "first weights of that layer"),
+    Rule(6, "model.head_initialisation", "normal", "xavier", "4.1", "first weights of fine-tuning's layers"),
+    Rule(7, "model.geometry", "corners", "centre", "3.2", "how a box enters the geometry embedding"),
+    Rule(8, "model.special_tokens", "vocabulary", "own", "3.2", "whether [IMG] and [END] are words"),
+    Rule(8, "model.hidden_region_token", False, True, "3.2", "a masked region has another token than [IMG]"),
+    Rule(8, "model.end_look", True, False, "3.2", "[END] carries the look of the whole image"),
+    Rule(9, "task.mentions_look_at", "image", "object", "3.2", "look of a word that names an object", _VCR),
+    Rule(10, "model.regions.frozen_stages", 0, 2, "A.2", "first stages of the ResNet that are not trained"),
+    Rule(10, "model.regions.resnet.norm", "batch", "frozen", "A.2", "whether its BatchNorms are trained"),
+    Rule(11, "optimizer.kind", "adam", "adamw", "A.2", "weight decay in the gradient, or beside it"),
+    Rule(11, "optimizer.epsilon", 1e-8, 1e-6, "A.2", "Adam's epsilon; the paper names none, Adam's own default"),
+    Rule(11, "optimizer.bert_adam", False, True, "A.2", "epsilon before the bias correction, decay after the step"),
+    Rule(11, "optimizer.clip", None, 10.0, "A.2", "largest gradient norm", _PRETRAINING),
+    Rule(11, "optimizer.clip", None, 10.0, "A.2", "largest gradient norm", _VCR),
+    Rule(11, "optimizer.clip", None, 1.0, "A.2", "largest gradient norm", _VQA),
+    Rule(11, "optimizer.clip", None, 1.0, "A.2", "largest gradient norm", _REFCOCO),
+    Rule(12, "model.regions.hidden_pixels", "black", "mean", "3.3", "what hidden pixels show"),
+    Rule(13, "task.loss", "softmax", "sigmoid", "4.2", "one of four choices, or each by itself", _VCR),
+    Rule(13, "task.pooled", False, True, "4.2", "BERT's tanh pooler between [CLS] and the score", _VCR),
+    Rule(13, "task.instance_masks", False, True, "4.2", "only an object's own cells count in its feature", _VCR),
+    Rule(13, "task.hidden_regions", 0.15, 0.0, "4.2", "regions hidden and asked for; 0: all asked, in sight", _VCR),
+    Rule(13, "task.names", "class", "neutral", "4.2", "how a person is called who is mentioned", _VCR),
+    Rule(14, "task.loss", "cross_entropy", "bce", "4.2", "the best answer, or each to its soft score", _VQA),
+    Rule(14, "task.answers_from_words", False, True, "4.2", "first weights of the answers", _VQA),
+    Rule(15, "task.whole_image_competes", False, True, "4.2", "the whole image may be the answer", _REFCOCO),
+    Rule(15, "task.iou", "plain", "published", "4.2", "overlaps of planes, or of pixels, x2 - x1 + 1 wide", _REFCOCO),
+    Rule(16, "data.flip", 0.0, 0.5, "A.2", "probability of mirroring a picture"),
+    Rule(
+        18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _PRETRAINING
+    ),
+    Rule(18, "model.regions.padding", "groups", "fixed", "open", "how pictures of several sizes are padded", _VCR),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _VQA),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _REFCOCO),
+    Rule(19, "task.truncation", "each", "shared", "open", "rows whose question a long choice shortens", _VCR),
+    Rule(20, "task.swap_left_right", True, False, "open", "left for right in texts of a mirrored picture", _VCR),
+)
+# Where the description of the authors' code has the details of each difference.
+_DESCRIBED = {
+    1: "3.1",
+    2: "3.2",
+    3: "3.2",
+    4: "3.2",
+    5: "3.3",
+    6: "1.3, 2.2, 2.5",
+    7: "1.2",
+    8: "2.2",
+    9: "2.2",
+    10: "1.1",
+}
+_DESCRIBED |= {11: "7", 12: "1.4", 13: "4", 14: "5", 15: "6", 16: "3.4", 18: "13", 19: "13", 20: "13"}
+# Rule 17 is a setting of detection, `boxes`: un-regressed proposals (code) or regressed boxes (paper 3.3). Precomputed
+# features (rules 12 and 14) are a recipe of their own: model.regions.features.
+
+
+_FOLLOWS = {"name", "validate_every", "save_every"}  # what follows from the rest is no difference
+
+
+def paper(recipe: Recipe) -> Recipe:
+    """The recipe with every rule as the paper has it."""
+    return _set(recipe, "paper")
+
+
+def published(recipe: Recipe) -> Recipe:
+    """The recipe with every rule as the authors' code has it."""
+    return _set(recipe, "published")
+
+
+def rules_of(recipe: Recipe) -> list[Rule]:
+    """The rules that concern this recipe."""
+    sgd = recipe.optimizer.kind == "sgd"  # VCR's: no question of Adam's
+    task = type(recipe.task).__name__
+    return [
+        rule
+        for rule in RULES
+        if rule.task in (None, task) and not (sgd and rule.field.startswith("optimizer.") and "clip" not in rule.field)
+    ]
+
+
+def _set(recipe: Recipe, book: Book) -> Recipe:
+    return override_values(recipe, {rule.field: getattr(rule, book) for rule in rules_of(recipe)})
+
+
+def table() -> str:
+    """The rules as Markdown."""
+    heads = ["difference", "field", "paper", "authors' code", "what", "in the paper", "in their code's description"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for rule in RULES:
+        task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""
+        cells = [rule.number, f"`{rule.field}`{task}", _shown(rule.paper), _shown(rule.published)]
+        cells += [rule.what, rule.section, _DESCRIBED[rule.number]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def numbers(recipes: Mapping[str, Callable[[], Recipe]]) -> str:
+    """What else differs between the recipes of the two books, as Markdown."""
+    lines = ["| recipe | field | paper | authors' code |", "|---|---|---|---|"]
+    ruled = {rule.field for rule in RULES}
+    for name, make in recipes.items():
+        if f"{name}_paper" not in recipes:
+            continue
+        ours, theirs = (flat(to_json(recipe)) for recipe in (make(), recipes[f"{name}_paper"]()))
+        for field in ours:
+            if ours[field] != theirs.get(field) and field != "name" and field not in ruled:
+                lines.append(f"| `{name}` | `{field}` | {_shown(theirs.get(field))} | {_shown(ours[field])} |")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
