@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.killed_writer import s3_of_its_own
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints
 from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
 from training.optimizer import make_optimizer
@@ -62,33 +62,33 @@ def trained(recipe_name: str, device: torch.device) -> Files:
     return {"model.safetensors": model.state_dict(), "optimizer.safetensors": optimizer_tensors(model, optimizer)}
 
 
-def in_the_step(objects: Objects, writer: Writer, step: int, files: Files) -> None:
+def in_the_step(store: ObjectStore, writer: Writer, step: int, files: Files) -> None:
     """Serialised in memory and put, while the training waits."""
     folder = f"runs/{RUN}/step-{step:07d}"
     for name, tensors in files.items():
-        objects.put(f"{folder}/{name}", save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
-    objects.put(f"{folder}/state.json", b"{}")
-    remove_old(objects, RUN, 1, best=None)
+        store.put(f"{folder}/{name}", save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+    store.put(f"{folder}/state.json", b"{}")
+    remove_old(store, RUN, 1, best=None)
 
 
-def beside_it(objects: Objects, writer: Writer, step: int, files: Files) -> None:
+def beside_it(store: ObjectStore, writer: Writer, step: int, files: Files) -> None:
     write_checkpoint(writer, RUN, step, step, files, {}, 1, metric=None)
 
 
 WAYS = {"in the step": in_the_step, "beside it": beside_it}
 
 
-def measured(root: str, objects: Objects, files: Files, saves: int) -> list[Line]:
+def measured(root: str, store: ObjectStore, files: Files, saves: int) -> list[Line]:
     """Both ways in turns; the first save of each is not counted: it takes the memory that the others use again."""
-    writer, found = Writer(objects), {way: [] for way in WAYS}
+    writer, found = Writer(store), {way: [] for way in WAYS}
     for _ in range(1 + saves):
         for way, saved in WAYS.items():
             began, cpu = time.perf_counter(), time.process_time()
-            saved(objects, writer, 1 + sum(map(len, found.values())), files)
+            saved(store, writer, 1 + sum(map(len, found.values())), files)
             waited = time.perf_counter() - began
             writer.finish()
             found[way].append((waited, time.perf_counter() - began, time.process_time() - cpu))
-            assert len(checkpoints(objects, RUN)) == 1
+            assert len(checkpoints(store, RUN)) == 1
     return [
         Line(root, way, *(statistics.median(column) for column in zip(*rows[1:], strict=True)))
         for way, rows in found.items()
@@ -96,16 +96,16 @@ def measured(root: str, objects: Objects, files: Files, saves: int) -> list[Line
 
 
 @contextlib.contextmanager
-def opened(root: str) -> Iterator[Objects]:
+def opened(root: str) -> Iterator[ObjectStore]:
     if root == "moto":
         with s3_of_its_own() as environment:
             os.environ |= environment
-            yield open_objects("s3://bucket/root")
+            yield open_store("s3://bucket/root")
     elif root == "temporary":
         with tempfile.TemporaryDirectory() as folder:
-            yield open_objects(folder)
+            yield open_store(folder)
     else:
-        yield open_objects(root)
+        yield open_store(root)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'to':<12}{'written':<14}{'step waits':>11}{'of the time':>13}{'until whole':>13}{'CPU':>9}")
     lines = []
     for root in options.roots:
-        with opened(root) as objects:
-            for line in measured(root, objects, files, options.saves):
+        with opened(root) as store:
+            for line in measured(root, store, files, options.saves):
                 share = line.waited / (line.waited + options.save_every * options.step)
                 print(
                     f"{root[:11]:<12}{line.way:<14}{line.waited:>9.2f} s{100 * share:>11.3f} %"

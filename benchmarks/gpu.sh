@@ -50,7 +50,7 @@ SMALL=()
 PAIRS=128 HALF=64 FEW=8 STEPS=200 WORKERS=$(($(nproc) > 2 ? $(nproc) - 2 : 2))
 DETECT=(--device "$DEVICE" --batch 8 --workers "$WORKERS" --count 64)
 if [[ -n $TINY ]]; then
-    SMALL=(--rounds 1 --steps 1 model.layers=JJ model.hidden=32 model.heads=2 model.intermediate=64
+    SMALL=(--rounds 1 --steps 1 model.layers=JJ model.hidden_size=32 model.num_heads=2 model.intermediate_size=64
         model.geometry_channels=32 model.regions.resnet.blocks=1,1,1,1 model.regions.resnet.width=4
         model.regions.roi_size=4 model.regions.short_side=48 model.regions.long_side=80)
     PAIRS=2 HALF=2 FEW=2 STEPS=5 WORKERS=1

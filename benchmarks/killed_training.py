@@ -34,7 +34,7 @@ from demo.scenes import caption_scene, draw_scene
 from demo.words import caption
 from storage.catalog import Catalog
 from storage.manifests import Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import read_state
 from storage.sample import Regions, Sample, sample_key
 
@@ -66,7 +66,7 @@ def scene_sample(number: int) -> Sample:
     pixels, _ = draw_scene(rng, scene)
     picture = io.BytesIO()
     Image.fromarray(pixels).save(picture, "JPEG", quality=90)
-    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.objects])
+    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.store])
     count, text, url = len(boxes), caption(rng, scene), f"http://example.org/{number:06d}.jpg"
     regions = Regions(
         boxes=np.clip(boxes, 0, [*SIZE, *SIZE]).astype(np.float32),
@@ -83,7 +83,7 @@ def commit(root: Path, dataset: str, shard: int, numbers: range) -> None:
     """A region shard of these scenes, unless it is there."""
     samples = [scene_sample(number) for number in numbers]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    catalog = Catalog(open_objects(str(root)), dataset)
+    catalog = Catalog(open_store(str(root)), dataset)
     catalog.commit(f"regions/{DETECTOR}", f"{shard:05d}", samples, rows, {"untrained": False})
 
 
@@ -108,7 +108,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
 
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False)
     regions = RegionConfig(resnet=resnet, short_side=64, long_side=96, roi_size=4, frozen_stages=0, untrained=True)
-    model = ModelConfig("JJ", hidden=32, heads=4, intermediate=64, max_positions=96, geometry_channels=32)
+    model = ModelConfig("JJ", hidden_size=32, num_heads=4, intermediate_size=64, max_positions=96, geometry_channels=32)
     return Recipe(
         name="killed",
         run=RUN,
@@ -124,7 +124,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
             workers=workers,
             new_shards_every=4,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=5),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=5),
         steps=STEPS,
         precision="fp32",
         vocabulary=str(root / "text" / "vocab.txt"),
@@ -184,7 +184,7 @@ def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
     for row, key in enumerate(batch.keys):
         words, regions = batch.text_mask[row], batch.region_mask[row]
         parts = [batch.tokens[row][words], batch.targets["word_asked"][row][words], next(answers)]
-        parts += [batch.boxes[row][regions], batch.region_hidden[row][regions], next(classes)]
+        parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
         picture = int(batch.picture_of[row])
         if picture >= 0:
             parts.append(batch.picture(picture))
@@ -352,13 +352,13 @@ def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
     """Epochs of a training in which a sample does not come exactly once."""
     rows = in_order(training)
     keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
-    stretches = json.loads((last_checkpoint(root) / "state.json").read_text())["data"]["snapshots"]
+    spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"]["snapshots"]
     faults = []
-    if [stretch["questions"] for stretch in stretches] != [FIRST, FIRST + MORE]:
-        faults.append(f"{root.name}: the shard that was committed on the way did not enter: {stretches}")
-    for stretch, end in zip(stretches, [*(s["consumed"] for s in stretches[1:]), len(keys)], strict=True):
-        n, everything = stretch["questions"], {scene_sample(number).key: 1 for number in range(stretch["questions"])}
-        for number, start in enumerate(range(stretch["consumed"], end - n + 1, n), stretch["epoch"]):
+    if [span["questions"] for span in spans] != [FIRST, FIRST + MORE]:
+        faults.append(f"{root.name}: the shard that was committed on the way did not enter: {spans}")
+    for span, end in zip(spans, [*(s["consumed"] for s in spans[1:]), len(keys)], strict=True):
+        n, everything = span["questions"], {scene_sample(number).key: 1 for number in range(span["questions"])}
+        for number, start in enumerate(range(span["consumed"], end - n + 1, n), span["epoch"]):
             if Counter(keys[start : start + n]) != everything:
                 faults.append(f"{root.name}: epoch {number} does not hold every sample once")
     return faults
@@ -376,7 +376,7 @@ def measured(root: Path) -> list[dict]:
 
 def last_state(root: Path) -> dict:
     """state.json of the last checkpoint, but for the hash of config.json, which names the root."""
-    found = read_state(open_objects(str(root), write=False), f"runs/{RUN}/step-{STEPS:07d}")
+    found = read_state(open_store(str(root), write=False), f"runs/{RUN}/step-{STEPS:07d}")
     del found["files"]["config.json"]
     return found
 

@@ -31,7 +31,7 @@ from PIL import Image
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, verify
 from storage.manifests import Row
-from storage.object_store import LocalObjects, ObjectMissing, Objects, open_objects
+from storage.object_store import LocalStore, ObjectMissing, ObjectStore, open_store
 from storage.sample import Regions, Sample, sample_key
 from storage.shards import read_span
 
@@ -71,7 +71,7 @@ def with_regions(sample: Sample) -> Sample:
 
 def write_all(root: str, variant: int) -> None:
     """What is not there yet: images, then the regions of them, then a snapshot of each stage."""
-    catalog = Catalog(open_objects(root), "captions")
+    catalog = Catalog(open_store(root), "captions")
     done = set(catalog.shards(STAGES[0]))
     for number in range(SHARDS):
         if f"{number:05d}" not in done:
@@ -102,16 +102,16 @@ def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, 
     os.environ.update(environment)
     tempfile.tempdir = folder
     time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
-    with watched(fate, counts):
+    with monitored(fate, counts):
         write_all(root, variant)
 
 
 @contextmanager
-def watched(fate: Fate, counts: Synchronized) -> Iterator[None]:
+def monitored(fate: Fate, counts: Synchronized) -> Iterator[None]:
     """Count the system calls of this thread and of those that it starts; end the process where its fate says so."""
     counting = threading.Lock()  # tars are put on S3 by several threads
 
-    def at_border(frame: FrameType, event: str, argument: object) -> None:
+    def at_boundary(frame: FrameType, event: str, argument: object) -> None:
         name = getattr(argument, "__name__", "")
         if event != ("c_return" if fate.after else "c_call") or name not in _CALLS:
             return
@@ -123,8 +123,8 @@ def watched(fate: Fate, counts: Synchronized) -> Iterator[None]:
             if name == fate.call and counts[place] == fate.number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.setprofile(at_border)
-    sys.setprofile(at_border)
+    threading.setprofile(at_boundary)
+    sys.setprofile(at_boundary)
     try:
         yield
     finally:
@@ -166,8 +166,8 @@ def s3_of_its_own() -> Iterator[dict[str, str]]:
 class Reader:
     """Looks at all that is visible, again and again; remembers what it saw, for nothing may go or change."""
 
-    def __init__(self, objects: Objects):
-        self.objects, self.catalog = objects, Catalog(objects, "captions")
+    def __init__(self, store: ObjectStore):
+        self.store, self.catalog = store, Catalog(store, "captions")
         self.seen: dict[tuple[str, str], str] = {}
         self.faults: list[str] = []
         self.looks = 0
@@ -183,7 +183,7 @@ class Reader:
                 except (ValueError, ObjectMissing) as error:
                     self.faults.append(f"visible, but not whole: {error}")
             prefix = f"captions/{stage}/snapshots/"
-            for info in self.objects.list(prefix):
+            for info in self.store.list(prefix):
                 try:
                     name = info.path.removeprefix(prefix).removesuffix(".parquet")
                     index = self.catalog.pinned(stage, name)
@@ -211,7 +211,7 @@ class Reader:
         if len({sample.caption.partition(", ")[2] for sample in samples}) != 1:
             raise ValueError(f"{manifest.tar} mixes the samples of several writers")
         last = ok[-1]
-        span = read_span(self.objects.get_range(manifest.tar, last["offset"], last["length"]))
+        span = read_span(self.store.get_range(manifest.tar, last["offset"], last["length"]))
         if (span.key, span.image) != (samples[-1].key, samples[-1].image):
             raise ValueError(f"{manifest.tar} has another sample at byte {last['offset']}")
         return manifest.sha256
@@ -241,7 +241,7 @@ class _Part:
 
     def __init__(self, kind: str, folder: Path, environment: dict[str, str], chance: random.Random):
         self.kind, self.folder, self.environment, self.chance = kind, folder, environment, chance
-        self.killed = self.at_border = self.roots = self.looks = self.orphans = self.halves = 0
+        self.killed = self.at_boundary = self.roots = self.looks = self.orphans = self.halves = 0
         # Processes that are forked from a small, quiet one start at once, and inherit no lock of a thread of ours.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([__name__, "boto3"])
@@ -291,11 +291,11 @@ class _Part:
                 raise RuntimeError(f"a writer that nobody killed ended with {process.exitcode}")
 
     def _one_root(self, root: str, kills: int) -> list[str]:
-        reader = Reader(open_objects(root))
+        reader = Reader(open_store(root))
         while self.killed < kills:
             alive = self._one_life(root, reader)
             reader.look()
-            reader.faults += _strangers(reader.objects)
+            reader.faults += _strangers(reader.store)
             if not alive or reader.faults:
                 break
         process, _ = self._start(root)
@@ -308,14 +308,14 @@ class _Part:
 
     def _one_life(self, root: str, reader: Reader) -> bool:
         """Start writers and kill them; whether a kill met one that was alive."""
-        processes, borders, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
+        processes, boundaries, start = [], self.chance.random() < 0.5, time.monotonic() + 0.05
         for _ in range(self.chance.randint(1, _WRITERS[self.kind])):
-            call = self.chance.choice(list(self.calls)) if borders else None  # each as often, however rare it is
+            call = self.chance.choice(list(self.calls)) if boundaries else None  # each as often, however rare it is
             processes.append(self._start(root, start, call)[0])
         delay = start - time.monotonic() + self.chance.random() * self.duration * _LIFE
         timers = []
         for process in processes:
-            if not borders:
+            if not boundaries:
                 timers.append(threading.Timer(delay * self.chance.uniform(0.9, 1), process.kill))
                 timers[-1].start()
         while any(process.is_alive() for process in processes):
@@ -329,42 +329,42 @@ class _Part:
             if process.exitcode not in (0, -signal.SIGKILL):
                 reader.faults.append(f"a writer ended with {process.exitcode}")
         self.killed += met
-        self.at_border += met if borders else 0
+        self.at_boundary += met if boundaries else 0
         return met > 0
 
     def _in_the_end(self, reader: Reader) -> list[str]:
         """Everything is there once, and `gc` leaves nothing else."""
-        objects, catalog, faults = reader.objects, reader.catalog, []
+        store, catalog, faults = reader.store, reader.catalog, []
         for stage in STAGES:
             rows = [row for table in catalog.columns(stage, ["row"]) for row in table["row"].to_pylist()]
             if rows != list(range(SHARDS * ROWS)):
                 faults.append(f"{stage} has rows {rows} in the end")
         if catalog.pending(*STAGES):
             faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
-        found = collect(objects, -60, delete=True)
+        found = collect(store, -60, delete=True)
         self.orphans += sum(line.startswith("orphan tar") for line in found)
         self.halves += sum(line.startswith("broken-off put") for line in found)
-        left = [info.path for info in objects.list()]
-        if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(objects.leftovers()):
-            faults.append(f"gc left {left} and {list(objects.leftovers())}")
-        faults += verify(Inventory(objects))
+        left = [info.path for info in store.list()]
+        if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(store.leftovers()):
+            faults.append(f"gc left {left} and {list(store.leftovers())}")
+        faults += verify(Inventory(store))
         reader.look()
         return faults
 
 
-def _strangers(objects: Objects) -> list[str]:
+def _strangers(store: ObjectStore) -> list[str]:
     """Tars that are not what their names say, and files that are neither objects nor leftovers of a put."""
     faults = []
-    for info in objects.list():
+    for info in store.list():
         try:
             if info.path.endswith(".tar"):
-                sha256 = hashlib.sha256(objects.get(info.path)).hexdigest()
+                sha256 = hashlib.sha256(store.get(info.path)).hexdigest()
                 if not info.path.endswith(f"-{sha256[:12]}.tar"):
                     faults.append(f"{info.path} is torn: its sha256 is {sha256[:12]}...")
         except ObjectMissing:
             continue
-    if isinstance(objects, LocalObjects):
-        known = {objects.where(info.path) for info in objects.list()} | {one.name for one in objects.leftovers()}
-        files = (str(file) for file in Path(objects.where()).rglob("*") if file.is_file())
+    if isinstance(store, LocalStore):
+        known = {store.where(info.path) for info in store.list()} | {one.name for one in store.leftovers()}
+        files = (str(file) for file in Path(store.where()).rglob("*") if file.is_file())
         faults += [f"{file} is neither an object nor what a put leaves" for file in files if file not in known]
     return faults

@@ -32,7 +32,7 @@ from PIL import Image
 
 from storage.catalog import Catalog
 from storage.manifests import Header, Row
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import Regions, Sample, from_members, sample_key
@@ -42,7 +42,7 @@ from training.distributed import World
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus
 from vlbert.data.images import view
-from vlbert.data.loading import CAPTIONS, TEXT, Stretch, TrainingData, drawn, generator
+from vlbert.data.loading import CAPTIONS, TEXT, SnapshotSpan, TrainingData, drawn, generator
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
@@ -79,7 +79,7 @@ def drawn_jpeg(number: int) -> bytes:
     return stream.getvalue()
 
 
-def commit_drawn(objects: Objects, samples: int, per_shard: int) -> int:
+def commit_drawn(store: ObjectStore, samples: int, per_shard: int) -> int:
     """Commit so many samples; bytes of a JPEG, on average."""
     jpegs = [drawn_jpeg(number) for number in range(min(samples, 64))]
 
@@ -109,14 +109,14 @@ def commit_drawn(objects: Objects, samples: int, per_shard: int) -> int:
     for shard, start in enumerate(range(0, samples, per_shard)):
         part = [drawn(number) for number in range(start, min(start + per_shard, samples))]
         rows = [Row(start + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(part)]
-        Catalog(objects, "captions").commit(STAGE, f"{shard:05d}", part, rows, {"untrained": False})
+        Catalog(store, "captions").commit(STAGE, f"{shard:05d}", part, rows, {"untrained": False})
     return sum(map(len, jpegs)) // len(jpegs)
 
 
-def opened(objects: Objects) -> ShardSamples:
+def opened(store: ObjectStore) -> ShardSamples:
     """All that commit_drawn committed."""
-    catalog = Catalog(objects, "captions")
-    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id))
+    catalog = Catalog(store, "captions")
+    return ShardSamples(store, catalog.pinned(STAGE, catalog.pin(STAGE).id))
 
 
 def rates(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
@@ -132,7 +132,7 @@ def rates(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, fl
 
 def read_speed(samples: ShardSamples, rounds: int) -> list[Line]:
     """Random reads through the index beside webdataset's reader, which reads from the first sample to the last."""
-    tars = [str(samples.objects.local_path(tar)) for tar in samples.index.tars]
+    tars = [str(samples.store.local_path(tar)) for tar in samples.index.tars]
     index, epochs = samples.index, itertools.count()
 
     def order() -> list[int]:
@@ -216,7 +216,7 @@ def order_speed(n: int, rounds: int) -> list[Line]:
     for chunk in (1, 8):
         whole = [timed(lambda: shuffled(np.arange(n), 0, CAPTIONS, 3, n, chunk)) for _ in range(rounds)]  # noqa: B023
         starts = rng.integers(0, 40 * n, 200).tolist()
-        seeks = [timed(lambda: drawn([Stretch(0, 0, n, "")], start, 256, 0, chunk)) for start in starts]  # noqa: B023
+        seeks = [timed(lambda: drawn([SnapshotSpan(0, 0, n, "")], start, 256, 0, chunk)) for start in starts]  # noqa: B023
         bars = (1, 5) if chunk == 1 else (None, None)
         lines.append(Line(f"order of {n:,} samples, chunks of {chunk}", statistics.median(whole), "s", bars[0], False))
         median = statistics.median(seeks) * 1000
@@ -224,7 +224,7 @@ def order_speed(n: int, rounds: int) -> list[Line]:
     return lines
 
 
-def pin_made_up(objects: Objects, n: int, per_shard: int = 2000) -> str:
+def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
     """Pin a snapshot of n samples that are not there; its id."""
 
     def shards() -> Sequence[tuple[Header, pa.Table]]:
@@ -249,7 +249,7 @@ def pin_made_up(objects: Objects, n: int, per_shard: int = 2000) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "snapshot.parquet"
         snapshot = write_snapshot(file, STAGE, shards())
-        objects.put(f"made-up/{STAGE}/snapshots/{snapshot.id}.parquet", file)
+        store.put(f"made-up/{STAGE}/snapshots/{snapshot.id}.parquet", file)
     return snapshot.id
 
 
@@ -271,7 +271,7 @@ def walk_index(index: ShardIndex, answers: multiprocessing.SimpleQueue) -> None:
 
 def index_memory(root: str, snapshot: str, workers: int, answers: multiprocessing.SimpleQueue) -> None:
     """In a process of its own: what an index takes in it, and in workers forked from it."""
-    catalog = Catalog(open_objects(root), "made-up")
+    catalog = Catalog(open_store(root), "made-up")
     catalog.shards(STAGE)  # what is imported on the way
     before = memory("Pss")
     index = catalog.pinned(STAGE, snapshot)
@@ -291,7 +291,7 @@ def index_memory(root: str, snapshot: str, workers: int, answers: multiprocessin
 
 def index_size(n: int) -> list[Line]:
     with tempfile.TemporaryDirectory() as root:
-        snapshot = pin_made_up(open_objects(root), n)
+        snapshot = pin_made_up(open_store(root), n)
         context = multiprocessing.get_context("spawn")
         answers = context.SimpleQueue()
         process = context.Process(target=index_memory, args=(root, snapshot, 2, answers))
@@ -342,15 +342,15 @@ def text_speed(folder: Path, vocabulary: Vocabulary, tokens: int, rounds: int) -
 class Counted:
     """Objects that count their range requests."""
 
-    def __init__(self, objects: Objects):
-        self._objects, self.requests = objects, 0
+    def __init__(self, store: ObjectStore):
+        self._store, self.requests = store, 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._objects, name)
+        return getattr(self._store, name)
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
         self.requests += 1
-        return self._objects.get_range(path, offset, length)
+        return self._store.get_range(path, offset, length)
 
 
 def bucket_requests(samples: int) -> list[Line]:
@@ -369,17 +369,17 @@ def bucket_requests(samples: int) -> list[Line]:
         os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
         os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
         boto3.session.Session().client("s3").create_bucket(Bucket="loader")
-        objects = Counted(open_objects("s3://loader/root"))
-        commit_drawn(objects, samples, samples)
-        bucket = opened(objects)
+        store = Counted(open_store("s3://loader/root"))
+        commit_drawn(store, samples, samples)
+        bucket = opened(store)
         for chunk in (1, 8):
-            objects.requests, start = 0, time.perf_counter()
+            store.requests, start = 0, time.perf_counter()
             for step in range(0, samples - 63, 64):
-                numbers = [number for _, _, number in drawn([Stretch(0, 0, samples, "")], step, 64, 0, chunk)]
+                numbers = [number for _, _, number in drawn([SnapshotSpan(0, 0, samples, "")], step, 64, 0, chunk)]
                 assert all(isinstance(sample, Sample) for sample in bucket.samples(numbers))
             read = samples // 64 * 64
             lines += [
-                Line(f"S3, chunks of {chunk}", objects.requests / read, "requests/sample"),
+                Line(f"S3, chunks of {chunk}", store.requests / read, "requests/sample"),
                 Line("  beside the server, on one machine", read / (time.perf_counter() - start), "samples/s"),
             ]
     finally:
@@ -389,9 +389,9 @@ def bucket_requests(samples: int) -> list[Line]:
 
 def measured(options: argparse.Namespace) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        objects = open_objects(f"{folder}/root")
-        size = commit_drawn(objects, options.samples, options.per_shard)
-        samples = opened(objects)
+        store = open_store(f"{folder}/root")
+        size = commit_drawn(store, options.samples, options.per_shard)
+        samples = opened(store)
         print(f"{len(samples):,} samples in {len(samples.index.tars)} shards, JPEGs of {size:,} bytes\n", flush=True)
         letters = sorted({letter for word in WORDS for letter in word})
         vocabulary = Vocabulary(

@@ -35,7 +35,7 @@ from flows.supervisor import ChildFailed, run_child
 
 if TYPE_CHECKING:
     from flows.artifacts import Live
-    from flows.pipeline import Road
+    from flows.pipeline import PipelineResult
     from vlbert.config import Recipe
 
 SHARDS = 331  # of Conceptual Captions: 3.3 million rows, 10,000 a shard
@@ -208,10 +208,10 @@ def stages_of(ask: "Server") -> tuple[list[Stage], float]:
     """What each stage of the only road took, and the seconds from asking for it to the first of them."""
     flows = {flow["id"]: flow["name"] for flow in ask.all("flows")}
     runs = ask.all("flow_runs")
-    road = next(run for run in runs if flows[run["flow_id"]] == "pretrain-vlbert")
-    if road["state_type"] != "COMPLETED":
-        raise RuntimeError(f"the road is {road['state_name']}: {road['state']['message']}")
-    result: Road = _result(road["id"])
+    pipeline = next(run for run in runs if flows[run["flow_id"]] == "pretrain-vlbert")
+    if pipeline["state_type"] != "COMPLETED":
+        raise RuntimeError(f"the pipeline is {pipeline['state_name']}: {pipeline['state']['message']}")
+    result: PipelineResult = _result(pipeline["id"])
     collects = [run["id"] for run in runs if flows[run["flow_id"]] == "collect-captions"]
     work = {
         # Not what its result says, which is the time between the tasks, too.
@@ -227,10 +227,10 @@ def stages_of(ask: "Server") -> tuple[list[Stage], float]:
         seconds = sum(run["total_run_time"] for run in ours)
         stages.append(Stage(name, len(ours), tasks + len(ours), seconds, work[name]))
     first = min(_seconds(run["start_time"]) for run in runs if run["parent_task_run_id"])
-    return stages, first - _seconds(road["created"])
+    return stages, first - _seconds(pipeline["created"])
 
 
-def _result(run: str) -> "Road":
+def _result(run: str) -> "PipelineResult":
     from prefect.client.orchestration import get_client  # here, because Prefect reads its settings when it is imported
 
     with get_client(sync_client=True) as client:
@@ -410,7 +410,7 @@ def moments(live: "Live", lines: Sequence[float]) -> list[float]:
 def picture_after(recipe: "Recipe", share: float) -> str:
     """What flows.curves draws after so much of a run; its numbers fall, with noise."""
     from flows.curves import curves
-    from storage.object_store import open_objects
+    from storage.object_store import open_store
 
     rng, steps = np.random.default_rng(0), int(share * recipe.steps)
     lines = [
@@ -422,9 +422,9 @@ def picture_after(recipe: "Recipe", share: float) -> str:
         for step in range(every, max(steps, every) + 1, every)
     ]
     with tempfile.TemporaryDirectory() as root:
-        objects = open_objects(root)
-        objects.put("runs/long/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-        return curves(objects, "long")
+        store = open_store(root)
+        store.put("runs/long/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        return curves(store, "long")
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlbert.convert import Published, skeleton, understand
-from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
 from vlbert.tasks.base import Task
@@ -200,12 +200,12 @@ def _refuse_switches(case: Case) -> None:
 def _told(case: Case, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Switches that the tensors tell too: those that the model of the case reads, for others may say anything."""
     network, model, task = case.network, what.model, what.task
-    looks = model.visual_channels or model.hidden
+    looks = model.visual_embedding_size or model.hidden_size
     told = {
         "IMAGE_FEAT_PRECOMPUTED": model.regions.features == "precomputed",
         "IMAGE_FINAL_DIM": looks,
-        "VLBERT.hidden_size": model.hidden,
-        "VLBERT.intermediate_size": model.intermediate,
+        "VLBERT.hidden_size": model.hidden_size,
+        "VLBERT.intermediate_size": model.intermediate_size,
         "VLBERT.max_position_embeddings": model.max_positions,
         "VLBERT.num_hidden_layers": len(model.layers),
         "VLBERT.visual_ln": model.visual_norm == "layer_norm",
@@ -245,7 +245,7 @@ def vocabulary(size: int) -> Vocabulary:
     return Vocabulary([special.get(i, f"[unused{i}]") for i in range(size)])
 
 
-def pictures(case: Case, valid: Tensor) -> list[Picture]:
+def pictures(case: Case, valid: Tensor) -> list[ImageInput]:
     """The pictures of a case without what is asked; valid is bool [B, R], a prefix of each row."""
     boxes, info = case.tensor("in/boxes"), case.tensor("in/im_info")
     made = []
@@ -253,9 +253,9 @@ def pictures(case: Case, valid: Tensor) -> list[Picture]:
         inside = boxes[row][keep]
         width, height = (int(side) for side in info[row, :2])
         made.append(
-            Picture(
+            ImageInput(
                 boxes=inside[:, :4].numpy(),
-                hidden=np.zeros(len(inside), bool),
+                masked=np.zeros(len(inside), bool),
                 size=(width, height),
                 pixels=stored_pixels(case, row, height, width) if "in/image" in case.arrays else None,
                 features=inside[:, 4:].numpy() if "in/image" not in case.arrays else None,
@@ -289,7 +289,7 @@ def pretraining_batch(case: Case, task: Pretraining) -> Batch:
         keep, asked = valid[row], region_asked[row]
         picture = dataclasses.replace(
             picture,
-            hidden=(case.tensor("in/mvrc_ops")[row][keep] == 1).numpy(),
+            masked=(case.tensor("in/mvrc_ops")[row][keep] == 1).numpy(),
             targets={"region_asked": asked[keep].numpy()},
             asked={"region_classes": soft[row][asked].numpy()},
         )
@@ -305,12 +305,12 @@ def pretraining_batch(case: Case, task: Pretraining) -> Batch:
     return collate(examples)
 
 
-def _words(tokens: Tensor, answers: Tensor) -> Words:
+def _words(tokens: Tensor, answers: Tensor) -> TextInput:
     """A row of text ids, 0 behind its end, and what is asked at each, -1 where nothing is."""
     count = int((tokens > 0).sum())
     tokens, answers = tokens[:count].numpy(), answers[:count].numpy()
     zeros, asked = np.zeros(count, np.int64), answers >= 0
-    return Words(tokens, zeros, zeros, targets={"word_asked": asked}, asked={"words": answers[asked]})
+    return TextInput(tokens, zeros, zeros, targets={"word_asked": asked}, asked={"words": answers[asked]})
 
 
 def vqa_batch(case: Case, task: VQA) -> Batch:

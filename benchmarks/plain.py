@@ -24,8 +24,13 @@ from vlbert.tasks.base import TaskModel
 LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them
 
 NOT_ASKED = -100  # as a target
-_AS_PUBLISHED = {"visual_norm": "layer_norm", "special_tokens": "own", "hidden_region_token": True, "end_look": False}
-_AS_PUBLISHED |= {"visual_channels": None, "visual_activation": "relu", "visual_dropout": True}
+_AS_PUBLISHED = {
+    "visual_norm": "layer_norm",
+    "special_tokens": "own",
+    "masked_region_token": True,
+    "end_visual_embedding": False,
+}
+_AS_PUBLISHED |= {"visual_embedding_size": None, "visual_activation": "relu", "visual_dropout": True}
 _AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
 
 
@@ -33,7 +38,7 @@ _AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
 class PlainBatch:
     """Padded examples, a row each; P rows come first that have a picture.
 
-    tokens, segments, looks_at, word_targets   int64 [N, T]    targets NOT_ASKED where nothing is asked
+    tokens, segments, token_region, word_targets   int64 [N, T]    targets NOT_ASKED where nothing is asked
     text_mask                                  bool [N, T]
     pixels                                     float [P, 3, H, W]  BGR, normalised, hidden regions blank
     boxes, region_mask, hidden                 float [P, R, 4], bool [P, R] twice
@@ -44,13 +49,13 @@ class PlainBatch:
 
     tokens: Tensor
     segments: Tensor
-    looks_at: Tensor
+    token_region: Tensor
     word_targets: Tensor
     text_mask: Tensor
     pixels: Tensor
     boxes: Tensor
     region_mask: Tensor
-    hidden: Tensor
+    masked: Tensor
     sizes: Tensor
     features: Tensor
     region_targets: Tensor
@@ -72,13 +77,13 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
     batch = PlainBatch(
         tokens=torch.zeros(n, t, dtype=torch.int64),
         segments=torch.zeros(n, t, dtype=torch.int64),
-        looks_at=torch.zeros(n, t, dtype=torch.int64),
+        token_region=torch.zeros(n, t, dtype=torch.int64),
         word_targets=torch.full((n, t), NOT_ASKED),
         text_mask=torch.zeros(n, t, dtype=torch.bool),
         pixels=torch.zeros(p, 3, height, width),
         boxes=torch.zeros(p, r, 4),
         region_mask=torch.zeros(p, r, dtype=torch.bool),
-        hidden=torch.zeros(p, r, dtype=torch.bool),
+        masked=torch.zeros(p, r, dtype=torch.bool),
         sizes=torch.tensor([picture.size for picture in pictures], dtype=torch.float32).view(-1, 2),
         features=torch.zeros(p, r, config.regions.channels),
         region_targets=torch.zeros(p, r, classes),
@@ -87,13 +92,13 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
         length = len(words.tokens)
         for tensor, values in ((batch.tokens, words.tokens), (batch.segments, words.segments)):
             tensor[row, :length] = torch.from_numpy(values)
-        batch.looks_at[row, :length] = torch.from_numpy(words.looks_at)
+        batch.token_region[row, :length] = torch.from_numpy(words.token_region)
         batch.text_mask[row, :length] = True
         batch.word_targets[row, :length][words.targets["word_asked"]] = torch.from_numpy(words.asked["words"])
     for row, picture in enumerate(pictures):
         count = len(picture.boxes)
         batch.boxes[row, :count] = torch.from_numpy(picture.boxes)
-        batch.hidden[row, :count] = torch.from_numpy(picture.hidden)
+        batch.masked[row, :count] = torch.from_numpy(picture.masked)
         batch.region_mask[row, :count] = True
         asked = torch.from_numpy(picture.asked["region_classes"])
         batch.region_targets[row, :count][picture.targets["region_asked"]] = asked
@@ -102,7 +107,7 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
         if picture.pixels is not None:
             mean = torch.tensor(config.regions.pixel_mean).view(3, 1, 1)
             pixels = (picture.pixels.flip(0).float() - mean) / config.regions.pixel_std
-            hides = [*picture.boxes[picture.hidden], *(() if picture.covered is None else picture.covered)]
+            hides = [*picture.boxes[picture.masked], *(() if picture.covered is None else picture.covered)]
             for x1, y1, x2, y2 in (box.astype(int) for box in hides):
                 pixels[:, y1 : y2 + 1, x1 : x2 + 1] = 0
             batch.pixels[row, :, : pixels.shape[1], : pixels.shape[2]] = pixels
@@ -121,7 +126,7 @@ class PlainPretraining:
         regions = self.config.regions
         others = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
         others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
-        others += [] if regions.hidden_pixels == "mean" else ["regions.hidden_pixels"]
+        others += [] if regions.masked_pixels == "mean" else ["regions.masked_pixels"]
         others += [] if regions.features == "precomputed" or regions.hide == "pixels" else ["regions.hide"]
         others += [] if model.task.settings.losses_over == "questions" else ["losses_over"]
         if others:
@@ -202,25 +207,25 @@ class PlainPretraining:
         table = {name: self.weights[f"vlbert.embedding.{name}.weight"] for name in ("words", "positions", "segments")}
         one = {
             name: self.weights[f"vlbert.embedding.{name}.weight"][0]
-            for name in ("region_token", "hidden_region_token", "end_token", "look_without_picture")
+            for name in ("region_token", "masked_region_token", "end_token", "no_image_embedding")
         }
         if self.config.regions.features == "precomputed":
-            blank = self.weights["vlbert.embedding.hidden_appearance.weight"][0]
-            appearance = torch.where(batch.hidden[:, :, None], blank, appearance)
+            blank = self.weights["vlbert.embedding.masked_appearance.weight"][0]
+            appearance = torch.where(batch.masked[:, :, None], blank, appearance)
         looks = self._dropout(torch.cat([self._geometry(batch), appearance], dim=2))
         looks = self._linear("vlbert.embedding.visual", looks).relu()  # (P, R, C)
         (n, t), (p, r) = batch.tokens.shape, batch.region_mask.shape
         lengths, regions = batch.text_mask.sum(dim=1), F.pad(batch.region_mask.sum(dim=1), (0, n - p))
         of_words = torch.cat(
             [
-                looks[torch.arange(p, device=looks.device)[:, None], batch.looks_at[:p]],
-                one["look_without_picture"].expand(n - p, t, -1),
+                looks[torch.arange(p, device=looks.device)[:, None], batch.token_region[:p]],
+                one["no_image_embedding"].expand(n - p, t, -1),
             ]
         )
-        words = table["words"][batch.tokens] + self._norm("vlbert.embedding.look_of_words.norm", of_words)
+        words = table["words"][batch.tokens] + self._norm("vlbert.embedding.text_visual.norm", of_words)
         words = words + table["positions"][:t] + table["segments"][batch.segments]
-        tokens = torch.where(batch.hidden[:, :, None], one["hidden_region_token"], one["region_token"])
-        boxes = tokens + self._norm("vlbert.embedding.look_of_regions.norm", looks)
+        tokens = torch.where(batch.masked[:, :, None], one["masked_region_token"], one["region_token"])
+        boxes = tokens + self._norm("vlbert.embedding.region_visual.norm", looks)
         boxes = boxes + table["positions"][lengths[:p]][:, None] + table["segments"][2]
         ends = one["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
 
@@ -240,10 +245,10 @@ class PlainPretraining:
     def _layer(self, name: str, x: Tensor, mask: Tensor) -> Tensor:
         n, s, c = x.shape
         query, key, value = (
-            self._linear(f"{name}.{part}", x).view(n, s, self.config.heads, -1).transpose(1, 2)
+            self._linear(f"{name}.{part}", x).view(n, s, self.config.num_heads, -1).transpose(1, 2)
             for part in ("query", "key", "value")
         )
-        scores = query @ key.transpose(2, 3) / (c / self.config.heads) ** 0.5  # (N, heads, S, S)
+        scores = query @ key.transpose(2, 3) / (c / self.config.num_heads) ** 0.5  # (N, heads, S, S)
         scores = scores - 10_000.0 * (~mask)[:, None, None, :]
         attended = (self._dropout(scores.softmax(dim=3)) @ value).transpose(1, 2).reshape(n, s, c)
         attended = self._dropout(self._linear(f"{name}.attention_output", attended))

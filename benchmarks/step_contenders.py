@@ -50,7 +50,7 @@ class Fast:
             return self.model(batch)
 
     def update(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip or torch.inf)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm or torch.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -96,7 +96,7 @@ class Plain:
                 for part in parts:
                     (total(self.plain(part.to(self.world.device))) / len(parts)).backward()
                 if learn:
-                    clip = self.recipe.optimizer.clip or torch.inf
+                    clip = self.recipe.optimizer.max_grad_norm or torch.inf
                     torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
                     self.optimizer.step()
                     self.optimizer.zero_grad(set_to_none=True)

@@ -126,13 +126,13 @@ def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: 
             forward, backward = _res5_flops(resnet, config.regions.roi_size, frozen, map_learns)
             count = len(picture.boxes)
             flops.update({"res5": forward * count, "res5, backward": backward * count})
-    c, regions = config.hidden, sum(len(picture.boxes) for picture in pictures)
-    looks = config.visual_channels or c
+    c, regions = config.hidden_size, sum(len(picture.boxes) for picture in pictures)
+    looks = config.visual_embedding_size or c
     flops["embedding"] += 2 * regions * (config.geometry_channels + config.regions.channels) * looks
     for example in examples:
         for words in example.texts:
             length = len(words.tokens) + (0 if example.picture is None else len(example.picture.boxes)) + 1
-            layer = 2 * length * (4 * c * c + 2 * c * config.intermediate) + 2 * 2 * length**2 * c
+            layer = 2 * length * (4 * c * c + 2 * c * config.intermediate_size) + 2 * 2 * length**2 * c
             flops["encoder"] += layer * len(config.layers)
             flops["heads"] += 2 * len(words.asked["words"]) * (c * c + c * config.word_rows(vocabulary))
     asked = sum(len(picture.asked["region_classes"]) for picture in pictures)

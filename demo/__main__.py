@@ -46,7 +46,7 @@ from flows.supervisor import ChildFailed, run_child
 from storage.download import DownloadSettings
 
 if TYPE_CHECKING:
-    from flows.pipeline import Road
+    from flows.pipeline import PipelineResult
     from flows.train_detector import TrainedDetector
 
 ROAD, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
@@ -114,26 +114,30 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         for number in range(SEEDS if full else 1)
     ]
     write_deployments(deployments, told[0])
-    trained, roads = None, []
+    trained, pipelines = None, []
     with WorldServer(world.root):
         drawn, own = time.monotonic() - started, own_peak()
         say("starting a Prefect server and a worker")
         with serving(home, free_port(0), deployments, query_seconds=2.0):
             if full:
                 trained = walk(home / "worker.log", TRAIN_DETECTOR)
-            roads = [
+            pipelines = [
                 walk(home / "worker.log", ROAD, {name: each[name] for name in ("pretraining", "finetunings")})
                 for each in told
             ]
     walked = time.monotonic() - started - drawn
-    working = stages_of(roads, trained)
+    working = stages_of(pipelines, trained)
     stages = [
         Stage("draw and serve", drawn, own),
         # What Prefect itself took: server, deployments and worker, and of the roads all that no stage worked.
-        Stage("server", walked - sum(stage.seconds for stage in working), max(road.peak_bytes for road in roads)),
+        Stage(
+            "server",
+            walked - sum(stage.seconds for stage in working),
+            max(pipeline.peak_bytes for pipeline in pipelines),
+        ),
         *working,
     ]
-    runs = [runs_of(road) for road in roads]
+    runs = [runs_of(pipeline) for pipeline in pipelines]
     if full:
         before = time.monotonic()
         evaluated = [evaluate_vcr(root, each, start) for each in runs for start in STARTS]
@@ -147,28 +151,28 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
     print(table(stages, FULL_BUDGET if full else BUDGET))
-    print(places(root, report, roads))
-    failed = gates(roads, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
+    print(places(root, report, pipelines))
+    failed = gates(pipelines, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
 
 
-def stages_of(roads: "Sequence[Road]", trained: "TrainedDetector | None") -> list[Stage]:
+def stages_of(pipelines: "Sequence[PipelineResult]", trained: "TrainedDetector | None") -> list[Stage]:
     """What the stages of all roads took together; what a later road finds done takes it next to nothing."""
     stages = [of_children("train detector", [trained])] if trained else []
-    collected = [one for road in roads for one in road.collected]
+    collected = [one for pipeline in pipelines for one in pipeline.collected]
     return [
         *stages,
-        Stage("download", sum(one.seconds for one in collected), max(road.peak_bytes for road in roads)),
-        of_children("detect", [one for road in roads for one in road.detected.values()]),
-        of_children("pre-train", [road.pretrained for road in roads]),
-        of_children("fine-tune", [one for road in roads for one in road.finetuned]),
+        Stage("download", sum(one.seconds for one in collected), max(pipeline.peak_bytes for pipeline in pipelines)),
+        of_children("detect", [one for pipeline in pipelines for one in pipeline.detected.values()]),
+        of_children("pre-train", [pipeline.pretrained for pipeline in pipelines]),
+        of_children("fine-tune", [one for pipeline in pipelines for one in pipeline.finetuned]),
     ]
 
 
-def runs_of(road: "Road") -> dict[str, str]:
+def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
     """Role -> name of the run: that with the seed behind it, where there are several."""
-    return {"pretrain": road.pretrained.run} | {role_of(one.run): one.run for one in road.finetuned}
+    return {"pretrain": pipeline.pretrained.run} | {role_of(one.run): one.run for one in pipeline.finetuned}
 
 
 def role_of(run: str) -> str:
@@ -226,7 +230,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-def walk(log: Path, deployment: str, parameters: dict | None = None) -> "Road | TrainedDetector":
+def walk(log: Path, deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
     """Run a deployment to its end, as a user would, with these of its parameters set anew; what it came to."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
@@ -316,7 +320,7 @@ def flow_parameters(
         text=(str(world.text),),
         vocabulary_size=500,
         vocabulary_captions=(str(world.train_tsv),),
-        watched_words=tuple(world.words_of_the_picture),
+        monitored_words=tuple(world.words_of_the_picture),
         overrides=overrides,
         processes=machine,
     )
@@ -397,20 +401,22 @@ def table(stages: Sequence[Stage], budget: dict[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def places(root: Path, report: Path, roads: "Sequence[Road]") -> str:
-    checkpoints = [trained.checkpoint for road in roads for trained in (road.pretrained, *road.finetuned)]
+def places(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> str:
+    checkpoints = [
+        trained.checkpoint for pipeline in pipelines for trained in (pipeline.pretrained, *pipeline.finetuned)
+    ]
     rows = [
         ("report", str(report)),
-        ("shards", ", ".join(f"{root / collected.dataset}" for collected in roads[0].collected)),
+        ("shards", ", ".join(f"{root / collected.dataset}" for collected in pipelines[0].collected)),
         ("checkpoints", ", ".join(checkpoints)),
         ("flow UI", again("ui", root)),
     ]
     return "\n".join(f"{name:<12} {where}" for name, where in rows) + "\n"
 
 
-def gates(roads: "Sequence[Road]", map50: float, least_map: float) -> list[str]:
+def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
     """What detector and models (means over the roads) should have learned and did not, one line each."""
-    measured = [numbers_of(road) for road in roads]
+    measured = [numbers_of(pipeline) for pipeline in pipelines]
     mean = {name: sum(numbers[name] for numbers in measured) / len(measured) for name in measured[0]}
     trials = [trial for trial in TRIALS if run_of(trial, "with") in mean]
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
@@ -440,10 +446,10 @@ def gates(roads: "Sequence[Road]", map50: float, least_map: float) -> list[str]:
     return [f"GATE FAILED: {message}" for passed, message in checks if not passed]
 
 
-def numbers_of(road: "Road") -> dict[str, float]:
+def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
     """What the gates look at: grounding, by role what its trial is measured by, and by trial what chance gets."""
-    numbers = {"grounding": road.pretrained.metrics["watched_accuracy_grounding"]}
-    for one in road.finetuned:
+    numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding"]}
+    for one in pipeline.finetuned:
         role = role_of(one.run)
         trial, _ = ROLES[role]
         numbers |= {role: one.metrics[TRIALS[trial].metric], trial: one.metrics["chance"]}

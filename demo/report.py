@@ -27,7 +27,7 @@ from demo.trials import ROLES as FINE_TUNINGS
 from demo.world import World, read_world
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.runs import CONFIG, checkpoints, open_folder
 from storage.sample import Sample
 from training.log import read_metrics
@@ -124,11 +124,11 @@ def write_page(
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "cut": cut, "size": size_words, "whole": "{:,}".format}
-    objects = open_objects(str(root), write=False)
+    store = open_store(str(root), write=False)
     shown = [trial for trial in TRIALS if any(run_of(trial, start) in runs for start in STARTS)] or OF_DEMO
     named = ["pretrain", *(run_of(trial, start) for trial in shown for start in STARTS)]
-    read = {role: part(read_run, objects, runs, role) for role in named}
-    tables = {dataset: part(statuses, objects, dataset) for dataset in DATASETS}
+    read = {role: part(read_run, store, runs, role) for role in named}
+    tables = {dataset: part(statuses, store, dataset) for dataset in DATASETS}
     page = environment.get_template("report.html.j2").render(
         world=world.settings,
         tables=tables,
@@ -136,14 +136,14 @@ def write_page(
         datasets_are=DATASETS_ARE,
         detector=part(measured_detector, root),
         grounding=part(grounding, read["pretrain"]),
-        trials=[about_trial(objects, trial, read) for trial in shown],
+        trials=[about_trial(store, trial, read) for trial in shown],
         starts=STARTS_ARE,
-        seeds=part(seeds, objects, shown, [runs, *others]) if others else None,
+        seeds=part(seeds, store, shown, [runs, *others]) if others else None,
         seeds_columns=[(trial, *(run_of(trial, start) for start in STARTS)) for trial in shown],
         joint=part(joint, root, [runs, *others]) if "vcr-answers" in shown else None,
-        scenes=part(held_out_scenes, objects, world, read),
+        scenes=part(held_out_scenes, store, world, read),
         losses=part(loss_chart, read["pretrain"]),
-        watched=part(grounding_chart, read["pretrain"]),
+        monitored=part(grounding_chart, read["pretrain"]),
         seconds=part(seconds, timings),
         places=places(root, world, runs),
         root=shlex.quote(str(root)),
@@ -170,27 +170,27 @@ def _content(of: Part) -> Any:
 # --- what the files say -----------------------------------------------------------------------------------------------
 
 
-def read_run(objects: Objects, runs: dict[str, str], role: str) -> Run:
+def read_run(store: ObjectStore, runs: dict[str, str], role: str) -> Run:
     if role not in runs:
         raise NotThereYet(f"no run is named for {ROLES[role]}")
     name = runs[role]
-    training, validations = (read_metrics(objects, name, kind) for kind in ("training", "validation"))
+    training, validations = (read_metrics(store, name, kind) for kind in ("training", "validation"))
     if not training and not validations:
         raise NotThereYet(f"run {name} ({ROLES[role]}) has written no metrics")
     predictions, path = [], f"runs/{name}/predictions.jsonl"
-    if objects.exists(path):
-        predictions = [json.loads(line) for line in objects.get(path).decode().splitlines()]
-    steps, stage, saved = None, None, checkpoints(objects, name)
+    if store.exists(path):
+        predictions = [json.loads(line) for line in store.get(path).decode().splitlines()]
+    steps, stage, saved = None, None, checkpoints(store, name)
     if saved:
-        folder = open_folder(objects, saved[-1])
+        folder = open_folder(store, saved[-1])
         steps = folder.json(CONFIG)["recipe"]["steps"]
         stage = (folder.state["held_out"] or {}).get("stage")
     return Run(name, training, validations, predictions, steps, stage)
 
 
-def statuses(objects: Objects, dataset: str) -> dict:
+def statuses(store: ObjectStore, dataset: str) -> dict:
     """Of a dataset's images: how many rows, how many stored, and by status the count and the first row."""
-    catalog, found = Catalog(objects, dataset), {}
+    catalog, found = Catalog(store, dataset), {}
     for shard in catalog.shards("images"):
         table = catalog.manifest("images", shard).table.select(["status", "detail", "url"])
         for row in table.to_pylist():
@@ -206,17 +206,17 @@ def statuses(objects: Objects, dataset: str) -> dict:
 def grounding(run: Run) -> dict:
     """Accuracies at masked words and regions, with the right picture and with another's; and how many were asked."""
     rows = []
-    for name, what in (("watched", "colour and shape words"), ("words", "all words"), ("regions", "hidden regions")):
+    for name, what in (("monitored", "colour and shape words"), ("words", "all words"), ("regions", "hidden regions")):
         metric = f"{name}_accuracy"
         if metric in run.last and f"{metric}_shuffled" in run.last:
             asked = sum(row.get(name, 0) for row in run.predictions)
             rows.append({"what": what, "right": run.last[metric], "other": run.last[f"{metric}_shuffled"], "n": asked})
-    if not rows or "watched_accuracy" not in run.last:
-        raise NotThereYet(f"run {run.name} did not report colour and shape words (task.watched_words)")
+    if not rows or "monitored_accuracy" not in run.last:
+        raise NotThereYet(f"run {run.name} did not report colour and shape words (task.monitored_words)")
     return {"rows": rows, "random": RANDOM_GUESS, "progress": run.progress}
 
 
-def about_trial(objects: Objects, trial: str, read: dict[str, Part]) -> dict:
+def about_trial(store: ObjectStore, trial: str, read: dict[str, Part]) -> dict:
     """All that the page shows of one task, trained with and without pre-training."""
     about, runs = TRIALS[trial], {start: read[run_of(trial, start)] for start in STARTS}
     return {
@@ -227,7 +227,7 @@ def about_trial(objects: Objects, trial: str, read: dict[str, Part]) -> dict:
         "paper": task_of(RECIPES[about.recipe]().task).paper,
         "losses": part(fine_tuning_chart, trial, runs, "training", about.loss),
         "accuracies": part(fine_tuning_chart, trial, runs, "validation", about.metric),
-        "examples": part(examples, objects, about.row_id, runs),
+        "examples": part(examples, store, about.row_id, runs),
     }
 
 
@@ -256,14 +256,14 @@ def kinds(runs: dict[str, Part], metric: str) -> list[dict]:
     ]
 
 
-def seeds(objects: Objects, trials: Sequence[str], runs: Sequence[dict[str, str]]) -> list[dict]:
+def seeds(store: ObjectStore, trials: Sequence[str], runs: Sequence[dict[str, str]]) -> list[dict]:
     """The numbers of the same runs with several seeds, and at the end their means."""
     rows = []
     for each in runs:
-        words = grounding(read_run(objects, each, "pretrain"))["rows"][0]
+        words = grounding(read_run(store, each, "pretrain"))["rows"][0]
         rows.append({"run": each["pretrain"], "grounding": words["right"] - words["other"]})
         for trial in trials:
-            of = {start: read_run(objects, each, run_of(trial, start)).last for start in STARTS}
+            of = {start: read_run(store, each, run_of(trial, start)).last for start in STARTS}
             rows[-1] |= {run_of(trial, start): last[TRIALS[trial].metric] for start, last in of.items()}
             rows[-1][trial] = of["with"]["chance"]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if name != "run"}
@@ -334,9 +334,9 @@ def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
 # --- scenes and examples ----------------------------------------------------------------------------------------------
 
 
-def held_out_scenes(objects: Objects, world: World, read: dict[str, Part]) -> dict:
+def held_out_scenes(store: ObjectStore, world: World, read: dict[str, Part]) -> dict:
     """The first held-out scenes with their regions drawn on, beside the truth where a network found these."""
-    catalog, stage = Catalog(objects, HELD_OUT), stage_of(objects, HELD_OUT, read["pretrain"])
+    catalog, stage = Catalog(store, HELD_OUT), stage_of(store, HELD_OUT, read["pretrain"])
     names, by_whom = class_names(catalog, stage), origin(catalog, stage)
     truth = {} if by_whom["backend"] == "annotated" else annotated_boxes(world)
     shown = []
@@ -375,13 +375,13 @@ def annotated_boxes(world: World) -> dict[str, list[tuple[np.ndarray, str]]]:
     return boxes
 
 
-def examples(objects: Objects, row_id: str, runs: dict[str, Part]) -> dict:
+def examples(store: ObjectStore, row_id: str, runs: dict[str, Part]) -> dict:
     """Questions to the run with pre-training: the first right and the first wrong answers, drawn."""
     run = _content(runs["with"])
     if not run.predictions:
         raise NotThereYet(f"run {run.name} has written no predictions")
     without = {} if runs["without"].missing else {p[row_id]: p for p in runs["without"].content.predictions}
-    catalog, stage = Catalog(objects, TASKS), stage_of(objects, TASKS, runs["with"])
+    catalog, stage = Catalog(store, TASKS), stage_of(store, TASKS, runs["with"])
     chosen = some_right_some_wrong(run.predictions)
     samples, wanted = {}, {prediction["key"] for prediction in chosen}
     for sample in samples_of(catalog, stage):
@@ -421,12 +421,12 @@ def some_right_some_wrong(predictions: Sequence[dict]) -> list[dict]:
     return right[: room - len(wrong)] + wrong
 
 
-def stage_of(objects: Objects, dataset: str, run: Part) -> str:
+def stage_of(store: ObjectStore, dataset: str, run: Part) -> str:
     """The regions that the run was measured on; before its first checkpoint, the only ones there are."""
     if not run.missing and run.content.stage:
         return run.content.stage
     try:
-        return region_stage(objects, dataset, None)
+        return region_stage(store, dataset, None)
     except ValueError as error:
         raise NotThereYet(str(error)) from error
 
@@ -471,8 +471,8 @@ def loss_chart(run: Run) -> dict:
 
 def grounding_chart(run: Run) -> dict:
     grounding(run)  # says what is missing, if anything
-    right = line("right picture", "blue", run.validations, "watched_accuracy", "{:.0%}")
-    other = line("another picture", "orange", run.validations, "watched_accuracy_shuffled", "{:.0%}")
+    right = line("right picture", "blue", run.validations, "monitored_accuracy", "{:.0%}")
+    other = line("another picture", "orange", run.validations, "monitored_accuracy_shuffled", "{:.0%}")
     steps = run.validations[0]["step"], run.last["step"]
     guess = Line("random guess", "muted", [(s, RANDOM_GUESS) for s in steps], f"{RANDOM_GUESS:.0%}", dashed=True)
     return chart("Pre-training: colour and shape words filled in", [right, other, guess], "% right, held out")

@@ -15,7 +15,7 @@ WRONG, RIGHT, UNCOUNTED = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class Objects:
+class ObjectStore:
     """What there is to be found in an image."""
 
     boxes: np.ndarray
@@ -38,7 +38,7 @@ class Detections:
     """int64 [K]."""
 
 
-def judge(found: Detections, there: Objects, iou_threshold: float) -> np.ndarray:
+def judge(found: Detections, there: ObjectStore, iou_threshold: float) -> np.ndarray:
     """int8 [K]: RIGHT, WRONG or UNCOUNTED, each detection of an image; of equal scores the first comes first."""
     verdicts = np.full(len(found.scores), WRONG, np.int8)
     taken = np.zeros(len(there.labels), bool)

@@ -76,7 +76,13 @@ class SamplingConfig:
 
 # As detectron2 trains, and Caffe did: SGD at one rate.
 SGD = OptimizerConfig(
-    kind="sgd", learning_rate=1e-3, warm_up=0, schedule="constant", weight_decay=5e-4, clip=None, bert_adam=False
+    kind="sgd",
+    learning_rate=1e-3,
+    warmup_steps=0,
+    schedule="constant",
+    weight_decay=5e-4,
+    max_grad_norm=None,
+    bert_adam=False,
 )
 
 
@@ -111,7 +117,7 @@ class DetectorRecipe:
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
     run: str = ""  # name of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all
-    start_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
+    init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
     from_scratch: bool = False  # start from random weights: said in so many words, or refused
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
@@ -134,7 +140,7 @@ class DetectorRecipe:
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
-        check(self, not (self.from_scratch and self.start_from), "from_scratch", "false with start_from")
+        check(self, not (self.from_scratch and self.init_from), "from_scratch", "false with init_from")
         if self.network.box_arithmetic != "continuous":
             raise ValueError(
                 f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learnt as x2 - x1 wide; set "
@@ -175,12 +181,12 @@ def detector_demo() -> DetectorRecipe:
         optimizer=OptimizerConfig(
             kind="adamw",
             learning_rate=6e-3,
-            warm_up=50,
+            warmup_steps=50,
             betas=(0.9, 0.99),
             epsilon=1e-8,
             bert_adam=False,
             weight_decay=1e-2,
-            clip=10.0,
+            max_grad_norm=10.0,
         ),
         steps=2_000,
         from_scratch=True,

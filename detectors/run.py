@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from detectors import Detector
 from storage.catalog import OK, Catalog, Manifest, Row
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
 
@@ -123,7 +123,7 @@ def detect_pending(
     was first to commit it. A shard that another has done before its turn here counts as done, without a report.
     """
     if not catalog.shards(IMAGES):
-        where = catalog.objects.where(f"{catalog.dataset}/{IMAGES}")
+        where = catalog.store.where(f"{catalog.dataset}/{IMAGES}")
         raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
     pending = catalog.pending(IMAGES, stage_of(detector))
     if only is not None:
@@ -188,7 +188,7 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
-    listed = catalog.objects.list(f"{catalog.dataset}/{stage}/")
+    listed = catalog.store.list(f"{catalog.dataset}/{stage}/")
     size = sum(info.size for info in listed if "/snapshots/" not in info.path)
     headers = catalog.headers(stage).values()
     images = sum(header.ok_rows for header in headers)
@@ -363,11 +363,11 @@ def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
     some detector has been over every shard.
     """
     images = set(catalog.shards(IMAGES))
-    stages = {"/".join(info.path.split("/")[1:3]) for info in catalog.objects.list(f"{catalog.dataset}/regions/")}
+    stages = {"/".join(info.path.split("/")[1:3]) for info in catalog.store.list(f"{catalog.dataset}/regions/")}
     if not images or not any(images.issubset(catalog.shards(stage)) for stage in stages):
         return None
     try:
-        options = _parser().parse_args([catalog.objects.where(""), catalog.dataset, *flags])
+        options = _parser().parse_args([catalog.store.where(""), catalog.dataset, *flags])
         stage = f"regions/{identify(options)}"
         if stage not in stages or catalog.pending(IMAGES, stage):
             return None
@@ -379,7 +379,7 @@ def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
-        catalog = Catalog(open_objects(options.root), options.dataset)
+        catalog = Catalog(open_store(options.root), options.dataset)
         detector = make_detector(options)
         if detector.about["untrained"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)

@@ -19,9 +19,7 @@ _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RESNET = ("backbone.", "roi_heads.res5.")
 
 
-def start_from(
-    network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()
-) -> str:
+def init_from(network: FasterRCNN, file: Path, classes: Sequence[str] = (), attribute_names: Sequence[str] = ()) -> str:
     """Put the file's weights into the network, and say what was taken; ValueError names what does not fit.
 
     A ResNet must fit whole. Of a detector's other layers those are taken whose tensors all have our shapes and mean the
@@ -29,7 +27,7 @@ def start_from(
     are divided by other weights.
     """
     if not file.is_file():
-        raise ValueError(f"start_from={file} is no file; give a ResNet's or a detector's weights")
+        raise ValueError(f"init_from={file} is no file; give a ResNet's or a detector's weights")
     foreign: list[str] = []
     ours_too = file.suffix == ".safetensors"
     tensors = _read_safetensors(file) if ours_too else read_tensors(file).tensors

@@ -23,10 +23,10 @@ from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
 from detectors.recipes import RECIPES, DetectorRecipe
-from detectors.start import start_from
+from detectors.start import init_from
 from detectors.validate import validate
 from detectors.weights.files import COUNTER, write_weights
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from training import distributed
@@ -113,7 +113,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
         torch.set_num_threads(recipe.threads)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run.step >= recipe.steps:
-        return last_metrics(run.writer.objects, recipe.run_name)
+        return last_metrics(run.writer.store, recipe.run_name)
     run.network.train()
     with in_precision_of(recipe), run.writer:
         metrics = train_steps(run)
@@ -124,7 +124,7 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
     """Read the annotations and make the network: a new one, or that of the run's last checkpoint."""
-    objects = open_objects(recipe.root)
+    objects = open_store(recipe.root)
     saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
     folder = open_folder(objects, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0}
@@ -144,8 +144,8 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     network = FasterRCNN(recipe.network)
     if saved:
         _load(network, folder)
-    elif recipe.start_from:
-        say(start_from(network, Path(recipe.start_from), truth.classes, truth.attribute_names))
+    elif recipe.init_from:
+        say(init_from(network, Path(recipe.init_from), truth.classes, truth.attribute_names))
     network.backbone.freeze(recipe.frozen_stages)
     network.to(world.device, memory_format=torch.channels_last)
     optimizer = make_optimizer(network, recipe.optimizer)
@@ -213,7 +213,7 @@ def _result(recipe: DetectorRecipe) -> str:
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     """Write the weight file of step `done` that detectors.run reads, its norms frozen; says where."""
-    recipe, objects = run.recipe, run.writer.objects
+    recipe, objects = run.recipe, run.writer.store
     tensors = {n: _plain(t) for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     if recipe.half:
         tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
@@ -271,16 +271,16 @@ def check_complete(recipe: DetectorRecipe) -> None:
         )
     if data.attribute_names and not recipe.network.num_attributes:
         raise ValueError("the network has no attribute head; set network.num_attributes, or data.attribute_names=none")
-    if not recipe.start_from and not recipe.from_scratch:
+    if not recipe.init_from and not recipe.from_scratch:
         raise ValueError(
-            "the network has no weights to start from; give start_from=FILE, an ImageNet ResNet's or a detector's, or "
+            "the network has no weights to start from; give init_from=FILE, an ImageNet ResNet's or a detector's, or "
             "say that it shall start from random ones: from_scratch=true"
         )
     for name in ("annotations", "objects", "attributes", "image_data", "classes", "attribute_names"):
         _check_file(getattr(data, name), f"data.{name}")
     for name in ("train_list", "held_out_list"):
         _check_file(getattr(data, name), f"data.{name}")
-    _check_file(recipe.start_from, "start_from")
+    _check_file(recipe.init_from, "init_from")
 
 
 def _check_file(file: str | None, name: str) -> None:

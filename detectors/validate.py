@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from detectors.average_precision import Detections, Objects, class_results, judge, mean_average_precision
+from detectors.average_precision import Detections, ObjectStore, class_results, judge, mean_average_precision
 from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN, to_input
 from detectors.ground_truth import LabelledImage
@@ -57,7 +57,7 @@ def validate(
             print(f"cannot validate on {pixels}", flush=True)
             continue
         found, proposals = detect(network, to_input(pixels, world.device), config)
-        there = _objects(images[place], pixels.shape[:2])
+        there = _store(images[place], pixels.shape[:2])
         verdicts = judge(found, there, config.iou_threshold)
         rows.append((place, found.labels, found.scores, verdicts, there.labels[~there.crowd]))
         covered += _covered(proposals, there, config.iou_threshold)
@@ -83,13 +83,13 @@ def validate(
     return metrics, predictions
 
 
-def _objects(image: LabelledImage, size: tuple[int, int]) -> Objects:
+def _store(image: LabelledImage, size: tuple[int, int]) -> ObjectStore:
     """What is to be found, in pixels of the resized image of this height and width."""
     scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
-    return Objects(image.boxes * scale, image.labels, image.crowd)
+    return ObjectStore(image.boxes * scale, image.labels, image.crowd)
 
 
-def _covered(proposals: np.ndarray, there: Objects, threshold: float) -> int:
+def _covered(proposals: np.ndarray, there: ObjectStore, threshold: float) -> int:
     """How many objects a proposal overlaps enough."""
     boxes = torch.from_numpy(there.boxes[~there.crowd])
     if not len(proposals) or not len(boxes):

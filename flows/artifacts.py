@@ -178,7 +178,7 @@ def table_of_counts(catalog: Catalog, stage: str) -> str:
     with_failures = [shard for shard, header in headers.items() if header.ok_rows < sum(header.statuses.values())]
     lines = [
         f"{counts.total():,} rows in {len(headers):,} shards, written to "
-        f"{link(catalog.objects.where(f'{catalog.dataset}/{stage}'))}",
+        f"{link(catalog.store.where(f'{catalog.dataset}/{stage}'))}",
         *["", "| status | rows | share |", "|---|---:|---:|"],
         *(f"| {escaped(s)} | {count:,} | {count / counts.total():.1%} |" for s, count in counts.most_common()),
     ]

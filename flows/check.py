@@ -32,15 +32,15 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
         _check_features(where, recipe, detectors, [settings.dataset_name])
         differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
         # The architecture and words of another run, or root, are known when it is read.
-        of_this_road = "/runs/" not in settings.checkpoint and not settings.pretraining
-        if of_this_road and settings.checkpoint != "none" and differing:
+        of_this_pipeline = "/runs/" not in settings.checkpoint and not settings.pretraining
+        if of_this_pipeline and settings.checkpoint != "none" and differing:
             name, here, there = differing[0]
             raise ValueError(
                 f"{where}: recipe {settings.recipe_name} has another architecture than the pre-training "
                 f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose "
                 "a recipe of the same size, or the same model.* overrides"
             )
-        if of_this_road and recipe.bert and _builds_vocabulary(pretraining, pretraining_recipe):
+        if of_this_pipeline and recipe.bert and _builds_vocabulary(pretraining, pretraining_recipe):
             raise ValueError(
                 f"{where}: recipe {settings.recipe_name} takes weights from {recipe.bert}, which need BERT's own "
                 "vocab.txt, and the pre-training builds a vocabulary of its own, which the fine-tuning takes over; set "
@@ -53,7 +53,7 @@ def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetuning
 
 
 def _builds_vocabulary(settings: PretrainSettings, recipe: Recipe) -> bool:
-    return settings.vocabulary is None and not recipe.bert and not recipe.start_from
+    return settings.vocabulary is None and not recipe.bert and not recipe.init_from
 
 
 def _check_datasets(
@@ -141,7 +141,7 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
     fields = [f"run={settings.run}"]
     if settings.checkpoint != "none":
-        fields.append("start_from=ROOT/runs/RUN/step-0")
+        fields.append("init_from=ROOT/runs/RUN/step-0")
     recipe = _recipe(where, settings.recipe_name, [*settings.overrides, *fields])
     if settings.checkpoint == "none" and not recipe.bert:
         recipe = override(recipe, ["from_scratch=true"])

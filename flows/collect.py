@@ -16,7 +16,7 @@ from flows.artifacts import Live, name_run, publish, reporting, table_of_counts,
 from flows.settings import Source
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
-from storage.object_store import Objects, StorageUnreachable, open_objects
+from storage.object_store import ObjectStore, StorageUnreachable, open_store
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed", "open_storage"]
 
@@ -74,13 +74,13 @@ networked = partial(
 
 
 @networked(name="open-storage", retry_condition_fn=storage_failed)
-def open_bucket(root: str) -> Objects:
-    return open_objects(root)
+def open_bucket(root: str) -> ObjectStore:
+    return open_store(root)
 
 
-def open_storage(root: str) -> Objects:
+def open_storage(root: str) -> ObjectStore:
     """The root that a flow works on, opened for writing; a bucket that is away at its start is asked again."""
-    return open_bucket(root) if "://" in root else open_objects(root)
+    return open_bucket(root) if "://" in root else open_store(root)
 
 
 @networked(
@@ -138,6 +138,6 @@ def collect_flow(root: str, dataset: Source) -> Collected:
                 about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": where}
                 payload = {"root": where, "dataset": dataset.name, "new_shards": len(committed)}
                 emit_event(COMMITTED, about, payload=payload)
-    catalog = Catalog(open_objects(root, write=False), dataset.name)
+    catalog = Catalog(open_store(root, write=False), dataset.name)
     publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
     return collected

@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from training.log import read_metrics
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ _OF_THE_RUN = {  # what is drawn small, each by itself: its name in metrics.json
 _KINDS = {"_shuffled": "--", "_grounding": ":"}  # a number's name may end so: with the line style
 
 
-def curves(objects: Objects, run: str) -> str | None:
+def curves(store: ObjectStore, run: str) -> str | None:
     """A data: URI with the run's curves as far as it is; None before it has logged anything.
 
     Above the training losses and accuracies, then what validations found (accuracies, and how much of them comes from
     looking), and below learning rate, gradient norm and throughput.
     """
-    training, validation = (read_metrics(objects, run, kind) for kind in ("training", "validation"))
+    training, validation = (read_metrics(store, run, kind) for kind in ("training", "validation"))
     if not training:
         return None
     return f"data:image/svg+xml;base64,{base64.b64encode(draw(run, training, validation).encode()).decode()}"

@@ -30,7 +30,7 @@ from flows.collect import network_failed, networked, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 from storage.safe_json import parse_json
 
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
@@ -84,7 +84,7 @@ def detect(
             say(progress.line(report))
             on_shard(report | {"new_shards": progress.shards, "new_images": progress.images})
 
-    catalog, peak_bytes = Catalog(open_objects(root, write=False), dataset), 0
+    catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
     size = finished(catalog, detector.flags())
     if size is None:
         command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *detector.flags()]
@@ -190,15 +190,15 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         datasets: Which datasets; none: all that have images.
     """
     cancel_repeats()
-    objects, logger = open_storage(root), get_run_logger()
-    names = list(datasets) or datasets_with(objects, IMAGES)
+    store, logger = open_storage(root), get_run_logger()
+    names = list(datasets) or datasets_with(store, IMAGES)
     name_run(
         f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",
         *(f"dataset:{n}" for n in names),
     )
     tell()
     if not names:
-        logger.info("nothing to detect: no dataset under %s has images", objects.where(""))
+        logger.info("nothing to detect: no dataset under %s has images", store.where(""))
     detected, failed = {}, []
     for name in names:
         try:
@@ -211,7 +211,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         if found.untrained:
             logger.warning("the regions of %s come from an UNTRAINED detector", name)
         name_run(f"detect {', '.join(names)} by {found.detector}", f"detector:{found.detector}")
-        publish("regions", name, partial(table_of_counts, Catalog(objects, name), found.stage))
+        publish("regions", name, partial(table_of_counts, Catalog(store, name), found.stage))
     if failed:
         raise failed[0]
     return detected

@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
 from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import CONFIG, checkpoints, open_folder
 
 # Fields of the recipe that this stage sets, each from what.
@@ -20,7 +20,7 @@ SETTINGS = {
     "data.held_out": "the setting dataset",
     "data.detector": "the setting detector",
     "task.folder": "the setting folder",
-    "start_from": "the settings pretraining and checkpoint",
+    "init_from": "the settings pretraining and checkpoint",
     "from_scratch": "the setting checkpoint",
     "vocabulary": "the pre-training's vocabulary",
 }
@@ -47,7 +47,7 @@ def finetune(
         "task.folder": settings.folder or None,
     }
     fields = data | {
-        "start_from": None if fresh else checkpoint,
+        "init_from": None if fresh else checkpoint,
         "from_scratch": True if fresh and not starts_from_bert(settings) else None,
         "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
@@ -83,10 +83,10 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
             f"finetune: checkpoint is {settings.checkpoint} and pretraining names no run; name a run under "
             f"{root}/runs, give ROOT/runs/RUN/STEP as checkpoint, or start from none"
         )
-    objects = open_objects(root, write=False)
-    saved = [path.rpartition("/")[2] for path in checkpoints(objects, settings.pretraining)]
+    store = open_store(root, write=False)
+    saved = [path.rpartition("/")[2] for path in checkpoints(store, settings.pretraining)]
     wanted = saved[-1:] if settings.checkpoint in ("latest", "none") else [settings.checkpoint]
-    where = objects.where(f"runs/{settings.pretraining}")
+    where = store.where(f"runs/{settings.pretraining}")
     if not set(wanted) & set(saved):
         raise ValueError(
             f"finetune: {where} has no checkpoint {settings.checkpoint}; it has {', '.join(saved) or 'none'}"
@@ -96,9 +96,9 @@ def find_checkpoint(root: str, settings: FinetuneSettings) -> str | None:
 
 def began_from(root: str, run: str) -> str | None:
     """The checkpoint that a run started from which has one of its own to go on from; None where there is no such."""
-    objects = open_objects(root, write=False)
-    saved = checkpoints(objects, run)
-    return open_folder(objects, saved[-1]).json(CONFIG)["recipe"]["start_from"] if saved else None
+    store = open_store(root, write=False)
+    saved = checkpoints(store, run)
+    return open_folder(store, saved[-1]).json(CONFIG)["recipe"]["init_from"] if saved else None
 
 
 def copy_vocabulary(checkpoint: str, work: Path) -> Path:
@@ -106,7 +106,7 @@ def copy_vocabulary(checkpoint: str, work: Path) -> Path:
     root, _, path = checkpoint.rpartition("/runs/")
     file = work / "vocabularies" / f"{path.partition('/')[0]}.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(open_folder(open_objects(root, write=False), f"runs/{path}").get("vocab.txt"))
+    file.write_bytes(open_folder(open_store(root, write=False), f"runs/{path}").get("vocab.txt"))
     return file
 
 

@@ -28,7 +28,7 @@ from storage.catalog import OK
 
 
 @dataclass(frozen=True)
-class Road:
+class PipelineResult:
     """What each stage came to."""
 
     collected: list[Collected]
@@ -45,7 +45,7 @@ def pretrain_vlbert(
     datasets: list[Dataset],
     pretraining: PretrainSettings,
     finetunings: list[FinetuneSettings],
-) -> Road:
+) -> PipelineResult:
     """From caption lists to fine-tuned models.
 
     Args:
@@ -90,7 +90,7 @@ def pretrain_vlbert(
         raise RuntimeError(
             f"{len(failed)} of {len(finetunings)} fine-tunings failed, each in a flow of its own: {reasons}"
         )
-    return Road(collected, detected, pretrained, finetuned, peak_bytes)
+    return PipelineResult(collected, detected, pretrained, finetuned, peak_bytes)
 
 
 def each_in_turn(

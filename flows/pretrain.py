@@ -21,7 +21,7 @@ SETTINGS = {
     "data.detector": "the dataset's detector",
     "data.text_corpus": "the setting text",
     "vocabulary": "the setting vocabulary",
-    "task.watched_words": "the setting watched_words",
+    "task.monitored_words": "the setting monitored_words",
 }
 _VOCABULARY_SIZE = 30_522  # BERT's
 
@@ -51,7 +51,7 @@ def pretrain(
         "data.text_corpus": corpus,
         "data.text_batch": None if settings.text else 0,
         "vocabulary": vocabulary,
-        "task.watched_words": ",".join(settings.watched_words) or None,
+        "task.monitored_words": ",".join(settings.monitored_words) or None,
     }
     return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, say, watch)
 

@@ -240,7 +240,7 @@ class TrainDetectorSettings:
     """File that lists the images to learn from; none: all that are not held out."""
     held_out_list: str | None = None
     """File that lists the images of validation."""
-    start_from: str | None = None
+    init_from: str | None = None
     """Weight file to start from: an ImageNet ResNet's, or a detector's."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m detectors.train` takes them."""
@@ -270,7 +270,7 @@ class PretrainSettings:
     """At most so many pieces where it is built with a corpus; none: 30,522."""
     vocabulary_captions: tuple[str, ...] = ()
     """Caption lists whose words it must know, where it is built with a corpus."""
-    watched_words: tuple[str, ...] = ()
+    monitored_words: tuple[str, ...] = ()
     """Words that only the picture tells: validation counts them apart."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m vlbert.train` takes them."""

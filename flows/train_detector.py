@@ -11,14 +11,14 @@ from flows.artifacts import name_run, publish, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.training import Watch, assigned, check_overrides, torchrun
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.log import last_metrics
 
 # Settings that are fields of the recipe's `data`, under the same names.
 _DATA = ("images", "annotations", "objects", "attributes", "image_data", "classes", "attribute_names")
 _DATA += ("train_list", "held_out_list")
 # Fields of the recipe that this stage sets, each from what.
-SETTINGS = {"root": "the flow's root", "run": "the setting run", "start_from": "the setting start_from"}
+SETTINGS = {"root": "the flow's root", "run": "the setting run", "init_from": "the setting init_from"}
 SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _DATA}
 
 
@@ -48,18 +48,18 @@ def train_detector(
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe
     given = {name: getattr(settings, name) for name in _DATA} | {"images": ",".join(settings.images) or None}
-    fields = {"root": root, "run": run, "start_from": settings.start_from}
+    fields = {"root": root, "run": run, "init_from": settings.init_from}
     fields |= {f"data.{name}": value for name, value in given.items()}
     arguments = [settings.recipe, *assigned(fields, settings.overrides)]
     finished = torchrun("detectors.train", arguments, run, settings.processes, say, watch)
-    objects, weights = open_objects(root, write=False), f"runs/{run}/weights.safetensors"
-    if not objects.exists(weights):
-        raise RuntimeError(f"{run} ended well and left no {objects.where(weights)}")
+    store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
+    if not store.exists(weights):
+        raise RuntimeError(f"{run} ended well and left no {store.where(weights)}")
     return TrainedDetector(
         run=run,
         recipe=settings.recipe,
-        weights=objects.where(weights),
-        metrics=last_metrics(objects, run),
+        weights=store.where(weights),
+        metrics=last_metrics(store, run),
         seconds=time.monotonic() - started,
         peak_bytes=finished.peak_bytes,
     )

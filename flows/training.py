@@ -21,7 +21,7 @@ from flows.artifacts import (
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
 from training.log import last_metrics
@@ -109,17 +109,17 @@ def train(
         say(complete)
     else:
         peak_bytes = torchrun("vlbert.train", [recipe, *given], run, processes, say, watch).peak_bytes
-    objects = open_objects(root, write=False)
-    saved, metrics = checkpoints(objects, run), last_metrics(objects, run)
+    store = open_store(root, write=False)
+    saved, metrics = checkpoints(store, run), last_metrics(store, run)
     if not saved:
-        raise RuntimeError(f"{run} ended well and left no checkpoint under {objects.where(f'runs/{run}')}")
-    data = open_folder(objects, saved[-1]).state["data"]
+        raise RuntimeError(f"{run} ended well and left no checkpoint under {store.where(f'runs/{run}')}")
+    data = open_folder(store, saved[-1]).state["data"]
     return Trained(
         run=run,
         recipe=recipe,
         detector=data["stage"].removeprefix("regions/"),
         snapshot=data["snapshots"][-1]["snapshot"],
-        checkpoint=objects.where(saved[-1]),
+        checkpoint=store.where(saved[-1]),
         metrics=metrics,
         seconds=time.monotonic() - started,
         peak_bytes=peak_bytes,
@@ -140,7 +140,7 @@ def evaluate(
     by the same settings is left as it is."""
     from vlbert.evaluate import find_evaluation  # here, as above
 
-    objects = open_objects(root, write=False)
+    store = open_store(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
     found, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
     given = assigned({"data.root": root} | fields, overrides)
@@ -148,14 +148,14 @@ def evaluate(
         place = f"runs/{run}/evaluations/{split}-{step}"
         about = find_evaluation(recipe, trained.checkpoint, split, given)
         if about:
-            say(f"{run}: evaluated already, by the same settings: {objects.where(place)}")
+            say(f"{run}: evaluated already, by the same settings: {store.where(place)}")
         else:
             named = [recipe, trained.checkpoint, split, *given]
             finished = torchrun("vlbert.evaluate", named, run, processes, say, lambda line: None)
             peak_bytes = max(peak_bytes, finished.peak_bytes)
-            about = parse_json(objects.get(f"{place}/metrics.json"), objects.where(f"{place}/metrics.json"))
+            about = parse_json(store.get(f"{place}/metrics.json"), store.where(f"{place}/metrics.json"))
         submission = tuple(about["submission"])
-        found.append(Evaluated(split, objects.where(place), about["metrics"], about["paper"], submission))
+        found.append(Evaluated(split, store.where(place), about["metrics"], about["paper"], submission))
     seconds = trained.seconds + time.monotonic() - started
     return replace(trained, evaluated=tuple(found), seconds=seconds, peak_bytes=peak_bytes)
 
@@ -264,7 +264,7 @@ class Watch:
     def draw(self) -> None:
         """Show the curves as far as they are written."""
         with reporting():
-            picture = curves(open_objects(self.root, write=False), self.run)
+            picture = curves(open_store(self.root, write=False), self.run)
             if picture:
                 self.curves.show(picture)
         self.curves.attempted()
@@ -293,15 +293,15 @@ def reported(checkpoint: str) -> dict[str, str]:
     from vlbert.tasks import make_task, settings_named, validation_split
 
     root, _, path = checkpoint.rpartition("/runs/")
-    objects = open_objects(root, write=False)
-    config = parse_json(objects.get(f"runs/{path}/config.json"), f"{checkpoint}/config.json")
+    store = open_store(root, write=False)
+    config = parse_json(store.get(f"runs/{path}/config.json"), f"{checkpoint}/config.json")
     kind = settings_named(config["task"])
     if kind is None:
         raise ValueError(
             f"{checkpoint} was trained for a task with {config['task']}, which none of those known here has"
         )
     settings = from_json(kind, config["recipe"]["task"], f"{checkpoint}/config.json")
-    vocabulary = Vocabulary(objects.get(f"runs/{path}/vocab.txt").decode().splitlines())
+    vocabulary = Vocabulary(store.get(f"runs/{path}/vocab.txt").decode().splitlines())
     task = make_task(settings, vocabulary, config["num_classes"])
     return task.reported(validation_split(settings)) if hasattr(task, "reported") else {}
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from storage.catalog import SHARD_NAME
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from storage.snapshots import ShardIndex
 
 _PIECE = 8 << 20  # bytes that are fetched and checked at a time
@@ -38,9 +38,9 @@ class ShardCache:
     ValueError where the folder is somebody else's: holds files and no marker, or is at, in or above the objects' root.
     """
 
-    def __init__(self, objects: Objects, folder: str | Path, limit: int):
+    def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
-        self._objects = objects
+        self._store = store
         self._wanted: ShardIndex | None = None
         self._news = threading.Event()
         self._checked = set()  # tars of which this process saw that the copy is whole
@@ -179,14 +179,14 @@ class ShardCache:
         try:
             with temporary.open("xb") as out:
                 for offset in range(0, size, _PIECE):
-                    piece = self._objects.get_range(tar, offset, min(_PIECE, size - offset))
+                    piece = self._store.get_range(tar, offset, min(_PIECE, size - offset))
                     digest.update(piece)
                     out.write(piece)
                 out.flush()
                 os.fsync(out.fileno())
             if digest.hexdigest() != sha256:
                 raise ValueError(
-                    f"{self._objects.where(tar)} is damaged: its sha256 is {digest.hexdigest()[:12]}...; delete its "
+                    f"{self._store.where(tar)} is damaged: its sha256 is {digest.hexdigest()[:12]}...; delete its "
                     "manifest and run its stage again"
                 )
             os.replace(temporary, file)
@@ -210,7 +210,7 @@ class ShardCache:
         return str(file.with_name(file.name.removeprefix(_UNCHECKED)).relative_to(self.folder))
 
     def _check_folder(self) -> None:
-        local = self._objects.local_path("any")
+        local = self._store.local_path("any")
         root = None if local is None else local.parent.resolve()
         folder = self.folder.resolve()
         if root is not None and (folder.is_relative_to(root) or root.is_relative_to(folder)):

@@ -44,7 +44,7 @@ from storage.download import (
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.manifests import Manifest
 from storage.normalise import Picture
-from storage.object_store import ObjectMissing, StorageUnreachable, open_objects
+from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.sample import sample_key
@@ -200,7 +200,7 @@ def collect(
     started = time.monotonic()
     run_group = run_group or functools.partial(collect_group, say=say)
     new_shards = set()
-    catalog = Catalog(open_objects(root), settings.name)
+    catalog = Catalog(open_store(root), settings.name)
     headers = catalog.headers(IMAGES)
     done = {shard: header.meta for shard, header in headers.items()}
     parts = plan(settings, {shard: meta["source"]["rows"][1] for shard, meta in done.items()})
@@ -227,7 +227,7 @@ def collect(
         rows = sum(asked.values())
         say(f"{settings.name}: {rows} rows of {len(again)} shards are asked again: {', '.join(settings.again)}")
     missing += again
-    remove_partial(catalog.objects, settings.name, done.keys() - {part.shard for part in again})
+    remove_partial(catalog.store, settings.name, done.keys() - {part.shard for part in again})
     has_images = any(header.ok_rows for header in headers.values())
     while missing:
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
@@ -439,7 +439,7 @@ def collect_group(
     could be reached: that shard is not committed. Neither is one without an image, where neither the dataset had one
     before nor this group has one.
     """
-    catalog = Catalog(open_objects(root), settings.name)
+    catalog = Catalog(open_store(root), settings.name)
     parts = {part.shard: part for part in group.parts}
     committed = catalog.headers(IMAGES, [shard for shard in catalog.shards(IMAGES) if shard in parts])
     # By an attempt before this, or by somebody else.
@@ -605,7 +605,7 @@ async def _download(
                         return
                     rows = await loop.run_in_executor(files, _rows_of, part, settings)
                     _, config = image_config(settings.download)
-                    partial = PartialShard(catalog.objects, settings.name, part.shard, config)
+                    partial = PartialShard(catalog.store, settings.name, part.shard, config)
                     with Spool() as spool:
                         known = await loop.run_in_executor(files, _known, catalog, part, rows, settings, spool)
                         counted = Counter(item.status for item in known.rows.values())

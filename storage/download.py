@@ -28,7 +28,7 @@ from storage.manifests import Header
 from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
-from storage.spool import PartialShard, Spool, SpooledPicture
+from storage.spool import PartialShard, Spool, SpooledImage
 
 __all__ = [
     "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "Downloader", "ImageSettings", "Spool",
@@ -107,7 +107,7 @@ class Download:
     row: CaptionRow
     status: str
     detail: str
-    picture: Picture | SpooledPicture | None
+    picture: Picture | SpooledImage | None
 
     @property
     def sample(self) -> Sample | None:
@@ -127,7 +127,7 @@ class Download:
 
 
 Progress = Callable[[int, int, dict[str, int]], None]
-Outcome = Picture | SpooledPicture | Refused
+Outcome = Picture | SpooledImage | Refused
 _Later = dict[str, tuple[Transient, float]]  # by URL what became of it, and when it may be asked again
 
 
@@ -176,7 +176,7 @@ class Downloader:
         on_progress: Progress | None = None,
         spool: Spool | None = None,
         partial: PartialShard | None = None,
-        stored: Mapping[str, SpooledPicture] = MappingProxyType({}),
+        stored: Mapping[str, SpooledImage] = MappingProxyType({}),
     ) -> list[Download]:
         """As the function `download`; with a spool, the pictures lie there and not in memory.
 
@@ -255,7 +255,7 @@ class Downloader:
                 )
             raise
 
-    def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledPicture:
+    def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledImage:
         picture = normalise(data, self.settings)
         return picture if spool is None else spool.keep(picture)
 
@@ -299,7 +299,7 @@ class _Gather:
     def settle(self, url: str, outcome: Outcome) -> None:
         for place in self.places[url]:
             self._put(place, outcome)
-        if self.partial is not None and isinstance(outcome, SpooledPicture):
+        if self.partial is not None and isinstance(outcome, SpooledImage):
             self.partial.add(url, outcome)
         if self.on_progress is not None:
             self.on_progress(self.counts.total(), len(self.rows), dict(self.counts))

@@ -25,7 +25,7 @@ from storage.download import STATUSES, CaptionRow, Download, read_file
 from storage.normalise import ImageSettings, Refused, normalise
 from storage.redact import redacted
 from storage.safe_json import parse_json, printable
-from storage.spool import Spool, SpooledPicture
+from storage.spool import Spool, SpooledImage
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 _BLOCK = 512  # of a tar
@@ -194,7 +194,7 @@ def import_rows(
     downloads = []
     wanted = {row.key for number, row in enumerate(rows, first) if row.status == _SUCCESS and number not in duplicates}
 
-    def picture(data: bytes | Refused) -> SpooledPicture | Refused:
+    def picture(data: bytes | Refused) -> SpooledImage | Refused:
         if isinstance(data, Refused):
             return data
         try:

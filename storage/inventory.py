@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
 from storage.manifests import OK, Header, Manifest
-from storage.object_store import Leftover, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
 from storage.safe_json import parse_json
 from storage.shards import index_shard
@@ -73,8 +73,8 @@ class Litter:
 class Inventory:
     """One listing of a root, sorted out."""
 
-    def __init__(self, objects: Objects, dataset: str | None = None):
-        self.objects, self.dataset = objects, dataset
+    def __init__(self, store: ObjectStore, dataset: str | None = None):
+        self.store, self.dataset = store, dataset
         self.manifests: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)  # the newest of each shard
         self.replaced: list[tuple[str, str, str]] = []  # dataset, stage and shard of those with earlier revisions
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
@@ -84,7 +84,7 @@ class Inventory:
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
         self.bests: dict[str, str] = {}  # run -> path
         self.metrics: dict[str, str] = {}
-        for info in objects.list():
+        for info in store.list():
             if found := _STATE.fullmatch(info.path):
                 self.states[found[1]][int(found[2])] = info.path
             elif found := _BEST.fullmatch(info.path):
@@ -106,7 +106,7 @@ class Inventory:
             if len(infos) > 1:
                 self.replaced.append((name, stage, shard))
         if dataset is not None and not self.manifests:
-            raise ValueError(f"{objects.where(dataset)} holds no committed shard; `status` lists the datasets")
+            raise ValueError(f"{store.where(dataset)} holds no committed shard; `status` lists the datasets")
 
     def newest(self, dataset: str, stage: str) -> str | None:
         """The snapshot of a stage that was written last."""
@@ -127,13 +127,13 @@ class Inventory:
             return [pin for step in wanted for pin in self._pins_of(run, step, steps[step])]
         except ObjectMissing:
             # A training at work has removed it since the listing, and before that has written a newer one.
-            paths = (info.path for info in self.objects.list(f"runs/{run}/"))
+            paths = (info.path for info in self.store.list(f"runs/{run}/"))
             found = (match for path in paths if (match := _STATE.fullmatch(path)) and match[1] == run)
             self.states[run] = {int(match[2]): match[0] for match in found}
             return self._pins_of_run(run, newest_only)
 
     def _pins_of(self, run: str, step: int, path: str) -> list[Pin]:
-        state = read_state(self.objects, path.removesuffix(f"/{STATE}"))
+        state = read_state(self.store, path.removesuffix(f"/{STATE}"))
         try:
             pins = []
             # A detector's training reads no shards: there, `data` is the hash of its annotations.
@@ -145,7 +145,7 @@ class Inventory:
                 pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.objects.where(path)} is no checkpoint's state that this code can read ({error!r}); remove the "
+                f"{self.store.where(path)} is no checkpoint's state that this code can read ({error!r}); remove the "
                 "checkpoint's folder if it is not needed"
             ) from error
         return pins
@@ -154,20 +154,20 @@ class Inventory:
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def status(objects: Objects) -> list[str]:
+def status(store: ObjectStore) -> list[str]:
     """Stages, snapshots and what the newest checkpoint of each training run pins, as tables."""
-    inventory = Inventory(objects)
+    inventory = Inventory(store)
     stages, snapshots = [], []
     for (dataset, stage), found in sorted(inventory.manifests.items()):
         size, statuses = sum(info.size for info in found.values()), Counter()
-        for header in Catalog(objects, dataset).headers(stage, sorted(found)).values():
+        for header in Catalog(store, dataset).headers(stage, sorted(found)).values():
             size += header.tar_bytes
             statuses.update(header.statuses)
         by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
         stages.append((dataset, stage, f"{len(found):,}", f"{statuses.total():,}", _megabytes(size), by_status))
     for (dataset, stage), found in sorted(inventory.snapshots.items()):
         for info in sorted(found.values(), key=lambda info: (info.modified, info.path)):
-            snapshot, _ = read_snapshot(objects, info.path)
+            snapshot, _ = read_snapshot(store, info.path)
             snapshots.append((dataset, stage, snapshot.id, *_counts(snapshot), _megabytes(info.size), _time(info)))
     pins = [
         (pin.run, f"{pin.step:,}", pin.dataset, pin.stage, pin.snapshot, pin.use)
@@ -190,12 +190,12 @@ def _counts(snapshot: Snapshot) -> tuple[str, str]:
 # --- history ----------------------------------------------------------------------------------------------------------
 
 
-def history(objects: Objects, dataset: str | None = None) -> list[str]:
+def history(store: ObjectStore, dataset: str | None = None) -> list[str]:
     """What was committed and which snapshots were written, oldest first; an hour without a commit ends an entry."""
-    inventory = Inventory(objects, dataset)
+    inventory = Inventory(store, dataset)
     entries = []
     for (name, stage), found in inventory.manifests.items():
-        headers = Catalog(objects, name).headers(stage, sorted(found))
+        headers = Catalog(store, name).headers(stage, sorted(found))
         by_config = defaultdict(list)
         for shard, header in headers.items():
             by_config[header.meta.get("config_hash", "")].append((found[shard], header))
@@ -204,7 +204,7 @@ def history(objects: Objects, dataset: str | None = None) -> list[str]:
                 entries.append(_committed(name, stage, config, group))
     for (name, stage), found in inventory.snapshots.items():
         for info in found.values():
-            snapshot, _ = read_snapshot(objects, info.path)
+            snapshot, _ = read_snapshot(store, info.path)
             what = name, stage, *_counts(snapshot), f"{snapshot.ok_rows:,}", f"snapshot {snapshot.id}"
             entries.append((info.modified, (_time(info), "", *what)))
     names = "from (UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"
@@ -236,11 +236,11 @@ def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectIn
 def verify(inventory: Inventory) -> Iterator[str]:
     """Every fault: tars against manifests, byte by byte, places against tars, sources, snapshots; and, where the
     inventory is not that of one dataset, every file of every checkpoint. Reads all of it."""
-    objects = inventory.objects
+    store = inventory.store
     if inventory.dataset is None:
         yield from _faults_of_runs(inventory)
     for (name, stage), found in sorted(inventory.manifests.items()):
-        catalog = Catalog(objects, name)
+        catalog = Catalog(store, name)
 
         def look(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
             faults = []
@@ -257,13 +257,13 @@ def verify(inventory: Inventory) -> Iterator[str]:
     for (name, stage), found in sorted(inventory.snapshots.items()):
         for info in found.values():
             try:
-                yield from _faults_of_snapshot(Catalog(objects, name), stage, info)
+                yield from _faults_of_snapshot(Catalog(store, name), stage, info)
             except (ValueError, ObjectMissing, FileNotFoundError) as error:
                 yield str(error)
 
 
 def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest) -> Iterator[str]:
-    objects, where = catalog.objects, catalog.where(manifest.stage, manifest.name)
+    store, where = catalog.store, catalog.where(manifest.stage, manifest.name)
     table = manifest.table
     counted = dict(sorted(Counter(table["status"].to_pylist()).items()))
     if counted != manifest.statuses:
@@ -282,26 +282,26 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
             yield f"{where} names no tar for {len(ok)} rows that are ok"
         return
     # Not in the listing: of a shard that was made again since.
-    tar = inventory.tars.get(manifest.tar) or next(objects.list(manifest.tar), None)
+    tar = inventory.tars.get(manifest.tar) or next(store.list(manifest.tar), None)
     try:
         if tar is None:
             raise ObjectMissing(manifest.tar)
-        with _as_file(objects, tar) as file:
+        with _as_file(store, tar) as file:
             sha256 = sha256_of(file)
             if (sha256, tar.size) != (manifest.tar_sha256, manifest.tar_bytes):
                 yield (
-                    f"{objects.where(manifest.tar)} is damaged: {tar.size} bytes of sha256 {sha256[:12]}..., {where} "
+                    f"{store.where(manifest.tar)} is damaged: {tar.size} bytes of sha256 {sha256[:12]}..., {where} "
                     f"says {manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
                 )
                 return
             spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
     except (ObjectMissing, FileNotFoundError):
-        yield f"{objects.where(manifest.tar)} is gone, and {where} names it"
+        yield f"{store.where(manifest.tar)} is gone, and {where} names it"
         return
     except StorageUnreachable:
         raise
     except OSError as error:
-        yield f"{objects.where(manifest.tar)} cannot be read ({error}), and {where} names it"
+        yield f"{store.where(manifest.tar)} cannot be read ({error}), and {where} names it"
         return
     places = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
     if places != spans:
@@ -314,40 +314,40 @@ def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest)
 
 
 def _faults_of_runs(inventory: Inventory) -> Iterator[str]:
-    objects = inventory.objects
+    store = inventory.store
     folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
     with ThreadPoolExecutor(_READERS) as pool:
-        for faults in pool.map(lambda path: list(_faults_of_checkpoint(objects, path)), sorted(folders)):
+        for faults in pool.map(lambda path: list(_faults_of_checkpoint(store, path)), sorted(folders)):
             yield from faults
     for run, path in sorted(inventory.bests.items()):
         try:
-            best = named_best(objects, run)
-            if best and not objects.exists(f"{best.checkpoint}/{STATE}"):
+            best = named_best(store, run)
+            if best and not store.exists(f"{best.checkpoint}/{STATE}"):
                 yield (
-                    f"{objects.where(path)} names {objects.where(best.checkpoint)}, which is no whole checkpoint; put "
-                    f"that back, or delete {objects.where(path)}"
+                    f"{store.where(path)} names {store.where(best.checkpoint)}, which is no whole checkpoint; put "
+                    f"that back, or delete {store.where(path)}"
                 )
         except ValueError as error:
             yield str(error)
 
 
-def _faults_of_checkpoint(objects: Objects, path: str) -> Iterator[str]:
+def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
     """What is wrong with the files of a checkpoint; nothing where a training has removed it since the listing."""
     try:
-        state = read_state(objects, path)
-        found = {info.path.removeprefix(f"{path}/"): info for info in objects.list(f"{path}/")}
+        state = read_state(store, path)
+        found = {info.path.removeprefix(f"{path}/"): info for info in store.list(f"{path}/")}
         for name, wanted in sorted(state["files"].items()):
             if name not in found:
                 fault = "is gone"
             elif found[name].size != wanted["bytes"]:
                 fault = differing({"bytes": found[name].size}, wanted)
-            elif (hashed := file_hash(_pieces(objects, found[name]))) != wanted:
+            elif (hashed := file_hash(_pieces(store, found[name]))) != wanted:
                 fault = differing(hashed, wanted)
             else:
                 continue
-            if not objects.exists(f"{path}/{STATE}"):
+            if not store.exists(f"{path}/{STATE}"):
                 return
-            yield f"{objects.where(f'{path}/{name}')} {fault}; {way_out(objects, path)}"
+            yield f"{store.where(f'{path}/{name}')} {fault}; {way_out(store, path)}"
     except ObjectMissing:
         return
     except ValueError as error:
@@ -356,48 +356,48 @@ def _faults_of_checkpoint(objects: Objects, path: str) -> Iterator[str]:
 
 def remarks(inventory: Inventory) -> Iterator[str]:
     """What is odd and no fault of anything that is kept: lines of a run's log that are torn."""
-    objects = inventory.objects
+    store = inventory.store
     for _, path in sorted(inventory.metrics.items() if inventory.dataset is None else ()):
-        for number, line in enumerate(objects.get(path).splitlines(), 1):
+        for number, line in enumerate(store.get(path).splitlines(), 1):
             try:
-                parse_json(line, f"{objects.where(path)}, line {number},", nan=True, fix="its numbers are lost")
+                parse_json(line, f"{store.where(path)}, line {number},", nan=True, fix="its numbers are lost")
             except ValueError as error:
                 yield str(error)
 
 
-def _pieces(objects: Objects, info: ObjectInfo) -> Iterator[bytes]:
+def _pieces(store: ObjectStore, info: ObjectInfo) -> Iterator[bytes]:
     """The bytes of an object, some at a time."""
     for offset in range(0, info.size, _PIECE):
-        yield objects.get_range(info.path, offset, min(_PIECE, info.size - offset))
+        yield store.get_range(info.path, offset, min(_PIECE, info.size - offset))
 
 
 @contextlib.contextmanager
-def _as_file(objects: Objects, info: ObjectInfo) -> Iterator[Path]:
+def _as_file(store: ObjectStore, info: ObjectInfo) -> Iterator[Path]:
     """The object as a file of this machine: a copy, made piece by piece, where it lies in a bucket."""
-    local = objects.local_path(info.path)
+    local = store.local_path(info.path)
     if local is not None:
         yield local
         return
     with temporary_folder("verify-") as folder:
         with (folder / "copy").open("xb") as copy:
-            for piece in _pieces(objects, info):
+            for piece in _pieces(store, info):
                 copy.write(piece)
         yield folder / "copy"
 
 
 def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Iterator[str]:
     path = info.path
-    objects, where = catalog.objects, catalog.objects.where(path)
-    snapshot, shards = read_snapshot(objects, path)
+    store, where = catalog.store, catalog.store.where(path)
+    snapshot, shards = read_snapshot(store, path)
     with (
-        _as_file(objects, info) as file,
+        _as_file(store, info) as file,
         file.open("rb") as stream,
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         if not is_whole(data):
             yield f"{where} is damaged: its bytes are not those that were written; put it back, or remove it"
             return
-    groups = read_columns(objects, path, SNAPSHOT_SCHEMA.names)
+    groups = read_columns(store, path, SNAPSHOT_SCHEMA.names)
     for shard, rows in zip(shards, _dealt(groups, [shard["rows"] for shard in shards]), strict=True):
         try:
             revisions = catalog.revisions(stage, shard["shard"])
@@ -416,15 +416,15 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Itera
         if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
             tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
             try:
-                found = next(objects.list(tar), None)
+                found = next(store.list(tar), None)
                 whole = found is not None and found.size == shard["tar_bytes"]
                 if whole:
-                    with _as_file(objects, found) as file:
+                    with _as_file(store, found) as file:
                         whole = tar.endswith(f"-{sha256_of(file)[:12]}.tar")
             except (ObjectMissing, FileNotFoundError):
                 whole = False
             if not whole:
-                yield f"{objects.where(tar)} is gone or damaged, and {where} names it"
+                yield f"{store.where(tar)} is gone or damaged, and {where} names it"
 
 
 def _dealt(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Table]:
@@ -443,20 +443,20 @@ def _dealt(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Tab
 # --- gc ---------------------------------------------------------------------------------------------------------------
 
 
-def litter(objects: Objects, grace: float) -> list[Litter]:
+def litter(store: ObjectStore, grace: float) -> list[Litter]:
     """What may go: nothing names it, and it is older than `grace` seconds by the storage's clock.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
     their stage, images of shards that a collection left in progress, and what puts left that were broken off.
     """
-    now = objects.now()
-    left = list(objects.leftovers())
-    inventory = Inventory(objects)
+    now = store.now()
+    left = list(store.leftovers())
+    inventory = Inventory(store)
     pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
     found = [_broken_off(one) for one in left]
     named = set()
     for (dataset, stage), manifests in inventory.manifests.items():
-        catalog = Catalog(objects, dataset)
+        catalog = Catalog(store, dataset)
         for shard, header in catalog.headers(stage, sorted(manifests)).items():
             named.add(header.tar)
             if header.revision != int(_MANIFEST.fullmatch(manifests[shard].path)[4] or 1):  # another since the listing
@@ -464,17 +464,17 @@ def litter(objects: Objects, grace: float) -> list[Litter]:
     for dataset, stage, shard in inventory.replaced:
         # Who has read the revision before may be about to pin it.
         if now - inventory.manifests[dataset, stage][shard].modified <= grace:
-            named |= {header.tar for header in Catalog(objects, dataset).revisions(stage, shard)}
+            named |= {header.tar for header in Catalog(store, dataset).revisions(stage, shard)}
     for (dataset, stage), snapshots in inventory.snapshots.items():
         for name, info in snapshots.items():
             used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
             if used or now - info.modified <= grace:
-                _, shards = read_snapshot(objects, info.path)
+                _, shards = read_snapshot(store, info.path)
                 named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards}
             else:
-                found.append(_object("unpinned snapshot", objects, info))
-    found += [_object("orphan tar", objects, info) for path, info in inventory.tars.items() if path not in named]
-    found += [_object("partial shard", objects, info) for info in inventory.partials]
+                found.append(_object("unpinned snapshot", store, info))
+    found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
+    found += [_object("partial shard", store, info) for info in inventory.partials]
     return [one for one in found if now - one.modified > grace]
 
 
@@ -486,32 +486,32 @@ def _broken_off(leftover: Leftover) -> Litter:
     return Litter("broken-off put", leftover.name, leftover.size, leftover.modified, remove)
 
 
-def _object(what: str, objects: Objects, info: ObjectInfo) -> Litter:
+def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Litter:
     def remove() -> bool:
-        if info not in objects.list(info.path):  # gone, or with a new date: a writer has taken it over meanwhile
+        if info not in store.list(info.path):  # gone, or with a new date: a writer has taken it over meanwhile
             return False
-        if _named_by_a_manifest(objects, info.path):  # of a writer that stood still for the whole grace time
+        if _named_by_a_manifest(store, info.path):  # of a writer that stood still for the whole grace time
             return False
-        objects.delete(info.path)
+        store.delete(info.path)
         return True
 
-    return Litter(what, objects.where(info.path), info.size, info.modified, remove)
+    return Litter(what, store.where(info.path), info.size, info.modified, remove)
 
 
-def _named_by_a_manifest(objects: Objects, path: str) -> bool:
+def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
     tar = _TAR.fullmatch(path)
     if tar is None:
         return False
     dataset, stage, shard = tar.groups()
     try:
-        return Catalog(objects, dataset).headers(stage, [shard])[shard].tar == path
+        return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
     except ObjectMissing:
         return False
 
 
-def collect(objects: Objects, grace: float, delete: bool) -> list[str]:
+def collect(store: ObjectStore, grace: float, delete: bool) -> list[str]:
     """A line for each thing that may go; with `delete` it is gone then, unless a last look finds it in use."""
-    found = litter(objects, grace)
+    found = litter(store, grace)
     rows, size = [], 0
     for one in found:
         if delete and not one.remove():
@@ -569,7 +569,7 @@ def _print_faults(inventory: Inventory) -> int:
     shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
     checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
     if not shards + snapshots + checkpoints:
-        print(f"nothing is committed under {inventory.objects.where()}", file=sys.stderr)
+        print(f"nothing is committed under {inventory.store.where()}", file=sys.stderr)
         return 1
     faults = 0
     for fault in verify(inventory):
@@ -600,13 +600,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--delete", action="store_true", help="delete them")
     options = parser.parse_args(arguments)
     try:
-        objects = open_objects(options.root, write=False)  # `gc` deletes, and deleting says what it may not
+        store = open_store(options.root, write=False)  # `gc` deletes, and deleting says what it may not
         if options.command == "verify":
-            sys.exit(_print_faults(Inventory(objects, options.dataset)))
+            sys.exit(_print_faults(Inventory(store, options.dataset)))
         lines = {
-            "status": lambda: status(objects),
-            "history": lambda: history(objects, options.dataset),
-            "gc": lambda: collect(objects, options.grace * 3600, options.delete),
+            "status": lambda: status(store),
+            "history": lambda: history(store, options.dataset),
+            "gc": lambda: collect(store, options.grace * 3600, options.delete),
         }[options.command]()
     except (ValueError, ObjectMissing, StorageUnreachable) as error:
         sys.exit(str(error))

@@ -69,7 +69,7 @@ class Leftover:
     remove: Callable[[], None]
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """Objects under `root`. Paths are relative with `/` between the parts; no part begins with a dot (ValueError)."""
 
     root: str
@@ -108,21 +108,21 @@ class Objects(Protocol):
         """What killed writers left, and what those at work are writing; only its age tells which."""
 
 
-def open_objects(root: str, *, write: bool = True) -> Objects:
+def open_store(root: str, *, write: bool = True) -> ObjectStore:
     """The objects under a folder (made if it is not there) or `s3://bucket/prefix`, found writable or reachable.
 
     write=False is for readers: nothing is made or tried out. Else both kinds of root are tried out with a conditional
     write, on which commits rest. StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
     """
     if root.startswith("s3://"):
-        objects = S3Objects(root)
-        objects.check(write)
-        return objects
+        store = S3Store(root)
+        store.check(write)
+        return store
     if "://" in root:
         raise ValueError(f"cannot store under {root!r}: a root is a folder or s3://bucket/prefix")
-    objects = LocalObjects(root)
-    objects.check(write)
-    return objects
+    store = LocalStore(root)
+    store.check(write)
+    return store
 
 
 def _checked(path: str) -> str:
@@ -146,7 +146,7 @@ def _hidden(path: str) -> bool:
     return path.startswith(".") or "/." in path
 
 
-class LocalObjects:
+class LocalStore:
     """Objects as files of one folder."""
 
     def __init__(self, root: str):
@@ -398,7 +398,7 @@ class _Joined(io.RawIOBase):
         return written
 
 
-class S3Objects:
+class S3Store:
     """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...).
 
     Requests and downloads carry checksums only where S3 requires them. AWS_REQUEST_CHECKSUM_CALCULATION and
@@ -415,7 +415,7 @@ class S3Objects:
         self._clients = {}  # process id -> client: a connection must not be shared with a fork
 
     def __reduce__(self) -> tuple:
-        return S3Objects, (self.root,)  # a client cannot be pickled; its settings are the environment's
+        return S3Store, (self.root,)  # a client cannot be pickled; its settings are the environment's
 
     def check(self, write: bool) -> None:
         """Ask for the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do.

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from storage.cache import ShardCache
-from storage.object_store import ObjectMissing, Objects, StorageUnreachable
+from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
@@ -56,10 +56,10 @@ class ShardSamples:
     """
 
     def __init__(
-        self, objects: Objects, index: ShardIndex, cache: ShardCache | None = None, patience: float = _PATIENCE
+        self, store: ObjectStore, index: ShardIndex, cache: ShardCache | None = None, patience: float = _PATIENCE
     ):
-        self.objects, self.index, self.cache, self.patience = objects, index, cache, patience
-        self._where = [objects.where(tar) for tar in index.tars]
+        self.store, self.index, self.cache, self.patience = store, index, cache, patience
+        self._where = [store.where(tar) for tar in index.tars]
         # Kept open, and shared with forked workers: pread moves no position.
         self._files: dict[int, io.FileIO] = {}
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -117,7 +117,7 @@ class ShardSamples:
         groups = self._neighbours(numbers)
         asked = [[numbers[place] for place in places] for places in groups]
         # The first request of a process makes its client, which costs more than a request: many would make one each.
-        local = self.objects.local_path("any") is not None
+        local = self.store.local_path("any") is not None
         alone = len(asked) if local else 0 if self._connected == os.getpid() else 1
         answers = [self._together(group) for group in asked[:alone]]
         self._connected = os.getpid()
@@ -147,7 +147,7 @@ class ShardSamples:
         end = time.monotonic() + self.patience
         for attempt in itertools.count():
             try:
-                data = self.objects.get_range(self.index.tars[tar], offset, length)
+                data = self.store.get_range(self.index.tars[tar], offset, length)
             except StorageUnreachable as error:
                 left = end - time.monotonic()
                 if left <= 0 or (error.http_status is not None and error.http_status < 500):
@@ -212,7 +212,7 @@ class ShardSamples:
     def _open(self, tar: int) -> io.FileIO | None:
         """The tar as a file of this machine, None where it is none yet."""
         file = None if self.cache is None else self.cache.open(self.index.tars[tar], self.index.tar_bytes[tar])
-        path = self.objects.local_path(self.index.tars[tar]) if file is None else None
+        path = self.store.local_path(self.index.tars[tar]) if file is None else None
         if path is not None:
             try:
                 file = open(path, "rb", buffering=0)  # noqa: SIM115  closed when it is forgotten
@@ -237,17 +237,17 @@ class ShardSamples:
         ends = np.zeros(len(self.index.tars), np.int64)
         np.maximum.at(ends, self.index.shard, self.index.offset + self.index.length)
         folders = {tar.rpartition("/")[0] for tar in self.index.tars}
-        sizes = {info.path: info.size for folder in sorted(folders) for info in self.objects.list(f"{folder}/")}
+        sizes = {info.path: info.size for folder in sorted(folders) for info in self.store.list(f"{folder}/")}
         for tar, end in zip(self.index.tars, ends.tolist(), strict=True):
             if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
                 raise ValueError(
-                    f"{self.objects.where(tar)} has {sizes.get(tar, 0)} bytes, its manifest needs {end}: it is torn or "
+                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, its manifest needs {end}: it is torn or "
                     f"gone; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
 
     def _reaches(self, tar: str, end: int) -> bool:
         """Whether a tar that the listing lacks, as it may on network file systems for a while, is there and whole."""
         try:
-            return len(self.objects.get_range(tar, end - 1, 1)) == 1
+            return len(self.store.get_range(tar, end - 1, 1)) == 1
         except (ValueError, ObjectMissing):
             return False

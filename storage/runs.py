@@ -20,18 +20,18 @@ from storage.digests import (
     is_whole,
     seal,
 )
-from storage.object_store import ObjectMissing, Objects
+from storage.object_store import ObjectMissing, ObjectStore
 from storage.safe_json import parse_json
 
-CHECKPOINT_VERSION = 3  # of the files of a checkpoint, whatever is trained, and of a model's config.json
+CHECKPOINT_VERSION = 4  # of the files of a checkpoint, whatever is trained, and of a model's config.json
 CONFIG, STATE = "config.json", "state.json"
 _STEP = re.compile(r"(runs/.+)/step-(\d{7})")
 
 
-def checkpoints(objects: Objects, run: str) -> list[str]:
+def checkpoints(store: ObjectStore, run: str) -> list[str]:
     """The whole checkpoints of a run, oldest first."""
     pattern = re.compile(rf"runs/{re.escape(run)}/step-\d{{7}}/state\.json")
-    found = [info.path for info in objects.list(f"runs/{run}/") if pattern.fullmatch(info.path)]
+    found = [info.path for info in store.list(f"runs/{run}/") if pattern.fullmatch(info.path)]
     return sorted(path.removesuffix("/state.json") for path in found)
 
 
@@ -57,31 +57,31 @@ class Folder:
     hashes  file name -> `bytes` and `sha256`, of those whose hash is known
     """
 
-    objects: Objects
+    store: ObjectStore
     path: str
     state: Mapping[str, Any] = field(default_factory=dict)
     hashes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
-        return self.objects.where(self.path).rstrip("/")
+        return self.store.where(self.path).rstrip("/")
 
     def where_of(self, name: str) -> str:
         """A file in full, for messages."""
-        return self.objects.where(self._path_of(name))
+        return self.store.where(self._path_of(name))
 
     def has(self, name: str) -> bool:
-        return name in self.hashes or (not self.state and self.objects.exists(self._path_of(name)))
+        return name in self.hashes or (not self.state and self.store.exists(self._path_of(name)))
 
     def get(self, name: str) -> bytes:
         """A file, read once; ValueError names it and the way out where it is gone or not what was written."""
         try:
-            data = self.objects.get(self._path_of(name))
+            data = self.store.get(self._path_of(name))
         except ObjectMissing as error:
-            raise ValueError(f"{self.where_of(name)} is gone; {way_out(self.objects, self.path)}") from error
+            raise ValueError(f"{self.where_of(name)} is gone; {way_out(self.store, self.path)}") from error
         wanted = self.hashes.get(name)
         if wanted is not None and (found := file_hash([data])) != wanted:
-            raise ValueError(f"{self.where_of(name)} {differing(found, wanted)}; {way_out(self.objects, self.path)}")
+            raise ValueError(f"{self.where_of(name)} {differing(found, wanted)}; {way_out(self.store, self.path)}")
         return data
 
     def json(self, name: str) -> dict[str, Any]:
@@ -99,60 +99,60 @@ def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     return f"is damaged: its sha256 is {found['sha256'][:12]}..., that of what was written {wanted['sha256'][:12]}..."
 
 
-def open_folder(objects: Objects, path: str) -> Folder:
+def open_folder(store: ObjectStore, path: str) -> Folder:
     """A checkpoint, with its state read; ValueError where state.json is missing, damaged, of another version or
     of another checkpoint."""
     try:
-        state = read_state(objects, path)
+        state = read_state(store, path)
     except ObjectMissing as error:
         raise ValueError(
-            f"{objects.where(path)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
+            f"{store.where(path)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
         ) from error
-    return Folder(objects, path, state, state["files"])
+    return Folder(store, path, state, state["files"])
 
 
-def read_state(objects: Objects, path: str) -> dict[str, Any]:
+def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
     """What state.json says; ObjectMissing where there is none, OtherVersion where another version wrote it,
     any other ValueError where it is damaged or of another checkpoint."""
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
-        state = _read_sealed(objects.get(name), objects.where(name))
+        state = _read_sealed(store.get(name), store.where(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
-            raise ValueError(f"{objects.where(name)} is that of another checkpoint or program")
-        check_version(state["version"], CHECKPOINT_VERSION, objects.where(name))
+            raise ValueError(f"{store.where(name)} is that of another checkpoint or program")
+        check_version(state["version"], CHECKPOINT_VERSION, store.where(name))
     except OtherVersion:
         raise
     except ValueError as error:
-        raise ValueError(f"{error}; {way_out(objects, path)}") from error
+        raise ValueError(f"{error}; {way_out(store, path)}") from error
     return state
 
 
-def way_out(objects: Objects, path: str) -> str:
+def way_out(store: ObjectStore, path: str) -> str:
     """What to do where a file of this folder is damaged: another checkpoint of the run is offered, if there is one."""
     step = _STEP.fullmatch(path)
     if not step:
         return (
-            f"copy {objects.where(path)} again, or, where a change was meant, remove its {STATE}, or `files` from its "
+            f"copy {store.where(path)} again, or, where a change was meant, remove its {STATE}, or `files` from its "
             f"{CONFIG}"
         )
     run = step[1].removeprefix("runs/")
-    sound = [other for other in checkpoints(objects, run) if other != path and _looks_sound(objects, other)]
-    before, where = [other for other in sound if other < path], objects.where(path)
+    sound = [other for other in checkpoints(store, run) if other != path and _looks_sound(store, other)]
+    before, where = [other for other in sound if other < path], store.where(path)
     if before:
         return (
-            f"put it back from a copy, or use the checkpoint before it, {objects.where(before[-1])}: name that one, or "
+            f"put it back from a copy, or use the checkpoint before it, {store.where(before[-1])}: name that one, or "
             f"remove {where}, and the run goes on from there"
         )
     if sound:
-        return f"put it back from a copy, or name {objects.where(sound[-1])}, the newest of this run"
+        return f"put it back from a copy, or name {store.where(sound[-1])}, the newest of this run"
     return f"put it back from a copy; the run has no other checkpoint: with {where} removed it begins anew"
 
 
-def _looks_sound(objects: Objects, path: str) -> bool:
+def _looks_sound(store: ObjectStore, path: str) -> bool:
     """Whether state.json is whole and the files are as large as it says: what one listing and one read tell."""
-    sizes = {info.path.removeprefix(f"{path}/"): info.size for info in objects.list(f"{path}/")}
+    sizes = {info.path.removeprefix(f"{path}/"): info.size for info in store.list(f"{path}/")}
     try:
-        files = _read_sealed(objects.get(f"{path}/{STATE}"), path)["files"]
+        files = _read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
     except (ObjectMissing, ValueError, KeyError):
         return False
     return all(sizes.get(name) == about["bytes"] for name, about in files.items())
@@ -198,15 +198,15 @@ def path_of_best(run: str) -> str:
     return f"runs/{run}/best.json"
 
 
-def named_best(objects: Objects, run: str) -> Best | None:
+def named_best(store: ObjectStore, run: str) -> Best | None:
     """What best.json names, be it there or not; None where there is no such file."""
     path = path_of_best(run)
-    if not objects.exists(path):
+    if not store.exists(path):
         return None
     try:
-        return Best(**_read_sealed(objects.get(path), objects.where(path)))
+        return Best(**_read_sealed(store.get(path), store.where(path)))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{objects.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
+            f"{store.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
             "start of the run"
         ) from error

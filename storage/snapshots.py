@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
 from storage.manifests import Header
-from storage.object_store import ObjectMissing, Objects, StorageUnreachable
+from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 
 SNAPSHOT_VERSION = 2
@@ -75,7 +75,7 @@ class ShardIndex:
     shard: np.ndarray
     offset: np.ndarray
     length: np.ndarray
-    _objects: Objects
+    _store: ObjectStore
     _path: str
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class ShardIndex:
 
     def _strings(self, column: str) -> list[str]:
         values = []
-        for table in read_columns(self._objects, self._path, [column]):
+        for table in read_columns(self._store, self._path, [column]):
             values += table.column(column).to_pylist()
         return values
 
@@ -163,24 +163,24 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     return snapshot
 
 
-def read_snapshot(objects: Objects, path: str) -> tuple[Snapshot, list[dict]]:
+def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
     """What the footer of a snapshot says: the whole, and its shards one by one, as docs/formats.md has them.
 
     ValueError names the file where it is gone, damaged, of another version or of another place.
     """
-    with _Opened(objects, path) as file:
-        return _footer(file, objects.where(path), path)
+    with _Opened(store, path) as file:
+        return _footer(file, store.where(path), path)
 
 
-def read_index(objects: Objects, path: str) -> ShardIndex:
+def read_index(store: ObjectStore, path: str) -> ShardIndex:
     """Where every sample of a snapshot lies, from its file alone; errors as of read_snapshot."""
-    with _Opened(objects, path) as file:
-        snapshot, shards = _footer(file, objects.where(path), path)
+    with _Opened(store, path) as file:
+        snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
         counts = [shard["rows"] for shard in shards]
         offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
         start = 0
-        for table in _groups(file, objects.where(path), ["offset", "length"]):
+        for table in _groups(file, store.where(path), ["offset", "length"]):
             offset[start : start + len(table)] = table["offset"].to_numpy()
             length[start : start + len(table)] = table["length"].to_numpy()
             start += len(table)
@@ -196,15 +196,15 @@ def read_index(objects: Objects, path: str) -> ShardIndex:
         shard=number,
         offset=offset,
         length=length,
-        _objects=objects,
+        _store=store,
         _path=path,
     )
 
 
-def read_columns(objects: Objects, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     """These columns of a snapshot, a row group at a time; errors as of read_snapshot."""
-    with _Opened(objects, path) as file:
-        yield from _groups(file, objects.where(path), columns)
+    with _Opened(store, path) as file:
+        yield from _groups(file, store.where(path), columns)
 
 
 def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -249,8 +249,8 @@ _WAY_OUT = "put it back as it was, or start another run, which pins a new one"
 class _Opened:
     """A Parquet file of the storage; what goes wrong while it is open is told as a ValueError that names it."""
 
-    def __init__(self, objects: Objects, path: str):
-        self._objects, self._path = objects, path
+    def __init__(self, store: ObjectStore, path: str):
+        self._store, self._path = store, path
 
     def __enter__(self) -> pq.ParquetFile:
         try:
@@ -260,15 +260,15 @@ class _Opened:
             raise
 
     def _open(self) -> pq.ParquetFile:
-        local = self._objects.local_path(self._path)
+        local = self._store.local_path(self._path)
         if local is not None:
             return pq.ParquetFile(local, memory_map=True, page_checksum_verification=True)
         # pre_buffer: neighbouring columns in one request.
-        ranges = _Ranges(self._objects, self._path)
+        ranges = _Ranges(self._store, self._path)
         return pq.ParquetFile(ranges, pre_buffer=True, page_checksum_verification=True)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        where = self._objects.where(self._path)
+        where = self._store.where(self._path)
         if isinstance(error, ObjectMissing | FileNotFoundError):
             raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
         if isinstance(error, StorageUnreachable):
@@ -280,11 +280,11 @@ class _Opened:
 class _Ranges(io.RawIOBase):
     """A read-only file over the range requests of an object."""
 
-    def __init__(self, objects: Objects, path: str):
-        found = next(objects.list(path), None)
+    def __init__(self, store: ObjectStore, path: str):
+        found = next(store.list(path), None)
         if found is None or found.path != path:
-            raise ObjectMissing(f"there is no object {path} under {objects.root}")
-        self._objects, self._path, self._size, self._place = objects, path, found.size, 0
+            raise ObjectMissing(f"there is no object {path} under {store.root}")
+        self._store, self._path, self._size, self._place = store, path, found.size, 0
 
     def readable(self) -> bool:
         return True
@@ -301,6 +301,6 @@ class _Ranges(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:
         length = max(0, min(len(buffer), self._size - self._place))
-        buffer[:length] = self._objects.get_range(self._path, self._place, length)
+        buffer[:length] = self._store.get_range(self._path, self._place, length)
         self._place += length
         return length

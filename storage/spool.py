@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.normalise import Picture
-from storage.object_store import ObjectMissing, Objects
+from storage.object_store import ObjectMissing, ObjectStore
 
 PARTIAL = re.compile(r"([^/]+)/images/partial/(\d{5})-[0-9a-f]{12}-[0-9a-f]{16}\.parquet")
 _SCHEMA = pa.schema(
@@ -30,7 +30,7 @@ _PORTION = 4 * 2**20  # bytes of images in one object
 
 
 @dataclass(frozen=True)
-class SpooledPicture:
+class SpooledImage:
     """A Picture whose bytes lie in a Spool; `image` reads them, as long as the spool is open."""
 
     spool: "Spool"
@@ -67,7 +67,7 @@ class Spool:
         with self._lock:
             self._file.close()
 
-    def keep(self, picture: Picture) -> SpooledPicture:
+    def keep(self, picture: Picture) -> SpooledImage:
         """Write the picture's bytes down; OSError names the folder where there is no room for them."""
         left = memoryview(picture.image)
         with self._lock:
@@ -84,7 +84,7 @@ class Spool:
                     "it is full, set TMPDIR to a folder with more room, or lower rows_per_shard",
                 ) from error
         size = picture.width, picture.height
-        return SpooledPicture(self, offset, len(picture.image), *size, picture.sha256, picture.flags)
+        return SpooledImage(self, offset, len(picture.image), *size, picture.sha256, picture.flags)
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes of one picture; ValueError where the spool is closed."""
@@ -101,15 +101,15 @@ class PartialShard:
     collectors of one shard are not in each other's way. `settings` is the hash of the image settings, 12 hex digits.
     """
 
-    def __init__(self, objects: Objects, dataset: str, shard: str, settings: str):
-        self._objects = objects
+    def __init__(self, store: ObjectStore, dataset: str, shard: str, settings: str):
+        self._store = store
         self._shard = f"{dataset}/images/partial/{shard}-"
         self._prefix = f"{self._shard}{settings}-"
-        self._new: list[tuple[str, SpooledPicture]] = []
+        self._new: list[tuple[str, SpooledImage]] = []
         self._closed = False
         self._lock = threading.Lock()  # one thread saves while another closes
 
-    def add(self, url: str, picture: SpooledPicture) -> None:
+    def add(self, url: str, picture: SpooledImage) -> None:
         """An image that came, for the next `save`."""
         self._new.append((url, picture))
 
@@ -132,15 +132,15 @@ class PartialShard:
         out = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), out, compression="none", use_dictionary=False)
         data = out.getvalue()
-        self._objects.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
+        self._store.put(f"{self._prefix}{hashlib.sha256(data).hexdigest()[:16]}.parquet", data)
         del self._new[:count]  # only now: where the storage was away, the next time tries it again
 
-    def load(self, spool: Spool) -> dict[str, SpooledPicture]:
+    def load(self, spool: Spool) -> dict[str, SpooledImage]:
         """What earlier runs wrote down, by URL; what is damaged is passed over, and downloaded again."""
         found = {}
-        for info in list(self._objects.list(self._prefix)):
+        for info in list(self._store.list(self._prefix)):
             try:
-                data = self._objects.get(info.path)
+                data = self._store.get(info.path)
             except ObjectMissing:
                 continue  # somebody else has committed the shard
             if not info.path.endswith(f"-{hashlib.sha256(data).hexdigest()[:16]}.parquet"):
@@ -154,12 +154,12 @@ class PartialShard:
         """The shard is committed, by whomever: nothing of this is needed any more."""
         self._closed = True
         with self._lock:  # a portion on its way arrives before the list is made
-            for info in list(self._objects.list(self._shard)):
-                self._objects.delete(info.path)
+            for info in list(self._store.list(self._shard)):
+                self._store.delete(info.path)
 
 
-def remove_partial(objects: Objects, dataset: str, committed: Container[str]) -> None:
+def remove_partial(store: ObjectStore, dataset: str, committed: Container[str]) -> None:
     """Remove what is left of partial shards that are committed by now."""
-    for info in list(objects.list(f"{dataset}/images/partial/")):
+    for info in list(store.list(f"{dataset}/images/partial/")):
         if (found := PARTIAL.fullmatch(info.path)) and found[2] in committed:
-            objects.delete(info.path)
+            store.delete(info.path)

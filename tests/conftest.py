@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import yaml
-from operated import ENDED, Operated, operated, tiny_road
+from operated import ENDED, Operated, operated, tiny_pipeline
 from s3 import s3_server
 
 from demo.__main__ import WALK, write_deployments
@@ -19,7 +19,7 @@ from demo.serve import WorldServer, free_port
 from demo.world import World, WorldSettings, draw_world
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
-from storage.object_store import open_objects
+from storage.object_store import open_store
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
 os.environ.update(quiet_prefect(Path(_home.name)))
@@ -66,13 +66,13 @@ def catalog(request, tmp_path) -> Catalog:
     if request.param == "s3":
         request.getfixturevalue("s3")
     root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
-    return Catalog(open_objects(root), "captions")
+    return Catalog(open_store(root), "captions")
 
 
 @pytest.fixture
 def local(tmp_path) -> Catalog:
     """An empty catalog in a folder."""
-    return Catalog(open_objects(str(tmp_path / "root")), "captions")
+    return Catalog(open_store(str(tmp_path / "root")), "captions")
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +83,7 @@ def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     """
     folder = tmp_path_factory.mktemp("served")
     file = folder / "prefect.yaml"
-    write_deployments(file, tiny_road(world, folder / "root"))
+    write_deployments(file, tiny_pipeline(world, folder / "root"))
     project = yaml.safe_load(file.read_text())
     (scheduled,) = (one for one in project["deployments"] if one["name"] == "scheduled")
     scheduled["parameters"]["root"] = str(folder / "scheduled")

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from tiny import TINY_MODEL, tiny_recipe
 
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.distributed import World
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
@@ -23,7 +23,7 @@ ALONE = World(0, 1, CPU)
 def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData:
     recipe = tiny_recipe(root)
     config = dataclasses.replace(recipe.data, **changes)
-    samples, _ = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
+    samples, _ = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
     corpus = TextCorpus(root / "text", vocabulary)
@@ -45,7 +45,7 @@ def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
             batch.tokens[i][words].tolist(),
             batch.targets["word_asked"][i][words].tolist(),
             batch.boxes[i][regions].tolist(),
-            batch.region_hidden[i][regions].tolist(),
+            batch.region_masked[i][regions].tolist(),
             pixels,
         )
         rows.append((key, row))

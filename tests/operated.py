@@ -141,7 +141,7 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
         yield Operated(home, f"http://127.0.0.1:{port}", deployments)
 
 
-def tiny_road(world: World, root: Path, processes: int = 1) -> dict:
+def tiny_pipeline(world: World, root: Path, processes: int = 1) -> dict:
     """What `make demo` tells the flow pretrain-vlbert, as JSON: shards of ten, four steps a run, one fine-tuning."""
     parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]

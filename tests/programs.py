@@ -8,14 +8,14 @@ from pathlib import Path
 from places import PROJECT
 from tiny import as_overrides, tiny_recipe
 
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.log import read_metrics
 from vlbert.recipes import RECIPES
 
 
 def losses(root: Path, name: str) -> list[tuple]:
     kept = ("loss_words", "loss_text_words", "loss_regions")
-    lines = read_metrics(open_objects(str(root)), name, "training")
+    lines = read_metrics(open_store(str(root)), name, "training")
     return [(line["step"], *(line.get(loss) for loss in kept)) for line in lines]
 
 

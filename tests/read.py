@@ -4,7 +4,7 @@ from tiny import DETECTOR
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from storage.reading import ShardSamples
 from storage.sample import Sample
 
@@ -17,21 +17,21 @@ STAGE = f"regions/{DETECTOR}"
 class Counted:
     """Real objects, whose range requests for tars are written down."""
 
-    def __init__(self, objects: Objects):
-        self._objects, self.ranges = objects, []
+    def __init__(self, store: ObjectStore):
+        self._store, self.ranges = store, []
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._objects, name)
+        return getattr(self._store, name)
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
         if path.endswith(".tar"):
             self.ranges.append((path, offset, length))
-        return self._objects.get_range(path, offset, length)
+        return self._store.get_range(path, offset, length)
 
 
-def samples_of(objects: Objects, **settings: ShardCache | float) -> ShardSamples:
-    catalog = Catalog(objects, "captions")
-    return ShardSamples(objects, catalog.pinned(STAGE, catalog.pin(STAGE).id), **settings)
+def samples_of(store: ObjectStore, **settings: ShardCache | float) -> ShardSamples:
+    catalog = Catalog(store, "captions")
+    return ShardSamples(store, catalog.pinned(STAGE, catalog.pin(STAGE).id), **settings)
 
 
 def identity(sample: Sample | ValueError) -> tuple:

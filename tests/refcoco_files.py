@@ -3,6 +3,11 @@
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+
+WORDS = Vocabulary([*SPECIALS, "the", "left", "right", "one"])
 
 
 def write_refcoco(folder: Path, samples: list, scale: int = 1) -> None:
@@ -37,3 +42,8 @@ def change_refs(folder: Path, change: object) -> None:
     refs = pickle.loads(file.read_bytes())
     change(refs)
     file.write_bytes(pickle.dumps(refs, protocol=0))
+
+
+def urls(samples: list) -> SimpleNamespace:
+    """All that the task asks of samples."""
+    return SimpleNamespace(urls=[sample.url for sample in samples])

@@ -18,7 +18,7 @@ import storage.sample
 import storage.shards
 from storage.digests import BLANK, OWN_SHA256, seal
 from storage.manifests import Row
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from storage.runs import CHECKPOINT_VERSION, file_hash, sealed_json
 from storage.sample import Regions, Sample, sample_key, to_members
 
@@ -124,14 +124,14 @@ def sealed_parquet(table: pa.Table, metadata: dict[str, str]) -> bytes:
     return bytes(data)
 
 
-def put_checkpoint(objects: Objects, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
+def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str, bytes] | None = None) -> None:
     """A whole checkpoint of these files."""
     files = files or {}
     for name, data in files.items():
-        objects.put(f"{folder}/{name}", data)
+        store.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in files.items()}
     about = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
-    objects.put(f"{folder}/state.json", sealed_json(about | state | {"files": hashes}))
+    store.put(f"{folder}/state.json", sealed_json(about | state | {"files": hashes}))
 
 
 def reseal(folder: Path) -> None:

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from detectors.resnet import ResNetConfig
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
@@ -72,7 +72,7 @@ def commit_samples(
     root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, untrained: bool = False
 ) -> None:
     """Region shards of `samples` under root/dataset."""
-    catalog = Catalog(open_objects(str(root)), dataset)
+    catalog = Catalog(open_store(str(root)), dataset)
     for start in range(0, len(samples), per_shard):
         part = samples[start : start + per_shard]
         rows = [Row(start + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(part)]
@@ -92,9 +92,9 @@ def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, untrained: boo
 
 TINY_MODEL = ModelConfig(
     layers="JJ",
-    hidden=32,
-    heads=4,
-    intermediate=64,
+    hidden_size=32,
+    num_heads=4,
+    intermediate_size=64,
     max_positions=64,
     dropout=0.1,
     initializer_range=0.1,
@@ -118,7 +118,7 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
     recipe = Recipe(
         name="tiny",
         task=PretrainingSettings(
-            words=WordMasking(probability=0.3), regions=RegionMasking(probability=0.4, hidden=0.5), text_length=12
+            words=WordMasking(probability=0.3), regions=RegionMasking(probability=0.4, masked=0.5), text_length=12
         ),
         model=TINY_MODEL,
         data=DataConfig(
@@ -130,7 +130,7 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
             workers=0,
             unreadable=1.0,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warm_up=2),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=2),
         steps=6,
         precision="fp32",
         vocabulary=str(root / "text" / "vocab.txt"),

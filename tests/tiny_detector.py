@@ -8,7 +8,7 @@ import torch
 from tiny import as_overrides
 
 from detectors.average_precision import (
-    Objects,
+    ObjectStore,
 )
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.recipes import (
@@ -51,8 +51,8 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def objects(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> Objects:
-    return Objects(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
+def store(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> ObjectStore:
+    return ObjectStore(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:
@@ -74,7 +74,7 @@ def tiny_recipe(pictures: Path, root: Path, **changes) -> DetectorRecipe:
         network=TINY,
         data=coco_data(pictures),
         sampling=SamplingConfig(anchors=32, anchors_inside=False, pre_nms=60, post_nms=30, rois=16),
-        optimizer=dataclasses.replace(SGD, learning_rate=2e-3, warm_up=2),
+        optimizer=dataclasses.replace(SGD, learning_rate=2e-3, warmup_steps=2),
         root=str(root),
         steps=6,
         from_scratch=True,

@@ -2,16 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from tiny import SIZE
 
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.tasks.vcr_text import PEOPLE
+
 OF_PICTURE = ["person", "dog", "person", "cup"]
-
-
 BOXES = [[0, 0, 20, 40], [30, 10, 50, 30], [60, 0, 80, 60], [40, 40, 48, 48]]  # in the pixels of the stored picture
-
-
 ITEM = {
     "objects": OF_PICTURE,
     "question": ["Why", "is", [0, 1], "holding", [3], "?"],
@@ -20,6 +20,8 @@ ITEM = {
     "rationale_choices": [["because", [1], "is", "nearby"], ["no"], ["no", "no"], ["because"]],
     "rationale_label": 0,
 }
+ORDINARY = ["why", "is", "hold", "##ing", "?", "the", "and", "person", "dog", "cup", "because", "near", "##by", "no"]
+WORDS = Vocabulary([*SPECIALS, *ORDINARY, *PEOPLE])
 
 
 def write_vcr(folder: Path, samples: list, scale: float = 1, **changes: object) -> None:
@@ -38,3 +40,8 @@ def write_vcr(folder: Path, samples: list, scale: float = 1, **changes: object) 
         lines.append(json.dumps(ITEM | ids | changes) + "\n")
     (folder / "train.jsonl").write_text("".join(lines[:-1]))
     (folder / "val.jsonl").write_text(lines[-1])
+
+
+def urls(samples: list) -> SimpleNamespace:
+    """All that the task asks of samples."""
+    return SimpleNamespace(urls=[sample.url for sample in samples])

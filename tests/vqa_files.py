@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+from tiny import TINY_MODEL
+
 from storage.sample import sample_key
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
 SAID = {  # per question what the ten said
     10: ["left"] * 4 + ["right"] * 3 + ["on the left"] * 2 + ["yes"],
@@ -13,6 +16,9 @@ SAID = {  # per question what the ten said
     20: ["yes"] * 10,
     30: ["nobody knows"] * 10,
 }
+WORDS = Vocabulary([*SPECIALS, "is", "it", "on", "the", "left", "right", "?", "yes", "no", "of", "##s"])
+ROOM = TINY_MODEL.max_positions - 6  # for a question
+ANSWERS = ["<unk>", "yes", "no", "left", "right", "on the left"]
 
 
 def write_vqa(folder: Path, split: str, said: dict[int, list[str]], texts: dict[int, str] | None = None) -> None:

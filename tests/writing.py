@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from storage.object_store import Content, LocalObjects
+from storage.object_store import Content, LocalStore
 
 
-class Held(LocalObjects):
+class Held(LocalStore):
     """A folder whose puts of some names wait until they are let through; knows their order."""
 
     def __init__(self, root: Path, held: str):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from storage.runs import (
     CHECKPOINT_VERSION,
     STATE,
@@ -54,7 +54,7 @@ def write_checkpoint(
     folder, state = folder_of(run, step), {"validation": {}, **copy.deepcopy(dict(state))}  # a training changes it
 
     def tell() -> None:
-        best = settle(writer.objects, run, keep, metric, writer.say)
+        best = settle(writer.store, run, keep, metric, writer.say)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
         writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
 
@@ -64,53 +64,53 @@ def write_checkpoint(
 
 
 def settle(
-    objects: Objects, run: str, keep: int, metric: str | None, say: Callable[[str], None] = print
+    store: ObjectStore, run: str, keep: int, metric: str | None, say: Callable[[str], None] = print
 ) -> Best | None:
     """Name the best checkpoint in best.json, and remove all but that and the `keep` newest.
 
     Where a damaged file hides which is the best this says so, and removes none: no run shall end over that.
     """
     try:
-        before = named_best(objects, run)
-        best = find_best(objects, run, metric) if metric else None
+        before = named_best(store, run)
+        best = find_best(store, run, metric) if metric else None
     except ValueError as error:
         say(f"no checkpoint is removed, for the best is not known: {error}")
         return None
     if best and best != before:
-        objects.put(path_of_best(run), sealed_json(asdict(best)))
-    remove_old(objects, run, keep, best)
+        store.put(path_of_best(run), sealed_json(asdict(best)))
+    remove_old(store, run, keep, best)
     return best
 
 
-def find_best(objects: Objects, run: str, metric: str) -> Best | None:
+def find_best(store: ObjectStore, run: str, metric: str) -> Best | None:
     """The best of the whole checkpoints of which a validation after the same step found the metric, the oldest among
     equals; None where there is none. ValueError names a state.json that cannot be read."""
     found = []
-    for folder in checkpoints(objects, run):
-        state = read_state(objects, folder)
+    for folder in checkpoints(store, run):
+        state = read_state(store, folder)
         value = state["validation"].get(metric)
         if value is not None and math.isfinite(value):
             found.append(Best(state["step"], metric, value, folder))
     return max(found, key=lambda best: best.value, default=None)
 
 
-def remove_old(objects: Objects, run: str, keep: int, best: Best | None) -> None:
+def remove_old(store: ObjectStore, run: str, keep: int, best: Best | None) -> None:
     """Delete all checkpoints but the `keep` newest and the best, and what was never finished before the newest.
 
     state.json goes first, so that no half checkpoint looks whole.
     """
-    whole = checkpoints(objects, run)
+    whole = checkpoints(store, run)
     if not whole:
         return
     kept = {*whole[-keep:], *([best.checkpoint] if best else [])}
     for folder in whole:
         if folder not in kept:
-            objects.delete(f"{folder}/{STATE}")
+            store.delete(f"{folder}/{STATE}")
     pattern = re.compile(rf"(runs/{re.escape(run)}/step-\d{{7}})/.+")
-    for info in list(objects.list(f"runs/{run}/step-")):
+    for info in list(store.list(f"runs/{run}/step-")):
         found = pattern.fullmatch(info.path)
         if found and found[1] not in kept and found[1] < whole[-1]:
-            objects.delete(info.path)
+            store.delete(info.path)
 
 
 def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def load_tensors(folder: Folder, name: str) -> dict[str, Tensor]:
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        way = way_out(folder.objects, folder.path)
+        way = way_out(folder.store, folder.path)
         raise ValueError(
             f"{folder.where_of(name)} is torn or no safetensors file ({printable(error)}); {way}"
         ) from error
@@ -135,7 +135,7 @@ def load_optimizer(folder: Folder, model: nn.Module, optimizer: torch.optim.Opti
             shape = None if parameter is None else tuple(parameter.shape)
             raise ValueError(
                 f"{folder.where_of(OPTIMIZER)} has {entry} as {tuple(tensor.shape)}, the model's parameter is {shape}: "
-                "it is of another model; start another run (run=NAME), from this checkpoint (start_from=...) or not"
+                "it is of another model; start another run (run=NAME), from this checkpoint (init_from=...) or not"
             )
         if quantity != "step":
             # In the parameter's own layout (channels last): the fused kernel walks both in the order of memory.

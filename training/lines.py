@@ -22,8 +22,8 @@ class Lines:
         self._waiting: deque[bytes] = deque()
         self._error: OSError | None = None
 
-    def add(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        self._waiting += [(json.dumps(dict(line)) + "\n").encode() for line in objects]
+    def add(self, store: Iterable[Mapping[str, Any]]) -> None:
+        self._waiting += [(json.dumps(dict(line)) + "\n").encode() for line in store]
         self.write()
 
     def write(self) -> None:
@@ -90,7 +90,7 @@ class Board:
     def add(self, values: Mapping[str, float], step: int) -> None:
         points = [(name, value, step) for name, value in values.items()]
         self._points += points
-        with self._watched():
+        with self._monitored():
             if self._writer:
                 _add(self._writer, points)
 
@@ -98,7 +98,7 @@ class Board:
         """Have all of it in the file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        with self._watched():
+        with self._monitored():
             if self._writer is None:
                 # After the failure of another one nothing is purged but what the run before it left.
                 self._writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else 0)
@@ -112,7 +112,7 @@ class Board:
                 self._writer.close()
 
     @contextlib.contextmanager
-    def _watched(self) -> Any:
+    def _monitored(self) -> Any:
         """After an error the file is begun anew, with the next write."""
         try:
             yield

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.object_store import Objects, StorageUnreachable
+from storage.object_store import ObjectStore, StorageUnreachable
 from storage.progress import clock
 from storage.safe_json import parse_json
 from training.lines import Board, Lines
@@ -51,10 +51,10 @@ class Record:
     """
 
     def __init__(self, writer: "Writer", run: str, step: int, steps: int, samples_per_step: int, processes: int = 1):
-        objects = writer.objects
-        self.writer, self.objects, self.run = writer, objects, run
+        store = writer.store
+        self.writer, self.store, self.run = writer, store, run
         self.steps, self.samples_per_step = steps, samples_per_step
-        folder = objects.local_path(f"runs/{self.run}")
+        folder = store.local_path(f"runs/{self.run}")
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,20 +83,20 @@ class Record:
 
     def where(self, name: str) -> str:
         """One of the run's files in full."""
-        return self.objects.where(f"runs/{self.run}/{name}")
+        return self.store.where(f"runs/{self.run}/{name}")
 
     def _keep_until(self, step: int, name: str) -> list[dict[str, Any]]:
         """The lines of a file. What a stopped run wrote after its last checkpoint will be done again, so it goes."""
         path = f"runs/{self.run}/{name}"
-        if not self.objects.exists(path):
+        if not self.store.exists(path):
             return []
-        data = self.objects.get(path)
-        found = _parsed(data, self.objects.where(path))
+        data = self.store.get(path)
+        found = _parsed(data, self.store.where(path))
         kept = b"".join(line for line, said in found if said["step"] <= step)
         if self._temporary is not None:
             (self.folder / name).write_bytes(kept)
         elif kept != data:
-            self.objects.put(path, kept)  # at once: a kill must not cost the lines that stay
+            self.store.put(path, kept)  # at once: a kill must not cost the lines that stay
         return [said for _, said in found if said["step"] <= step]
 
     @contextlib.contextmanager
@@ -232,21 +232,21 @@ class Record:
             self._enter(state)
 
 
-def read_heartbeat(objects: Objects, run: str) -> dict[str, Any] | None:
+def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
     """How far a run is, as it last said itself (docs/formats.md); None before it began to train.
 
     A process that was killed says nothing: who watches compares `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
-    return parse_json(objects.get(path), objects.where(path), nan=True) if objects.exists(path) else None
+    return parse_json(store.get(path), store.where(path), nan=True) if store.exists(path) else None
 
 
-def read_metrics(objects: Objects, run: str, kind: str) -> list[dict[str, float]]:
+def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of one kind ("training" or "validation"), in order; none before the run wrote any."""
     path = f"runs/{run}/metrics.jsonl"
-    if not objects.exists(path):
+    if not store.exists(path):
         return []
-    return [said for _, said in _parsed(objects.get(path), objects.where(path)) if said.get("kind") == kind]
+    return [said for _, said in _parsed(store.get(path), store.where(path)) if said.get("kind") == kind]
 
 
 def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
@@ -271,9 +271,9 @@ def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
-def last_metrics(objects: Objects, run: str) -> dict[str, float]:
+def last_metrics(store: ObjectStore, run: str) -> dict[str, float]:
     """The numbers of the run's last validation; none where it had none."""
-    validations = read_metrics(objects, run, "validation")
+    validations = read_metrics(store, run, "validation")
     return {k: v for k, v in validations[-1].items() if k not in ("kind", "step")} if validations else {}
 
 

@@ -149,7 +149,7 @@ def train_steps(run: Run) -> dict[str, float]:
             run.prepare(step)
             norms.keep()
             totals = add_gradients(run, parallel, parts, stop, waited)
-            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.clip or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.max_grad_norm or math.inf)
             found, done = Step.of(totals, norm, run.loss_weights, world), step + 1
             why = skipping.why(found)
             if why is None:
@@ -239,7 +239,7 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
         + (f"the last good checkpoint is {checkpoint}. " if checkpoint else "no checkpoint was saved. ")
         + "If it is the samples, take them out of the data; if the loss was about to diverge, start another run "
-        "(run=NAME, start_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
+        "(run=NAME, init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
         "from, allow them: spike=FACTOR, or spike=none"
     )
 

@@ -16,7 +16,7 @@ class OptimizerConfig:
     kind: Literal["adamw", "adam", "sgd"] = "adamw"  # decay beside the gradient, or in it (Adam, SGD with momentum)
     learning_rate: float = 2e-5  # at the end of warm-up, for the whole global batch; it never scales by itself
     region_learning_rate: float | None = None  # of a Fast R-CNN inside the model; None: the same
-    warm_up: int = 8000  # steps from 0 to learning_rate
+    warmup_steps: int = 8000  # steps from 0 to learning_rate
     # After warm-up: linearly to 0 at the end, by `decay` at each of decay_at, or as it is.
     schedule: Literal["linear", "step", "constant"] = "linear"
     decay_at: tuple[int, ...] = ()  # step: after so many updates
@@ -27,15 +27,15 @@ class OptimizerConfig:
     # BERT's: epsilon is added before the second moment's bias is corrected, and decay follows the step. Else PyTorch's.
     bert_adam: bool = True
     weight_decay: float = 1e-4  # of every parameter, biases and LayerNorms included
-    clip: float | None = 10.0  # largest global gradient norm; None: any
+    max_grad_norm: float | None = 10.0  # largest global gradient norm; None: any
 
     def __post_init__(self):
         check_choices(self)
         check(self, self.learning_rate > 0, "learning_rate", "positive")
         slow = self.region_learning_rate
         check(self, slow is None or slow > 0, "region_learning_rate", "positive, or none")
-        check(self, self.warm_up >= 0, "warm_up", "0 or more")
-        check(self, self.clip is None or self.clip > 0, "clip", "positive")
+        check(self, self.warmup_steps >= 0, "warmup_steps", "0 or more")
+        check(self, self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "positive")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(self, fits, "betas", "two numbers in [0, 1)")
         check(self, 0 <= self.momentum < 1, "momentum", "in [0, 1)")
@@ -84,10 +84,10 @@ def learning_rate_factor(update: int, updates: int, config: OptimizerConfig) -> 
 
     linear: to 0 at the last update, as in the authors' code. step: by `decay` after each of `decay_at` updates.
     """
-    if update < config.warm_up:
-        return update / config.warm_up
+    if update < config.warmup_steps:
+        return update / config.warmup_steps
     if config.schedule == "linear":
-        return max(0.0, (updates - update) / max(1, updates - config.warm_up))
+        return max(0.0, (updates - update) / max(1, updates - config.warmup_steps))
     return config.decay ** sum(update > at for at in config.decay_at)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage.object_store import Objects, StorageUnreachable
+from storage.object_store import ObjectStore, StorageUnreachable
 from storage.runs import file_hash
 
 PATIENCE = 600.0  # seconds that storage may be away when a run has come to its end
@@ -56,8 +56,8 @@ class Writer:
     waited   seconds for which `checkpoint` held up the caller, all in all
     """
 
-    def __init__(self, objects: Objects, say: Callable[[str], None] = _say, silence: float = _SILENCE):
-        self.objects, self.say, self.silence = objects, say, silence
+    def __init__(self, store: ObjectStore, say: Callable[[str], None] = _say, silence: float = _SILENCE):
+        self.store, self.say, self.silence = store, say, silence
         self.saved: str | None = None
         self.waited = 0.0
         self._changed = threading.Condition()  # guards all that follows but _copies
@@ -85,14 +85,14 @@ class Writer:
 
     def put(self, path: str, data: bytes, urgent: bool = False) -> None:
         """Write an object, some time soon; what is urgent may come between two parts of a checkpoint."""
-        self.do(path, functools.partial(self.objects.put, path, data), urgent)
+        self.do(path, functools.partial(self.store.put, path, data), urgent)
 
     def do(self, path: str, work: Callable[[], object], urgent: bool = False) -> None:
         """Have this done in the thread, which writes the object `path` or makes it last."""
         with self._changed:
             if not self._told:
                 self._raise()
-            self._add(_Job(path, self.objects.where(path), deque([work]), urgent=urgent))
+            self._add(_Job(path, self.store.where(path), deque([work]), urgent=urgent))
 
     def checkpoint(
         self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor] | FromHashes], then: Callable[[], None]
@@ -113,7 +113,7 @@ class Writer:
             steps.append(functools.partial(self._put_hashed, folder, name, content, hashes))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies run beside this thread
-        where = self.objects.where(folder)
+        where = self.store.where(folder)
 
         def whole() -> None:
             self.saved = where
@@ -226,7 +226,7 @@ class Writer:
             content = content(hashes)
         elif name not in hashes:  # else storage has refused it before
             hashes[name] = file_hash([content] if isinstance(content, bytes) else content)
-        self.objects.put(f"{folder}/{name}", content)
+        self.store.put(f"{folder}/{name}", content)
 
     def _part_is_written(self) -> None:
         """Put something urgent that is due, if there is such a thing, before the running checkpoint goes on."""

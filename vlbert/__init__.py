@@ -1,6 +1,6 @@
 """VL-BERT (Su et al., ICLR 2020): the model as a library, and the program that trains it.
 
-from vlbert import Batch, Encoded, Example, Picture, VLBert, Vocabulary, Words, collate
+from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, Vocabulary, collate
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ _HOMES = {
     "Encoded": "vlbert.model.vlbert",
     "ModelConfig": "vlbert.config",
     "Vocabulary": "vlbert.data.vocabulary",
-} | dict.fromkeys(("Batch", "Example", "Picture", "Words", "collate"), "vlbert.data.batch")
+} | dict.fromkeys(("Batch", "Example", "ImageInput", "TextInput", "collate"), "vlbert.data.batch")
 
 __all__ = list(_HOMES)
 

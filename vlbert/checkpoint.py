@@ -1,6 +1,6 @@
 """Models in folders, and the checkpoints of a run. No file is a pickle (docs/formats.md, Checkpoint).
 
-config.json  model.safetensors  vocab.txt     a model: what from_pretrained and start_from read
+config.json  model.safetensors  vocab.txt     a model: what from_pretrained and init_from read
 task.json                                     what the outputs of its task's head mean, where the task keeps that
 ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.safetensors and, last, state.json
 """
@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from storage.digests import check_version
-from storage.object_store import LocalObjects, Objects, open_objects
+from storage.object_store import LocalStore, ObjectStore, open_store
 from storage.runs import (
     CHECKPOINT_VERSION,
     CONFIG,
@@ -133,50 +133,50 @@ def open_checkpoint(path: str) -> Checkpoint:
     return _read(_opened(*find_checkpoint(path)))
 
 
-def find_checkpoint(path: str) -> tuple[Objects, str]:
+def find_checkpoint(path: str) -> tuple[ObjectStore, str]:
     """Where what open_checkpoint reads lies, nothing of it read; ValueError where there is no such thing."""
     root, separator, rest = path.rstrip("/").rpartition("/runs/")
     if not separator:
         if "://" in path:
             raise ValueError(f"{path} is no checkpoint: name ROOT/runs/<run>/step-*, or a local folder")
-        objects = LocalObjects(path)
-        _check_there(Folder(objects, ""))
-        return objects, ""
-    objects = open_objects(root, write=False)
+        store = LocalStore(path)
+        _check_there(Folder(store, ""))
+        return store, ""
+    store = open_store(root, write=False)
     run, _, named = rest.partition("/")
     if named == "best":
-        return objects, _find_best(objects, run)
+        return store, _find_best(store, run)
     if named:
-        _check_whole(objects, f"runs/{rest}")
-        return objects, f"runs/{rest}"
-    saved = checkpoints(objects, run)
+        _check_whole(store, f"runs/{rest}")
+        return store, f"runs/{rest}"
+    saved = checkpoints(store, run)
     if not saved:
-        raise ValueError(f"{objects.where(f'runs/{run}')} has no whole checkpoint; name another run")
-    return objects, saved[-1]
+        raise ValueError(f"{store.where(f'runs/{run}')} has no whole checkpoint; name another run")
+    return store, saved[-1]
 
 
-def _find_best(objects: Objects, run: str) -> str:
+def _find_best(store: ObjectStore, run: str) -> str:
     """What the run's best.json names."""
-    best = named_best(objects, run)
+    best = named_best(store, run)
     if best is None:
         raise ValueError(
-            f"{objects.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a checkpoint "
-            f"yet, or its task compares none; name {objects.where(f'runs/{run}')} for the newest"
+            f"{store.where(f'runs/{run}/best.json')} is not there: no validation of {run} has measured a checkpoint "
+            f"yet, or its task compares none; name {store.where(f'runs/{run}')} for the newest"
         )
-    _check_whole(objects, best.checkpoint)
+    _check_whole(store, best.checkpoint)
     return best.checkpoint
 
 
-def read_checkpoint(objects: Objects, folder: str, tensors: bool = True) -> Checkpoint:
+def read_checkpoint(store: ObjectStore, folder: str, tensors: bool = True) -> Checkpoint:
     """A whole checkpoint, or all of it but the model's tensors; ValueError names what is missing, damaged or of another
     version."""
-    return _read(open_folder(objects, folder), tensors)
+    return _read(open_folder(store, folder), tensors)
 
 
-def _check_whole(objects: Objects, folder: str) -> None:
-    if not objects.exists(f"{folder}/{STATE}"):
+def _check_whole(store: ObjectStore, folder: str) -> None:
+    if not store.exists(f"{folder}/{STATE}"):
         raise ValueError(
-            f"{objects.where(folder)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
+            f"{store.where(folder)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
         )
 
 
@@ -188,19 +188,19 @@ def _check_there(folder: Folder) -> None:
 
 def read_model(folder: str | Path) -> Checkpoint:
     """The model in a local folder, whoever wrote it; errors as of read_checkpoint."""
-    return _read(_opened(LocalObjects(str(folder)), ""))
+    return _read(_opened(LocalStore(str(folder)), ""))
 
 
-def read_config_at(objects: Objects, path: str) -> dict:
+def read_config_at(store: ObjectStore, path: str) -> dict:
     """config.json of what find_checkpoint found, and nothing else of it."""
-    folder = _opened(objects, path)
+    folder = _opened(store, path)
     return read_config(folder.get(CONFIG), folder.where_of(CONFIG))
 
 
-def _opened(objects: Objects, path: str) -> Folder:
+def _opened(store: ObjectStore, path: str) -> Folder:
     """A checkpoint by its state.json; any other folder, which has none, as it is."""
     name = f"{path}/{STATE}" if path else STATE
-    return open_folder(objects, path) if path or objects.exists(name) else Folder(objects, path)
+    return open_folder(store, path) if path or store.exists(name) else Folder(store, path)
 
 
 def _read(folder: Folder, tensors: bool = True) -> Checkpoint:

@@ -27,7 +27,7 @@ class RegionConfig:
     # Masked regions lose their raw pixels (paper 3.3) or, as precomputed features must, nothing but their own vector,
     # which one learned vector replaces: then regions that overlap them still show what is asked for.
     hide: Literal["pixels", "features"] = "pixels"
-    hidden_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
+    masked_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
     # How pictures of several sizes are padded with zeros: `groups` of similar shape, at most two a batch, each to its
     # largest height and width; the whole `batch` to its largest, as the authors' code does; or `fixed`, each to
     # short_side x long_side (upright: long_side x short_side) whatever the batch, as it does in VCR. Features near a
@@ -50,7 +50,7 @@ class RegionConfig:
         return self.resnet.res5_channels
 
     @property
-    def hides_features(self) -> bool:
+    def masks_features(self) -> bool:
         """Whether a masked region's vector is replaced by a learned one."""
         return self.features == "precomputed" or self.hide == "features"
 
@@ -60,15 +60,15 @@ class ModelConfig:
     """VL-BERT's architecture; the defaults are BASE as the authors trained it."""
 
     layers: str = "J" * 12  # one letter a layer; J: joint attention over text and regions
-    hidden: int = 768
-    heads: int = 12
-    intermediate: int = 3072  # width of the feed-forward layers
+    hidden_size: int = 768
+    num_heads: int = 12
+    intermediate_size: int = 3072  # width of the feed-forward layers
     max_positions: int = 512
     dropout: float = 0.1
     initializer_range: float = (
         0.02  # standard deviation of new weights. 0.02 belongs to 768 channels: with 96, take 0.06
     )
-    visual_channels: int | None = None  # width of a look, the visual feature embedding; None: hidden
+    visual_embedding_size: int | None = None  # width of a look, the visual feature embedding; None: hidden
     visual_dropout: bool = True  # dropout on what goes into the look's fully connected layer
     visual_activation: Literal["relu", "none"] = "relu"  # after that layer
     visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's own rule, or as all
@@ -78,8 +78,8 @@ class ModelConfig:
     geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
     geometry_channels: int = 2048
     special_tokens: Literal["own", "vocabulary"] = "own"  # [IMG] and [END]: apart, or words that can be answers too
-    hidden_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
-    end_look: bool = False  # [END] carries the look of the whole image, as words do
+    masked_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
+    end_visual_embedding: bool = False  # [END] carries the look of the whole image, as words do
     region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # linear layers that fine-tuning adds
     regions: RegionConfig = RegionConfig()
@@ -89,15 +89,17 @@ class ModelConfig:
         check(
             self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
         )
-        for name in ("hidden", "heads", "intermediate", "max_positions", "geometry_channels"):
+        for name in ("hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels"):
             check(self, getattr(self, name) > 0, name, "at least 1")
-        for name in ("visual_channels", "region_classes"):
+        for name in ("visual_embedding_size", "region_classes"):
             check(self, getattr(self, name) is None or getattr(self, name) > 0, name, "at least 1, or none")
         check(self, self.initializer_range > 0, "initializer_range", "positive")
-        check(self, self.hidden % self.heads == 0, "heads", f"a divisor of hidden = {self.hidden}")
+        check(
+            self, self.hidden_size % self.num_heads == 0, "num_heads", f"a divisor of hidden_size = {self.hidden_size}"
+        )
         check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
         check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
-        alone = self.special_tokens == "own" or (self.region_classes is None and not self.hidden_region_token)
+        alone = self.special_tokens == "own" or (self.region_classes is None and not self.masked_region_token)
         check(self, alone, "special_tokens", "own where regions have tokens by class or hidden ones one of theirs")
 
     def word_rows(self, vocab_size: int) -> int:
@@ -117,7 +119,7 @@ class DataConfig:
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
     text_corpus: str | None = None  # folder made by `python -m vlbert.data.corpus`; needed where text_batch > 0
     unreadable: float = 0.1  # share of the samples that may be unreadable; more end the run
-    accumulate: int = 1  # batches are cut into this many parts, one backward pass each
+    gradient_accumulation: int = 1  # batches are cut into this many parts, one backward pass each
     flip: float = 0.0  # probability of mirroring a picture
     workers: int = 2  # loading processes a rank; 0: load in the training process
     new_shards_every: int | None = 100  # steps between looks for new shards, at least: they enter at the first border
@@ -132,7 +134,7 @@ class DataConfig:
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
         check(self, self.text_batch >= 0, "text_batch", "0 or more")
-        check(self, self.accumulate > 0, "accumulate", "at least 1")
+        check(self, self.gradient_accumulation > 0, "gradient_accumulation", "at least 1")
         check(self, self.workers >= 0, "workers", "0 or more")
         check(self, self.new_shards_every is None or self.new_shards_every > 0, "new_shards_every", "at least 1")
         check(self, self.chunk > 0, "chunk", "at least 1")
@@ -152,12 +154,10 @@ class Recipe:
     optimizer: OptimizerConfig = OptimizerConfig()
     steps: int = 250_000  # optimizer steps in all
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
-    start_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
-    bert: str | None = (
-        None  # Hugging Face folder or hub name of a BERT to start from; with start_from, its pooler alone
-    )
+    init_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
+    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, its pooler alone
     from_scratch: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
-    vocabulary: str | None = None  # vocab.txt; None: that of start_from or bert, else built from the captions
+    vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
     # What matrix products and convolutions are computed in, on any device: fp32; tf32, which rounds what goes into them
     # to 10 bits (GPUs; CPUs compute fp32); or bf16, with weights, norms, losses and RoIAlign in fp32 (CPUs want AMX).
@@ -189,7 +189,7 @@ class Recipe:
         live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
         check(self, not (self.compile and self.recompute and live), "compile", "false with recompute and live norms")
         check_decay(self.optimizer, self.steps)
-        check(self, not (self.from_scratch and (self.start_from or self.bert)), "from_scratch", "false with a start")
+        check(self, not (self.from_scratch and (self.init_from or self.bert)), "from_scratch", "false with a start")
 
     @property
     def run_name(self) -> str:
@@ -199,7 +199,7 @@ class Recipe:
 # Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
 _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
-_FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.hidden_pixels"}
+_FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.masked_pixels"}
 _FREE |= {"regions.padding"}
 _FREE |= {"regions.weights", "regions.untrained"}
 

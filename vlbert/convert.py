@@ -3,7 +3,7 @@
     python -m vlbert.convert vl-bert-base-e2e.model OUT --vocabulary vocab.txt
     python -m vlbert.convert OUT vl-bert-base-e2e.model
 
-OUT is a model's folder (docs/formats.md): `VLBert.from_pretrained(OUT)` and `start_from=OUT` read it. Its
+OUT is a model's folder (docs/formats.md): `VLBert.from_pretrained(OUT)` and `init_from=OUT` read it. Its
 published.json says of every key of the file what became of it, and holds what the way back needs, which gives the same
 bits again.
 """
@@ -57,20 +57,20 @@ _CORE = [
     *_BLOCKS,
     ("image_feature_extractor.obj_downsample.1.", "vlbert.embedding.visual."),
     ("object_linguistic_embeddings.", "vlbert.embedding.region_token."),
-    ("object_mask_word_embedding.", "vlbert.embedding.hidden_region_token."),
-    ("object_mask_visual_embedding.", "vlbert.embedding.hidden_appearance."),
-    ("aux_text_visual_embedding.", "vlbert.embedding.look_without_picture."),
+    ("object_mask_word_embedding.", "vlbert.embedding.masked_region_token."),
+    ("object_mask_visual_embedding.", "vlbert.embedding.masked_appearance."),
+    ("aux_text_visual_embedding.", "vlbert.embedding.no_image_embedding."),
     ("vlbert.word_embeddings.", "vlbert.embedding.words."),
     ("vlbert.end_embedding.", "vlbert.embedding.end_token."),
     ("vlbert.position_embeddings.", "vlbert.embedding.positions."),
     ("vlbert.token_type_embeddings.", "vlbert.embedding.segments."),
     ("vlbert.embedding_LayerNorm.", "vlbert.embedding.norm."),
-    ("vlbert.visual_1x1_text.", "vlbert.embedding.look_of_words.to_hidden."),
-    ("vlbert.visual_1x1_object.", "vlbert.embedding.look_of_regions.to_hidden."),
-    ("vlbert.visual_ln_text.", "vlbert.embedding.look_of_words.norm."),
-    ("vlbert.visual_ln_object.", "vlbert.embedding.look_of_regions.norm."),
-    ("vlbert.visual_scale_text", "vlbert.embedding.look_of_words.scale"),
-    ("vlbert.visual_scale_object", "vlbert.embedding.look_of_regions.scale"),
+    ("vlbert.visual_1x1_text.", "vlbert.embedding.text_visual.to_hidden."),
+    ("vlbert.visual_1x1_object.", "vlbert.embedding.region_visual.to_hidden."),
+    ("vlbert.visual_ln_text.", "vlbert.embedding.text_visual.norm."),
+    ("vlbert.visual_ln_object.", "vlbert.embedding.region_visual.norm."),
+    ("vlbert.visual_scale_text", "vlbert.embedding.text_visual.scale"),
+    ("vlbert.visual_scale_object", "vlbert.embedding.region_visual.scale"),
     *(
         (f"vlbert.encoder.layer.{{}}.{theirs}.", f"vlbert.encoder.layers.{{}}.{ours}.")
         for theirs, ours in (
@@ -119,11 +119,11 @@ _ALIASES = {
     "vlbert.mlm_head.predictions.decoder.weight": _WORDS,
 }
 # Ours are zeros where theirs lack them: only text-only rows read the first, and only pre-training reads the others.
-_TEXT_ONLY = ("vlbert.embedding.look_without_picture.weight",)
-_ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("hidden_region_token", "hidden_appearance"))
+_TEXT_ONLY = ("vlbert.embedding.no_image_embedding.weight",)
+_ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked_region_token", "masked_appearance"))
 _COUNTER = ".num_batches_tracked"  # a frozen norm counts nothing
 # Fields that no tensor tells, and that their configuration has too.
-_IN_THEIR_CONFIGURATION = {"heads", "regions.features", "regions.hide", "regions.roi_size"}
+_IN_THEIR_CONFIGURATION = {"num_heads", "regions.features", "regions.hide", "regions.roi_size"}
 _IN_THEIR_CONFIGURATION |= {"regions.pixel_mean", "regions.pixel_std"}
 
 
@@ -186,14 +186,14 @@ def plain_name(name: str) -> str:
     return re.sub(r"^vlbert\._module\.", "vlbert.", name.removeprefix("module."))
 
 
-def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> Published:
+def understand(shapes: dict[str, tuple[int, ...]], num_heads: int | None = None) -> Published:
     """What these tensors, by plain name, are; ValueError where they are no VL-BERT.
 
-    What no shape tells is as published: 64 channels an attention head (unless `heads` says how many those are), the
+    What no shape tells is as published: 64 channels an attention head (unless `num_heads` says how many those are), the
     stride in 1x1 convolutions, a dilated res5, how pictures are padded, VCR's sigmoid, its pictures of 600/1200 pixels
     and its question, answer or rationale.
     """
-    vocab_size, hidden = _matrix(shapes, "vlbert.word_embeddings.weight")
+    vocab_size, hidden_size = _matrix(shapes, "vlbert.word_embeddings.weight")
     looks, inputs = _matrix(shapes, "image_feature_extractor.obj_downsample.1.weight")
     tokens, _ = _matrix(shapes, "object_linguistic_embeddings.weight")
     from_pixels = _any(shapes, "image_feature_extractor.backbone.")
@@ -211,11 +211,11 @@ def understand(shapes: dict[str, tuple[int, ...]], heads: int | None = None) -> 
         regions = replace(regions, long_side=1200, padding="fixed")
     model = ModelConfig(
         layers="J" * _count(shapes, r"vlbert\.encoder\.layer\.(\d+)\."),
-        hidden=hidden,
-        heads=heads or max(1, hidden // HEAD_CHANNELS),
-        intermediate=_matrix(shapes, "vlbert.encoder.layer.0.intermediate.dense.weight")[0],
+        hidden_size=hidden_size,
+        num_heads=num_heads or max(1, hidden_size // HEAD_CHANNELS),
+        intermediate_size=_matrix(shapes, "vlbert.encoder.layer.0.intermediate.dense.weight")[0],
         max_positions=_matrix(shapes, "vlbert.position_embeddings.weight")[0],
-        visual_channels=None if looks == hidden else looks,
+        visual_embedding_size=None if looks == hidden_size else looks,
         visual_norm="layer_norm" if _any(shapes, "vlbert.visual_ln_") else "scale",
         region_classes=None if tokens == 1 else tokens,
         regions=regions,
@@ -408,13 +408,13 @@ def read_file(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, heads: int | None = None) -> list[dict]:
+def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, num_heads: int | None = None) -> list[dict]:
     """Convert their file to a model's folder, and return the report. ValueError where either is no good."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a new folder, or an empty one")
     theirs = read_file(file)
     try:
-        what = understand({plain_name(key): tuple(tensor.shape) for key, tensor in theirs.items()}, heads)
+        what = understand({plain_name(key): tuple(tensor.shape) for key, tensor in theirs.items()}, num_heads)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     tensors, report = convert(theirs, what, str(file), whole=True)
@@ -464,7 +464,7 @@ def to_theirs(folder: Path, file: Path) -> list[dict]:
 
 def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
     """ValueError where the model follows a rule that their code has not."""
-    theirs = understand(shapes, what.model.heads)
+    theirs = understand(shapes, what.model.num_heads)
     for name, ours, published in differing_fields(architecture(what.model), architecture(theirs.model)):
         stages = name.startswith("regions.resnet.") and not name.endswith((".blocks", ".width", ".stem_pool"))
         if not stages and name not in _IN_THEIR_CONFIGURATION:
@@ -476,13 +476,13 @@ def main() -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
     parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")
-    parser.add_argument("--heads", type=int, help="attention heads, where one has not 64 channels")
+    parser.add_argument("--num-heads", type=int, help="attention heads, where one has not 64 channels")
     options = parser.parse_args()
     try:
         if options.source.is_dir():
             report = to_theirs(options.source, options.out)
         else:
-            report = to_ours(options.source, options.out, options.vocabulary, options.heads)
+            report = to_ours(options.source, options.out, options.vocabulary, options.num_heads)
     except Refused as refused:
         print_report(refused.report)
         sys.exit(f"{parser.prog}: {refused}")

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from training.config import differing_fields, from_json, override
 from training.distributed import World, from_first, gather_on_first
 from training.loop import EXPECTED, find_recipe, run_in_world
@@ -106,11 +106,11 @@ def evaluate(
     if not root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     inputs = inputs_of(recipe, places, split, overrides)
-    objects, folder = find_place(out, places, split, inputs) if world.first else (None, "")
-    done = None if again else from_first(world.first and written(objects, folder), world)
+    store, folder = find_place(out, places, split, inputs) if world.first else (None, "")
+    done = None if again else from_first(world.first and written(store, folder), world)
     if done:
         if world.first:
-            place = objects.where(folder.rstrip("/")) if folder else str(out)
+            place = store.where(folder.rstrip("/")) if folder else str(out)
             print(f"evaluated already, by the same settings: {place}; --again does it once more", flush=True)
             say(done, place)
         return done if world.first else {}
@@ -130,8 +130,8 @@ def evaluate(
     about |= {"inputs": inputs, "files": [*files, PAGE], "code": version("vlbert")}
     from vlbert.results_page import page  # here, because it brings jinja2, which training does without
 
-    write(objects, folder, files | {PAGE: page(about, answered)}, about)
-    say(about, objects.where(folder.rstrip("/")) if folder else str(out))
+    write(store, folder, files | {PAGE: page(about, answered)}, about)
+    say(about, store.where(folder.rstrip("/")) if folder else str(out))
     return about
 
 
@@ -143,10 +143,10 @@ def find_evaluation(name: str, path: str, split: str, overrides: Sequence[str]) 
     try:
         recipe = find_recipe(name, RECIPES)()
         override(recipe, list(overrides))
-        objects, folder = find_checkpoint(path)
-        places = [objects.where(folder).rstrip("/")]
-        objects, folder = find_place(None, places, split, inputs_of(recipe, places, split, overrides))
-        return written(objects, folder)
+        store, folder = find_checkpoint(path)
+        places = [store.where(folder).rstrip("/")]
+        store, folder = find_place(None, places, split, inputs_of(recipe, places, split, overrides))
+        return written(store, folder)
     except (*EXPECTED, OSError):
         return None
 
@@ -155,8 +155,8 @@ def _find(path: str, world: World) -> str:
     """Where the checkpoint lies, the same on every rank: a run that trains on may write a newer one meanwhile."""
     if not world.first:
         return from_first(None, world)
-    objects, folder = find_checkpoint(path)
-    return from_first(objects.where(folder).rstrip("/"), world)
+    store, folder = find_checkpoint(path)
+    return from_first(store.where(folder).rstrip("/"), world)
 
 
 def _text(value: object) -> str:
@@ -169,11 +169,11 @@ def _ask_all(recipe: Recipe, checkpoint: Checkpoint, split: str, overrides: Sequ
     model, config = model.to(world.device), recipe.data
     has_splits = validation_split(recipe.task) is not None
     dataset = (config.held_out or config.dataset) if has_splits else split
-    objects = open_objects(config.root)
-    detector = config.detector or _its_detector(objects, dataset, checkpoint)
-    samples, pinned = open_samples(objects, dataset, detector, None, world, open_cache(objects, config))
+    store = open_store(config.root)
+    detector = config.detector or _its_detector(store, dataset, checkpoint)
+    samples, pinned = open_samples(store, dataset, detector, None, world, open_cache(store, config))
     questions = model.task.questions(samples, split if has_splits else None)
-    together = max(1, min(_TOGETHER, config.batch // config.accumulate))
+    together = max(1, min(_TOGETHER, config.batch // config.gradient_accumulation))
     data = ValidationData(samples, questions, model.task, config, recipe.model.regions, world, None, together)
     if world.first:
         print(
@@ -210,10 +210,10 @@ def _progress(questions: int, world: World) -> Callable[[int], None]:
     return tell
 
 
-def _its_detector(objects: Objects, dataset: str, checkpoint: Checkpoint) -> str | None:
+def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> str | None:
     """The detector whose regions it was trained on, where the dataset has them."""
     stage = checkpoint.state.get("data", {}).get("stage")
-    there = stage and next(iter(objects.list(f"{dataset}/{stage}/")), None)
+    there = stage and next(iter(store.list(f"{dataset}/{stage}/")), None)
     return stage.removeprefix("regions/") if there else None
 
 

@@ -159,7 +159,7 @@ def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRC
 
 def _trained_from(config: dict) -> str | None:
     """The weight file that a model's Fast R-CNN started from, or that of the run that it started from itself."""
-    weights, before = config["model"]["regions"]["weights"], config.get("recipe", {}).get("start_from")
+    weights, before = config["model"]["regions"]["weights"], config.get("recipe", {}).get("init_from")
     if weights or not before:
         return weights
     try:
@@ -191,7 +191,7 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
     def name(number: int) -> str:
         return "nothing" if number == 0 else classes[number - 1] if classes else f"class {number}"
 
-    hidden = [
+    masked = [
         region
         | {
             "detected_name": name(region["detected"]),
@@ -201,10 +201,10 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
     ]
     boxes = [
         box | {"name": f"{region['region']}: {region['guesses'][0]['said']}?"}
-        for box, region in zip(row["boxes"], hidden, strict=True)
+        for box, region in zip(row["boxes"], masked, strict=True)
     ]
-    said = row["said"] if row["masks"] or not hidden else hidden[0]["guesses"][0]["said"]
-    return row | {"said": said, "hidden_regions": hidden, "boxes": boxes}
+    said = row["said"] if row["masks"] or not masked else masked[0]["guesses"][0]["said"]
+    return row | {"said": said, "hidden_regions": masked, "boxes": boxes}
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -20,16 +20,16 @@ from vlbert.tasks.vqa import VQASettings
 from vlbert.variants import numbers, paper, published, table
 
 BASE = ModelConfig()
-_SIZE_OF_LARGE = {"layers": "J" * 24, "hidden": 1024, "heads": 16, "intermediate": 4096}
+_SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096}
 LARGE = ModelConfig(**_SIZE_OF_LARGE)
 
 # Small enough to learn from 800 drawn scenes in two minutes on two cores. What decides: N(0, 0.02) leaves attention
 # of 96 channels inert, so weights start wider; and a picture faded in from gain 0 comes too late
 DEMO = ModelConfig(
     layers="J" * 3,
-    hidden=96,
-    heads=4,
-    intermediate=384,
+    hidden_size=96,
+    num_heads=4,
+    intermediate_size=384,
     max_positions=128,
     dropout=0.0,
     initializer_range=0.06,
@@ -48,8 +48,8 @@ DEMO = ModelConfig(
 
 
 # The authors' learning rates: theirs are per sample, 1e-7 x 256 in pre-training.
-_PRETRAINING = OptimizerConfig(learning_rate=2.56e-5, warm_up=16_000, clip=10.0)
-_PAPER_PRETRAINING = OptimizerConfig(learning_rate=2e-5, warm_up=8_000)
+_PRETRAINING = OptimizerConfig(learning_rate=2.56e-5, warmup_steps=16_000, max_grad_norm=10.0)
+_PAPER_PRETRAINING = OptimizerConfig(learning_rate=2e-5, warmup_steps=8_000)
 
 
 def _precomputed(model: ModelConfig) -> ModelConfig:
@@ -87,7 +87,7 @@ def pretrain_vlbert_base_captions_only() -> Recipe:
         recipe,
         name="pretrain_vlbert_base_captions_only",
         data=replace(recipe.data, batch=256, text_batch=0),
-        optimizer=replace(recipe.optimizer, warm_up=8_000),
+        optimizer=replace(recipe.optimizer, warmup_steps=8_000),
         steps=125_000,
     )
 
@@ -99,7 +99,7 @@ def pretrain_vlbert_large() -> Recipe:
         recipe,
         name="pretrain_vlbert_large",
         model=LARGE,
-        data=replace(recipe.data, accumulate=2),
+        data=replace(recipe.data, gradient_accumulation=2),
         bert="bert-large-uncased",
     )
 
@@ -111,7 +111,7 @@ def pretrain_vlbert_large_precomputed() -> Recipe:
         recipe,
         name="pretrain_vlbert_large_precomputed",
         model=_precomputed(recipe.model),
-        data=replace(recipe.data, accumulate=1),
+        data=replace(recipe.data, gradient_accumulation=1),
     )
 
 
@@ -143,11 +143,11 @@ def finetune_vcr_base() -> Recipe:
         name="finetune_vcr_base",
         task=VCRSettings(),
         model=replace(BASE, regions=RegionConfig(long_side=1200)),
-        data=DataConfig(dataset="vcr", held_out="vcr", batch=64, accumulate=4),
+        data=DataConfig(dataset="vcr", held_out="vcr", batch=64, gradient_accumulation=4),
         optimizer=OptimizerConfig(
             kind="sgd",
             learning_rate=4.48e-3,
-            warm_up=1_000,
+            warmup_steps=1_000,
             schedule="step",
             decay_at=(14 * epoch - 1, 18 * epoch - 1),  # theirs falls with the last update of an epoch
         ),
@@ -159,7 +159,7 @@ def finetune_vcr_base() -> Recipe:
 
 
 def finetune_vcr_large() -> Recipe:
-    """As base; the authors ran it on 4 GPUs and, with data.accumulate=1, on 16."""
+    """As base; the authors ran it on 4 GPUs and, with data.gradient_accumulation=1, on 16."""
     recipe = finetune_vcr_base()
     model = replace(recipe.model, **_SIZE_OF_LARGE)
     return replace(recipe, name="finetune_vcr_large", model=model, bert="bert-large-uncased", precision="bf16")
@@ -191,7 +191,7 @@ def finetune_vqa_base() -> Recipe:
         task=VQASettings(),
         model=_precomputed(BASE),
         data=DataConfig(dataset="vqa", held_out="vqa", batch=256),
-        optimizer=OptimizerConfig(learning_rate=1.6e-4, warm_up=500),
+        optimizer=OptimizerConfig(learning_rate=1.6e-4, warmup_steps=500),
         steps=5 * epoch,
         precision="fp32",
     )
@@ -202,7 +202,7 @@ def finetune_vqa_large() -> Recipe:
     """As base, in four backward passes a step."""
     recipe = finetune_vqa_base()
     model = replace(recipe.model, **_SIZE_OF_LARGE)
-    return replace(recipe, name="finetune_vqa_large", model=model, data=replace(recipe.data, accumulate=4))
+    return replace(recipe, name="finetune_vqa_large", model=model, data=replace(recipe.data, gradient_accumulation=4))
 
 
 def finetune_vqa_base_paper() -> Recipe:
@@ -213,7 +213,7 @@ def finetune_vqa_base_paper() -> Recipe:
             recipe,
             name="finetune_vqa_base_paper",
             model=BASE,
-            optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=2_000),
+            optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=2_000),
             steps=20 * recipe.validate_every,
             precision="bf16",
         )
@@ -233,8 +233,8 @@ def finetune_refcoco_base() -> Recipe:
         name="finetune_refcoco_base",
         task=RefCOCOSettings(),
         model=BASE,
-        data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, accumulate=2),
-        optimizer=OptimizerConfig(learning_rate=2.56e-5, warm_up=3_750),
+        data=DataConfig(dataset="refcoco+", held_out="refcoco+", batch=32, gradient_accumulation=2),
+        optimizer=OptimizerConfig(learning_rate=2.56e-5, warmup_steps=3_750),
         steps=20 * epoch,
         precision="fp32",
     )
@@ -245,7 +245,9 @@ def finetune_refcoco_large() -> Recipe:
     """As base, in four backward passes a step."""
     recipe = finetune_refcoco_base()
     model = replace(recipe.model, **_SIZE_OF_LARGE)
-    return replace(recipe, name="finetune_refcoco_large", model=model, data=replace(recipe.data, accumulate=4))
+    return replace(
+        recipe, name="finetune_refcoco_large", model=model, data=replace(recipe.data, gradient_accumulation=4)
+    )
 
 
 def finetune_refcoco_base_detected() -> Recipe:
@@ -278,8 +280,8 @@ def finetune_refcoco_base_paper() -> Recipe:
             replace(
                 recipe,
                 name="finetune_refcoco_base_paper",
-                data=replace(recipe.data, batch=256, accumulate=1),
-                optimizer=OptimizerConfig(learning_rate=1e-4, warm_up=500),
+                data=replace(recipe.data, batch=256, gradient_accumulation=1),
+                optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=500),
                 steps=20 * epoch,
                 precision="bf16",
             )
@@ -301,13 +303,13 @@ def pretrain_vlbert_demo() -> Recipe:
         task=PretrainingSettings(
             words=WordMasking(probability=0.25),
             # Most of the chosen regions stay in sight: there the encoder learns which looks belong to which class.
-            regions=RegionMasking(probability=0.5, hidden=0.3),
+            regions=RegionMasking(probability=0.5, masked=0.3),
             max_elements=None,
             text_length=24,
         ),
         model=DEMO,
         data=DataConfig(held_out="held-out", batch=32, text_batch=8, workers=0),
-        optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warm_up=50, weight_decay=1e-2),
+        optimizer=OptimizerConfig(learning_rate=2e-3, region_learning_rate=1e-3, warmup_steps=50, weight_decay=1e-2),
         steps=600,
         vocabulary_size=500,
         precision="fp32",
@@ -326,7 +328,7 @@ def finetune_refcoco_demo() -> Recipe:
         model=DEMO,
         data=DataConfig(dataset="coco", held_out="coco", batch=32, workers=0),
         optimizer=OptimizerConfig(
-            learning_rate=5e-4, region_learning_rate=1e-4, warm_up=20, weight_decay=1e-2, clip=1.0
+            learning_rate=5e-4, region_learning_rate=1e-4, warmup_steps=20, weight_decay=1e-2, max_grad_norm=1.0
         ),
         steps=70,
         precision="fp32",

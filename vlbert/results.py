@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
 from training.config import to_json
@@ -96,7 +96,7 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, overrides:
     }
 
 
-def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[Objects, str]:
+def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
     """Where the files go, found writable: the objects, and the names' beginning. ValueError where an evaluation with
     other inputs is there."""
     if out is None:
@@ -105,28 +105,28 @@ def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: 
             raise ValueError(f"{checkpoints[0]} belongs to no run, whose folder would be the place: give --out FOLDER")
         run, _, step = name.partition("/")
         others = "".join(f"-with-{name_of(checkpoint).replace('/', '-')}" for checkpoint in checkpoints[1:])
-        objects, folder = open_objects(root), f"runs/{run}/evaluations/{split}-{step}{others}/"
+        store, folder = open_store(root), f"runs/{run}/evaluations/{split}-{step}{others}/"
     else:
-        objects, folder = open_objects(out), ""
-    before = written(objects, folder)
+        store, folder = open_store(out), ""
+    before = written(store, folder)
     for name, now in inputs.items() if before else ():
         if before["inputs"].get(name) != now:
             raise ValueError(
-                f"{objects.where(folder + METRICS)} is of an evaluation with {name} = {before['inputs'].get(name)}, "
+                f"{store.where(folder + METRICS)} is of an evaluation with {name} = {before['inputs'].get(name)}, "
                 f"now it is {now}; name another place with --out FOLDER, or delete that one"
             )
-    return objects, folder
+    return store, folder
 
 
-def written(objects: Objects, folder: str) -> dict[str, Any] | None:
+def written(store: ObjectStore, folder: str) -> dict[str, Any] | None:
     """What metrics.json of an evaluation holds that is there already."""
-    if not objects.exists(folder + METRICS):
+    if not store.exists(folder + METRICS):
         return None
     try:
-        about = parse_json(objects.get(folder + METRICS), objects.where(folder + METRICS))
+        about = parse_json(store.get(folder + METRICS), store.where(folder + METRICS))
         return about if about["inputs"].keys() and about["files"] else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        where = objects.where(folder + METRICS)
+        where = store.where(folder + METRICS)
         raise ValueError(f"{where} is not of an evaluation; name another place with --out FOLDER") from error
 
 
@@ -192,16 +192,16 @@ def _parquet(rows: Sequence[dict], task: str) -> bytes:
     return file.getvalue()
 
 
-def write(objects: Objects, folder: str, files: dict[str, bytes], about: dict[str, Any]) -> None:
+def write(store: ObjectStore, folder: str, files: dict[str, bytes], about: dict[str, Any]) -> None:
     """metrics.json goes first of what was there, and comes last of what is new: with it, all is whole."""
-    before = written(objects, folder)
+    before = written(store, folder)
     if before:
-        objects.delete(folder + METRICS)
+        store.delete(folder + METRICS)
         for name in before["files"]:
-            objects.delete(folder + name)
+            store.delete(folder + name)
     for name, data in files.items():
-        objects.put(folder + name, data)
-    objects.put(folder + METRICS, (json.dumps(about, indent=1) + "\n").encode())
+        store.put(folder + name, data)
+    store.put(folder + METRICS, (json.dumps(about, indent=1) + "\n").encode())
 
 
 def say(about: dict[str, Any], where: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from storage.catalog import Catalog
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
@@ -39,10 +39,10 @@ from vlbert.checkpoint import (
 from vlbert.config import Recipe, architecture
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
-from vlbert.data.loading import Stretch, TrainingData, check_shares
+from vlbert.data.loading import SnapshotSpan, TrainingData, check_shares
 from vlbert.data.samples import any_readable, captions, newer_snapshot, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.model.bert import bert_vocabulary, start_from_bert
+from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.heads import count_parameters
 from vlbert.model.vlbert import VLBert
@@ -87,8 +87,8 @@ class VLBertRun(Run):
         while done < steps:
             ahead = iter(batches(self.data, range(done, steps), self.recipe.data.workers, self.world.device))
             for step in range(done, steps):
-                border = self.data.border(step)
-                if border is not None and enter_new_shards(self, step, border):
+                boundary = self.data.boundary(step)
+                if boundary is not None and enter_new_shards(self, step, boundary):
                     break
                 parts = next(ahead)
                 self.observe(step, parts)
@@ -122,7 +122,7 @@ class VLBertRun(Run):
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe = self.recipe
         consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
-        data = self.pinned["data"] | {"snapshots": [asdict(stretch) for stretch in self.data.stretches]}
+        data = self.pinned["data"] | {"snapshots": [asdict(span) for span in self.data.spans]}
         state = self.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
@@ -144,7 +144,7 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     check_shares(recipe.data, world.size)
     run = prepare(recipe, world, print if world.first else lambda *_: None)
     if run is None:
-        return last_metrics(open_objects(recipe.data.root, write=False), recipe.run_name)
+        return last_metrics(open_store(recipe.data.root, write=False), recipe.run_name)
     run.observe = observe
     run.model.train()
     with in_precision_of(recipe), run.writer:
@@ -156,18 +156,18 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     return metrics
 
 
-def enter_new_shards(run: VLBertRun, step: int, border: int) -> bool:
+def enter_new_shards(run: VLBertRun, step: int, boundary: int) -> bool:
     """If more is committed than the run is pinned to, pin that, and let sample `border` and all after it be of that."""
-    world, objects = run.world, run.writer.objects
+    world, store = run.world, run.writer.store
     dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
-    before = run.data.stretches[-1]
+    before = run.data.spans[-1]
     pinned = run.data.asked.samples.index.snapshot
     cache = run.data.asked.samples.cache  # from now on filled with the tars of that snapshot
     found, samples = None, None
     if world.first:
         try:
-            found = newer_snapshot(objects, dataset, pinned)
-            samples = found and open_samples(objects, dataset, None, _pins(run, found), world, cache)[0]
+            found = newer_snapshot(store, dataset, pinned)
+            samples = found and open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
         except (*EXPECTED, OSError) as error:  # a look that nothing depends on ends no healthy training
             found = None
             if str(error) not in run.told:
@@ -176,9 +176,9 @@ def enter_new_shards(run: VLBertRun, step: int, border: int) -> bool:
     found = distributed.from_first(found, world)
     if found is None:
         return False
-    samples = samples or open_samples(objects, dataset, None, _pins(run, found), world, cache)[0]
-    run.data.enter(samples, run.data.asked.task.questions(samples, None), found, border)
-    now = run.data.stretches[-1]
+    samples = samples or open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
+    run.data.enter(samples, run.data.asked.task.questions(samples, None), found, boundary)
+    now = run.data.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
         print(
@@ -196,14 +196,14 @@ def _pins(run: VLBertRun, snapshot: str) -> dict:
 
 def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertRun | None:
     """Open the data and make the model: a new one, or that of the run's last checkpoint; None where it is complete."""
-    objects = open_objects(recipe.data.root)
-    saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
-    resumed = read_checkpoint(objects, saved[-1]) if saved else None
+    store = open_store(recipe.data.root)
+    saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
+    resumed = read_checkpoint(store, saved[-1]) if saved else None
     state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
     check_complete(recipe, resumed)
     if resumed and world.first:  # it may have been killed before it came to that
         metric = best_by(task_of(recipe.task), recipe.task)
-        settle(objects, recipe.run_name, recipe.keep_checkpoints, metric)
+        settle(store, recipe.run_name, recipe.keep_checkpoints, metric)
     if resumed and (complete := _complete(recipe, resumed)):
         say(complete)
         return None
@@ -214,16 +214,14 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
             say(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
 
     config = recipe.data
-    stretches = stretches_of(resumed) if resumed else []
-    before = state["data"] | {"snapshot": stretches[-1].snapshot} if resumed else None
-    cache = open_cache(objects, config)
-    samples, pinned = open_samples(objects, config.dataset, config.detector, before, world, cache)
+    spans = stretches_of(resumed) if resumed else []
+    before = state["data"] | {"snapshot": spans[-1].snapshot} if resumed else None
+    cache = open_cache(store, config)
+    samples, pinned = open_samples(store, config.dataset, config.detector, before, world, cache)
     held_out, held_out_pinned = None, None
     if config.held_out:
         try:
-            held_out, held_out_pinned = open_samples(
-                objects, config.held_out, config.detector, state["held_out"], world
-            )
+            held_out, held_out_pinned = open_samples(store, config.held_out, config.detector, state["held_out"], world)
         except ValueError as error:
             way_out = (
                 "put its files back, or start another run: run=NAME"
@@ -232,8 +230,8 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
                 "data.held_out=none"
             )
             raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
-    start_from = open_checkpoint(recipe.start_from) if recipe.start_from and not resumed else None
-    vocabulary = choose_vocabulary(recipe, resumed or start_from, samples, world)
+    init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
+    vocabulary = choose_vocabulary(recipe, resumed or init_from, samples, world)
     num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
     task = make_task(recipe.task, vocabulary, num_classes)
     corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
@@ -243,13 +241,13 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
             "another run: run=NAME"
         )
     questions = task.questions(samples, None)
-    stretches = stretches or [Stretch(0, 0, len(questions), pinned["snapshot"])]
-    if len(questions) != stretches[-1].questions:
+    spans = spans or [SnapshotSpan(0, 0, len(questions), pinned["snapshot"])]
+    if len(questions) != spans[-1].questions:
         raise ValueError(
-            f"{resumed.where} was trained on {stretches[-1].questions} questions, now there are {len(questions)}: the "
+            f"{resumed.where} was trained on {spans[-1].questions} questions, now there are {len(questions)}: the "
             "files of the task have changed; put them back, or start another run: run=NAME"
         )
-    model = make_model(recipe, task, vocabulary, start_from, resumed, say).to(world.device)
+    model = make_model(recipe, task, vocabulary, init_from, resumed, say).to(world.device)
     execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
@@ -270,11 +268,11 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
     return VLBertRun(
         recipe=recipe,
         world=world,
-        writer=Writer(objects),
+        writer=Writer(store),
         step=state["step"],
         model=model,
         optimizer=optimizer,
-        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus, stretches),
+        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus, spans),
         held_out=(held_out, task.questions(held_out, validation_split(recipe.task))) if held_out else None,
         vocabulary=vocabulary,
         num_classes=num_classes,
@@ -283,7 +281,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
             "held_out": held_out_pinned,
             "text": corpus.hash if corpus else None,
         },
-        detector=detector_of(objects, pinned["dataset"], samples) if world.first else None,
+        detector=detector_of(store, pinned["dataset"], samples) if world.first else None,
         loop_state=state.get("loop"),
     )
 
@@ -305,39 +303,39 @@ def find_complete(name: str, assignments: Sequence[str], processes: int) -> str 
         recipe = override(find_recipe(name, RECIPES)(), list(assignments))
         check_complete(recipe)
         check_shares(recipe.data, processes)
-        objects = open_objects(recipe.data.root)
-        saved = checkpoints(objects, recipe.run_name)
+        store = open_store(recipe.data.root)
+        saved = checkpoints(store, recipe.run_name)
         if not saved:
             return None
-        resumed = read_checkpoint(objects, saved[-1], tensors=False)
+        resumed = read_checkpoint(store, saved[-1], tensors=False)
         check_complete(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
-            settle(objects, recipe.run_name, recipe.keep_checkpoints, best_by(task_of(recipe.task), recipe.task))
+            settle(store, recipe.run_name, recipe.keep_checkpoints, best_by(task_of(recipe.task), recipe.task))
         return complete
     except (*EXPECTED, OSError):
         return None
 
 
-def detector_of(objects: Objects, dataset: str, samples: ShardSamples) -> dict:
+def detector_of(store: ObjectStore, dataset: str, samples: ShardSamples) -> dict:
     """The `id` of the detector whose regions these are, and `about`, its description; None where no manifest has it."""
     stage = samples.index.snapshot.stage
-    catalog = Catalog(objects, dataset)
+    catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     about = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None
     return {"id": stage.partition("/")[2], "about": about}
 
 
-def stretches_of(resumed: Checkpoint) -> list[Stretch]:
+def stretches_of(resumed: Checkpoint) -> list[SnapshotSpan]:
     """Over which snapshots a run went."""
-    return [Stretch(**stretch) for stretch in resumed.state["data"]["snapshots"]]
+    return [SnapshotSpan(**span) for span in resumed.state["data"]["snapshots"]]
 
 
 def make_model(
     recipe: Recipe,
     task: Task,
     vocabulary: Vocabulary,
-    start_from: Checkpoint | None,
+    init_from: Checkpoint | None,
     resumed: Checkpoint | None,
     say: Callable[[str], None],
 ) -> TaskModel:
@@ -348,46 +346,44 @@ def make_model(
         check_kept(task, resumed)
         load_model(model, resumed.model, resumed.where)
         return model
-    if recipe.model.regions.weights and not start_from:
+    if recipe.model.regions.weights and not init_from:
         from detectors.weights.files import load_resnet
 
         load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
         say(f"Fast R-CNN from {recipe.model.regions.weights}")
     if recipe.bert:
-        say(start_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
-    if start_from:
-        differing = differing_fields(architecture(recipe.model), architecture(start_from.model_config))
+        say(init_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
+    if init_from:
+        differing = differing_fields(architecture(recipe.model), architecture(init_from.model_config))
         if differing:
             raise ValueError(
-                f"{start_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
+                f"{init_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
                 f"{differing[0][2]} there and {differing[0][1]} here"
             )
-        load_model(model.vlbert, start_from.part("vlbert."), start_from.where)
-        taken = start_head(
-            model.head, start_from, same_task=start_from.config.get("task") == type(recipe.task).__name__
-        )
-        say(f"VL-BERT from {start_from.where}, of its head {taken}")
+        load_model(model.vlbert, init_from.part("vlbert."), init_from.where)
+        taken = start_head(model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__)
+        say(f"VL-BERT from {init_from.where}, of its head {taken}")
         if taken == "all":
-            check_kept(task, start_from)
+            check_kept(task, init_from)
             return model
     if hasattr(task, "begin"):
-        task.begin(model.vlbert, model.head, start_from.config.get("task") if start_from else None)
+        task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
     return model
 
 
-def start_head(head: torch.nn.Module, start_from: Checkpoint, same_task: bool) -> str:
+def start_head(head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
     """Take from a checkpoint the whole head, if it is one of the same task and size, else the parts that the head names
-    in `start_from` (part of ours -> part of pre-training's); says what was taken."""
-    found = start_from.part("head.")
+    in `init_from` (part of ours -> part of pre-training's); says what was taken."""
+    found = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
-        load_model(head, found, start_from.where)
+        load_model(head, found, init_from.where)
         return "all"
     taken = []
-    for part, source in getattr(head, "start_from", {}).items():
-        tensors = start_from.part(f"head.{source}.")
+    for part, source in getattr(head, "init_from", {}).items():
+        tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
-            load_model(getattr(head, part), tensors, start_from.where)
+            load_model(getattr(head, part), tensors, init_from.where)
             taken.append(source)
     return ", ".join(taken) or "nothing"
 
@@ -419,14 +415,14 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         )
     regions = recipe.model.regions
     from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.untrained or recipe.start_from or resumed):
+    if from_pixels and not (regions.weights or regions.untrained or recipe.init_from or resumed):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
-            "or start_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
+            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
         )
-    if not (isinstance(recipe.task, PretrainingSettings) or recipe.start_from or recipe.bert or recipe.from_scratch):
+    if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.from_scratch):
         raise ValueError(
-            "the fine-tuning has no model to start from; give start_from=CHECKPOINT or bert=FOLDER, or say that it "
+            "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
             "shall start from random weights: from_scratch=true"
         )
     held_out = validation_split(recipe.task) if recipe.data.held_out else None
@@ -439,12 +435,12 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         )
     if not resumed:
         return
-    fixed = ("task", "model", "data", "optimizer", "start_from", "bert", "precision")
+    fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
     free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
         if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with
             continue
-        if name == "start_from" and now and before:  # the same checkpoint may lie under another root
+        if name == "init_from" and now and before:  # the same checkpoint may lie under another root
             now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
         if name.split(".")[0] in fixed and name not in free and now != before:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from training.config import flat, override_values, to_json
 from vlbert.config import Recipe
 
-Book = Literal["paper", "published"]
+Variant = Literal["paper", "published"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ _PRETRAINING, _VCR, _VQA, _REFCOCO = (f"{task}Settings" for task in ("Pretrainin
 
 RULES = (
     Rule(1, "task.region_target", "class", "distribution", "3.3", "what a masked region is asked for", _PRETRAINING),
-    Rule(2, "task.regions.hidden", 1.0, 0.9, "3.3", "share of chosen regions that are hidden", _PRETRAINING),
+    Rule(2, "task.regions.masked", 1.0, 0.9, "3.3", "share of chosen regions that are hidden", _PRETRAINING),
     Rule(3, "task.words.masked", 1.0, 0.8, "3.3", "share of chosen words that become [MASK]", _PRETRAINING),
     Rule(3, "task.words.random", 0.0, 0.1, "3.3", "share that become any other piece", _PRETRAINING),
     Rule(4, "task.max_elements", None, 64, "3.3", "pieces and regions of a row; none: all regions", _PRETRAINING),
@@ -45,19 +45,19 @@ RULES = (
     Rule(6, "model.head_initialisation", "normal", "xavier", "4.1", "first weights of fine-tuning's layers"),
     Rule(7, "model.geometry", "corners", "centre", "3.2", "how a box enters the geometry embedding"),
     Rule(8, "model.special_tokens", "vocabulary", "own", "3.2", "whether [IMG] and [END] are words"),
-    Rule(8, "model.hidden_region_token", False, True, "3.2", "a masked region has another token than [IMG]"),
-    Rule(8, "model.end_look", True, False, "3.2", "[END] carries the look of the whole image"),
-    Rule(9, "task.mentions_look_at", "image", "object", "3.2", "look of a word that names an object", _VCR),
+    Rule(8, "model.masked_region_token", False, True, "3.2", "a masked region has another token than [IMG]"),
+    Rule(8, "model.end_visual_embedding", True, False, "3.2", "[END] carries the look of the whole image"),
+    Rule(9, "task.mention_visual_embedding", "image", "object", "3.2", "look of a word that names an object", _VCR),
     Rule(10, "model.regions.frozen_stages", 0, 2, "A.2", "first stages of the ResNet that are not trained"),
     Rule(10, "model.regions.resnet.norm", "batch", "frozen", "A.2", "whether its BatchNorms are trained"),
     Rule(11, "optimizer.kind", "adam", "adamw", "A.2", "weight decay in the gradient, or beside it"),
     Rule(11, "optimizer.epsilon", 1e-8, 1e-6, "A.2", "Adam's epsilon; the paper names none, Adam's own default"),
     Rule(11, "optimizer.bert_adam", False, True, "A.2", "epsilon before the bias correction, decay after the step"),
-    Rule(11, "optimizer.clip", None, 10.0, "A.2", "largest gradient norm", _PRETRAINING),
-    Rule(11, "optimizer.clip", None, 10.0, "A.2", "largest gradient norm", _VCR),
-    Rule(11, "optimizer.clip", None, 1.0, "A.2", "largest gradient norm", _VQA),
-    Rule(11, "optimizer.clip", None, 1.0, "A.2", "largest gradient norm", _REFCOCO),
-    Rule(12, "model.regions.hidden_pixels", "black", "mean", "3.3", "what hidden pixels show"),
+    Rule(11, "optimizer.max_grad_norm", None, 10.0, "A.2", "largest gradient norm", _PRETRAINING),
+    Rule(11, "optimizer.max_grad_norm", None, 10.0, "A.2", "largest gradient norm", _VCR),
+    Rule(11, "optimizer.max_grad_norm", None, 1.0, "A.2", "largest gradient norm", _VQA),
+    Rule(11, "optimizer.max_grad_norm", None, 1.0, "A.2", "largest gradient norm", _REFCOCO),
+    Rule(12, "model.regions.masked_pixels", "black", "mean", "3.3", "what hidden pixels show"),
     Rule(13, "task.loss", "softmax", "sigmoid", "4.2", "one of four choices, or each by itself", _VCR),
     Rule(13, "task.pooled", False, True, "4.2", "BERT's tanh pooler between [CLS] and the score", _VCR),
     Rule(13, "task.instance_masks", False, True, "4.2", "only an object's own cells count in its feature", _VCR),
@@ -115,11 +115,12 @@ def rules_of(recipe: Recipe) -> list[Rule]:
     return [
         rule
         for rule in RULES
-        if rule.task in (None, task) and not (sgd and rule.field.startswith("optimizer.") and "clip" not in rule.field)
+        if rule.task in (None, task)
+        and not (sgd and rule.field.startswith("optimizer.") and "max_grad_norm" not in rule.field)
     ]
 
 
-def _set(recipe: Recipe, book: Book) -> Recipe:
+def _set(recipe: Recipe, book: Variant) -> Recipe:
     return override_values(recipe, {rule.field: getattr(rule, book) for rule in rules_of(recipe)})
 
 

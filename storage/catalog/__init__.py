@@ -41,7 +41,7 @@ from storage.manifests import (
     manifest_bytes,
     matched,
 )
-from storage.object_store import ObjectMissing, Objects, StorageUnreachable
+from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard, write_shard
@@ -58,10 +58,10 @@ _READERS = 16  # manifests fetched at a time: each is small, and S3 answers in t
 class Catalog:
     """The committed shards of one dataset."""
 
-    def __init__(self, objects: Objects, dataset: str):
+    def __init__(self, store: ObjectStore, dataset: str):
         if not dataset or "/" in dataset or dataset == "runs":
             raise ValueError(f"{dataset!r} cannot be a dataset: it is one folder of the root, and runs/ is taken")
-        self.objects = objects
+        self.store = store
         self.dataset = dataset
 
     def commit(
@@ -83,9 +83,9 @@ class Catalog:
         if replaces is not None:
             path = self._manifest_path(stage, dataclasses.replace(replaces, revision=replaces.revision + 1).name)
             meta = meta | {"replaces": replaces.sha256}
-        if self.objects.exists(path):
+        if self.store.exists(path):
             return False
-        where = self.objects.where(path)
+        where = self.store.where(path)
         check_rows(rows, where)
         recorded = checked_meta(meta, where)
         facts = []  # of each sample as it passes: width, height, number of regions
@@ -97,7 +97,7 @@ class Catalog:
                 tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
                 tar = f"{shard}-{tar_sha256[:12]}.tar"
                 # Also where a writer that died left the same one: a new date keeps `gc` from it.
-                self.objects.put(self._path(stage, tar), file)
+                self.store.put(self._path(stage, tar), file)
             about = {
                 "stage": stage,
                 "shard": shard,
@@ -106,14 +106,14 @@ class Catalog:
                 "tar_bytes": tar_bytes,
                 "meta": recorded,
             }
-            if self.objects.put(path, manifest_bytes(rows, spans, facts, about), if_absent=True):
+            if self.store.put(path, manifest_bytes(rows, spans, facts, about), if_absent=True):
                 # `gc` may have looked at an old date a moment before.
-                if tar is not None and not self.objects.exists(self._path(stage, tar)):
-                    self.objects.put(self._path(stage, tar), file)
+                if tar is not None and not self.store.exists(self._path(stage, tar)):
+                    self.store.put(self._path(stage, tar), file)
                 return True
         # The winner's manifest stands for good, so a tar that no revision names will never be named.
         if tar is not None and all(one.tar != self._path(stage, tar) for one in self.revisions(stage, shard)):
-            self.objects.delete(self._path(stage, tar))
+            self.store.delete(self._path(stage, tar))
         return False
 
     def shards(self, stage: str) -> list[str]:
@@ -123,7 +123,7 @@ class Catalog:
     def _names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
         """By shard whose name begins with `prefix` the names of its manifests, the newest last; one listing."""
         found = []
-        for info in self.objects.list(self._path(stage, prefix)):
+        for info in self.store.list(self._path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self._path(stage, ""))):
                 found.append((match[1], int(match[2] or 1), match[0].removesuffix(".parquet")))
         names = {}
@@ -185,10 +185,10 @@ class Catalog:
         """
         if manifest.tar is None:
             return iter(())
-        where = self.objects.where(manifest.tar)
-        file = self.objects.local_path(manifest.tar)
+        where = self.store.where(manifest.tar)
+        file = self.store.local_path(manifest.tar)
         try:
-            source = self.objects.get(manifest.tar) if file is None else file
+            source = self.store.get(manifest.tar) if file is None else file
             sha256 = hashlib.sha256(source).hexdigest() if file is None else sha256_of(file)
         except (ObjectMissing, FileNotFoundError) as error:
             raise ValueError(f"{where} is gone; {self._redo(manifest.stage, manifest.name)}") from error
@@ -250,12 +250,12 @@ class Catalog:
         snapshot = self.snapshot(stage)
         path = self._snapshot_path(stage, snapshot.id)
         try:
-            data = self.objects.get(path)
+            data = self.store.get(path)
         except ObjectMissing:
             data = None
         if data is not None and is_whole(data):
             # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
-            self.objects.put(path, data)
+            self.store.put(path, data)
             return snapshot
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
@@ -263,12 +263,12 @@ class Catalog:
             names = self._newest(stage, snapshot.shards)
             snapshot = write_snapshot(file, stage, _each(load, list(names.values())))
             # Over a damaged one, too: the manifests that stand there are those that it was made of.
-            self.objects.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
+            self.store.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
         """Where every sample of a pinned snapshot lies, from its file alone; ValueError names a file that is unfit."""
-        return read_index(self.objects, self._snapshot_path(stage, snapshot_id))
+        return read_index(self.store, self._snapshot_path(stage, snapshot_id))
 
     def _path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):
@@ -287,14 +287,14 @@ class Catalog:
 
     def where(self, stage: str, name: str) -> str:
         """The manifest of a shard (its name, or that of a revision: Header.name) in full, for messages."""
-        return self.objects.where(self._manifest_path(stage, name))
+        return self.store.where(self._manifest_path(stage, name))
 
     def _redo(self, stage: str, shard: str) -> str:
         return f"to make it again, delete {self.where(stage, shard)} and run the stage"
 
     def _bytes(self, stage: str, name: str) -> bytes:
         """A manifest as it was committed: no reader sees another."""
-        data = self.objects.get(self._manifest_path(stage, name))
+        data = self.store.get(self._manifest_path(stage, name))
         if not is_whole(data):
             with contextlib.suppress(pa.ArrowException, OSError, KeyError, TypeError):
                 check_version_of_unsealed(data, _footer_of(data), MANIFEST_VERSION, self.where(stage, name))
@@ -370,7 +370,7 @@ def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read
             yield from pool.map(read, shards[start : start + 4 * _READERS])
 
 
-def datasets_with(objects: Objects, stage: str) -> list[str]:
+def datasets_with(store: ObjectStore, stage: str) -> list[str]:
     """The datasets that have a committed shard of this stage, sorted; one listing."""
     pattern = re.compile(rf"([^/]+)/{re.escape(stage)}/{MANIFEST_FILE.pattern}")
-    return sorted({found[1] for info in objects.list() if (found := pattern.fullmatch(info.path))})
+    return sorted({found[1] for info in store.list() if (found := pattern.fullmatch(info.path))})

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from places import PROJECT
 
-MODEL = ["model.layers=JJ", "model.hidden=32", "model.heads=2", "model.intermediate=64", "model.geometry_channels=32"]
+MODEL = [
+    "model.layers=JJ",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.intermediate_size=64",
+    "model.geometry_channels=32",
+]
 
 LOADER_BARS = {
     "  ratio": 3,

@@ -17,7 +17,7 @@ from demo.measure import measure
 from demo.trials import OF_DEMO, STARTS, TRIALS
 from demo.world import DEFAULT_PORT, WorldSettings, draw_world
 from detectors.weights.files import load_resnet, read_config
-from flows.pipeline import Road
+from flows.pipeline import PipelineResult
 from flows.settings import quiet_prefect
 from flows.training import Trained
 from training.config import override
@@ -28,7 +28,7 @@ from vlbert.train import check_complete
 TINY = WorldSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
 
 
-def road(grounding: float, **trials: tuple[float, float, float]) -> Road:
+def pipeline(grounding: float, **trials: tuple[float, float, float]) -> PipelineResult:
     """What a road came to, as far as the gates look; trials: the number with pre-training, without it and by chance."""
 
     def trained(run: str, metrics: dict[str, float]) -> Trained:
@@ -39,7 +39,7 @@ def road(grounding: float, **trials: tuple[float, float, float]) -> Road:
         for trial, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in trials.items())
         for start, value in zip(STARTS, values, strict=True)
     ]
-    return Road([], {}, trained("pretrain", {"watched_accuracy_grounding": grounding}), finetuned, 1)
+    return PipelineResult([], {}, trained("pretrain", {"monitored_accuracy_grounding": grounding}), finetuned, 1)
 
 
 GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
@@ -78,7 +78,7 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
 def test_the_gates_name_what_was_not_learned(
     map50: float, grounding: float, trials: dict[str, tuple[float, float, float]], failed: list[str]
 ):
-    messages = demo.gates([road(grounding, **(GOOD | trials))], map50, 0.7)
+    messages = demo.gates([pipeline(grounding, **(GOOD | trials))], map50, 0.7)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
@@ -86,8 +86,8 @@ def test_the_gates_name_what_was_not_learned(
 
 
 def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
-    roads = [road(grounding, **GOOD) for grounding in (0.02, 0.12, 0.22)]
-    assert demo.gates(roads, 0.8, 0.5) == []
+    pipelines = [pipeline(grounding, **GOOD) for grounding in (0.02, 0.12, 0.22)]
+    assert demo.gates(pipelines, 0.8, 0.5) == []
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == [
         "detector: mAP@0.5 0.800 on held-out scenes",
@@ -95,9 +95,9 @@ def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFix
         "mean: grounding 0.120",
     ]
     assert all("RefCOCO+ 0.500 pre-trained, 0.300 not, 0.250 by chance; VQA 0.550 " in line for line in lines[1:])
-    (failed,) = demo.gates([*roads, road(0.08, **GOOD)], 0.8, 0.5)
+    (failed,) = demo.gates([*pipelines, pipeline(0.08, **GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
-    worse = [road(0.12, **(GOOD | {"vqa": (with_it, 0.35, 0.2)})) for with_it in (0.4, 0.44, 0.48)]
+    worse = [pipeline(0.12, **(GOOD | {"vqa": (with_it, 0.35, 0.2)})) for with_it in (0.4, 0.44, 0.48)]
     (failed,) = demo.gates(worse, 0.8, 0.5)
     assert "VQA with pre-training is 0.440, not 0.1 over 0.350 without it" in failed
 

@@ -25,7 +25,7 @@ from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard, stage_of
 from storage.catalog import OK, Catalog, Row
 from storage.download import read_captions
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import sealed_json
 from storage.sample import Sample, sample_key
 from vlbert.datasets.refcoco import overlap, read_expressions
@@ -109,7 +109,7 @@ def commit_images(
         for caption, url, image in rows
     ]
     ok = [Row(i, sample.key, OK, url=sample.url) for i, sample in enumerate(samples)]
-    assert Catalog(open_objects(str(root)), dataset).commit("images", "00000", samples, [*ok, *failed], {"source": {}})
+    assert Catalog(open_store(str(root)), dataset).commit("images", "00000", samples, [*ok, *failed], {"source": {}})
 
 
 def write_run(root: Path, run: str, lines: Sequence[dict], predictions: Sequence[dict], steps: int, stage: str) -> None:
@@ -117,7 +117,7 @@ def write_run(root: Path, run: str, lines: Sequence[dict], predictions: Sequence
     checkpoint = root / "runs" / run / "step-0000040"
     config = json.dumps({"recipe": {"steps": steps}}).encode()
     state = {"held_out": {"stage": stage}}
-    put_checkpoint(open_objects(str(root)), f"runs/{run}/step-0000040", state, {"config.json": config})
+    put_checkpoint(open_store(str(root)), f"runs/{run}/step-0000040", state, {"config.json": config})
     for name, rows in (("metrics.jsonl", lines), ("predictions.jsonl", predictions)):
         (checkpoint.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -128,7 +128,7 @@ def training(step: int, **losses: float) -> dict:
 
 def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[dict]:
     """Predictions for the val expressions of the world, each `right` or `wrong`, as vlbert writes them."""
-    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "coco").read(stage, "00000")}
+    samples = {Path(s.url).name: s for s in Catalog(open_store(str(root)), "coco").read(stage, "00000")}
     rows = []
     for (file, (expression,)), how in zip(read_expressions(world.refcoco)["val"].items(), choose, strict=False):
         sample = samples[file]
@@ -155,7 +155,7 @@ def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[d
 
 def answered(root: Path, world: World, stage: str, choose: Sequence[float]) -> list[dict]:
     """Predictions for the first val questions of the world with these scores, as vlbert writes them."""
-    samples = {Path(s.url).name: s for s in Catalog(open_objects(str(root)), "coco").read(stage, "00000")}
+    samples = {Path(s.url).name: s for s in Catalog(open_store(str(root)), "coco").read(stage, "00000")}
     return [
         {
             "key": samples[question.image].key,
@@ -171,8 +171,8 @@ def answered(root: Path, world: World, stage: str, choose: Sequence[float]) -> l
     ]
 
 
-def watched(right: float, other: float) -> dict:
-    accuracies = {"words": (0.8125, 0.6875), "watched": (right, other), "regions": (0.5625, 0.0625)}
+def monitored(right: float, other: float) -> dict:
+    accuracies = {"words": (0.8125, 0.6875), "monitored": (right, other), "regions": (0.5625, 0.0625)}
     return {
         f"{name}_accuracy{suffix}": value
         for name, values in accuracies.items()
@@ -204,18 +204,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
     commit_images(root, "held-out", [(HOSTILE, *held_out[0][1:]), *held_out[1:]], [])
     pictures = [("", file.name, file.read_bytes()) for file in sorted(world.task_images.iterdir())]
     commit_images(root, "coco", pictures, [])
-    objects = open_objects(str(root))
+    store = open_store(str(root))
     scenes, referred = AnnotatedDetector(world.annotations), AnnotatedDetector(world.refcoco_instances)
     for dataset, detector in (("captions", scenes), ("held-out", scenes), ("coco", referred)):
-        assert detect_shard(Catalog(objects, dataset), "00000", detector)
+        assert detect_shard(Catalog(store, dataset), "00000", detector)
 
     losses = [training(s, loss_words=5 / s, loss_text_words=6 / s, loss_regions=4 / s) for s in (10, 20, 30, 40)]
     lines = [
         *losses,
-        {"kind": "validation", "step": 20} | watched(0.25, 0.1875),
-        {"kind": "validation", "step": 40} | watched(0.9375, 0.1406),
+        {"kind": "validation", "step": 20} | monitored(0.25, 0.1875),
+        {"kind": "validation", "step": 40} | monitored(0.9375, 0.1406),
     ]
-    counts = [{"key": str(i), "words": 7, "watched": 3, "regions": 1} for i in range(10)]
+    counts = [{"key": str(i), "words": 7, "monitored": 3, "regions": 1} for i in range(10)]
     write_run(root, "first-run", lines, counts, 40, stage_of(scenes))
     stage = stage_of(referred)
     for run, accuracy, how in (
@@ -338,7 +338,7 @@ def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, mad
     root, world = made
     section = page.between("with their regions", "How it learned")
     assert "ground truth from the annotation file" in section
-    catalog = Catalog(open_objects(str(root)), "held-out")
+    catalog = Catalog(open_store(str(root)), "held-out")
     (folder,) = (root / "held-out" / "regions").iterdir()
     samples = list(catalog.read(f"regions/{folder.name}", "00000"))
     coco = json.loads(world.annotations.read_text())
@@ -368,7 +368,7 @@ def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple
     how = ["right", "wrong", "right", "right", "right", "wrong"]
     rows = asked(root, world, f"regions/{stage.name}", how)
     rows = [row for row in rows if row["score"]] + [row for row in rows if not row["score"]]
-    samples = {s.key: s for s in Catalog(open_objects(str(root)), "coco").read(f"regions/{stage.name}", "00000")}
+    samples = {s.key: s for s in Catalog(open_store(str(root)), "coco").read(f"regions/{stage.name}", "00000")}
     meant = {e.sentence_id: e.box for es in read_expressions(world.refcoco)["val"].values() for e in es}
     for row, picture in zip(rows, page.pictures[8:14], strict=True):
         assert f"“{row['asked']}”" in section
@@ -482,7 +482,7 @@ def test_predictions_about_pictures_that_are_not_there_are_not_drawn(root: Path,
 
 
 def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: World):
-    catalog = Catalog(open_objects(str(root)), "held-out")
+    catalog = Catalog(open_store(str(root)), "held-out")
     known = AnnotatedDetector(world.annotations)
 
     class Untrained:
@@ -521,7 +521,7 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
             first = [regions.take(np.array([0])) for regions in known.detect(samples)]
             return [dataclasses.replace(regions, detector=self.id, labels=np.array([2], np.int32)) for regions in first]
 
-    assert detect_shard(Catalog(open_objects(str(root)), "held-out"), "00000", Other())
+    assert detect_shard(Catalog(open_store(str(root)), "held-out"), "00000", Other())
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
     held_out = {"held_out": {"stage": "regions/0123456789ab"}}
     state.write_bytes(sealed_json(json.loads(state.read_text()) | held_out))
@@ -531,7 +531,7 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
     assert "found by a trained network, at least 3 a picture; they are its proposals" in section
     assert page.tags.count("img") == len(page.pictures) == 2 * 8 + 6 + 2  # found and drawn
     drawn = annotated_boxes(world)
-    samples = list(Catalog(open_objects(str(root)), "held-out").read("regions/0123456789ab", "00000"))
+    samples = list(Catalog(open_store(str(root)), "held-out").read("regions/0123456789ab", "00000"))
     several = 0
     for sample, found, truth in zip(samples, page.pictures[:16:2], page.pictures[1:16:2], strict=False):
         boxes = [box for box, _ in drawn[sample.url.rpartition("/")[2]]]
@@ -582,7 +582,7 @@ def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: Worl
     file = root / "runs" / "second-run" / "predictions.jsonl"
     first = json.loads(file.read_text().splitlines()[0])
     (stage,) = (root / "coco" / "regions").iterdir()
-    samples = Catalog(open_objects(str(root)), "coco").read(f"regions/{stage.name}", "00000")
+    samples = Catalog(open_store(str(root)), "coco").read(f"regions/{stage.name}", "00000")
     (boxes,) = (sample.regions.boxes for sample in samples if sample.key == first["key"])
     rows = [
         first | {"asked": f"number {i}", "sentence_id": i, "boxes": [{"name": first["said"], "box": box.tolist()}]}
@@ -602,7 +602,7 @@ def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: Worl
     "box", [(223.9, 10, 224, 60), (10, 167.9, 60, 168), (0, 0, 0.1, 168), (0, 0, 224, 0.1), (0, 0, 224, 168)]
 )
 def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, World], box: tuple):
-    catalog = Catalog(open_objects(str(made[0])), "held-out")
+    catalog = Catalog(open_store(str(made[0])), "held-out")
     sample = next(catalog.read("images", "00000"))
     drawn = np.asarray(draw_boxes(sample, [(np.array(box, np.float32), RED, "x")])).astype(int)
     assert drawn.shape == (360, 480, 3)

@@ -25,10 +25,10 @@ from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
-from detectors.start import start_from
+from detectors.start import init_from
 from detectors.weights.files import load_resnet, load_weights, read_config
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
 
@@ -47,7 +47,7 @@ def a_sample(number: int, broken: bool = False) -> Sample:
 
 def collected(root: Path | str, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
     """A catalog with these image shards; a string stands for a row that was not downloaded."""
-    catalog = Catalog(open_objects(str(root)), "captions")
+    catalog = Catalog(open_store(str(root)), "captions")
     number = 0
     for shard, items in enumerate(shards):
         rows = []
@@ -433,13 +433,13 @@ def test_a_resnet_of_a_file_whose_metadata_are_of_another_kind_is_refused(text: 
     with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
         load_resnet(network.backbone, network.roi_heads.res5, file)
     with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
-        start_from(network, file)
+        init_from(network, file)
 
 
 def test_a_file_whose_anchors_are_no_list_starts_another_rpn(tmp_path: Path):
     file = tmp_path / "theirs.safetensors"
     save_file(FasterRCNN(DEMO).state_dict(), file, metadata={"network": '{"anchor_sizes": 5}'})
-    assert str(file) in start_from(FasterRCNN(DEMO), file)
+    assert str(file) in init_from(FasterRCNN(DEMO), file)
 
 
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):

@@ -15,7 +15,7 @@ from PIL import Image
 from released_detectors import milvlg, save_torch, vl_bert
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, as_overrides, tiny_sample
-from tiny_detector import ALONE, TINY, boxes, coco_data, command_line, objects, tiny_recipe
+from tiny_detector import ALONE, TINY, boxes, coco_data, command_line, store, tiny_recipe
 
 import detectors.train
 import training.distributed
@@ -23,7 +23,7 @@ from detectors.average_precision import RIGHT, UNCOUNTED, WRONG, Detections, jud
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_vg_resnet101
-from detectors.start import start_from
+from detectors.start import init_from
 from detectors.train import main, train
 from detectors.validate import validate
 from detectors.weights.files import ANCHORS, read_names, write_weights
@@ -123,7 +123,7 @@ def genome(
     content = [{"image_id": image, "objects": found} for image, found in images.items()]
     told = [{"image_id": 1, "attributes": attributes}]
     return DataConfig(
-        objects=write(folder / "objects.json", content),
+        store=write(folder / "objects.json", content),
         attributes=None if attributes is None else write(folder / "attributes.json", told),
         image_data=write(folder / "image_data.json", sizes),
         images=(str(folder / "images"),),
@@ -258,14 +258,14 @@ def judged(there: Any, *rows: tuple[float, ...]) -> list[int]:
 
 
 def test_what_lies_in_a_crowd_of_its_class_is_not_counted_however_small():
-    there = objects((0, 0, 100, 100), (200, 0, 300, 100), labels=[1, 2], crowd=[1, 1])
+    there = store((0, 0, 100, 100), (200, 0, 300, 100), labels=[1, 2], crowd=[1, 1])
     small = [(10, 10, 20, 20), (95, 0, 105, 10)]  # inside, and half inside
     wrong = [(96, 0, 106, 10), (210, 10, 220, 20), (400, 0, 410, 10)]  # less than half, another class's crowd, nowhere
     assert judged(there, *small, *wrong) == [UNCOUNTED] * 2 + [WRONG] * 3
 
 
 def test_a_real_object_in_a_crowd_is_found_first_and_a_second_time_is_wrong():
-    there = objects((0, 0, 100, 100), (10, 10, 40, 40), labels=[1, 1], crowd=[1, 0])
+    there = store((0, 0, 100, 100), (10, 10, 40, 40), labels=[1, 1], crowd=[1, 0])
     found = [(10, 10, 40, 39), (10, 10, 40, 40), (11, 10, 40, 40), (60, 60, 90, 90)]
     assert judged(there, *found) == [RIGHT, WRONG, WRONG, UNCOUNTED]
 
@@ -284,7 +284,7 @@ def ours(folder: Path, config: FasterRCNNConfig = TINY, tensors: Mapping[str, to
 def taken(file: Path, config: FasterRCNNConfig = TINY, classes: Any = CLASSES, names: Any = NAMES) -> tuple[set, str]:
     """Which layers have the file's numbers afterwards, without the ResNet's; and what is said."""
     network = FasterRCNN.untrained(config, 1)
-    said = start_from(network, file, classes, names)
+    said = init_from(network, file, classes, names)
     theirs, state = load_file(file), network.state_dict()
     assert torch.equal(state["backbone.res3.0.conv2.weight"], theirs["backbone.res3.0.conv2.weight"])
     layers = {name.removesuffix(".weight") for name in state if "backbone" not in name and "res5" not in name}
@@ -341,14 +341,14 @@ def test_a_resnet_that_is_wired_otherwise_is_refused_by_its_setting(tmp_path, na
     with pytest.raises(
         ValueError, match=rf"ours.safetensors was .* resnet.{name} = .* set network.resnet.{name}={word}"
     ):
-        start_from(FasterRCNN(TINY), file)
+        init_from(FasterRCNN(TINY), file)
 
 
 @pytest.mark.parametrize("release", [vl_bert, milvlg])
 def test_published_weights_are_to_be_converted_first(tmp_path, release):
     file = save_torch(tmp_path / "published.pth", release(), flat=release is vl_bert)
     with pytest.raises(ValueError, match=r"no ResNet of torchvision's .*: python -m detectors.weights .*published.pth"):
-        start_from(FasterRCNN(TINY), file)
+        init_from(FasterRCNN(TINY), file)
 
 
 # --- how a run ends ---------------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_the_stage_refuses_overrides_of_what_it_sets_itself(tmp_path):
     for override, instead in (
         ("root=elsewhere", "the flow's root"),
         ("run=other", "the setting run"),
-        ("start_from=a.pth", "the setting start_from"),
+        ("init_from=a.pth", "the setting init_from"),
         ("data.train_list=a.txt", "the setting train_list"),
     ):
         field = override.partition("=")[0]

@@ -27,7 +27,7 @@ from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.run import detect_shard, main, stage_of
 from detectors.weights.files import weights_hash, write_weights
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.sample import Regions, Sample
 
 TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
@@ -121,7 +121,7 @@ def detector_of(network: FasterRCNN, given: AnnotatedDetector | None = None, **s
 
 
 def committed(root: Path, *shards: Sequence[Sample]) -> Catalog:
-    catalog = Catalog(open_objects(str(root)), "captions")
+    catalog = Catalog(open_store(str(root)), "captions")
     number = 0
     for shard, samples in enumerate(shards):
         rows = [Row(number + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(samples)]

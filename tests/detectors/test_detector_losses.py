@@ -235,7 +235,7 @@ def start(tmp_path_factory) -> DetectorRecipe:
         optimizer=dataclasses.replace(SGD, learning_rate=0.01, momentum=0.0, weight_decay=0.0),
         root=str(folder),
         steps=2,
-        start_from=str(folder / "start.safetensors"),
+        init_from=str(folder / "start.safetensors"),
         frozen_stages=1,
     )
 
@@ -244,7 +244,7 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
     """The parameters after the recipe's steps, and the norm of each step's gradient."""
     config = recipe.optimizer
     network = FasterRCNN(recipe.network)
-    network.load_state_dict(load_file(recipe.start_from))
+    network.load_state_dict(load_file(recipe.init_from))
     network.backbone.freeze(recipe.frozen_stages)
     network.to(memory_format=torch.channels_last)
     data = TrainingImages(read_ground_truth(recipe.data).train, recipe.network, recipe.data, ALONE)
@@ -256,7 +256,7 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
         total = total + recipe.sampling.attribute_weight * losses["attributes"][0] / losses["attributes"][1]
         gradients = torch.autograd.grad(total, learning)
         norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
-        shrink = min(1.0, config.clip / norms[-1]) if config.clip else 1.0
+        shrink = min(1.0, config.max_grad_norm / norms[-1]) if config.max_grad_norm else 1.0
         with torch.no_grad():
             for i, (parameter, gradient) in enumerate(zip(learning, gradients, strict=True)):
                 gradient = gradient * shrink
@@ -276,7 +276,7 @@ def steps_by_hand(recipe: DetectorRecipe) -> tuple[dict[str, Tensor], list[float
     ("setting", "changes"),
     [
         ("sampling", {"attribute_weight": 3.0}),
-        ("optimizer", {"clip": 0.5}),
+        ("optimizer", {"max_grad_norm": 0.5}),
         ("optimizer", {"weight_decay": 0.2}),
         ("optimizer", {"momentum": 0.7}),
         (
@@ -290,7 +290,9 @@ def test_a_run_takes_the_steps_that_are_computed_by_hand(start, setting: str, ch
     recipe = dataclasses.replace(start, run="-".join(changes))
     recipe = dataclasses.replace(recipe, **{setting: dataclasses.replace(getattr(start, setting), **changes)})
     expected, norms = steps_by_hand(recipe)
-    assert recipe.optimizer.clip is None or max(norms) > 2 * recipe.optimizer.clip, f"nothing to clip: {norms}"
+    assert recipe.optimizer.max_grad_norm is None or max(norms) > 2 * recipe.optimizer.max_grad_norm, (
+        f"nothing to clip: {norms}"
+    )
     train(recipe, ALONE)
     found = load_file(Path(recipe.root) / "runs" / recipe.run / "step-0000002/model.safetensors")
     assert found.keys() == expected.keys()

@@ -15,7 +15,7 @@ import torchvision
 from places import PROJECT
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, tiny_sample
-from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, coco_data, command_line, objects, seeded, tiny_recipe
+from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, coco_data, command_line, seeded, store, tiny_recipe
 from torch import nn
 
 from demo.world import CATEGORIES, WorldSettings, captioned_scenes, coco_file, draw_into
@@ -42,11 +42,11 @@ from detectors.recipes import (
     detector_vg_resnet101,
 )
 from detectors.resnet import ResNetConfig
-from detectors.start import start_from
+from detectors.start import init_from
 from detectors.train import check_complete, main, train
 from detectors.validate import validate
 from detectors.weights.files import load_resnet, load_weights, read_config
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import checkpoints
 from training.distributed import World
 from training.log import read_metrics
@@ -114,15 +114,15 @@ def test_encoding_a_box_undoes_what_apply_deltas_does():
 
 def test_anchors_are_taught_by_overlap_and_the_best_of_each_object_always():
     anchors = boxes((0, 0, 10, 10), (0, 0, 10, 8), (0, 0, 10, 5), (0, 0, 10, 2), (50, 50, 60, 60), (-5, 0, 5, 10))
-    objects = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
+    store = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
     sampling = SamplingConfig(anchor_positive=0.7, anchor_negative=0.3, anchors_inside=False)
-    taught, matched = match_anchors(anchors, objects, 100, 100, sampling)
+    taught, matched = match_anchors(anchors, store, 100, 100, sampling)
     #          IoU 1       0.8         0.5      0.2         0.2, best   1/3
     assert taught.tolist() == [FOREGROUND, FOREGROUND, IGNORED, BACKGROUND, FOREGROUND, IGNORED]
     assert matched[[0, 1, 4]].tolist() == [0, 0, 1]
-    inside, _ = match_anchors(anchors, objects, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
+    inside, _ = match_anchors(anchors, store, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
     assert inside.tolist() == [*taught.tolist()[:5], IGNORED]
-    cut, _ = match_anchors(anchors, objects, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
+    cut, _ = match_anchors(anchors, store, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
     assert cut[4] == IGNORED, "an anchor beyond the border stands for nothing, even where it is the best"
 
 
@@ -217,7 +217,7 @@ def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():
 
 
 def test_a_second_detection_of_an_object_is_wrong_and_a_crowd_counts_for_nothing():
-    there = objects((0, 0, 10, 10), (20, 0, 30, 10), (40, 0, 90, 50), labels=[1, 2, 1], crowd=[0, 0, 1])
+    there = store((0, 0, 10, 10), (20, 0, 30, 10), (40, 0, 90, 50), labels=[1, 2, 1], crowd=[0, 0, 1])
     found = Detections(
         boxes=boxes(
             (0, 0, 10, 9),  # right: the better of two
@@ -236,7 +236,7 @@ def test_a_second_detection_of_an_object_is_wrong_and_a_crowd_counts_for_nothing
 
 
 def test_of_equally_sure_detections_the_first_takes_the_object():
-    there = objects((0, 0, 10, 10), labels=[0])
+    there = store((0, 0, 10, 10), labels=[0])
     twice = Detections(boxes((0, 0, 10, 10), (0, 0, 10, 9)).numpy(), np.full(2, 0.5, np.float32), np.zeros(2, int))
     assert judge(twice, there, 0.5).tolist() == [RIGHT, WRONG]
 
@@ -260,7 +260,7 @@ def test_the_mean_is_over_the_classes_that_are_there():
     verdicts = np.array([RIGHT, WRONG, WRONG, RIGHT, UNCOUNTED])
     # Class 0: one of 4 found, first. Class 1: never detected. Class 2: not there. Class 3: all found.
     results = class_results(labels, scores, verdicts, np.array([4, 2, 0, 1]))
-    assert [(r.label, r.objects, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
+    assert [(r.label, r.store, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
     assert [r.average_precision for r in results] == [0.25, 0, 1]
     metrics = mean_average_precision(results)
     assert metrics["map50"] == pytest.approx(1.25 / 3)
@@ -273,7 +273,7 @@ def test_the_mean_is_over_the_classes_that_are_there():
 
 def genome_data(folder: Path, **changes) -> DataConfig:
     config = dataclasses.replace(
-        coco_data(folder), annotations=None, objects=str(folder / "objects.json"), classes=str(folder / "classes.txt")
+        coco_data(folder), annotations=None, store=str(folder / "objects.json"), classes=str(folder / "classes.txt")
     )
     return dataclasses.replace(config, **changes)
 
@@ -291,9 +291,9 @@ def test_both_formats_say_the_same(pictures, tmp_path):
     plain = rewritten(
         pictures / "objects.json", tmp_path, lambda data: [o.pop("attributes") for e in data for o in e["objects"]]
     )
-    assert read_ground_truth(genome_data(pictures, objects=str(attributes))).hash == coco.hash
-    assert read_ground_truth(genome_data(pictures, objects=str(plain), attributes=str(attributes))).hash == coco.hash
-    assert read_ground_truth(genome_data(pictures, objects=str(plain))).hash != coco.hash
+    assert read_ground_truth(genome_data(pictures, store=str(attributes))).hash == coco.hash
+    assert read_ground_truth(genome_data(pictures, store=str(plain), attributes=str(attributes))).hash == coco.hash
+    assert read_ground_truth(genome_data(pictures, store=str(plain))).hash != coco.hash
     assert (len(coco.train), len(coco.held_out)) == (16, 8)
     assert coco.classes == tuple(CLASSES)
     assert coco.attribute_names == ATTRIBUTES
@@ -326,7 +326,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
     classes = tmp_path / "classes.txt"
     classes.write_text("red square,crimson square\n" + "".join(f"{name}\n" for name in CLASSES[1:]))
     file = rewritten(pictures / "objects.json", tmp_path, change)
-    truth = read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes), unreadable=0.05))
+    truth = read_ground_truth(genome_data(pictures, store=str(file), classes=str(classes), unreadable=0.05))
     assert truth.left_out == {
         "attributes of no name in data.attribute_names": 1,
         "boxes of no class in data.classes": 1,
@@ -340,7 +340,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
     assert first.labels[1:].tolist() == [0, 0]
     assert first.attributes[1:] == ((), ())
     with pytest.raises(ValueError, match=r"1 of 25 images are absent from .*images, or unreadable: 999.jpg"):
-        read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes)))
+        read_ground_truth(genome_data(pictures, store=str(file), classes=str(classes)))
 
 
 def test_lists_of_ids_or_paths_divide_the_images(pictures, tmp_path):
@@ -371,7 +371,7 @@ def test_lists_of_ids_or_paths_divide_the_images(pictures, tmp_path):
 def test_a_damaged_entry_is_named(pictures, tmp_path, change, message):
     file = rewritten(pictures / "objects.json", tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        read_ground_truth(genome_data(pictures, objects=str(file)))
+        read_ground_truth(genome_data(pictures, store=str(file)))
 
 
 def test_a_mirrored_image_has_its_boxes_mirrored_and_crowds_are_not_learnt(pictures):
@@ -392,7 +392,7 @@ def test_a_mirrored_image_has_its_boxes_mirrored_and_crowds_are_not_learnt(pictu
 
 
 def losses_of(root: Path, run: str) -> list[list[float]]:
-    lines = read_metrics(open_objects(str(root)), run, "training")
+    lines = read_metrics(open_store(str(root)), run, "training")
     return [[line[name] for name in sorted(line) if name.startswith(("loss_", "step"))] for line in lines]
 
 
@@ -405,12 +405,12 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 def test_a_run_leaves_five_losses_the_map_of_each_class_and_moves_what_is_to_move(root, pictures):
-    first, *_, last = read_metrics(open_objects(str(root)), "whole", "training")
+    first, *_, last = read_metrics(open_store(str(root)), "whole", "training")
     losses = {name for name in first if name.startswith("loss_")}
     assert losses == {f"loss_{name}" for name in ("objectness", "anchors", "classes", "boxes", "attributes")}
     assert last["loss_objectness"] < first["loss_objectness"]
     assert first["learning_rate"] == pytest.approx(1e-3)
-    (validation,) = read_metrics(open_objects(str(root)), "whole", "validation")
+    (validation,) = read_metrics(open_store(str(root)), "whole", "validation")
     assert {"map50", "map50_weighted", "proposal_recall"} <= validation.keys()
     rows = [json.loads(line) for line in (root / "runs/whole/predictions.jsonl").read_text().splitlines()]
     assert sum(row["objects"] for row in rows) == sum(1 + number % 3 for number in range(16, 24))
@@ -439,7 +439,9 @@ def test_live_norms_and_adam_go_on_as_well(root, pictures):
     resnet = dataclasses.replace(TINY.resnet, norm="batch")
     changes = {
         "network": dataclasses.replace(TINY, resnet=resnet),
-        "optimizer": dataclasses.replace(SGD, kind="adamw", epsilon=1e-8, schedule="linear", warm_up=2, clip=1.0),
+        "optimizer": dataclasses.replace(
+            SGD, kind="adamw", epsilon=1e-8, schedule="linear", warmup_steps=2, max_grad_norm=1.0
+        ),
         "steps": 4,
         "save_every": 2,
         "validate_every": 2,  # after which norms are live again
@@ -553,7 +555,7 @@ def test_two_processes_compute_what_one_computes_and_one_goes_on_where_they_were
     one, two = tensors_of(root, "whole"), tensors_of(root, "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
-    validations = [read_metrics(open_objects(str(root)), run, "validation")[-1] for run in ("whole", "two")]
+    validations = [read_metrics(open_store(str(root)), run, "validation")[-1] for run in ("whole", "two")]
     assert validations[0] == pytest.approx(validations[1], abs=1e-6)
 
     for file in (root / "runs/two/step-0000006").iterdir():
@@ -573,7 +575,7 @@ def test_kill_9_leaves_a_run_that_goes_on_to_the_same_bytes(root, pictures):
             child.send_signal(signal.SIGKILL)
             break
     assert child.wait(timeout=60) == -signal.SIGKILL
-    assert checkpoints(open_objects(str(root)), "shot")[-1].endswith("step-0000030")
+    assert checkpoints(open_store(str(root)), "shot")[-1].endswith("step-0000030")
     for run in ("shot", "not-shot"):
         command = [sys.executable, "-m", "detectors.train", *command_line(pictures, root, run=run, **changes)]
         subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True, timeout=240)
@@ -597,7 +599,7 @@ def test_torchvisions_resnet_gives_the_same_activations_from_our_pixels(tmp_path
     torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), stride_in_1x1=False, stem_pool="torch")
     network = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=resnet), 0)
-    said = start_from(network, tmp_path / "resnet.safetensors")
+    said = init_from(network, tmp_path / "resnet.safetensors")
     assert "its ResNet; new: proposal_generator.rpn_head.anchor_deltas" in said
 
     image = torch.randint(0, 256, (1, 3, 256, 256)).float()  # R, G, B
@@ -613,22 +615,22 @@ def test_torchvisions_resnet_gives_the_same_activations_from_our_pixels(tmp_path
         torch.testing.assert_close(network.backbone(ours)[middle], x[middle], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(network.roi_heads.res5(x).shape[:2], theirs.layer4(x).shape[:2])
     plain = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, res5_dilated=False)), 0)
-    start_from(plain, tmp_path / "resnet.pth")
+    init_from(plain, tmp_path / "resnet.pth")
     with torch.inference_mode():
         torch.testing.assert_close(plain.roi_heads.res5(x), theirs.layer4(x), rtol=1e-4, atol=1e-4)
 
     caffe = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, stride_in_1x1=True)), 0)
     with pytest.raises(ValueError, match="set network.resnet.stride_in_1x1=false"):
-        start_from(caffe, tmp_path / "resnet.pth")
+        init_from(caffe, tmp_path / "resnet.pth")
     deeper = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, blocks=(1, 1, 2, 1))), 0)
     with pytest.raises(ValueError, match=r"does not fit the ResNet of network.resnet: missing backbone.res4.1.conv1"):
-        start_from(deeper, tmp_path / "resnet.pth")
+        init_from(deeper, tmp_path / "resnet.pth")
 
 
 def test_a_detector_for_other_classes_starts_from_all_layers_that_fit(root):
     file = root / "runs/whole/weights.safetensors"
     network = FasterRCNN.untrained(dataclasses.replace(TINY, num_classes=5), 1)
-    said = start_from(network, file)
+    said = init_from(network, file)
     assert "its ResNet, proposal_generator.rpn_head.anchor_deltas" in said
     assert "roi_heads.box_predictor.fc_attr; new: roi_heads.box_predictor.bbox_pred, " in said
     saved, found = load_file(file), network.state_dict()
@@ -649,7 +651,7 @@ def test_a_detector_for_other_classes_starts_from_all_layers_that_fit(root):
         (["data.attribute_names=none"], "the network has 3 attributes; give data.attribute_names"),
         (["network.num_attributes=0"], "the network has no attribute head"),
         (["from_scratch=false"], "the network has no weights to start from"),
-        (["start_from=absent.pth"], "from_scratch is True; it must be false with start_from"),
+        (["init_from=absent.pth"], "from_scratch is True; it must be false with init_from"),
         (["optimizer.kind=lion"], "it must be one of adamw, adam, sgd"),
         (["optimizer.schedule=step", "optimizer.decay_at=6"], "optimizer.decay_at names update 6, and the run has 6"),
         (["optimizer.rate=1"], "OptimizerConfig has no field 'rate'"),

@@ -35,14 +35,14 @@ from flows.curves import curves, draw
 from flows.supervisor import ChildFailed, ChildTimedOut
 from flows.training import Watch
 from storage.catalog import Catalog, Row
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 
 IMAGES = "images"
 
 
 def catalog_of(folder: Path, *shards: Sequence[tuple[str, str]]) -> Catalog:
     """A dataset whose shards have rows with these statuses and details."""
-    catalog, number = Catalog(open_objects(str(folder)), "captions"), 0
+    catalog, number = Catalog(open_store(str(folder)), "captions"), 0
     for index, rows in enumerate(shards):
         table = [Row(number + i, f"{number + i:020d}", *row) for i, row in enumerate(rows)]
         catalog.commit(IMAGES, f"{index:05d}", [], table, {"source": {}})
@@ -184,13 +184,13 @@ def test_curves_name_the_run_and_the_last_value_of_each_line():
     ]
     validation = [
         {"step": 10, "words_accuracy": 0.25, "seconds": 3.0},
-        {"step": 20, "words_accuracy": 0.5, "watched_accuracy_grounding": 0.125, "accuracy/yes/no": 1.0},
+        {"step": 20, "words_accuracy": 0.5, "monitored_accuracy_grounding": 0.125, "accuracy/yes/no": 1.0},
     ]
     shown = texts(draw("a <b> run", training, validation))
     assert "a <b> run: training loss" in shown
     assert "a <b> run: validation" in shown
     assert {"loss_words 0.050", "loss_regions 2.000"} <= set(shown)
-    assert {"words_accuracy 0.500", "watched_accuracy_grounding 0.125"} <= set(shown)
+    assert {"words_accuracy 0.500", "monitored_accuracy_grounding 0.125"} <= set(shown)
     assert {"learning rate 0.0002", "gradient norm 3.25", "samples/s 50"} <= set(shown)
     assert not [text for text in shown if "data_wait" in text or "seconds" in text or "yes/no" in text]
     bare = [{"step": 1, "loss_words": 1.0}]
@@ -200,12 +200,12 @@ def test_curves_name_the_run_and_the_last_value_of_each_line():
 
 
 def test_a_run_has_no_curves_before_its_first_line_and_those_of_whole_lines_after_it(tmp_path: Path):
-    objects = open_objects(str(tmp_path))
-    assert curves(objects, "r") is None
-    objects.put("runs/r/metrics.jsonl", b'{"kind": "training", "st')
-    assert curves(objects, "r") is None
-    objects.put("runs/r/metrics.jsonl", b'{"kind": "training", "step": 1, "loss_words": 2.5}\n{"kind": "tr')
-    head, _, data = curves(objects, "r").partition(",")
+    store = open_store(str(tmp_path))
+    assert curves(store, "r") is None
+    store.put("runs/r/metrics.jsonl", b'{"kind": "training", "st')
+    assert curves(store, "r") is None
+    store.put("runs/r/metrics.jsonl", b'{"kind": "training", "step": 1, "loss_words": 2.5}\n{"kind": "tr')
+    head, _, data = curves(store, "r").partition(",")
     assert head == "data:image/svg+xml;base64"
     assert "loss_words 2.500" in texts(base64.b64decode(data, validate=True).decode())
 
@@ -329,7 +329,7 @@ def test_a_training_tells_its_last_progress_line_and_asks_a_storage_that_is_away
         asked.append(root)
         raise StorageUnreachable("no bucket")
 
-    monkeypatch.setattr("flows.training.open_objects", away)
+    monkeypatch.setattr("flows.training.open_store", away)
     monkeypatch.setattr("flows.training.tell", lambda facts=dict: told.append(dict(facts())))
     watch = Watch("pretrain", "s3://bucket/root", "pretrain_vlbert_demo", "r")
     watch.progress.attempted()

@@ -149,15 +149,15 @@ def test_the_flow_refuses_a_misspelt_setting(world: World, path: tuple):
 
     from flows.pipeline import pretrain_vlbert
 
-    road = as_json(world)
-    read = pretrain_vlbert.validate_parameters(road)
+    pipeline = as_json(world)
+    read = pretrain_vlbert.validate_parameters(pipeline)
     assert read["datasets"][0].download == DownloadSettings(deadline=3, allowed_hosts=("127.0.0.1:8791",))
-    place = road
+    place = pipeline
     for step in path:
         place = place[step]
     place["misspelt"] = 1
     with pytest.raises(ParameterTypeError, match=".".join(map(str, path)) + ".misspelt: Unexpected"):
-        pretrain_vlbert.validate_parameters(road)
+        pretrain_vlbert.validate_parameters(pipeline)
 
 
 def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(world: World):
@@ -166,14 +166,14 @@ def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(world:
     from flows.collect import collect_flow
     from flows.pipeline import pretrain_vlbert
 
-    road = as_json(world)
-    (dataset,) = road["datasets"]
+    pipeline = as_json(world)
+    (dataset,) = pipeline["datasets"]
     with pytest.raises(ParameterTypeError, match="dataset.detector: Unexpected"):
         collect_flow.validate_parameters({"root": "r", "dataset": dataset})
     detector = dataset.pop("detector")
     assert collect_flow.validate_parameters({"root": "r", "dataset": dataset})["dataset"].name == "captions"
     with pytest.raises(ParameterTypeError, match="datasets.0.detector: Field required"):
-        pretrain_vlbert.validate_parameters(road)
+        pretrain_vlbert.validate_parameters(pipeline)
     with pytest.raises(TypeError):
         Dataset("x", "a.tsv", None, DownloadSettings(), 10, 2, DetectorSettings(**detector))  # keyword-only
 
@@ -197,16 +197,16 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
 # --- the whole road ---------------------------------------------------------------------------------------------------
 
 
-def a_road(world: World) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
+def a_pipeline(world: World) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
     from flows.pipeline import pretrain_vlbert
 
     parameters = demo.flow_parameters(Path("r"), world, seed=0, processes=1)
-    road = pretrain_vlbert.validate_parameters(parameters)
-    return road["datasets"], road["pretraining"], road["finetunings"]
+    pipeline = pretrain_vlbert.validate_parameters(parameters)
+    return pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"]
 
 
 def test_the_road_of_the_demo_passes(world: World):
-    check(*a_road(world))
+    check(*a_pipeline(world))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_road_of_the_demo_passes(world: World):
     ],
 )
 def test_a_dataset_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_road(world)
+    datasets, pretraining, finetunings = a_pipeline(world)
     datasets[0] = dataclasses.replace(datasets[0], **changes)
     with pytest.raises(ValueError, match=message):
         check(datasets, pretraining, finetunings)
@@ -280,13 +280,13 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
     ],
 )
 def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_road(world)
+    datasets, pretraining, finetunings = a_pipeline(world)
     with pytest.raises(ValueError, match=message):
         check(datasets, dataclasses.replace(pretraining, **changes), finetunings)
 
 
 def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(world: World, tmp_path: Path):
-    datasets, pretraining, _ = a_road(world)
+    datasets, pretraining, _ = a_pipeline(world)
     (tmp_path / "vocab.txt").write_text("[PAD]\n")
     untrained = ("model.regions.untrained=true",)
     base = dataclasses.replace(
@@ -303,7 +303,7 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
 
 
 def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(world: World):
-    datasets, pretraining, finetunings = a_road(world)
+    datasets, pretraining, finetunings = a_pipeline(world)
     bare = dataclasses.replace(pretraining, overrides=("model.regions.untrained=false",))
     with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
         check(datasets, bare, [])
@@ -318,7 +318,7 @@ def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downlo
 
 
 def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(world: World):
-    datasets, pretraining, _ = a_road(world)
+    datasets, pretraining, _ = a_pipeline(world)
     overrides = (*pretraining.overrides, "data.batch=30")
     three = dataclasses.replace(pretraining, overrides=overrides, processes=Processes(count=3))
     with pytest.raises(ValueError, match="data.text_batch = 8 cannot be shared by 3 processes"):
@@ -329,7 +329,7 @@ def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(world: World
 @pytest.fixture
 def vcr(world: World, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
     """A road from BERT, on a vocabulary of BERT's, to VCR."""
-    datasets, pretraining, _ = a_road(world)
+    datasets, pretraining, _ = a_pipeline(world)
     for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "vcr1images").mkdir()
@@ -424,7 +424,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_m
     ],
 )
 def test_a_fine_tuning_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_road(world)
+    datasets, pretraining, finetunings = a_pipeline(world)
     finetunings[0] = dataclasses.replace(finetunings[0], **changes)
     with pytest.raises(ValueError, match=message):
         check(datasets, pretraining, finetunings)
@@ -477,8 +477,8 @@ def test_the_road_of_the_operating_page_fits_its_flow():
     from flows.pipeline import pretrain_vlbert
 
     page = (PROJECT / "docs" / "operating.md").read_text(encoding="utf-8")
-    (road,) = (yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:])
-    read = pretrain_vlbert.validate_parameters(road | {"root": "r", "work": "w", "pretraining": {}})
+    (pipeline,) = (yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:])
+    read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
     names = {dataset.name for dataset in read["datasets"]}
     assert {settings.task for settings in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
     assert {settings.dataset_name for settings in read["finetunings"]} == names
@@ -491,14 +491,14 @@ def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(wor
     demo.write_deployments(tmp_path / "prefect.yaml", parameters)
     found = deployments_of(tmp_path / "prefect.yaml")
     assert set(found) == NAMES
-    road = found["pretrain-vlbert/default"]["read"]
-    check(road["datasets"], road["pretraining"], road["finetunings"])
-    captions = road["datasets"][0]
+    pipeline = found["pretrain-vlbert/default"]["read"]
+    check(pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"])
+    captions = pipeline["datasets"][0]
     assert collect_settings(captions) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
     assert found["detect-regions/scheduled"]["read"]["detector"] == captions.detector
     assert found["detect-regions/scheduled"]["read"]["datasets"] == (captions.name,)
-    assert found["pretrain/default"]["read"]["settings"] == road["pretraining"]
+    assert found["pretrain/default"]["read"]["settings"] == pipeline["pretraining"]
     assert found["finetune/default"]["read"]["settings"] == dataclasses.replace(
-        road["finetunings"][0], pretraining=road["pretraining"].run
+        pipeline["finetunings"][0], pretraining=pipeline["pretraining"].run
     )
     assert [schedule["active"] for schedule in found["detect-regions/scheduled"]["schedules"]] == [False]

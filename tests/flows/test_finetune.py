@@ -11,17 +11,17 @@ from flows.finetune import copy_vocabulary, find_checkpoint, finetune
 from flows.settings import FinetuneSettings, Processes
 from flows.supervisor import ChildFailed
 from flows.training import Evaluated, Trained, evaluate
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from vlbert.recipes import RECIPES
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
     """Pre-training x with two whole checkpoints and the first files of a third."""
-    objects = open_objects(str(tmp_path / "root"))
+    store = open_store(str(tmp_path / "root"))
     for step in ("step-0000010", "step-0000020"):
-        put_checkpoint(objects, f"runs/x/{step}", {}, {"vocab.txt": f"[PAD]\n{step}\n".encode()})
-    objects.put("runs/x/step-0000030/vocab.txt", b"[PAD]\n")
+        put_checkpoint(store, f"runs/x/{step}", {}, {"vocab.txt": f"[PAD]\n{step}\n".encode()})
+    store.put("runs/x/step-0000030/vocab.txt", b"[PAD]\n")
     return str(tmp_path / "root")
 
 
@@ -48,13 +48,13 @@ def test_a_checkpoint_is_found_by_its_name(root: str, checkpoint: str, pretraini
 @pytest.mark.parametrize("checkpoint", ["latest", "step-0000005"])
 def test_a_run_that_goes_on_starts_from_what_it_began_with_even_if_that_is_gone(root: str, checkpoint: str):
     """Pre-training went on meanwhile, and removed its old checkpoints."""
-    objects = open_objects(root)
+    store = open_store(root)
     began = f"{root}/runs/x/step-0000005"
-    config = json.dumps({"recipe": {"start_from": began}}).encode()
+    config = json.dumps({"recipe": {"init_from": began}}).encode()
     settings = FinetuneSettings(run="tuned", checkpoint=checkpoint, pretraining="x")
     if checkpoint == "latest":  # no whole checkpoint yet: a new run
         assert find_checkpoint(root, settings) == f"{root}/runs/x/step-0000020"
-    put_checkpoint(objects, "runs/tuned/step-0000100", {}, {"config.json": config})
+    put_checkpoint(store, "runs/tuned/step-0000100", {}, {"config.json": config})
     assert find_checkpoint(root, settings) == began
     other = FinetuneSettings(run="tuned", checkpoint="step-0000010", pretraining="x")
     assert find_checkpoint(root, other) == f"{root}/runs/x/step-0000010", "asked for: training says what differs"
@@ -105,7 +105,7 @@ def test_training_is_told_the_checkpoint_or_else_the_vocabulary_of_the_run_that_
     starts = told(root, tmp_path / "work", FinetuneSettings(**settings))
     assert starts == [
         *("finetune_refcoco_base", *base, "task.folder=refs"),
-        *(f"start_from={root}/runs/x/step-0000020", "steps=4"),
+        *(f"init_from={root}/runs/x/step-0000020", "steps=4"),
     ]
     assert not (tmp_path / "work").exists()  # nothing to copy: a checkpoint has its vocabulary
 
@@ -127,7 +127,7 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training
     """Also one that is there already: only the program knows whether by the same settings."""
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     fields, processes = {"data.dataset": "vqa", "data.detector": None, "task.folder": "vqa"}, Processes()
-    open_objects(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", b"{}")
+    open_store(root).put("runs/tuned/evaluations/test2015-step-0000100/metrics.json", b"{}")
     for split in ("val2014", "test2015"):
         given = ("finetune_vqa_base", trained, [split], fields, ("model.layers=JJ",), processes, lambda line: None)
         with pytest.raises(ChildFailed) as failed:
@@ -150,7 +150,7 @@ def test_what_a_split_came_to_is_read_from_where_the_program_wrote_it(
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     about = {"metrics": {"accuracy": None}, "paper": {"accuracy": "71.16"}, "submission": ["results.json"]}
     place = "runs/tuned/evaluations/test2015-step-0000100"
-    open_objects(root).put(f"{place}/metrics.json", json.dumps(about).encode())
+    open_store(root).put(f"{place}/metrics.json", json.dumps(about).encode())
     given = ("finetune_vqa_base", trained, ["test2015"], {}, (), Processes(), lambda line: None)
     (found,) = evaluate(root, *given).evaluated
     told = ({"accuracy": None}, {"accuracy": "71.16"}, ("results.json",))
@@ -159,10 +159,10 @@ def test_what_a_split_came_to_is_read_from_where_the_program_wrote_it(
 
 def test_the_vocabulary_of_a_run_in_a_bucket_becomes_a_file(tmp_path: Path):
     with s3_server("bucket"):
-        objects = open_objects("s3://bucket/root")
-        put_checkpoint(objects, "runs/x/step-0000010", {}, {"vocab.txt": b"old\n"})
-        put_checkpoint(objects, "runs/x/step-0000020", {}, {"vocab.txt": b"[PAD]\nred\n"})
-        file = copy_vocabulary(objects.where("runs/x/step-0000020"), tmp_path / "work")
+        store = open_store("s3://bucket/root")
+        put_checkpoint(store, "runs/x/step-0000010", {}, {"vocab.txt": b"old\n"})
+        put_checkpoint(store, "runs/x/step-0000020", {}, {"vocab.txt": b"[PAD]\nred\n"})
+        file = copy_vocabulary(store.where("runs/x/step-0000020"), tmp_path / "work")
     assert file.read_bytes() == b"[PAD]\nred\n"
     assert file.is_relative_to(tmp_path / "work")
 

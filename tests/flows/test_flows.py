@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from operated import Operated, tiny_road
+from operated import Operated, tiny_pipeline
 from places import PROJECT
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -40,7 +40,7 @@ from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
-from flows.pipeline import Road, each_in_turn
+from flows.pipeline import PipelineResult, each_in_turn
 from flows.pretrain import pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
@@ -48,7 +48,7 @@ from flows.training import Watch, paced
 from storage.catalog import Catalog
 from storage.collect import NothingStored, collect
 from storage.download import DownloadSettings
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 from training.log import last_metrics
 
 IMAGES = "images"
@@ -88,7 +88,7 @@ def root(collected: Path, tmp_path: Path) -> str:
 
 
 def of(root: str, dataset: str = "captions") -> Catalog:
-    return Catalog(open_objects(root), dataset)
+    return Catalog(open_store(root), dataset)
 
 
 def newest(client: SyncPrefectClient, flow: str) -> FlowRun:
@@ -181,7 +181,7 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
     assert said[3].startswith("captions: 4 of 4 shards: ")
     assert f" MB in {found.stage}, " in said[4]
 
-    of(root).objects.delete(f"captions/{found.stage}/00001.parquet")
+    of(root).store.delete(f"captions/{found.stage}/00001.parquet")
     said.clear()
     assert detect(root, dataset.name, dataset.detector, said.append).new_shards == 1
     assert said[0].startswith("captions: 1 of 1 shards: ")
@@ -335,7 +335,7 @@ def test_with_no_images_anywhere_there_is_nothing_to_detect(
 
 def test_an_untrained_detector_is_named_loudly(world: World, root: str):
     for shard in ("00000", "00001", "00002"):  # one of two rows is enough
-        of(root).objects.delete(f"captions/images/{shard}.parquet")
+        of(root).store.delete(f"captions/images/{shard}.parquet")
     said = []
     detector = DetectorSettings("faster_rcnn", preset="demo", untrained=True, maximum=12)
     found = detect(root, "captions", detector, said.append)
@@ -389,28 +389,28 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     with get_client(sync_client=True) as client:
         named = FlowFilter(name=FlowFilterName(any_=["pretrain-vlbert"]))
         second, first = client.read_flow_runs(flow_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=2)
-    road, again = first.state.result(), second.state.result()
-    assert [(done.dataset, done.shards, done.new_shards) for done in road.collected] == [
+    pipeline, again = first.state.result(), second.state.result()
+    assert [(done.dataset, done.shards, done.new_shards) for done in pipeline.collected] == [
         ("captions", 4, 4),
         ("held-out", 1, 1),
         ("coco", 2, 2),
     ]
-    assert {name: found.new_shards for name, found in road.detected.items()} == {
+    assert {name: found.new_shards for name, found in pipeline.detected.items()} == {
         "captions": 4,
         "held-out": 1,
         "coco": 2,
     }
-    assert road.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
-    assert 0 <= road.pretrained.metrics["watched_accuracy"] <= 1
-    assert [trained.run for trained in road.finetuned] == ["refcoco-with"]
-    assert 0 < road.finetuned[0].metrics["chance"] < 1
+    assert pipeline.pretrained.checkpoint == str(root / "runs/pretrain/step-0000004")
+    assert 0 <= pipeline.pretrained.metrics["monitored_accuracy"] <= 1
+    assert [trained.run for trained in pipeline.finetuned] == ["refcoco-with"]
+    assert 0 < pipeline.finetuned[0].metrics["chance"] < 1
     said = served.logs(str(first.id))
-    assert any(f": VL-BERT from {road.pretrained.checkpoint}, of its head region_transform" in line for line in said)
+    assert any(f": VL-BERT from {pipeline.pretrained.checkpoint}, of its head region_transform" in x for x in said)
     for trained, dataset, recipe in (
-        (road.pretrained, "captions", "pretrain_vlbert_demo"),
-        (road.finetuned[0], "coco", "finetune_refcoco_demo"),
+        (pipeline.pretrained, "captions", "pretrain_vlbert_demo"),
+        (pipeline.finetuned[0], "coco", "finetune_refcoco_demo"),
     ):
-        assert (trained.recipe, trained.detector) == (recipe, road.detected[dataset].detector)
+        assert (trained.recipe, trained.detector) == (recipe, pipeline.detected[dataset].detector)
         state = json.loads((Path(trained.checkpoint) / "state.json").read_text())
         assert trained.snapshot == state["data"]["snapshots"][-1]["snapshot"]
 
@@ -419,16 +419,16 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
     assert "coco: nothing to download: 2 of 2 shards are committed" in said_again
     assert sum("nothing to detect" in line for line in said_again) == 3
     assert any(line.startswith("pretrain is complete: ") for line in said_again)
-    assert again.pretrained.checkpoint == road.pretrained.checkpoint
-    assert again.pretrained.metrics == road.pretrained.metrics
+    assert again.pretrained.checkpoint == pipeline.pretrained.checkpoint
+    assert again.pretrained.metrics == pipeline.pretrained.metrics
     done = [again.pretrained, *again.detected.values()]
     assert [one.peak_bytes for one in done] == [0] * 4, "no process was started"
-    assert all(one.peak_bytes > 0 for one in (road.pretrained, *road.finetuned, *road.detected.values()))
+    assert all(one.peak_bytes > 0 for one in (pipeline.pretrained, *pipeline.finetuned, *pipeline.detected.values()))
 
     with get_client(sync_client=True) as client:
         stages = below(client, first)
-        looked_at(client, road, first, stages)
-        shown(root, road, artifacts_of(client, first, *stages), stages)
+        looked_at(client, pipeline, first, stages)
+        shown(root, pipeline, artifacts_of(client, first, *stages), stages)
         assert "road-pretrain" in artifacts_of(client, first)
         assert {run.state_type.value for run in [first, second, *stages, *below(client, second)]} == {"COMPLETED"}
         assert (second.name, second.tags) == (first.name, first.tags)
@@ -438,7 +438,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         shown_again = set(artifacts_of(client, second, *below(client, second)))
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
         assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
-    named_while_it_runs(next(line for line in said if line.startswith("pretrain: ") and "(snapshot " in line), road)
+    named_while_it_runs(next(line for line in said if line.startswith("pretrain: ") and "(snapshot " in line), pipeline)
 
 
 class Started(Exception):
@@ -456,7 +456,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     for module in ("detect", "pretrain", "training"):
         monkeypatch.setattr(f"flows.{module}.run_child", start)
     root = served.deployments.parent / "root"
-    told, work, said = tiny_road(world, root), str(root / "work"), []
+    told, work, said = tiny_pipeline(world, root), str(root / "work"), []
     pretraining = TypeAdapter(PretrainSettings).validate_python(told["pretraining"])
     tuning = TypeAdapter(FinetuneSettings).validate_python(told["finetunings"][0] | {"pretraining": "pretrain"})
     detector = DetectorSettings("annotated", annotations=str(world.annotations))
@@ -469,7 +469,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     )
     for trained, run in ((first, "pretrain"), (tuned, "refcoco-with")):
         assert (trained.checkpoint, trained.peak_bytes) == (str(root / f"runs/{run}/step-0000004"), 0)
-        assert trained.metrics == last_metrics(open_objects(str(root)), run)
+        assert trained.metrics == last_metrics(open_store(str(root)), run)
         assert f"{run} is complete: {trained.checkpoint} has step 4 of 4" in said
     assert any("tokens, as it was: made of the same files" in line for line in said)
 
@@ -503,10 +503,10 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
             again()
 
 
-def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[FlowRun]) -> None:
+def looked_at(client: SyncPrefectClient, pipeline: PipelineResult, run: FlowRun, stages: list[FlowRun]) -> None:
     """The flow runs by their names and tags: recipe, detector, snapshot."""
-    scenes, things = road.detected["captions"].detector, road.detected["coco"].detector
-    trained, tuned = road.pretrained, road.finetuned[0]
+    scenes, things = pipeline.detected["captions"].detector, pipeline.detected["coco"].detector
+    trained, tuned = pipeline.pretrained, pipeline.finetuned[0]
     assert scenes != things
     assert trained.snapshot != tuned.snapshot
     name = f"pretrain_vlbert_demo pretrain on {scenes} snapshot {trained.snapshot}"
@@ -532,7 +532,7 @@ def looked_at(client: SyncPrefectClient, road: Road, run: FlowRun, stages: list[
     ]
 
 
-def shown(root: Path, road: Road, artifacts: dict[str, str], runs_of_stages: list[FlowRun]) -> None:
+def shown(root: Path, pipeline: PipelineResult, artifacts: dict[str, str], runs_of_stages: list[FlowRun]) -> None:
     """What the road leaves in the flow UI."""
     datasets, runs = ("captions", "held-out", "coco"), {"pretrain": "pretrain", "finetune": "refcoco-with"}
     assert set(artifacts) == {
@@ -549,13 +549,13 @@ def shown(root: Path, road: Road, artifacts: dict[str, str], runs_of_stages: lis
             strict=True,
         )
     )
-    assert stages[0][2] == f"{road.collected[0].counts['ok']} images in 4 shards"
-    accuracy = f"{road.finetuned[0].metrics['accuracy_published']:.3f}"
+    assert stages[0][2] == f"{pipeline.collected[0].counts['ok']} images in 4 shards"
+    accuracy = f"{pipeline.finetuned[0].metrics['accuracy_published']:.3f}"
     assert rf"accuracy\_published {accuracy}".replace(".", r"\.") in stages[-1][2]
     assert "| shards | 4 of 4 |" in artifacts["collecting-captions"]
     assert "| rows | 32 of 32 |" in artifacts["collecting-captions"]
     assert "| shards | 4 of 4 |" in artifacts["detecting-captions"]
-    ok = road.collected[0].counts["ok"]
+    ok = pipeline.collected[0].counts["ok"]
     assert f"| images | {ok}, ".replace(",", r"\,") in artifacts["collecting-captions"]
     assert f"| images | {ok}, ".replace(",", r"\,") in artifacts["detecting-captions"]
 
@@ -568,7 +568,7 @@ def shown(root: Path, road: Road, artifacts: dict[str, str], runs_of_stages: lis
     assert "| ok | 8 | 100.0% |" in artifacts["images-held-out"]
     assert "reasons" not in artifacts["images-held-out"] + artifacts["regions-captions"]
     assert (
-        f"({(root / 'captions/regions').as_uri()}/{road.detected['captions'].detector})"
+        f"({(root / 'captions/regions').as_uri()}/{pipeline.detected['captions'].detector})"
         in artifacts["regions-captions"]
     )
 
@@ -586,7 +586,7 @@ def shown(root: Path, road: Road, artifacts: dict[str, str], runs_of_stages: lis
     assert "on the real data:** table 3" in artifacts["finetune-refcoco-with"]
 
 
-def named_while_it_runs(line: str, road: Road) -> None:
+def named_while_it_runs(line: str, pipeline: PipelineResult) -> None:
     """A training's flow run gets its name and its tags from a line that vlbert.train prints before its first step."""
 
     @flow(name="watching")
@@ -596,7 +596,7 @@ def named_while_it_runs(line: str, road: Road) -> None:
     watching()
     with get_client(sync_client=True) as client:
         run = newest(client, "watching")
-    assert (run.name, run.tags) == (road.pretrained.name, sorted(road.pretrained.tags))
+    assert (run.name, run.tags) == (pipeline.pretrained.name, sorted(pipeline.pretrained.tags))
 
 
 @pytest.mark.slow
@@ -605,7 +605,10 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
     served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
 ):
     root = served.deployments.parent / "root"
-    parameters = tiny_road(world, root)["finetunings"][0] | {"pretraining": "pretrain", "evaluate": ["val", "testA"]}
+    parameters = tiny_pipeline(world, root)["finetunings"][0] | {
+        "pretraining": "pretrain",
+        "evaluate": ["val", "testA"],
+    }
     settings = TypeAdapter(FinetuneSettings).validate_python(parameters)
     trained = finetune_flow(str(root), str(root / "work"), settings)
     assert [one.split for one in trained.evaluated] == ["val", "testA"]
@@ -631,10 +634,10 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
 def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated, world: World):
     """Inside the road the next stage detects them, and where nothing is new there is nothing to detect."""
     root = str(served.deployments.parent / "root")
-    parameters = tiny_road(world, Path(root))["datasets"][1]
+    parameters = tiny_pipeline(world, Path(root))["datasets"][1]
     source = {name: value for name, value in parameters.items() if name != "detector"}
     assert collect_flow(root, source).new_shards == 0
-    of(root, "held-out").objects.delete("held-out/images/00000.parquet")
+    of(root, "held-out").store.delete("held-out/images/00000.parquet")
     assert collect_flow(root, source).new_shards == 1
     with get_client(sync_client=True) as client:
         deadline = time.monotonic() + 30

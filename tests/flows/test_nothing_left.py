@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from operated import ENDED, Operated, operated, running, tiny_road, wait_until
+from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_until
 from pydantic import TypeAdapter
 
 from demo.world import World
@@ -36,9 +36,9 @@ TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detec
 
 
 @pytest.fixture(scope="module")
-def road(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def pipeline(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A road of its own root: a training without end on two processes."""
-    parameters = tiny_road(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
+    parameters = tiny_pipeline(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
     parameters["datasets"][:] = parameters["datasets"][:1]
     parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
     pretraining = parameters["pretraining"]
@@ -55,7 +55,7 @@ def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
 def collect_rows(world: World, root: Path) -> str:
     rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
     (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
-    source = tiny_road(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
+    source = tiny_pipeline(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
     source = source | {"rows_per_shard": 1, "shards_per_task": 100}
     del source["detector"]
     settings = collect_settings(TypeAdapter(Source).validate_python(source))
@@ -88,12 +88,12 @@ def checkpoints(root: str) -> list[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("event", "stage"), TABLE)
 def test_nothing_is_left_and_the_next_run_goes_on(
-    served: Operated, road: dict, request: pytest.FixtureRequest, event: str, stage: str
+    served: Operated, pipeline: dict, request: pytest.FixtureRequest, event: str, stage: str
 ):
     if stage == "detection":
         found = interrupted_detection(served, request.getfixturevalue("collected"), event)
     else:
-        found = interrupted_training(served, road, event)
+        found = interrupted_training(served, pipeline, event)
     seconds = [f"{found[name]:.1f}" for name in ("gone", "ended", "all_ended")]
     print(f"\n| {event} | {stage} | {seconds[0]} | {found['state']} | {seconds[1]} | {seconds[2]} |")
     assert found["gone"] <= LEFT
@@ -113,11 +113,11 @@ def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     return found
 
 
-def interrupted_training(served: Operated, road: dict, event: str) -> dict:
+def interrupted_training(served: Operated, pipeline: dict, event: str) -> dict:
     """Interrupt a training on two processes after its first new checkpoint."""
-    root = road["root"]
+    root = pipeline["root"]
     before, said = checkpoints(root), served.listen()
-    run = served.start("pretrain-vlbert/default", **road)
+    run = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(run, lambda: set(checkpoints(root)) - set(before), 120)
     found = interrupt(served, run, event, "vlbert.train")
     if before:
@@ -205,21 +205,21 @@ def stage_of(served: Operated, run: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cancel", [cancel_by_command, cancel_by_page])
 def test_a_stage_that_is_cancelled_takes_the_road_with_it(
-    served: Operated, road: dict, cancel: Callable[[Operated, str], None]
+    served: Operated, pipeline: dict, cancel: Callable[[Operated, str], None]
 ):
-    root, before = road["root"], set(checkpoints(road["root"]))
-    run = served.start("pretrain-vlbert/default", **road)
+    root, before = pipeline["root"], set(checkpoints(pipeline["root"]))
+    run = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(run, lambda: set(checkpoints(root)) - before, 240)
     cancelled(served, run, stage_of(served, run), cancel)
 
 
 @pytest.mark.timeout(900)
 def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends(
-    served: Operated, road: dict, world: World, tmp_path: Path
+    served: Operated, pipeline: dict, world: World, tmp_path: Path
 ):
     """A training on two processes and a detection, longer without a server than signs of life may be missing."""
-    root, before, images = road["root"], set(checkpoints(road["root"])), collect_rows(world, tmp_path)
-    training = served.start("pretrain-vlbert/default", **road)
+    root, before, images = pipeline["root"], set(checkpoints(pipeline["root"])), collect_rows(world, tmp_path)
+    training = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
     slower = SLOW | {"short_side": 800, "long_side": 1333, "post_nms": 300}  # it must outlast the outage
     detection = served.start("detect-regions/default", root=images, detector=slower, datasets=["captions"])
@@ -277,11 +277,11 @@ def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated
 
 @pytest.mark.timeout(400)
 def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_do_not_block_others(
-    served: Operated, road: dict, tmp_path: Path
+    served: Operated, pipeline: dict, tmp_path: Path
 ):
-    root, home = road["root"], tmp_path / "prefect"
+    root, home = pipeline["root"], tmp_path / "prefect"
     with operated(home, served.deployments) as first:
-        run, before = first.start("pretrain-vlbert/default", **road), set(checkpoints(root))
+        run, before = first.start("pretrain-vlbert/default", **pipeline), set(checkpoints(root))
         first.wait_for(run, lambda: set(checkpoints(root)) - before, 120)
         os.kill(first.serve(), signal.SIGKILL)
         wait_until(
@@ -293,6 +293,6 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
         assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
         assert second.state(run) == "CRASHED"
         last, said = checkpoints(root)[-1], second.listen()
-        again = second.start("pretrain-vlbert/default", **road)
+        again = second.start("pretrain-vlbert/default", **pipeline)
         second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
         interrupt(second, again, "SIGTERM to the flow", "vlbert.train")

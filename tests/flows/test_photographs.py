@@ -19,7 +19,7 @@ from flows.settings import Dataset, DetectorSettings, PretrainSettings, Processe
 from storage.catalog import Catalog
 from storage.collect import collect
 from storage.download import DownloadSettings
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.log import read_metrics
 from vlbert.recipes import RECIPES
 
@@ -72,7 +72,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
 
     collected = collect(root, collect_settings(dataset))
     assert (collected.shards, collected.counts) == (2, {"ok": 19})
-    catalog = Catalog(open_objects(root), "captions")
+    catalog = Catalog(open_store(root), "captions")
     rows = [row for shard in catalog.shards("images") for row in catalog.manifest("images", shard).table.to_pylist()]
     assert [(row["row"], row["status"]) for row in rows] == [(i, "ok") for i in range(19)]
 
@@ -108,7 +108,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     )
     trained = pretrain(root, str(tmp_path / "work"), settings)
     assert trained.checkpoint.endswith("runs/photographs/step-0000020")
-    lines = read_metrics(open_objects(root), "photographs", "training")
+    lines = read_metrics(open_store(root), "photographs", "training")
     assert [line["step"] for line in lines] == list(range(1, 21))
     for name in ("loss_words", "loss_regions"):
         curve = np.array([line[name] for line in lines])

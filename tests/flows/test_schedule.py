@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operated import ENDED, Operated, tiny_road, wait_until
+from operated import ENDED, Operated, tiny_pipeline, wait_until
 from places import PROJECT
 from pydantic import TypeAdapter
 
@@ -34,7 +34,7 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     served: Operated, world: World, tmp_path: Path
 ):
     root = tmp_path / "another root"
-    dataset = tiny_road(world, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
+    dataset = tiny_pipeline(world, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
     source = {name: value for name, value in dataset.items() if name != "detector"}
     half = tmp_path / "train.tsv"
     half.write_text("".join(world.train_tsv.read_text().splitlines(keepends=True)[:12]))

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.log import last_metrics
 
 pytestmark = pytest.mark.slow
@@ -123,8 +123,8 @@ def test_trainings_are_found_by_their_tags(page: Page, names: dict[str, str], by
 
 
 def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, served: Operated, names: dict[str, str]):
-    (road,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
-    page.goto(f"/runs/flow-run/{road['id']}")
+    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    page.goto(f"/runs/flow-run/{pipeline['id']}")
     expect(page.locator("header, .page-heading").get_by_text("Completed", exact=True)).to_be_visible()
     expect(page.get_by_text(names["road"], exact=True).first).to_be_visible()
     for tag in ("road", "recipe:pretrain_vlbert_demo"):
@@ -166,8 +166,8 @@ def test_curves_are_a_picture(page: Page, names: dict[str, str]):
 
 
 def test_the_road_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
-    (road,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
-    page.goto(f"/runs/flow-run/{road['id']}")
+    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    page.goto(f"/runs/flow-run/{pipeline['id']}")
     page.locator("#artifacts").click()
     page.locator(".artifact-card__title").filter(has_text=re.compile("^road-pretrain$")).click()
     shown = page.locator(".artifact-data-view article")
@@ -190,7 +190,7 @@ def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
 def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, str], root: Path):
     shown = open_artifact(page, names["finetune"], "finetune-refcoco-with")
     expect(shown.get_by_text(PAPER)).to_be_in_viewport(ratio=1)
-    metrics = last_metrics(open_objects(str(root)), "refcoco-with")
+    metrics = last_metrics(open_store(str(root)), "refcoco-with")
     numbers = f"accuracy_published {metrics['accuracy_published']:.3f} 71.60 base, 72.59 large"  # on detected regions
     row = shown.get_by_role("row", name=numbers, exact=True)
     expect(row.get_by_role("cell").last).to_be_in_viewport(ratio=1)

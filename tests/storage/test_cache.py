@@ -20,7 +20,7 @@ from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog, Row
-from storage.object_store import Objects, open_objects
+from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
 from training.loop import batches
 from vlbert.data.corpus import TextCorpus
@@ -54,12 +54,12 @@ def written(tmp_path) -> list:
 
 
 def remote(tmp_path: Path) -> Remote:
-    return Remote(open_objects(str(tmp_path / "root")))
+    return Remote(open_store(str(tmp_path / "root")))
 
 
-def cache_of(objects: Objects, tmp_path: Path, limit: int = 1 << 30) -> tuple[ShardCache, ShardSamples]:
-    cache = ShardCache(objects, tmp_path / "cache", limit)
-    return cache, samples_of(objects, cache=cache)
+def cache_of(store: ObjectStore, tmp_path: Path, limit: int = 1 << 30) -> tuple[ShardCache, ShardSamples]:
+    cache = ShardCache(store, tmp_path / "cache", limit)
+    return cache, samples_of(store, cache=cache)
 
 
 def tars(tmp_path: Path) -> dict[str, Path]:
@@ -79,52 +79,52 @@ def all_bytes(tmp_path: Path) -> int:
 
 
 def test_what_is_here_is_read_here_and_the_rest_from_the_bucket(tmp_path, written):
-    objects = remote(tmp_path)
-    cache, samples = cache_of(objects, tmp_path, limit=3 * SIZE)
-    objects.ranges.clear()
+    store = remote(tmp_path)
+    cache, samples = cache_of(store, tmp_path, limit=3 * SIZE)
+    store.ranges.clear()
     assert [identity(one) for one in samples.samples(range(len(written)))] == written
-    assert len(objects.ranges) == SHARDS
+    assert len(store.ranges) == SHARDS
     assert cache.fill()
     assert len(tars(tmp_path)) == 3
-    objects.ranges.clear()
+    store.ranges.clear()
     assert [identity(samples.sample(i)) for i in range(len(written))] == written
-    assert len(objects.ranges) == 2 * PER_SHARD
-    assert {path.rpartition("/")[2] for path, _, _ in objects.ranges}.isdisjoint(tars(tmp_path))
+    assert len(store.ranges) == 2 * PER_SHARD
+    assert {path.rpartition("/")[2] for path, _, _ in store.ranges}.isdisjoint(tars(tmp_path))
 
 
 def test_a_full_cache_needs_no_bucket_and_holds_what_was_committed(tmp_path, written):
     with s3_server("cache"):
-        local, objects = open_objects(str(tmp_path / "root")), open_objects("s3://cache/root")
+        local, store = open_store(str(tmp_path / "root")), open_store("s3://cache/root")
         for info in local.list():
-            objects.put(info.path, local.get(info.path))
-        cache, samples = cache_of(objects, tmp_path)
+            store.put(info.path, local.get(info.path))
+        cache, samples = cache_of(store, tmp_path)
         assert cache.fill()
         for tar, sha256 in zip(samples.index.tars, samples.index.tar_sha256, strict=True):
             assert hashlib.sha256((tmp_path / "cache" / tar).read_bytes()).hexdigest() == sha256
         for tar in samples.index.tars:
-            objects.delete(tar)
+            store.delete(tar)
         assert [identity(one) for one in samples.samples(range(len(written)))] == written
 
 
 @pytest.mark.parametrize("place", [0, 5_000, SIZE // 2, -1])
 def test_a_byte_that_flipped_on_the_disk_is_found_and_fetched_again(tmp_path, written, place):
-    objects = remote(tmp_path)
-    assert cache_of(objects, tmp_path)[0].fill()
+    store = remote(tmp_path)
+    assert cache_of(store, tmp_path)[0].fill()
     files = list(tars(tmp_path).values())
     whole = [file.read_bytes() for file in files]
     damaged = bytearray(whole[2])
     damaged[place] ^= 1
     files[2].write_bytes(damaged)
-    objects.ranges.clear()
-    assert cache_of(objects, tmp_path)[0].fill()  # as the next run on this machine does
+    store.ranges.clear()
+    assert cache_of(store, tmp_path)[0].fill()  # as the next run on this machine does
     assert [file.read_bytes() for file in files] == whole
-    assert {path.rpartition("/")[2] for path, _, _ in objects.ranges} == {files[2].name}, "the others stay"
+    assert {path.rpartition("/")[2] for path, _, _ in store.ranges} == {files[2].name}, "the others stay"
 
 
 @pytest.mark.parametrize("size", [0, 512, -1])
 def test_a_half_written_file_is_not_read_and_fetched_again(tmp_path, written, size):
-    objects = remote(tmp_path)
-    cache, samples = cache_of(objects, tmp_path)
+    store = remote(tmp_path)
+    cache, samples = cache_of(store, tmp_path)
     assert cache.fill()
     file = list(tars(tmp_path).values())[1]
     whole = file.read_bytes()
@@ -136,8 +136,8 @@ def test_a_half_written_file_is_not_read_and_fetched_again(tmp_path, written, si
 
 
 def test_a_copy_that_is_damaged_while_it_is_read_is_left_for_the_bucket(tmp_path, written):
-    objects = remote(tmp_path)
-    cache, samples = cache_of(objects, tmp_path)
+    store = remote(tmp_path)
+    cache, samples = cache_of(store, tmp_path)
     assert cache.fill()
     assert identity(samples.sample(0)) == written[0]
     file = list(tars(tmp_path).values())[0]
@@ -152,8 +152,8 @@ def test_a_copy_that_is_damaged_while_it_is_read_is_left_for_the_bucket(tmp_path
 
 
 def test_a_sample_that_is_as_damaged_in_the_bucket_costs_no_copy(tmp_path, written):
-    objects = remote(tmp_path)
-    cache, samples = cache_of(objects, tmp_path)
+    store = remote(tmp_path)
+    cache, samples = cache_of(store, tmp_path)
     assert cache.fill()
     copy = tmp_path / "cache" / samples.index.tars[0]
     for file in (copy, tmp_path / "root" / samples.index.tars[0]):
@@ -165,8 +165,8 @@ def test_a_sample_that_is_as_damaged_in_the_bucket_costs_no_copy(tmp_path, writt
 
 
 def test_a_tar_that_is_damaged_in_the_bucket_is_named_and_keeps_no_other_away(tmp_path, written):
-    objects = remote(tmp_path)
-    cache, samples = cache_of(objects, tmp_path)
+    store = remote(tmp_path)
+    cache, samples = cache_of(store, tmp_path)
     damaged = samples.index.tars[1]
     with (tmp_path / "root" / damaged).open("r+b") as stream:
         stream.seek(20_000)
@@ -175,22 +175,22 @@ def test_a_tar_that_is_damaged_in_the_bucket_is_named_and_keeps_no_other_away(tm
         cache.fill()
     assert len(tars(tmp_path)) == SHARDS - 1
     assert not (tmp_path / "cache" / damaged).exists()
-    objects.ranges.clear()
+    store.ranges.clear()
     assert cache.fill()
-    assert objects.ranges == [], "it is not fetched again and again"
+    assert store.ranges == [], "it is not fetched again and again"
 
 
 def test_the_folder_is_filled_to_its_limit_and_then_kept(tmp_path, written):
-    objects = remote(tmp_path)
+    store = remote(tmp_path)
     limit = int(2.5 * SIZE)
-    assert cache_of(objects, tmp_path, limit)[0].fill()
+    assert cache_of(store, tmp_path, limit)[0].fill()
     first = {name: file.stat().st_ino for name, file in tars(tmp_path).items()}
     assert len(first) == 2
     assert all_bytes(tmp_path) <= limit
-    objects.ranges.clear()
-    assert cache_of(objects, tmp_path, limit)[0].fill()
+    store.ranges.clear()
+    assert cache_of(store, tmp_path, limit)[0].fill()
     assert {name: file.stat().st_ino for name, file in tars(tmp_path).items()} == first
-    assert objects.ranges == []
+    assert store.ranges == []
 
 
 def test_tars_of_other_snapshots_go_the_least_recently_used_first_and_only_for_need(tmp_path, written):
@@ -202,16 +202,16 @@ def test_tars_of_other_snapshots_go_the_least_recently_used_first_and_only_for_n
         file.write_bytes(bytes(SIZE))
         os.utime(file, (time.time() - age,) * 2)
         others.append(file)
-    objects = remote(tmp_path)
-    cache_of(objects, tmp_path, limit=(SHARDS + 3) * SIZE)[0].fill()
+    store = remote(tmp_path)
+    cache_of(store, tmp_path, limit=(SHARDS + 3) * SIZE)[0].fill()
     assert [file.exists() for file in others] == [True] * 3, "there is room for all"
     for file in list(tars(tmp_path).values())[:2]:
         if file not in others:
             file.unlink()
-    cache_of(objects, tmp_path, limit=(SHARDS + 2) * SIZE)[0].fill()
+    cache_of(store, tmp_path, limit=(SHARDS + 2) * SIZE)[0].fill()
     assert [file.exists() for file in others] == [False, True, True]
     assert len([file for file in tars(tmp_path).values()]) == SHARDS + 2
-    cache_of(objects, tmp_path, limit=SIZE // 2)[0].fill()
+    cache_of(store, tmp_path, limit=SIZE // 2)[0].fill()
     assert len(tars(tmp_path)) == SHARDS + 2, "nothing goes where nothing would fit then"
 
 
@@ -228,13 +228,13 @@ def test_only_files_of_a_cache_are_counted_and_removed(tmp_path, written):
 
 @pytest.mark.parametrize("place", ["cache", "root", "root/captions/cache", "."])
 def test_a_folder_that_is_not_a_caches_is_refused(tmp_path, place):
-    objects = open_objects(str(tmp_path / "root"))
+    store = open_store(str(tmp_path / "root"))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "photograph.jpg").touch()
     why = "holds files that are not a cache's" if place == "cache" else "lies in the root .*root or around it"
     with pytest.raises(ValueError, match=rf"data\.cache={tmp_path}\S* {why}; name an empty folder"):
-        ShardCache(objects, tmp_path / place, 1)
-    ShardCache(objects, tmp_path / "new", 1)
+        ShardCache(store, tmp_path / place, 1)
+    ShardCache(store, tmp_path / "new", 1)
 
 
 def test_a_tar_that_does_not_fit_keeps_no_smaller_one_away(tmp_path):
@@ -249,8 +249,8 @@ def test_a_tar_that_does_not_fit_keeps_no_smaller_one_away(tmp_path):
 def test_a_picture_that_is_damaged_on_the_disk_and_unpacks_is_read_past_its_copy(tmp_path):
     """Two in one batch: what was read with the first before its copy was given up, too."""
     root = tiny_root(tmp_path, samples=8)
-    objects = Remote(open_objects(str(root)))
-    cache, samples = cache_of(objects, tmp_path)
+    store = Remote(open_store(str(root)))
+    cache, samples = cache_of(store, tmp_path)
     assert cache.fill()
     copy = tmp_path / "cache" / samples.index.tars[0]
     with copy.open("r+b") as stream:
@@ -273,9 +273,9 @@ import sys, time
 from storage.cache import ShardCache
 from storage.catalog import Catalog, Row
 from storage.catalog import Catalog, Row
-from storage.object_store import LocalObjects
+from storage.object_store import LocalStore
 
-class Remote(LocalObjects):
+class Remote(LocalStore):
     def local_path(self, path):
         return None
 
@@ -292,7 +292,7 @@ sys.stdin.read()
 SLOW = """
 def slow(path, offset, length):
     time.sleep(0.02)
-    return LocalObjects.get_range(objects, path, offset, length)
+    return LocalStore.get_range(objects, path, offset, length)
 
 objects.get_range = slow
 """
@@ -328,13 +328,13 @@ def filler(tmp_path: Path, program: str = FILL) -> Iterator[subprocess.Popen]:
 def test_of_several_processes_one_fetches_and_another_takes_its_place(tmp_path, written):
     with filler(tmp_path) as first:
         assert first.stdout.readline() == "True\n"
-        objects = remote(tmp_path)
-        other, samples = cache_of(objects, tmp_path)
-        objects.ranges.clear()
+        store = remote(tmp_path)
+        other, samples = cache_of(store, tmp_path)
+        store.ranges.clear()
         assert not other.fill()
-        assert objects.ranges == []
+        assert store.ranges == []
         assert [identity(one) for one in samples.samples(range(len(written)))] == written
-        assert objects.ranges == [], "every process of the machine reads what one fetched"
+        assert store.ranges == [], "every process of the machine reads what one fetched"
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert other.fill()
@@ -344,8 +344,8 @@ def test_of_several_processes_one_fetches_and_another_takes_its_place(tmp_path, 
 def test_kill_9_leaves_no_file_that_looks_whole_and_is_not(tmp_path):
     large = [with_bytes(tiny_sample(i), os.urandom(5 << 20)) for i in range(16)]
     commit_samples(tmp_path / "root", "captions", large, per_shard=4)
-    objects = remote(tmp_path)
-    index = cache_of(objects, tmp_path)[1].index
+    store = remote(tmp_path)
+    index = cache_of(store, tmp_path)[1].index
     sha256 = {tar.rpartition("/")[2]: digest for tar, digest in zip(index.tars, index.tar_sha256, strict=True)}
     halves = set()
     for wanted in (0, 1, 2):
@@ -361,7 +361,7 @@ def test_kill_9_leaves_no_file_that_looks_whole_and_is_not(tmp_path):
         for name, file in tars(tmp_path).items():
             assert hashlib.sha256(file.read_bytes()).hexdigest() == sha256[name]
     assert len(halves) == 3
-    assert cache_of(objects, tmp_path)[0].fill()
+    assert cache_of(store, tmp_path)[0].fill()
     assert tars(tmp_path).keys() == sha256.keys()
     assert not list((tmp_path / "cache").rglob(".coming-*")), "what killed ones left is gone"
 
@@ -376,8 +376,8 @@ def test_the_end_of_a_process_does_not_wait_for_its_filler(tmp_path, written):
 
 
 def test_the_background_fills_the_folder_and_mends_it(tmp_path, written):
-    objects, told = remote(tmp_path), []
-    cache, samples = cache_of(objects, tmp_path)
+    store, told = remote(tmp_path), []
+    cache, samples = cache_of(store, tmp_path)
     cache.fill_in_background(told.append, pause=0.01)
     for _ in range(2):
         deadline = time.monotonic() + 30
@@ -390,27 +390,27 @@ def test_the_background_fills_the_folder_and_mends_it(tmp_path, written):
 
 def test_the_background_fetches_what_is_wanted_now_without_a_pause(tmp_path, written):
     """A training opens its samples after the cache, and more of them where new shards enter it."""
-    objects = remote(tmp_path)
-    cache = ShardCache(objects, tmp_path / "cache", 1 << 30)
+    store = remote(tmp_path)
+    cache = ShardCache(store, tmp_path / "cache", 1 << 30)
     cache.fill_in_background(pause=3600)
     for shards in (SHARDS, SHARDS + 1):
-        samples = samples_of(objects, cache=cache)
+        samples = samples_of(store, cache=cache)
         deadline = time.monotonic() + 30
         while len(tars(tmp_path)) < shards:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        objects.ranges.clear()
+        store.ranges.clear()
         assert [identity(samples.sample(i)) for i in range(len(written))] == written
-        assert objects.ranges == []
+        assert store.ranges == []
         more = sample(99)
         rows = [Row(99, more.key, "ok", url=more.url)]
-        Catalog(objects, "captions").commit(STAGE, "00099", [more], rows, {"untrained": False})
+        Catalog(store, "captions").commit(STAGE, "00099", [more], rows, {"untrained": False})
 
 
 def test_a_failure_in_the_background_is_told_once_and_reads_go_on(tmp_path, written):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    objects, told = remote(tmp_path), []
-    cache, samples = cache_of(objects, tmp_path)
+    store, told = remote(tmp_path), []
+    cache, samples = cache_of(store, tmp_path)
     cache.fill_in_background(told.append, pause=0.005)
     assert [identity(one) for one in samples.samples(range(len(written)))] == written
     time.sleep(0.2)
@@ -430,14 +430,14 @@ def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path)
     """Read by forked workers, in chunks."""
     root = tiny_root(tmp_path, samples=20)
     with s3_server("cached"):
-        local, bucket = open_objects(str(root)), open_objects("s3://cached/root")
+        local, bucket = open_store(str(root)), open_store("s3://cached/root")
         for info in local.list("captions/"):
             bucket.put(info.path, local.get(info.path))
         recipe = tiny_recipe(root)
         config = dataclasses.replace(recipe.data, chunk=4, cache=str(tmp_path / "cache"), cache_gb=0.01)
         seen = []
-        for objects, cache in ((local, None), (bucket, None), (bucket, open_cache(bucket, config))):
-            samples, _ = open_samples(objects, "captions", None, None, ALONE, cache)
+        for store, cache in ((local, None), (bucket, None), (bucket, open_cache(bucket, config))):
+            samples, _ = open_samples(store, "captions", None, None, ALONE, cache)
             deadline = time.monotonic() + 30
             while cache is not None and len(tars(tmp_path)) < 3:
                 assert time.monotonic() < deadline

@@ -20,7 +20,7 @@ from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog, Row, ShardIndex
 from storage.inventory import Inventory, verify
-from storage.object_store import LocalObjects, ObjectInfo, ObjectMissing, Objects, StorageUnreachable, open_objects
+from storage.object_store import LocalStore, ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.sample import Sample
 from storage.shards import read_span
 
@@ -40,8 +40,8 @@ def pinned(catalog: Catalog) -> ShardIndex:
     return catalog.pinned("images", catalog.pin("images").id)
 
 
-def names(objects: Objects) -> list[str]:
-    return [info.path for info in objects.list()]
+def names(store: ObjectStore) -> list[str]:
+    return [info.path for info in store.list()]
 
 
 def test_a_committed_shard_says_what_became_of_every_row(catalog):
@@ -52,7 +52,7 @@ def test_a_committed_shard_says_what_became_of_every_row(catalog):
     assert (manifest.stage, manifest.shard, manifest.meta) == (REGIONS, "00002", meta)
     assert (manifest.statuses, manifest.ok_rows) == ({"http_404": 2, "ok": 4}, 4)
     assert manifest.tar == f"captions/{REGIONS}/00002-{manifest.tar_sha256[:12]}.tar"
-    tar = catalog.objects.get(manifest.tar)
+    tar = catalog.store.get(manifest.tar)
     assert manifest.tar_bytes == len(tar)
     table = manifest.table.to_pylist()
     assert [Row(*(line[field.name] for field in dataclasses.fields(Row))) for line in table] == rows
@@ -66,7 +66,7 @@ def test_a_committed_shard_says_what_became_of_every_row(catalog):
         else:
             assert place == [None] * 5
     assert [as_dict(sample) for sample in catalog.read(REGIONS, "00002")] == [as_dict(sample) for sample in samples]
-    assert names(catalog.objects) == sorted([manifest.tar, f"captions/{REGIONS}/00002.parquet"])
+    assert names(catalog.store) == sorted([manifest.tar, f"captions/{REGIONS}/00002.parquet"])
 
 
 def test_a_stage_without_regions_counts_none(local):
@@ -75,21 +75,21 @@ def test_a_stage_without_regions_counts_none(local):
 
 
 def test_the_same_samples_give_the_same_objects_byte_for_byte(catalog, tmp_path):
-    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    other = Catalog(open_store(str(tmp_path / "other")), "captions")
     for each in (catalog, other):
         commit(each, 0, config={"b": 1, "a": 2})
         time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
         detect(each, 0)
-    assert len(names(catalog.objects)) == 4
-    assert names(catalog.objects) == names(other.objects)
-    for name in names(other.objects):
-        assert catalog.objects.get(name) == other.objects.get(name)
+    assert len(names(catalog.store)) == 4
+    assert names(catalog.store) == names(other.store)
+    for name in names(other.store):
+        assert catalog.store.get(name) == other.store.get(name)
 
 
 def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):
     rows = [Row(0, "a", "timeout"), Row(1, "b", "http_404", "gone")]
     assert catalog.commit("images", "00000", [], rows, {}) is True
-    assert names(catalog.objects) == ["captions/images/00000.parquet"]
+    assert names(catalog.store) == ["captions/images/00000.parquet"]
     manifest = catalog.manifest("images", "00000")
     assert (manifest.tar, manifest.tar_sha256, manifest.tar_bytes, manifest.ok_rows) == (None, "", 0, 0)
     assert list(catalog.read("images", "00000")) == []
@@ -102,14 +102,14 @@ def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):
 
 def test_a_second_commit_changes_nothing_and_asks_for_no_sample(catalog):
     assert commit(catalog, 0, attempt=1) is True
-    before = {name: catalog.objects.get(name) for name in names(catalog.objects)}
+    before = {name: catalog.store.get(name) for name in names(catalog.store)}
 
     def never() -> Iterator[Sample]:
         raise AssertionError("the samples of a shard that is there are not needed")
         yield
 
     assert catalog.commit("images", "00000", never(), shard_of(0)[1], {"attempt": 2}) is False
-    assert {name: catalog.objects.get(name) for name in names(catalog.objects)} == before
+    assert {name: catalog.store.get(name) for name in names(catalog.store)} == before
 
 
 def revise(catalog: Catalog, number: int, ok: int, stage: str = "images", **meta) -> bool:
@@ -125,7 +125,7 @@ def test_a_revision_stands_beside_what_it_replaces_and_readers_see_it(catalog):
     for number in range(2):
         commit(catalog, number)
     detect(catalog, 0)
-    before = {name: catalog.objects.get(name) for name in names(catalog.objects)}
+    before = {name: catalog.store.get(name) for name in names(catalog.store)}
     first, index = catalog.manifest("images", "00000"), pinned(catalog)
     for revision, ok in [(number, 1 + number % 4) for number in range(2, 12)]:  # r10 follows r9
         assert revise(catalog, 0, ok) is True
@@ -141,7 +141,7 @@ def test_a_revision_stands_beside_what_it_replaces_and_readers_see_it(catalog):
     assert [one.meta.get("replaces") for one in revisions] == [None, *(one.sha256 for one in revisions[:-1])]
     assert catalog.manifest_of(revisions[0]).table == first.table
     assert catalog.shards("images") == ["00000", "00001"]
-    assert all(catalog.objects.get(name) == data for name, data in before.items())
+    assert all(catalog.store.get(name) == data for name, data in before.items())
     assert len(catalog.pinned("images", index.snapshot.id)) == 8
     assert pinned(catalog).snapshot.ok_rows == found.ok_rows + 4
 
@@ -155,10 +155,10 @@ def test_what_was_made_of_an_earlier_revision_with_other_samples_is_pending(cata
     revise(catalog, 0, 3)
     assert catalog.pending("images", REGIONS) == ["00000"]
     assert catalog.pending("images", REGIONS, ["00001"]) == []
-    assert list(verify(Inventory(catalog.objects))) == []
+    assert list(verify(Inventory(catalog.store))) == []
     revise(catalog, 0, 3, REGIONS, source=catalog.manifest("images", "00000").as_source())
     assert catalog.pending("images", REGIONS) == []
-    catalog.objects.delete("captions/images/00000.r3.parquet")
+    catalog.store.delete("captions/images/00000.r3.parquet")
     with pytest.raises(ValueError, match=r"00000.r2.parquet was made from .* not from .*images/00000.r2.parquet as it"):
         catalog.pending("images", REGIONS)
 
@@ -176,24 +176,24 @@ def test_of_two_that_revise_a_shard_one_wins_and_a_tar_that_is_named_stays(catal
 
     assert catalog.commit("images", "00000", overtaken(), rows, {}, first) is False  # its tar is that of revision 1
     assert catalog.manifest("images", "00000").ok_rows == 0
-    assert names(catalog.objects) == sorted([first.tar, *(f"captions/images/00000{r}.parquet" for r in ("", ".r2"))])
+    assert names(catalog.store) == sorted([first.tar, *(f"captions/images/00000{r}.parquet" for r in ("", ".r2"))])
     another = [dataclasses.replace(sample, caption="another") for sample in samples]
     assert catalog.commit("images", "00000", another, rows, {}, first) is False
-    assert len(names(catalog.objects)) == 3
+    assert len(names(catalog.store)) == 3
 
 
 def test_a_writer_that_dies_before_the_manifest_of_a_revision_leaves_the_one_before(local):
     commit(local, 0)
     before = local.manifest("images", "00000")
 
-    class Dying(LocalObjects):
+    class Dying(LocalStore):
         def put(self, path: str, data: object, *, if_absent: bool = False) -> bool:
             if path.endswith(".parquet"):
                 raise KeyboardInterrupt
             return super().put(path, data, if_absent=if_absent)
 
     with pytest.raises(KeyboardInterrupt):
-        revise(Catalog(Dying(local.objects.root), "captions"), 0, 2)
+        revise(Catalog(Dying(local.store.root), "captions"), 0, 2)
     assert local.manifest("images", "00000").sha256 == before.sha256
     assert len(list(local.read("images", "00000"))) == 4
 
@@ -210,7 +210,7 @@ def test_a_writer_that_is_overtaken_leaves_quietly_and_takes_its_tar_along(catal
     )
     manifest = catalog.manifest("images", "00000")
     assert manifest.meta == {"winner": True}
-    assert names(catalog.objects) == sorted(["captions/images/00000.parquet", manifest.tar])
+    assert names(catalog.store) == sorted(["captions/images/00000.parquet", manifest.tar])
     assert [as_dict(sample) for sample in catalog.read("images", "00000")] == [as_dict(sample) for sample in samples]
 
 
@@ -228,21 +228,21 @@ def test_an_overtaken_writer_of_the_same_bytes_leaves_the_winner_its_tar(catalog
 @pytest.mark.parametrize("write", [lambda catalog: commit(catalog, 1), lambda catalog: catalog.pin("images")])
 def test_a_full_folder_for_temporary_files_is_named_with_the_way_out(local, write):
     commit(local, 0)
-    before, (soft, hard) = names(local.objects), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, (soft, hard) = names(local.store), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # refuses to write, as a full disk does
     try:
         with pytest.raises(StorageUnreachable, match=rf"^no room in {tempfile.gettempdir()}.*Set TMPDIR"):
             write(local)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(local.objects) == before
+    assert names(local.store) == before
 
 
 def test_of_many_writers_at_once_one_commits(local):
     def write(number: int) -> bool:
         samples, rows = shard_of(0)
         samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
-        return Catalog(LocalObjects(local.objects.root), "captions").commit(
+        return Catalog(LocalStore(local.store.root), "captions").commit(
             "images", "00000", samples, rows, {"by": number}
         )
 
@@ -251,7 +251,7 @@ def test_of_many_writers_at_once_one_commits(local):
     assert won.count(True) == 1
     assert local.manifest("images", "00000").meta == {"by": won.index(True)}
     assert {sample.caption for sample in local.read("images", "00000")} == {f"writer {won.index(True)}"}
-    assert len(names(local.objects)) == 2
+    assert len(names(local.store)) == 2
 
 
 def test_rows_and_samples_must_match_one_to_one_in_order(local):
@@ -271,7 +271,7 @@ def test_rows_and_samples_must_match_one_to_one_in_order(local):
     ]:
         with pytest.raises(ValueError, match=rf"captions/images/00000\.parquet: .*{message}"):
             local.commit("images", "00000", given, listed, {})
-        assert names(local.objects) == []
+        assert names(local.store) == []
 
 
 def test_regions_must_be_there_and_of_the_detector_of_the_stage(local):
@@ -282,7 +282,7 @@ def test_regions_must_be_there_and_of_the_detector_of_the_stage(local):
         local.commit("regions/other", "00000", samples, rows, {})
     with pytest.raises(ValueError, match="row 0 .* has no regions"):
         local.commit(REGIONS, "00000", *shard_of(0), {})
-    assert names(local.objects) == []
+    assert names(local.store) == []
 
 
 @pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": b"x"}, {"a": {1, 2}}])
@@ -303,7 +303,7 @@ def test_names_that_do_not_belong_in_a_catalog_are_refused(local):
             local.commit(stage, shard, *shard_of(0), {})
     for dataset in ("", "a/b", "runs"):
         with pytest.raises(ValueError, match="cannot be a dataset"):
-            Catalog(local.objects, dataset)
+            Catalog(local.store, dataset)
 
 
 def test_pending_is_what_the_source_has_and_the_target_has_not(catalog):
@@ -323,7 +323,7 @@ def test_pending_is_what_the_source_has_and_the_target_has_not(catalog):
 def test_a_target_made_from_another_source_names_both(catalog):
     commit(catalog, 0)
     detect(catalog, 0)
-    catalog.objects.delete("captions/images/00000.parquet")
+    catalog.store.delete("captions/images/00000.parquet")
     commit(catalog, 0, config="another")
     with pytest.raises(
         ValueError, match=rf"{REGIONS}/00000\.parquet was made from .*images/00000\.parquet as it is now"
@@ -331,12 +331,12 @@ def test_a_target_made_from_another_source_names_both(catalog):
         catalog.pending("images", REGIONS)
     commit(catalog, 1)
     commit(catalog, 1, REGIONS)
-    catalog.objects.delete(f"captions/{REGIONS}/00000.parquet")
+    catalog.store.delete(f"captions/{REGIONS}/00000.parquet")
     with pytest.raises(ValueError, match=rf"{REGIONS}/00001\.parquet was made from None"):
         catalog.pending("images", REGIONS)
 
 
-class CountingObjects(LocalObjects):
+class CountingStore(LocalStore):
     """A folder that notes what was asked of it."""
 
     def __init__(self, root: str):
@@ -356,7 +356,7 @@ def test_what_is_pending_is_asked_of_manifests_alone_with_one_listing_a_stage(lo
     for number in range(4):
         commit(local, number)
     detect(local, 2)
-    counting = CountingObjects(local.objects.root)
+    counting = CountingStore(local.store.root)
     catalog = Catalog(counting, "captions")
     assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
     assert sorted(counting.lists) == ["captions/images/", f"captions/{REGIONS}/"]
@@ -400,12 +400,12 @@ def test_counts_are_rows_by_status(local):
 def test_a_tar_that_changed_or_went_is_named_before_the_first_sample(catalog):
     commit(catalog, 0)
     tar = catalog.manifest("images", "00000").tar
-    data = bytearray(catalog.objects.get(tar))
+    data = bytearray(catalog.store.get(tar))
     data[700] ^= 1
-    catalog.objects.put(tar, bytes(data))
+    catalog.store.put(tar, bytes(data))
     with pytest.raises(ValueError, match=rf"{tar} is damaged: .* delete .*00000\.parquet and run the stage"):
         catalog.read("images", "00000")
-    catalog.objects.delete(tar)
+    catalog.store.delete(tar)
     with pytest.raises(ValueError, match=f"{tar} is gone"):
         catalog.read("images", "00000")
 
@@ -414,8 +414,8 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
     with pytest.raises(ObjectMissing, match="captions/images/00000.parquet"):
         local.manifest("images", "00000")
     commit(local, 0)
-    data = local.objects.get("captions/images/00000.parquet")
-    local.objects.put("captions/images/00001.parquet", data)
+    data = local.store.get("captions/images/00000.parquet")
+    local.store.put("captions/images/00001.parquet", data)
     with pytest.raises(ValueError, match=r"images/00001\.parquet says that it is shard 00000 of images"):
         local.counts("images")
     table = pq.read_table(io.BytesIO(data))
@@ -430,7 +430,7 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),
     ]:
-        local.objects.put("captions/images/00001.parquet", wrong)
+        local.store.put("captions/images/00001.parquet", wrong)
         with pytest.raises(ValueError, match=rf"images/00001\.parquet {message}") as error:
             local.manifest("images", "00001")
         assert "of version" not in message or "delete" not in str(error.value)
@@ -439,10 +439,10 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
 def test_a_snapshot_that_is_damaged_is_written_again_by_who_pins_it(local):
     commit(local, 0)
     path = f"captions/images/snapshots/{local.pin('images').id}.parquet"
-    data = local.objects.get(path)
-    local.objects.put(path, data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    data = local.store.get(path)
+    local.store.put(path, data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
     local.pin("images")
-    assert local.objects.get(path) == data
+    assert local.store.get(path) == data
 
 
 def rewritten(table, header: dict) -> bytes:
@@ -462,7 +462,7 @@ def in_folder(folder: str, work: Callable, *arguments: object) -> None:
     work(*arguments)
 
 
-class DyingObjects(LocalObjects):
+class DyingStore(LocalStore):
     """A folder whose owner is killed at the given put: before it, or when its temporary file is half written."""
 
     def __init__(self, root: str, puts: int, halfway: bool):
@@ -483,13 +483,13 @@ class DyingObjects(LocalObjects):
 @pytest.mark.parametrize("puts", [1, 2])
 @pytest.mark.parametrize("halfway", [False, True])
 def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, tmp_path, puts, halfway):
-    dying = Catalog(DyingObjects(local.objects.root, puts, halfway), "captions")
+    dying = Catalog(DyingStore(local.store.root, puts, halfway), "captions")
     child = multiprocessing.get_context("fork").Process(target=in_folder, args=(str(tmp_path), commit, dying, 0))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     assert local.shards("images") == []
-    assert len(names(local.objects)) == puts - 1  # with the second put, the tar stands there alone
+    assert len(names(local.store)) == puts - 1  # with the second put, the tar stands there alone
     assert commit(local, 0) is True
-    assert len(names(local.objects)) == 2
+    assert len(names(local.store)) == 2
     assert len(list(local.read("images", "00000"))) == 4

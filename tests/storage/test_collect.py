@@ -46,7 +46,7 @@ from storage.download import CaptionRow, Download, DownloadSettings, commit_imag
 from storage.inventory import Inventory, litter, verify
 from storage.inventory import collect as collect_litter
 from storage.normalise import Picture
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
 
@@ -102,7 +102,7 @@ def root(collected: Path, tmp_path: Path) -> str:
 
 
 def of(root: str, dataset: str = "captions") -> Catalog:
-    return Catalog(open_objects(root), dataset)
+    return Catalog(open_store(root), dataset)
 
 
 def statuses(root: str) -> list[str]:
@@ -147,7 +147,7 @@ def contents(root: str) -> dict[str, tuple]:
 def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str):
     before = contents(root)
     for shard in ("00000", "00002", "00003"):
-        of(root).objects.delete(f"captions/images/{shard}.parquet")
+        of(root).store.delete(f"captions/images/{shard}.parquet")
     said, groups = [], []
 
     def group(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
@@ -164,7 +164,7 @@ def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str
 
 def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World, root: str):
     before = contents(root)
-    of(root).objects.delete("captions/images/00003.parquet")
+    of(root).store.delete("captions/images/00003.parquet")
     said = []
     group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40, 4)
     counts = collect_group(root, captions(world, report_every=0), group, say=said.append)
@@ -354,7 +354,7 @@ def test_a_collection_without_an_image_fails_and_commits_nothing(
             main(arguments)
         assert named in ended.value.code  # a string: printed to stderr, and the exit status is 1
         assert "secret" not in ended.value.code
-        assert list(of(str(tmp_path / "root")).objects.list()) == []
+        assert list(of(str(tmp_path / "root")).store.list()) == []
 
 
 @pytest.mark.parametrize("shards_per_group", [1, 5])
@@ -478,8 +478,8 @@ def test_a_url_is_shown_with_its_host_and_without_its_secrets(user: str, host: s
 
 def as_it_is(root: str) -> dict[str, bytes]:
     """Every object of a root."""
-    objects = open_objects(root)
-    return {info.path: objects.get(info.path) for info in objects.list()}
+    store = open_store(root)
+    return {info.path: store.get(info.path) for info in store.list()}
 
 
 def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_path: Path):
@@ -517,10 +517,10 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     new, index = of(root).pin(IMAGES), of(root).pinned(IMAGES, old.id)
     assert (old.ok_rows, new.ok_rows) == (3, 4)
     assert len(index.keys()) == 3
-    assert list(verify(Inventory(open_objects(root)))) == []
+    assert list(verify(Inventory(open_store(root)))) == []
     pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
-    put_checkpoint(open_objects(root), "runs/run/step-0000001", {"held_out": pin})
-    assert collect_litter(open_objects(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
+    put_checkpoint(open_store(root), "runs/run/step-0000001", {"held_out": pin})
+    assert collect_litter(open_store(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
     collected = collect(root, again, said.append)
     assert (collected.asked_again, collected.newly_ok) == (1, 0)
     assert of(root).headers(IMAGES)["00000"].revision == 2
@@ -528,9 +528,9 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
         file = tmp_path / "root" / path
         whole = file.read_bytes()
         file.write_bytes(whole[:700] + bytes([whole[700] ^ 1]) + whole[701:])
-        assert any(str(file) in fault for fault in verify(Inventory(open_objects(root))))
+        assert any(str(file) in fault for fault in verify(Inventory(open_store(root))))
         file.write_bytes(whole)
-    assert list(verify(Inventory(open_objects(root)))) == []
+    assert list(verify(Inventory(open_store(root)))) == []
 
 
 def test_rows_that_are_not_reached_again_keep_what_they_were(web: Web, tmp_path: Path):
@@ -756,7 +756,7 @@ def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
 
 def partials(catalog: Catalog) -> list[str]:
     """The objects of shards in progress."""
-    return [info.path for info in catalog.objects.list("captions/images/partial/")]
+    return [info.path for info in catalog.store.list("captions/images/partial/")]
 
 
 def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: Web, catalog: Catalog, tmp_path: Path):
@@ -768,14 +768,14 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
         web.put(path, silent(60))
     lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    command = [sys.executable, "-m", "storage.collect", catalog.objects.where(), "captions", "--rows-per-shard", "11"]
+    command = [sys.executable, "-m", "storage.collect", catalog.store.where(), "captions", "--rows-per-shard", "11"]
     command += ["--captions", settings.captions, "--allow-host", web.host, "--save-every", "0.2", "--breaker", "9"]
     root = PROJECT
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=root)
 
     def saved(shard: str) -> int:
         prefix = f"captions/images/partial/{shard}-"
-        found = [catalog.objects.get(info.path) for info in catalog.objects.list(prefix)]
+        found = [catalog.store.get(info.path) for info in catalog.store.list(prefix)]
         return sum(pq.read_metadata(io.BytesIO(data)).num_rows for data in found)
 
     try:
@@ -828,7 +828,7 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
     def lost(*_: object) -> None:
         raise StorageUnreachable("away")
 
-    shard = functools.partial(PartialShard, catalog.objects, "captions", "00007")
+    shard = functools.partial(PartialShard, catalog.store, "captions", "00007")
     pictures = {f"http://x/{i}": Picture(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)}
     with Spool() as spool, Spool() as again:
 
@@ -841,7 +841,7 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
         for url, picture in pictures.items():
             first.add(url, spool.keep(picture))
         with monkeypatch.context() as away:
-            away.setattr(catalog.objects, "put", lost)
+            away.setattr(catalog.store, "put", lost)
             with pytest.raises(StorageUnreachable):
                 first.save()
         first.save()  # all of it, though the storage was away
@@ -850,16 +850,16 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
         assert read_back("a" * 12) == pictures
         assert read_back("b" * 12) == {}  # other settings make other bytes
         damaged = partials(catalog)[0]
-        catalog.objects.put(damaged, catalog.objects.get(damaged)[:-1])
+        catalog.store.put(damaged, catalog.store.get(damaged)[:-1])
         assert 0 < len(read_back("a" * 12)) < 10
         for one in (other, second):
             one.add("http://x/1", spool.keep(pictures["http://x/1"]))
             one.save()
         assert len(partials(catalog)) >= 4
-        remove_partial(catalog.objects, "captions", {"00001"})
+        remove_partial(catalog.store, "captions", {"00001"})
         assert len(partials(catalog)) >= 4
-        assert [one.what for one in litter(catalog.objects, grace=-1)] == len(partials(catalog)) * ["partial shard"]
-        assert litter(catalog.objects, grace=3600) == []
+        assert [one.what for one in litter(catalog.store, grace=-1)] == len(partials(catalog)) * ["partial shard"]
+        assert litter(catalog.store, grace=3600) == []
         first.close()  # of whoever it was, and with whatever settings
         assert partials(catalog) == []
         first.add("http://x/2", spool.keep(pictures["http://x/2"]))
@@ -867,7 +867,7 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
         assert partials(catalog) == []
         second.add("http://x/2", spool.keep(pictures["http://x/2"]))
         second.save()
-        remove_partial(catalog.objects, "captions", {"00007"})
+        remove_partial(catalog.store, "captions", {"00007"})
         assert partials(catalog) == []
 
 

@@ -33,7 +33,7 @@ from storage.download import (
 )
 from storage.fetch import Fetcher
 from storage.normalise import Refused
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.sample import sample_key
 
 JPEG = encode(draw())
@@ -671,7 +671,7 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
     good, png = web.put("/shard/a.jpg", send(JPEG)), web.put("/shard/b.png", send(PNG))
     pairs = [("a", good), ("b", png), ("c", web.url("/gone.jpg")), ("a", good), ("d", "nonsense"), ("e", good)]
     rows = [CaptionRow(20 + i, *pair) for i, pair in enumerate(pairs)]
-    catalog = Catalog(open_objects(str(tmp_path / "one")), "captions")
+    catalog = Catalog(open_store(str(tmp_path / "one")), "captions")
     assert commit_images(catalog, "00002", download(rows, settings_for(web)), settings_for(web), source="train.tsv")
     manifest = catalog.manifest("images", "00002")
     table = manifest.table.to_pydict()
@@ -685,7 +685,7 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
     assert manifest.meta["source"] == {"list": "train.tsv", "rows": [20, 26]}
     assert manifest.meta["config"]["max_side"] == 1024
 
-    again, settings = Catalog(open_objects(str(tmp_path / "two")), "captions"), settings_for(web, concurrency=1)
+    again, settings = Catalog(open_store(str(tmp_path / "two")), "captions"), settings_for(web, concurrency=1)
     commit_images(again, "00002", download(rows, settings), settings, source="train.tsv")
     files = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("one", "two")]
     assert files[0] == files[1]  # no timestamps, nothing that does not decide bytes

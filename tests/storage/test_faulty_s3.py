@@ -14,7 +14,7 @@ from seeded import DETECTOR, as_dict, shard_of
 
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, status, verify
-from storage.object_store import StorageUnreachable, open_objects
+from storage.object_store import StorageUnreachable, open_store
 
 REGIONS = f"regions/{DETECTOR}"
 
@@ -34,7 +34,7 @@ def calm(server) -> Iterator[FaultyS3]:
 
 def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
     """Commit, detect, pin and read everything; the objects under the root, and what was read."""
-    catalog = Catalog(open_objects(root), "captions")
+    catalog = Catalog(open_store(root), "captions")
 
     def images(number: int) -> bool:
         return catalog.commit("images", f"{number:05d}", *shard_of(number), {})
@@ -50,11 +50,11 @@ def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
     index = catalog.pinned(REGIONS, catalog.pin(REGIONS).id)
     some = range(0, len(index), max(1, len(index) // 10))
     places = [(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i])) for i in some]
-    ranges = [catalog.objects.get_range(*place) for place in places]
-    assert list(verify(Inventory(catalog.objects))) == []
-    assert collect(catalog.objects, -60, delete=True) == ["nothing to delete"]
-    told = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.objects)[:3]]]
-    return {info.path: catalog.objects.get(info.path) for info in catalog.objects.list()}, told
+    ranges = [catalog.store.get_range(*place) for place in places]
+    assert list(verify(Inventory(catalog.store))) == []
+    assert collect(catalog.store, -60, delete=True) == ["nothing to delete"]
+    told = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
+    return {info.path: catalog.store.get(info.path) for info in catalog.store.list()}, told
 
 
 def test_work_behind_a_bad_network_has_the_same_outcome(server, tmp_path):
@@ -88,7 +88,7 @@ def test_much_work_behind_a_bad_network_has_the_same_outcome(server, tmp_path):
 
 @pytest.mark.parametrize("lost", ["reset after", "truncated"])
 def test_a_commit_whose_answer_is_lost_is_known_as_ones_own(calm, tmp_path, lost):
-    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
     calm.plan("PUT", "/00000.parquet", lost)
     assert catalog.commit("images", "00000", *shard_of(0), {}) is True
     assert calm.planned == []
@@ -97,7 +97,7 @@ def test_a_commit_whose_answer_is_lost_is_known_as_ones_own(calm, tmp_path, lost
 
 
 def test_a_winner_of_the_same_bytes_is_not_taken_for_oneself(calm, tmp_path):
-    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
     samples, rows = shard_of(0)
 
     def overtaken() -> Iterator:
@@ -107,51 +107,51 @@ def test_a_winner_of_the_same_bytes_is_not_taken_for_oneself(calm, tmp_path):
 
     assert catalog.commit("images", "00000", overtaken(), rows, {}) is False
     assert calm.planned == []
-    assert list(verify(Inventory(catalog.objects))) == []
+    assert list(verify(Inventory(catalog.store))) == []
 
 
 def test_a_download_that_breaks_off_is_asked_for_again_whole_or_in_part(calm, tmp_path):
-    objects = open_objects(f"s3://bucket/{tmp_path.name}")
+    store = open_store(f"s3://bucket/{tmp_path.name}")
     data = bytes(range(256)) * 40
-    objects.put("a", data)
+    store.put("a", data)
     for faults in (("truncated",) * 3, ("reset after", "503")):
         calm.plan("GET", "/a", *faults)
-        assert objects.get("a") == data
+        assert store.get("a") == data
         calm.plan("GET", "/a", *faults)
-        assert objects.get_range("a", 300, 5000) == data[300:5300]
+        assert store.get_range("a", 300, 5000) == data[300:5300]
         assert calm.planned == []
     calm.plan("GET", "/a", *["truncated"] * 5)
     with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a broke off 5 times"):
-        objects.get_range("a", 0, 1000)
+        store.get_range("a", 0, 1000)
 
 
 def test_an_upload_in_parts_goes_on_after_a_part_was_lost(calm, tmp_path):
-    objects, file = open_objects(f"s3://bucket/{tmp_path.name}"), tmp_path / "large"
+    store, file = open_store(f"s3://bucket/{tmp_path.name}"), tmp_path / "large"
     file.write_bytes(os.urandom(9_000_000))  # above 8 MiB boto3 sends parts
     data = file.read_bytes()
     for content in (file, [memoryview(data)[:5], memoryview(data)[5:8_500_000], memoryview(data)[8_500_000:]]):
         calm.plan("PUT", "partNumber=2", "reset before")
-        assert objects.put("large", content) is True
+        assert store.put("large", content) is True
         assert calm.planned == []
-        assert objects.get("large") == data
+        assert store.get("large") == data
 
 
 def test_a_network_that_is_down_for_good_is_told_and_the_next_attempt_finds_what_was_committed(calm, tmp_path):
-    catalog = Catalog(open_objects(f"s3://bucket/{tmp_path.name}"), "captions")
+    catalog = Catalog(open_store(f"s3://bucket/{tmp_path.name}"), "captions")
     # Few attempts: with all of them botocore waits for seconds.
-    catalog.objects._clients = {os.getpid(): catalog.objects._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
+    catalog.store._clients = {os.getpid(): catalog.store._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
     calm.plan("PUT", "/00000.parquet", "reset after")
     with pytest.raises(StorageUnreachable, match=r"images/00000\.parquet at .* run again: what is committed stays"):
         catalog.commit("images", "00000", *shard_of(0), {})
     assert catalog.commit("images", "00000", *shard_of(0), {}) is False
-    assert list(verify(Inventory(catalog.objects))) == []
+    assert list(verify(Inventory(catalog.store))) == []
 
 
 def test_an_endpoint_that_ignores_conditions_is_refused_to_writers_by_name(server, tmp_path):
     with faulty(server, faults={}, strip=frozenset({"If-None-Match"})) as proxy:
         with pytest.raises(StorageUnreachable, match=f"^{proxy.endpoint} does not honour If-None-Match"):
-            open_objects(f"s3://bucket/{tmp_path.name}")
-        assert list(open_objects(f"s3://bucket/{tmp_path.name}", write=False).list()) == []
+            open_store(f"s3://bucket/{tmp_path.name}")
+        assert list(open_store(f"s3://bucket/{tmp_path.name}", write=False).list()) == []
 
 
 def race(root: str, number: int, endpoint: str) -> bool:
@@ -159,15 +159,15 @@ def race(root: str, number: int, endpoint: str) -> bool:
     os.environ["AWS_ENDPOINT_URL"] = endpoint
     samples, rows = shard_of(0)
     samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
-    return Catalog(open_objects(root), "captions").commit("images", "00000", samples, rows, {"by": number})
+    return Catalog(open_store(root), "captions").commit("images", "00000", samples, rows, {"by": number})
 
 
 def check_race(won: list[bool], root: str) -> None:
     assert won.count(True) == 1
-    catalog = Catalog(open_objects(root), "captions")
+    catalog = Catalog(open_store(root), "captions")
     assert catalog.manifest("images", "00000").meta == {"by": won.index(True)}
     assert {sample.caption for sample in catalog.read("images", "00000")} == {f"writer {won.index(True)}"}
-    assert len(list(catalog.objects.list())) == 2  # and no tar of those who lost
+    assert len(list(catalog.store.list())) == 2  # and no tar of those who lost
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Files that an earlier version wrote: today's code reads them to the same values and writes the same bytes.
 
-The golden files are made by `python tests/storage/test_formats.py` (only when a format gets a new version), and
-docs/formats.md describes them.
+The golden files are made by `PYTHONPATH=.:tests python tests/storage/test_formats.py`,
+only when a format gets a new version; docs/formats.md describes them.
 """
 
 import json
@@ -20,7 +20,7 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
 from storage.digests import is_whole
 from storage.download import CaptionRow, Download, ImageSettings, commit_images
-from storage.object_store import LocalObjects
+from storage.object_store import LocalStore
 from storage.runs import CHECKPOINT_VERSION
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
 from storage.shards import SHARD_VERSION, Span, index_shard, read_span
@@ -62,11 +62,11 @@ def golden_commit(root: Path) -> None:
         Row(9, second.key, "ok", "", second.url),
     ]
     meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
-    assert Catalog(LocalObjects(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
+    assert Catalog(LocalStore(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
 
 
 def golden_snapshot(root: Path) -> None:
-    Catalog(LocalObjects(str(root)), "captions").pin(STAGE)
+    Catalog(LocalStore(str(root)), "captions").pin(STAGE)
 
 
 def golden_images_commit(root: Path) -> None:
@@ -79,12 +79,12 @@ def golden_images_commit(root: Path) -> None:
         Download(CaptionRow(22, second.caption, second.url), "ok", "", second),
         Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
     ]
-    catalog = Catalog(LocalObjects(str(root)), "captions")
+    catalog = Catalog(LocalStore(str(root)), "captions")
     assert commit_images(catalog, "00002", outcomes, ImageSettings(), source=IMAGES_META["source"]["list"])
 
 
 def test_the_golden_shard_reads_to_these_values():
-    first, second = Catalog(LocalObjects(str(GOLDEN)), "captions").read(STAGE, "00000")
+    first, second = Catalog(LocalStore(str(GOLDEN)), "captions").read(STAGE, "00000")
     assert first.key == "f17f635f1028ec2eb17d"
     assert first.caption == "caption 3: a café, naïve ☃"
     assert first.url == "http://example.org/images/000003.jpg"
@@ -108,7 +108,7 @@ def test_the_golden_shard_reads_to_these_values():
 
 
 def test_the_golden_manifest_reads_to_these_values():
-    manifest = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000")
+    manifest = Catalog(LocalStore(str(GOLDEN)), "captions").manifest(STAGE, "00000")
     assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00000", STAGE, TAR, 10240)
     assert manifest.tar_sha256.startswith("6d277ce0f700")
     assert manifest.statuses == {"http_404": 1, "ok": 2}
@@ -133,7 +133,7 @@ def test_the_golden_manifest_reads_to_these_values():
 
 
 def test_the_golden_manifest_of_images_reads_to_these_values():
-    catalog = Catalog(LocalObjects(str(GOLDEN)), "captions")
+    catalog = Catalog(LocalStore(str(GOLDEN)), "captions")
     manifest = catalog.manifest("images", "00002")
     assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00002", "images", IMAGES_TAR, 10240)
     assert manifest.statuses == {"duplicate": 1, "http_404": 1, "ok": 2}
@@ -154,14 +154,14 @@ def test_todays_code_writes_the_golden_images(tmp_path):
     golden_images_commit(tmp_path)
     assert (tmp_path / IMAGES_TAR).read_bytes() == (GOLDEN / IMAGES_TAR).read_bytes()
     today, golden = (
-        Catalog(LocalObjects(str(root)), "captions").manifest("images", "00002") for root in (tmp_path, GOLDEN)
+        Catalog(LocalStore(str(root)), "captions").manifest("images", "00002") for root in (tmp_path, GOLDEN)
     )
     assert today.table.equals(golden.table)
     assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
 
 
 def test_the_golden_index_is_the_one_of_the_tar():
-    table = Catalog(LocalObjects(str(GOLDEN)), "captions").manifest(STAGE, "00000").table.to_pylist()
+    table = Catalog(LocalStore(str(GOLDEN)), "captions").manifest(STAGE, "00000").table.to_pylist()
     spans = [Span(line["key"], line["offset"], line["length"]) for line in table if line["status"] == "ok"]
     assert index_shard(GOLDEN / TAR) == spans
     data = (GOLDEN / TAR).read_bytes()
@@ -170,8 +170,8 @@ def test_the_golden_index_is_the_one_of_the_tar():
 
 
 def test_the_golden_snapshot_reads_to_these_values():
-    objects = LocalObjects(str(GOLDEN))
-    index = Catalog(objects, "captions").pinned(STAGE, Path(SNAPSHOT).stem)
+    store = LocalStore(str(GOLDEN))
+    index = Catalog(store, "captions").pinned(STAGE, Path(SNAPSHOT).stem)
     snapshot = index.snapshot
     assert (snapshot.stage, snapshot.shards, snapshot.ok_rows, snapshot.untrained) == (STAGE, ("00000",), 2, False)
     assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
@@ -179,10 +179,10 @@ def test_the_golden_snapshot_reads_to_these_values():
     assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
     assert index.keys() == ["f17f635f1028ec2eb17d", "9abcd6e6cf1cf0b3855c"]
     assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
-    (table,) = read_columns(objects, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
+    (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
     assert [tuple(line.values()) for line in table.to_pylist()] == [(0, 7, 16, 8, 2), (0, 9, 16, 8, 0)]
     about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
-    header = Catalog(objects, "captions").headers(STAGE)["00000"]
+    header = Catalog(store, "captions").headers(STAGE)["00000"]
     assert about == {
         "version": 2,
         "stage": STAGE,
@@ -238,9 +238,7 @@ def test_a_reader_made_from_the_document_alone_gets_the_same():
 def test_todays_code_writes_the_golden_tar_and_the_manifests_values(tmp_path):
     golden_commit(tmp_path)
     assert (tmp_path / TAR).read_bytes() == (GOLDEN / TAR).read_bytes()
-    today, golden = (
-        Catalog(LocalObjects(str(root)), "captions").manifest(STAGE, "00000") for root in (tmp_path, GOLDEN)
-    )
+    today, golden = (Catalog(LocalStore(str(root)), "captions").manifest(STAGE, "00000") for root in (tmp_path, GOLDEN))
     assert today.table.equals(golden.table)
     assert (today.meta, today.statuses, today.tar) == (golden.meta, golden.statuses, golden.tar)
 

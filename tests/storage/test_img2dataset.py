@@ -18,7 +18,7 @@ from storage.catalog import Catalog
 from storage.collect import CollectSettings, collect
 from storage.download import STATUSES, DownloadSettings
 from storage.img2dataset import StoredRow, status_of
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.sample import sample_key
 
 IMAGES = "images"
@@ -89,7 +89,7 @@ def settings_for(folder: Path, **changes: object) -> CollectSettings:
 def imported(root: Path, folder: Path, **changes: object) -> list[tuple]:
     """Collect; what the manifests say: (row, status, detail) of every row."""
     collect(str(root), settings_for(folder, **changes), lambda line: None)
-    tables = Catalog(open_objects(str(root)), "imported").columns(IMAGES, ["row", "status", "detail"])
+    tables = Catalog(open_store(str(root)), "imported").columns(IMAGES, ["row", "status", "detail"])
     return [line for table in tables for line in zip(*table.to_pydict().values(), strict=True)]
 
 
@@ -100,7 +100,7 @@ def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path:
         (0, "ok"), (1, "ok"), (2, "ok"), (3, "ok"), (4, "http_404"), (5, "ok"), (6, "bad_geometry"),
     ]  # fmt: skip
     assert rows[4][2] == "img2dataset: failed_to_download: HTTP Error 404: Not Found"
-    catalog = Catalog(open_objects(str(tmp_path / "root")), "imported")
+    catalog = Catalog(open_store(str(tmp_path / "root")), "imported")
     assert catalog.shards(IMAGES) == ["00000", "00001", "00002"]  # three rows, two, two: no shard spans two of theirs
     samples = [sample for shard in catalog.shards(IMAGES) for sample in catalog.read(IMAGES, shard)]
     assert [sample.image for sample in samples] == [picture(number) for number in (0, 1, 2, 3, 10)]
@@ -196,7 +196,7 @@ def test_a_torn_shard_is_named_before_anything_is_imported(tmp_path: Path, name:
         imported(tmp_path / "root", folder)
     assert f"(00001: {message}" in str(refused.value)
     assert "img2dataset again" in str(refused.value)
-    assert not Catalog(open_objects(str(tmp_path / "root")), "imported").shards(IMAGES)
+    assert not Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES)
 
 
 def test_a_tar_that_is_damaged_inside_is_named_and_its_shard_not_committed(tmp_path: Path):
@@ -209,7 +209,7 @@ def test_a_tar_that_is_damaged_inside_is_named_and_its_shard_not_committed(tmp_p
     tar.write_bytes(data)
     with pytest.raises(ValueError, match=rf"00000.tar is damaged at byte {third}; copy it again"):
         imported(tmp_path / "root", folder)
-    assert not Catalog(open_objects(str(tmp_path / "root")), "imported").shards(IMAGES)
+    assert not Catalog(open_store(str(tmp_path / "root")), "imported").shards(IMAGES)
 
 
 def test_a_folder_that_is_none_of_img2dataset_is_refused(tmp_path: Path):
@@ -223,9 +223,9 @@ def test_a_folder_that_is_none_of_img2dataset_is_refused(tmp_path: Path):
 def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
     folder, root = small_folder(tmp_path / "folder"), tmp_path / "root"
     before = imported(root, folder)
-    catalog = Catalog(open_objects(str(root)), "imported")
+    catalog = Catalog(open_store(str(root)), "imported")
     tars = {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()}
-    catalog.objects.delete("imported/images/00001.parquet")
+    catalog.store.delete("imported/images/00001.parquet")
     assert imported(root, folder) == before
     assert {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()} == tars
     write_shard(folder, 2, [row(2, 0, picture(20))])

@@ -21,7 +21,7 @@ from seeded import DETECTOR, put_checkpoint, sealed_parquet, seeded_sample, shar
 from storage.catalog import Catalog
 from storage.inventory import Inventory, collect, history, litter, main, status, verify
 from storage.manifests import Manifest, Row, manifest_bytes
-from storage.object_store import LocalObjects, ObjectInfo, Objects, open_objects
+from storage.object_store import LocalStore, ObjectInfo, ObjectStore, open_store
 from storage.shards import Span
 
 REGIONS = f"regions/{DETECTOR}"
@@ -36,8 +36,8 @@ def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> str:
     return catalog.manifest(stage, f"{number:05d}").tar
 
 
-def checkpoint(objects: Objects, run: str, step: int, data: dict | str | None, held_out: dict | None = None) -> None:
-    put_checkpoint(objects, f"runs/{run}/step-{step:07d}", {"data": data, "held_out": held_out}, {"m": b"weights"})
+def checkpoint(store: ObjectStore, run: str, step: int, data: dict | str | None, held_out: dict | None = None) -> None:
+    put_checkpoint(store, f"runs/{run}/step-{step:07d}", {"data": data, "held_out": held_out}, {"m": b"weights"})
 
 
 def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
@@ -45,10 +45,10 @@ def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
     return {"dataset": "captions", "stage": stage, "untrained": False, "snapshots": entries}
 
 
-def at(objects: Objects, path: str, hours_ago: float) -> None:
+def at(store: ObjectStore, path: str, hours_ago: float) -> None:
     """As if it had been written so long ago."""
     moment = time.time() - hours_ago * HOUR
-    os.utime(objects.local_path(path), (moment, moment))
+    os.utime(store.local_path(path), (moment, moment))
 
 
 def words(lines: list[str]) -> list[list[str]]:
@@ -64,13 +64,13 @@ def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_p
     new = local.pin(REGIONS)
     samples, rows = shard_of(0)
     samples[1] = dataclasses.replace(samples[1], image=samples[1].image + bytes(700_000))
-    Catalog(local.objects, "refcoco+").commit("images", "00000", samples, rows, {})
-    local.objects.put("runs/first/metrics.parquet", b"not ours")
-    checkpoint(local.objects, "first", 10, data_of(old.id))
-    checkpoint(local.objects, "first", 200, data_of(old.id, new.id), {**data_of(), "snapshot": old.id})
-    checkpoint(local.objects, "features/of", 5, None)
-    checkpoint(local.objects, "detector", 5, "0123456789ab")  # of annotations: detectors/train.py
-    lines = status(local.objects)
+    Catalog(local.store, "refcoco+").commit("images", "00000", samples, rows, {})
+    local.store.put("runs/first/metrics.parquet", b"not ours")
+    checkpoint(local.store, "first", 10, data_of(old.id))
+    checkpoint(local.store, "first", 200, data_of(old.id, new.id), {**data_of(), "snapshot": old.id})
+    checkpoint(local.store, "features/of", 5, None)
+    checkpoint(local.store, "detector", 5, "0123456789ab")  # of annotations: detectors/train.py
+    lines = status(local.store)
     assert words(lines)[:4] == [
         ["dataset", "stage", "shards", "rows", "MB", "rows", "by", "status"],
         ["captions", "images", "2", "12", size(local, "images"), "http_404", "4,", "ok", "8"],
@@ -89,7 +89,7 @@ def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_p
     ]
     for block in (lines[:4], lines[5:8], lines[9:]):
         assert len({line.index(REGIONS) for line in block if REGIONS in line}) == 1  # aligned
-    shown = command("status", local.objects.root)
+    shown = command("status", local.store.root)
     assert (shown.returncode, shown.stdout.splitlines()) == (0, lines)
     typo = command("status", str(tmp_path / "typo"))
     assert (typo.returncode, typo.stderr.count("\n")) == (1, 1)
@@ -98,7 +98,7 @@ def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_p
 
 
 def size(catalog: Catalog, stage: str) -> str:
-    found = (info for info in catalog.objects.list(f"captions/{stage}/") if "/snapshots/" not in info.path)
+    found = (info for info in catalog.store.list(f"captions/{stage}/") if "/snapshots/" not in info.path)
     return f"{sum(info.size for info in found) / 1e6:.1f}"
 
 
@@ -111,21 +111,21 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_a_state_that_cannot_be_read_is_named_and_keeps_everything(local):
     commit(local, 0)
-    local.objects.put("runs/torn/step-0000001/state.json", b"{")
-    for use in (status, lambda objects: collect(objects, 0, True)):
+    local.store.put("runs/torn/step-0000001/state.json", b"{")
+    for use in (status, lambda store: collect(store, 0, True)):
         with pytest.raises(ValueError, match=r"runs/torn/step-0000001/state\.json is damaged"):
-            use(local.objects)
+            use(local.store)
 
 
 def test_history_tells_what_was_committed_when_by_whom(local):
     for number, hours_ago in [(0, 50), (1, 49.5), (2, 10), (3, 9.5)]:
         commit(local, number, config_hash="aaaa" if number < 3 else "bbbb")
-        at(local.objects, f"captions/images/{number:05d}.parquet", hours_ago)
+        at(local.store, f"captions/images/{number:05d}.parquet", hours_ago)
     commit(local, 0, REGIONS, config_hash=DETECTOR)
-    at(local.objects, f"captions/{REGIONS}/00000.parquet", 5)
+    at(local.store, f"captions/{REGIONS}/00000.parquet", 5)
     snapshot = local.pin("images")
-    Catalog(local.objects, "another").commit("images", "00000", *shard_of(0), {})
-    lines = history(local.objects, "captions")
+    Catalog(local.store, "another").commit("images", "00000", *shard_of(0), {})
+    lines = history(local.store, "captions")
     assert lines[0].split() == ["from", "(UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"]
     times = [line.split()[:2] for line in lines[1:]]
     assert times == sorted(times)
@@ -136,9 +136,9 @@ def test_history_tells_what_was_committed_when_by_whom(local):
         ["captions", REGIONS, "1", "6", "4", "detector", DETECTOR],
     ]
     assert lines[5].split()[2:] == ["captions", "images", "4", "16", "16", "snapshot", snapshot.id]
-    assert len(history(local.objects)) == len(lines) + 1
+    assert len(history(local.store)) == len(lines) + 1
     with pytest.raises(ValueError, match="typo holds no committed shard"):
-        history(local.objects, "typo")
+        history(local.store, "typo")
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -147,7 +147,7 @@ def whole(request, tmp_path) -> Catalog:
     if request.param == "s3":
         request.getfixturevalue("s3")
     root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
-    catalog = Catalog(open_objects(root), "captions")
+    catalog = Catalog(open_store(root), "captions")
     for number in range(3):
         commit(catalog, number)
     for number in range(2):
@@ -158,23 +158,23 @@ def whole(request, tmp_path) -> Catalog:
 
 
 def test_what_is_as_it_was_committed_has_no_fault(whole):
-    assert list(verify(Inventory(whole.objects))) == []
-    assert list(verify(Inventory(whole.objects, "captions"))) == []
+    assert list(verify(Inventory(whole.store))) == []
+    assert list(verify(Inventory(whole.store, "captions"))) == []
     assert whole.commit("images", "00009", [], [Row(54, "k", "timeout")], {})
     whole.pin("images")
-    assert list(verify(Inventory(whole.objects))) == []
+    assert list(verify(Inventory(whole.store))) == []
 
 
 def test_verify_names_every_fault(whole):
-    objects = whole.objects
+    store = whole.store
     first, second, third = (whole.manifest("images", f"{number:05d}") for number in range(3))
-    data = bytearray(objects.get(first.tar))
+    data = bytearray(store.get(first.tar))
     data[700] ^= 1
-    objects.put(first.tar, bytes(data))
-    objects.delete(second.tar)
-    objects.put(f"captions/{REGIONS}/00001.parquet", b"PAR1")
-    objects.put("captions/images/00002.parquet", shifted(whole, third))
-    faults = list(verify(Inventory(objects)))
+    store.put(first.tar, bytes(data))
+    store.delete(second.tar)
+    store.put(f"captions/{REGIONS}/00001.parquet", b"PAR1")
+    store.put("captions/images/00002.parquet", shifted(whole, third))
+    faults = list(verify(Inventory(store)))
     parts = [
         [first.tar, "is damaged"],
         [second.tar, "is gone, and", "captions/images/00001.parquet names it"],
@@ -226,26 +226,26 @@ def test_verify_names_each_committed_file_that_is_not_as_it_was_written(local, k
     local.pin("images")
     local.pin(REGIONS)
     commit(local, 2)
-    paths = [info.path for info in local.objects.list("captions/")]
+    paths = [info.path for info in local.store.list("captions/")]
     path, other = (next(p for p in paths if re.fullmatch(f"captions/{name}", p)) for name in COMMITTED[kind])
-    changed = DAMAGES[damage](local.objects.get(path), local.objects.get(other))
-    local.objects.delete(path)
+    changed = DAMAGES[damage](local.store.get(path), local.store.get(other))
+    local.store.delete(path)
     if changed is not None:
-        local.objects.put(path, changed)
-    faults = list(verify(Inventory(local.objects)))
-    assert any(fault.startswith(local.objects.where(path)) for fault in faults), faults
+        local.store.put(path, changed)
+    faults = list(verify(Inventory(local.store)))
+    assert any(fault.startswith(local.store.where(path)) for fault in faults), faults
     if "manifest" in kind and changed is not None:
         stage = path.removeprefix("captions/").rpartition("/")[0]
-        for use in (status, history, lambda objects: collect(objects, 0, True), lambda _: local.counts(stage)):
-            with pytest.raises(ValueError, match=re.escape(local.objects.where(path))):
-                use(local.objects)
+        for use in (status, history, lambda store: collect(store, 0, True), lambda _: local.counts(stage)):
+            with pytest.raises(ValueError, match=re.escape(local.store.where(path))):
+                use(local.store)
 
 
 def shifted(catalog: Catalog, manifest: Manifest) -> bytes:
     """The manifest, its third ok row one block further on."""
     path = f"captions/{manifest.stage}/{manifest.shard}.parquet"
-    table = pq.read_table(io.BytesIO(catalog.objects.get(path)))
-    kept = pq.read_metadata(io.BytesIO(catalog.objects.get(path))).metadata[b"manifest"]
+    table = pq.read_table(io.BytesIO(catalog.store.get(path)))
+    kept = pq.read_metadata(io.BytesIO(catalog.store.get(path))).metadata[b"manifest"]
     offsets = table["offset"].to_pylist()
     place = [i for i, offset in enumerate(offsets) if offset is not None][2]
     offsets[place] += 512
@@ -259,10 +259,10 @@ def test_verify_finds_a_manifest_whose_header_is_not_of_its_rows(local):
         commit(local, number)
     for shard, change in [("00000", {"statuses": {"ok": 6}}), ("00001", {"tar": None})]:
         path = f"captions/images/{shard}.parquet"
-        table = pq.read_table(io.BytesIO(local.objects.get(path)))
-        header = json.loads(pq.read_metadata(io.BytesIO(local.objects.get(path))).metadata[b"manifest"])
-        local.objects.put(path, sealed_parquet(table, {"manifest": json.dumps({**header, **change})}))
-    first, second = verify(Inventory(local.objects))
+        table = pq.read_table(io.BytesIO(local.store.get(path)))
+        header = json.loads(pq.read_metadata(io.BytesIO(local.store.get(path))).metadata[b"manifest"])
+        local.store.put(path, sealed_parquet(table, {"manifest": json.dumps({**header, **change})}))
+    first, second = verify(Inventory(local.store))
     assert first.endswith("00000.parquet has rows {'http_404': 2, 'ok': 4} and says {'ok': 6}")
     assert second.endswith("00001.parquet names no tar for 4 rows that are ok")
 
@@ -271,15 +271,15 @@ def test_verify_finds_a_snapshot_without_its_tars_and_a_target_of_another_source
     commit(local, 0)
     commit(local, 0, REGIONS)
     local.pin("images")
-    local.objects.delete("captions/images/00000.parquet")
-    local.objects.delete(next(info.path for info in local.objects.list("captions/images/") if ".tar" in info.path))
+    local.store.delete("captions/images/00000.parquet")
+    local.store.delete(next(info.path for info in local.store.list("captions/images/") if ".tar" in info.path))
     samples, rows = shard_of(0)
     samples = [dataclasses.replace(sample, caption="made again") for sample in samples]
     assert local.commit("images", "00000", samples, rows, {})
-    source, snapshot = verify(Inventory(local.objects))
+    source, snapshot = verify(Inventory(local.store))
     assert f"{REGIONS}/00000.parquet was made from another" in source
     assert ".tar is gone or damaged, and" in snapshot
-    failed, told = command("verify", local.objects.root), "2 faults (checked: shards 2, snapshots 1, checkpoints 0)"
+    failed, told = command("verify", local.store.root), "2 faults (checked: shards 2, snapshots 1, checkpoints 0)"
     assert (failed.returncode, failed.stdout.splitlines()) == (1, [source, snapshot, told])
 
 
@@ -287,10 +287,10 @@ def test_verify_reads_the_tar_of_a_shard_whose_source_is_damaged_too(local):
     commit(local, 0)
     tar = commit(local, 0, REGIONS)
     for path in ("captions/images/00000.parquet", tar):
-        data = bytearray(local.objects.get(path))
+        data = bytearray(local.store.get(path))
         data[len(data) // 2] ^= 1
-        local.objects.put(path, bytes(data))
-    faults = list(verify(Inventory(local.objects)))
+        local.store.put(path, bytes(data))
+    faults = list(verify(Inventory(local.store)))
     assert sum("images/00000.parquet is damaged" in fault for fault in faults) == 1
     assert any(f"{tar} is damaged" in fault for fault in faults)
 
@@ -298,15 +298,15 @@ def test_verify_reads_the_tar_of_a_shard_whose_source_is_damaged_too(local):
 def test_verify_finds_a_snapshot_whose_rows_are_not_the_manifests(local, tmp_path):
     commit(local, 0)
     snapshot = local.pin("images")
-    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    other = Catalog(open_store(str(tmp_path / "other")), "captions")
     samples, rows = shard_of(0)
     changed = dataclasses.replace(seeded_sample(0), url="elsewhere")
     rows = [dataclasses.replace(rows[0], url="elsewhere"), *rows[1:]]
     other.commit("images", "00000", [dataclasses.replace(changed, key=samples[0].key), *samples[1:]], rows, {})
-    theirs = other.objects.get(f"captions/images/snapshots/{other.pin('images').id}.parquet")
-    ours = local.objects.get(f"captions/images/snapshots/{snapshot.id}.parquet")
-    local.objects.put(f"captions/images/snapshots/{snapshot.id}.parquet", grafted(theirs, ours))
-    (fault,) = verify(Inventory(local.objects))
+    theirs = other.store.get(f"captions/images/snapshots/{other.pin('images').id}.parquet")
+    ours = local.store.get(f"captions/images/snapshots/{snapshot.id}.parquet")
+    local.store.put(f"captions/images/snapshots/{snapshot.id}.parquet", grafted(theirs, ours))
+    (fault,) = verify(Inventory(local.store))
     assert f"{snapshot.id}.parquet: its rows of shard 00000 are not those of the manifest" in fault
 
 
@@ -319,25 +319,25 @@ def test_verify_deals_rows_to_the_shards_that_lie_across_the_row_groups_of_a_sna
         about |= {"tar": f"{number:05d}-{0:012}.tar", "tar_sha256": "0" * 64, "tar_bytes": 1}
         spans = [Span(key, 512 * i, 512) for i, key in enumerate(keys)]
         data = manifest_bytes(rows, spans, [(16, 8, None)] * count, about)
-        local.objects.put(f"captions/images/{number:05d}.parquet", data)
+        local.store.put(f"captions/images/{number:05d}.parquet", data)
         start += count
     local.pin("images")
-    faults = list(verify(Inventory(local.objects)))
+    faults = list(verify(Inventory(local.store)))
     assert [".tar is gone" in fault for fault in faults] == [True] * 3, faults
 
 
 def test_verify_goes_on_after_a_tar_that_the_disk_does_not_give(local):
     broken, gone = commit(local, 0), commit(local, 1)
-    file = local.objects.local_path(broken)
+    file = local.store.local_path(broken)
     file.unlink()
     file.symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
-    local.objects.delete(gone)
-    first, second = verify(Inventory(local.objects))
+    local.store.delete(gone)
+    first, second = verify(Inventory(local.store))
     assert f"{broken} cannot be read ([Errno 5] Input/output error), and" in first
     assert f"{gone} is gone" in second
 
 
-class Bucket(LocalObjects):
+class Bucket(LocalStore):
     """A folder that has, as a bucket, no files of this machine; it notes what is asked for whole."""
 
     def local_path(self, path: str) -> None:
@@ -350,10 +350,10 @@ class Bucket(LocalObjects):
 
 def test_verify_takes_no_tar_of_a_bucket_into_memory_whole(local):
     tar = commit(local, 0)
-    bucket = Bucket(local.objects.root)
+    bucket = Bucket(local.store.root)
     assert list(verify(Inventory(bucket))) == []
     assert bucket.whole == {"captions/images/00000.parquet"}
-    local.objects.put(tar, local.objects.get(tar)[:-1])
+    local.store.put(tar, local.store.get(tar)[:-1])
     (fault,) = verify(Inventory(bucket))
     assert f"{tar} is damaged: {next(bucket.list(tar)).size} bytes" in fault
 
@@ -365,59 +365,59 @@ def grafted(rows: bytes, footer: bytes) -> bytes:
 
 
 def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):
-    objects = local.objects
+    store = local.store
     named = commit(local, 0)
     old = local.pin("images")
     commit(local, 1)
     pinned = local.pin("images")
     commit(local, 2)
     newest = local.pin("images")
-    checkpoint(objects, "first", 7, data_of(pinned.id, stage="images"))
+    checkpoint(store, "first", 7, data_of(pinned.id, stage="images"))
     # A shard that was made again: the pinned snapshots name its first tar, no manifest does.
     again = local.manifest("images", "00001").tar
-    objects.delete("captions/images/00001.parquet")
+    store.delete("captions/images/00001.parquet")
     samples, rows = shard_of(1)
     samples = [dataclasses.replace(sample, caption="made again") for sample in samples]
     assert local.commit("images", "00001", samples, rows, {})
     orphan, young = (f"captions/images/{number:05d}-0123456789ab.tar" for number in (0, 5))
     for path in (orphan, young):
-        objects.put(path, b"left behind")
-    objects.put("captions/images/notes-0123456789ab.tar", b"not ours")
-    hidden = objects.local_path("captions/images/x").with_name(".00000.parquet.17-0123abcd")
+        store.put(path, b"left behind")
+    store.put("captions/images/notes-0123456789ab.tar", b"not ours")
+    hidden = store.local_path("captions/images/x").with_name(".00000.parquet.17-0123abcd")
     hidden.write_bytes(b"half")
-    for info in list(objects.list()):
-        at(objects, info.path, 30 if info.path.endswith(f"{newest.id}.parquet") else 31)
-    at(objects, young, 23)
+    for info in list(store.list()):
+        at(store, info.path, 30 if info.path.endswith(f"{newest.id}.parquet") else 31)
+    at(store, young, 23)
     os.utime(hidden, (0, 0))
-    expected = {str(hidden), objects.where(orphan), objects.where(f"captions/images/snapshots/{old.id}.parquet")}
-    assert {one.where for one in litter(objects, 24 * HOUR)} == expected
-    before = {info.path for info in objects.list()}
-    listed = collect(objects, 24 * HOUR, delete=False)
-    assert (len(listed), {info.path for info in objects.list()}, hidden.exists()) == (5, before, True)
+    expected = {str(hidden), store.where(orphan), store.where(f"captions/images/snapshots/{old.id}.parquet")}
+    assert {one.where for one in litter(store, 24 * HOUR)} == expected
+    before = {info.path for info in store.list()}
+    listed = collect(store, 24 * HOUR, delete=False)
+    assert (len(listed), {info.path for info in store.list()}, hidden.exists()) == (5, before, True)
     assert listed[-1] == "3 things, 0.0 MB to delete: run again with --delete"
-    assert command("gc", objects.root).stdout.splitlines() == listed
-    assert command("gc", objects.root, "--delete").returncode == 0
-    gone = before - {info.path for info in objects.list()}
+    assert command("gc", store.root).stdout.splitlines() == listed
+    assert command("gc", store.root, "--delete").returncode == 0
+    gone = before - {info.path for info in store.list()}
     assert gone == {orphan, f"captions/images/snapshots/{old.id}.parquet"}
     assert not hidden.exists()
-    assert {named, again} <= {info.path for info in objects.list()}
-    assert list(verify(Inventory(objects))) == []
-    assert [one.where for one in litter(objects, 22 * HOUR)] == [objects.where(young)]
-    assert [one.where for one in litter(objects, 24 * HOUR)] == []
+    assert {named, again} <= {info.path for info in store.list()}
+    assert list(verify(Inventory(store))) == []
+    assert [one.where for one in litter(store, 22 * HOUR)] == [store.where(young)]
+    assert [one.where for one in litter(store, 24 * HOUR)] == []
 
 
 def test_a_tar_that_only_an_unpinned_snapshot_names_goes_with_it(local):
     first = commit(local, 0)
     local.pin("images")
-    local.objects.delete("captions/images/00000.parquet")
+    local.store.delete("captions/images/00000.parquet")
     samples, rows = shard_of(0)
     local.commit("images", "00000", [dataclasses.replace(sample, caption="x") for sample in samples], rows, {})
     time.sleep(0.01)
     local.pin("images")
-    assert [one.what for one in litter(local.objects, -1)] == ["unpinned snapshot", "orphan tar"]
-    collect(local.objects, -1, delete=True)
-    assert not local.objects.exists(first)
-    assert list(verify(Inventory(local.objects))) == []
+    assert [one.what for one in litter(local.store, -1)] == ["unpinned snapshot", "orphan tar"]
+    collect(local.store, -1, delete=True)
+    assert not local.store.exists(first)
+    assert list(verify(Inventory(local.store))) == []
 
 
 def test_the_validation_of_a_checkpoint_pins_too_and_so_do_older_checkpoints(local):
@@ -426,25 +426,25 @@ def test_the_validation_of_a_checkpoint_pins_too_and_so_do_older_checkpoints(loc
         commit(local, number)
         snapshots.append(local.pin("images").id)
         time.sleep(0.01)
-    checkpoint(local.objects, "first", 1, data_of(snapshots[0], stage="images"))
-    checkpoint(local.objects, "first", 2, None, {"dataset": "captions", "stage": "images", "snapshot": snapshots[1]})
-    (found,) = litter(local.objects, -1)
+    checkpoint(local.store, "first", 1, data_of(snapshots[0], stage="images"))
+    checkpoint(local.store, "first", 2, None, {"dataset": "captions", "stage": "images", "snapshot": snapshots[1]})
+    (found,) = litter(local.store, -1)
     assert snapshots[2] in found.where
 
 
 def test_a_tar_that_a_writer_takes_over_while_gc_looks_gets_a_new_date_and_stays(local):
     commit(local, 0)
     tar = local.manifest("images", "00000").tar
-    local.objects.delete("captions/images/00000.parquet")
-    at(local.objects, tar, 48)
-    (found,) = litter(local.objects, 24 * HOUR)
-    local.objects.put(tar, local.objects.get(tar))  # the first half of a commit
-    assert litter(local.objects, 24 * HOUR) == []
+    local.store.delete("captions/images/00000.parquet")
+    at(local.store, tar, 48)
+    (found,) = litter(local.store, 24 * HOUR)
+    local.store.put(tar, local.store.get(tar))  # the first half of a commit
+    assert litter(local.store, 24 * HOUR) == []
     assert found.remove() is False
-    assert local.objects.exists(tar)
+    assert local.store.exists(tar)
 
 
-class Taken(LocalObjects):
+class Taken(LocalStore):
     """A folder in which a writer takes over each tar just before the last look at it."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -455,30 +455,30 @@ class Taken(LocalObjects):
 
 def test_what_stays_is_not_told_to_be_deleted(local):
     tar = "captions/images/00000-0123456789ab.tar"
-    local.objects.put(tar, b"left behind")
-    at(local.objects, tar, 48)
-    assert collect(local.objects, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
-    assert collect(Taken(local.objects.root), 24 * HOUR, delete=True) == ["nothing to delete"]
-    assert local.objects.exists(tar)
+    local.store.put(tar, b"left behind")
+    at(local.store, tar, 48)
+    assert collect(local.store, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
+    assert collect(Taken(local.store.root), 24 * HOUR, delete=True) == ["nothing to delete"]
+    assert local.store.exists(tar)
 
 
 def test_a_tar_that_is_named_since_gc_looked_stays(local):
     tar, path = commit(local, 0), "captions/images/00000.parquet"
-    manifest = local.objects.get(path)
-    local.objects.delete(path)
-    at(local.objects, tar, 48)
-    (found,) = litter(local.objects, 24 * HOUR)
-    local.objects.put(path, manifest)  # by a writer that had put its tar two days before
+    manifest = local.store.get(path)
+    local.store.delete(path)
+    at(local.store, tar, 48)
+    (found,) = litter(local.store, 24 * HOUR)
+    local.store.put(path, manifest)  # by a writer that had put its tar two days before
     assert found.remove() is False
-    assert local.objects.exists(tar)
-    local.objects.delete(path)
+    assert local.store.exists(tar)
+    local.store.delete(path)
     assert found.remove() is True
-    assert not local.objects.exists(tar)
+    assert not local.store.exists(tar)
 
 
 def test_the_tar_of_a_shard_that_is_replaced_while_gc_looks_stays(local, monkeypatch):
     tar = commit(local, 0)
-    at(local.objects, tar, 48)
+    at(local.store, tar, 48)
     pins = Inventory.pins
 
     def replaced_meanwhile(inventory: Inventory) -> list:
@@ -488,27 +488,27 @@ def test_the_tar_of_a_shard_that_is_replaced_while_gc_looks_stays(local, monkeyp
         return pins(inventory)
 
     monkeypatch.setattr(Inventory, "pins", replaced_meanwhile)
-    assert [one.where for one in litter(local.objects, 24 * HOUR)] == []
-    assert local.objects.exists(tar)
+    assert [one.where for one in litter(local.store, 24 * HOUR)] == []
+    assert local.store.exists(tar)
 
 
 @pytest.mark.parametrize("newest_only", [False, True])
 def test_checkpoints_that_a_training_removes_meanwhile_are_passed_over_for_those_that_follow(local, newest_only):
     for step in (1, 2):
-        checkpoint(local.objects, "first", step, data_of("old", stage="images"))
-    checkpoint(local.objects, "first/of", 9, data_of("other", stage="images"))
-    inventory = Inventory(local.objects)
+        checkpoint(local.store, "first", step, data_of("old", stage="images"))
+    checkpoint(local.store, "first/of", 9, data_of("other", stage="images"))
+    inventory = Inventory(local.store)
     for step in (1, 2):
-        local.objects.delete(f"runs/first/step-{step:07d}/state.json")
+        local.store.delete(f"runs/first/step-{step:07d}/state.json")
     for step in (3, 4):
-        checkpoint(local.objects, "first", step, data_of("old", "new", stage="images"))
+        checkpoint(local.store, "first", step, data_of("old", "new", stage="images"))
     found = [(pin.run, pin.step, pin.snapshot) for pin in inventory.pins(newest_only)]
     steps = [4] if newest_only else [3, 4]
     expected = [("first", step, snapshot) for step in steps for snapshot in ("old", "new")]
     assert found == [*expected, ("first/of", 9, "other")]
-    inventory = Inventory(local.objects)
+    inventory = Inventory(local.store)
     for step in (3, 4):
-        local.objects.delete(f"runs/first/step-{step:07d}/state.json")
+        local.store.delete(f"runs/first/step-{step:07d}/state.json")
     assert [pin.run for pin in inventory.pins(newest_only)] == ["first/of"]
 
 
@@ -535,7 +535,7 @@ def test_commands_that_look_write_nothing_into_a_bucket(s3, tmp_path):
     assert client.list_objects_v2(Bucket="bucket", Prefix=tmp_path.name)["KeyCount"] == 0
 
 
-class Hasty(LocalObjects):
+class Hasty(LocalStore):
     """A folder whose tars vanish as soon as they are put, once."""
 
     def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
@@ -547,12 +547,12 @@ class Hasty(LocalObjects):
 
 
 def test_a_tar_that_gc_took_before_its_manifest_is_put_again(local):
-    assert Catalog(Hasty(local.objects.root), "captions").commit("images", "00000", *shard_of(0), {})
-    assert list(verify(Inventory(local.objects))) == []
+    assert Catalog(Hasty(local.store.root), "captions").commit("images", "00000", *shard_of(0), {})
+    assert list(verify(Inventory(local.store))) == []
 
 
 def test_a_root_without_anything_says_so(tmp_path, capsys):
-    open_objects(str(tmp_path / "root"))
+    open_store(str(tmp_path / "root"))
     for arguments in (["status"], ["history"]):
         main([*arguments, str(tmp_path / "root")])
         assert capsys.readouterr().out == f"nothing is committed under {tmp_path}/root\n"

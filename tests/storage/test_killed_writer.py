@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killed_writer import _CALLS, Fate, check, watched
+from benchmarks.killed_writer import _CALLS, Fate, check, monitored
 
 
 def test_system_calls_of_threads_are_borders_too(tmp_path: Path):
     counts = multiprocessing.get_context("fork").Array("i", len(_CALLS), lock=False)
-    with watched(Fate(0, None, 0, after=False), counts):
+    with monitored(Fate(0, None, 0, after=False), counts):
         thread = threading.Thread(target=os.mkdir, args=(tmp_path / "made",))
         thread.start()
         thread.join()

@@ -22,77 +22,77 @@ from s3 import environment, https_s3_server
 
 from storage.object_store import (
     Content,
-    LocalObjects,
+    LocalStore,
     ObjectMissing,
-    Objects,
-    S3Objects,
+    ObjectStore,
+    S3Store,
     StorageUnreachable,
-    open_objects,
+    open_store,
 )
 
 
 @pytest.fixture(params=["folder", "s3"])
-def objects(request, tmp_path) -> Objects:
+def store(request, tmp_path) -> ObjectStore:
     if request.param == "folder":
-        return open_objects(str(tmp_path / "a" / "root"))
+        return open_store(str(tmp_path / "a" / "root"))
     request.getfixturevalue("s3")
-    return open_objects(f"s3://bucket/{tmp_path.name}/root")
+    return open_store(f"s3://bucket/{tmp_path.name}/root")
 
 
-def paths(objects: Objects, prefix: str = "") -> list[str]:
-    return [info.path for info in objects.list(prefix)]
+def paths(store: ObjectStore, prefix: str = "") -> list[str]:
+    return [info.path for info in store.list(prefix)]
 
 
-def test_what_is_put_is_got_whole_and_in_ranges(objects, tmp_path):
+def test_what_is_put_is_got_whole_and_in_ranges(store, tmp_path):
     data = bytes(range(256)) * 50
     (tmp_path / "file").write_bytes(data)
-    assert objects.put("a/bytes", data) is True
-    assert objects.put("a/file", tmp_path / "file") is True
-    assert objects.put("a/views", [memoryview(data)[:7], memoryview(b""), memoryview(data)[7:]]) is True
+    assert store.put("a/bytes", data) is True
+    assert store.put("a/file", tmp_path / "file") is True
+    assert store.put("a/views", [memoryview(data)[:7], memoryview(b""), memoryview(data)[7:]]) is True
     for path in ("a/bytes", "a/file", "a/views"):
-        assert objects.get(path) == data
-        assert objects.get_range(path, 0, len(data)) == data
-        assert objects.get_range(path, 255, 3) == b"\xff\x00\x01"
-        assert objects.get_range(path, len(data) - 1, 1) == b"\xff"
-        assert objects.get_range(path, 5, 0) == b""
-        assert objects.exists(path)
+        assert store.get(path) == data
+        assert store.get_range(path, 0, len(data)) == data
+        assert store.get_range(path, 255, 3) == b"\xff\x00\x01"
+        assert store.get_range(path, len(data) - 1, 1) == b"\xff"
+        assert store.get_range(path, 5, 0) == b""
+        assert store.exists(path)
     for nothing in (b"", []):
-        objects.put("a/bytes", nothing)
-        assert objects.get("a/bytes") == b""
+        store.put("a/bytes", nothing)
+        assert store.get("a/bytes") == b""
 
 
-def test_a_range_past_the_end_is_an_error_and_not_less(objects):
-    objects.put("a", b"12345")
+def test_a_range_past_the_end_is_an_error_and_not_less(store):
+    store.put("a", b"12345")
     for offset, length in [(3, 3), (5, 1), (900, 2)]:
         with pytest.raises(ValueError, match=f"root/a ends before byte {offset + length}: asked for {length} bytes"):
-            objects.get_range("a", offset, length)
+            store.get_range("a", offset, length)
 
 
-def test_what_is_not_there_is_missing_by_name(objects):
-    objects.put("folder/there", b"")
+def test_what_is_not_there_is_missing_by_name(store):
+    store.put("folder/there", b"")
     for path in ("nothing", "folder", "folder/there/below", "folder/nothing"):
-        assert not objects.exists(path)
+        assert not store.exists(path)
         with pytest.raises(ObjectMissing, match=f"^there is no object {path} under .*root$"):
-            objects.get(path)
+            store.get(path)
         with pytest.raises(ObjectMissing, match=f"^there is no object {path} under"):
-            objects.get_range(path, 0, 1)
-    objects.delete("nothing")
-    objects.delete("folder/there")
-    assert not objects.exists("folder/there")
+            store.get_range(path, 0, 1)
+    store.delete("nothing")
+    store.delete("folder/there")
+    assert not store.exists("folder/there")
 
 
 def test_a_file_that_cannot_be_read_is_told_from_a_missing_one_and_named(tmp_path):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     (tmp_path / "damaged").symlink_to("/proc/self/mem")  # opens, and says EIO when its beginning is read
     (tmp_path / "circle").symlink_to("circle")
     for path, reason in (("damaged", "Input/output error"), ("circle", "Too many levels of symbolic links")):
-        for read in (lambda path: objects.get_range(path, 0, 8), objects.get):
+        for read in (lambda path: store.get_range(path, 0, 8), store.get):
             with pytest.raises(StorageUnreachable, match=rf"cannot read {tmp_path}/{path}: .*{reason}.*See that"):
                 read(path)
 
 
 @pytest.mark.parametrize("form", ["bytes", "file", "views"])
-def test_put_if_absent_never_changes_what_is_there(objects, tmp_path, form):
+def test_put_if_absent_never_changes_what_is_there(store, tmp_path, form):
     def content(data: bytes) -> Content:
         if form == "bytes":
             return data
@@ -101,12 +101,12 @@ def test_put_if_absent_never_changes_what_is_there(objects, tmp_path, form):
         (tmp_path / "file").write_bytes(data)
         return tmp_path / "file"
 
-    assert objects.put("a/b", content(b"first"), if_absent=True) is True
-    assert objects.put("a/b", content(b"second"), if_absent=True) is False
-    assert objects.get("a/b") == b"first"
-    assert objects.put("a/b", content(b"third")) is True
-    assert objects.get("a/b") == b"third"
-    assert objects.put("a/c", content(b"other"), if_absent=True) is True
+    assert store.put("a/b", content(b"first"), if_absent=True) is True
+    assert store.put("a/b", content(b"second"), if_absent=True) is False
+    assert store.get("a/b") == b"first"
+    assert store.put("a/b", content(b"third")) is True
+    assert store.get("a/b") == b"third"
+    assert store.put("a/c", content(b"other"), if_absent=True) is True
 
 
 def test_of_many_writers_at_once_one_wins_and_its_bytes_stay(tmp_path):
@@ -115,39 +115,39 @@ def test_of_many_writers_at_once_one_wins_and_its_bytes_stay(tmp_path):
         barrier = threading.Barrier(8)
 
         def write(number: int, path: str = f"a/{round_}", barrier: threading.Barrier = barrier) -> bool:
-            objects = LocalObjects(str(tmp_path))
+            store = LocalStore(str(tmp_path))
             barrier.wait()
-            return objects.put(path, b"%d" % number * 10000, if_absent=True)
+            return store.put(path, b"%d" % number * 10000, if_absent=True)
 
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(write, range(8)))
         assert won.count(True) == 1
-        assert LocalObjects(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
+        assert LocalStore(str(tmp_path)).get(f"a/{round_}") == b"%d" % won.index(True) * 10000
     assert len([file for file in (tmp_path / "a").iterdir()]) == 20  # and no temporary file
 
 
-def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(objects):
+def test_a_list_is_sorted_by_path_and_its_prefix_is_a_string(store):
     names = ["b", "a/c/d", "a-b", "a/b", "a.b", "a/c-d", "ab/c", "a/é", "a/z"]
     started = time.time()
     for name in names:
-        objects.put(name, name.encode())
-    assert paths(objects) == sorted(names, key=str.encode)
-    assert paths(objects, "a/") == ["a/b", "a/c-d", "a/c/d", "a/z", "a/é"]
-    assert paths(objects, "a/c") == ["a/c-d", "a/c/d"]
-    assert paths(objects, "a") == ["a-b", "a.b", "a/b", "a/c-d", "a/c/d", "a/z", "a/é", "ab/c"]
-    assert paths(objects, "zz/") == []
-    info = next(objects.list("a/c/"))
+        store.put(name, name.encode())
+    assert paths(store) == sorted(names, key=str.encode)
+    assert paths(store, "a/") == ["a/b", "a/c-d", "a/c/d", "a/z", "a/é"]
+    assert paths(store, "a/c") == ["a/c-d", "a/c/d"]
+    assert paths(store, "a") == ["a-b", "a.b", "a/b", "a/c-d", "a/c/d", "a/z", "a/é", "ab/c"]
+    assert paths(store, "zz/") == []
+    info = next(store.list("a/c/"))
     assert (info.path, info.size) == ("a/c/d", 5)
     assert started - 2 <= info.modified <= time.time() + 2
 
 
 def test_a_list_of_more_than_one_page_is_whole(s3, tmp_path):
-    objects = open_objects(f"s3://bucket/{tmp_path.name}")
+    store = open_store(f"s3://bucket/{tmp_path.name}")
     names = [f"{i:04d}" for i in range(1003)]  # S3 answers 1000 at a time
     bucket = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     for name in names:  # past HTTP, which would take ten times as long
         bucket.put_object("bucket", f"{tmp_path.name}/{name}", b"")
-    assert paths(objects) == names
+    assert paths(store) == names
 
 
 def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
@@ -157,42 +157,42 @@ def test_files_that_begin_with_a_dot_are_not_listed(tmp_path, s3):
     (tmp_path / ".hidden" / "x").write_bytes(b"")
     (tmp_path / ".temporary").write_bytes(b"")
     (tmp_path / "shown").write_bytes(b"")
-    assert paths(open_objects(str(tmp_path))) == ["shown"]
+    assert paths(open_store(str(tmp_path))) == ["shown"]
     for key in (".hidden/x", ".temporary", "shown", ""):
         boto3.session.Session().client("s3").put_object(Bucket="bucket", Key=f"dots/{key}", Body=b"")
-    assert paths(open_objects("s3://bucket/dots")) == ["shown"]
+    assert paths(open_store("s3://bucket/dots")) == ["shown"]
 
 
-def test_roots_do_not_see_each_other(objects, s3):
-    objects.put("mine", b"")
-    sibling = open_objects(objects.root + "2")
+def test_roots_do_not_see_each_other(store, s3):
+    store.put("mine", b"")
+    sibling = open_store(store.root + "2")
     sibling.put("theirs", b"")
-    assert (paths(objects), paths(sibling)) == (["mine"], ["theirs"])
+    assert (paths(store), paths(sibling)) == (["mine"], ["theirs"])
 
 
 @pytest.mark.parametrize(
     "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/./b", "a/", ".a", "a/.b", "a\\b", "a\0"]
 )
-def test_a_path_cannot_leave_the_root_or_hide(objects, path):
+def test_a_path_cannot_leave_the_root_or_hide(store, path):
     for use in (
-        objects.get,
-        objects.exists,
-        objects.delete,
-        objects.local_path,
-        lambda path: objects.put(path, b"x"),
-        lambda path: objects.put(path, b"x", if_absent=True),
-        lambda path: objects.get_range(path, 0, 1),
+        store.get,
+        store.exists,
+        store.delete,
+        store.local_path,
+        lambda path: store.put(path, b"x"),
+        lambda path: store.put(path, b"x", if_absent=True),
+        lambda path: store.get_range(path, 0, 1),
     ):
         with pytest.raises(ValueError, match="is no name of an object"):
             use(path)
     if path not in ("", "a/"):
         with pytest.raises(ValueError, match="is no name of an object"):
-            list(objects.list(path))
-    assert paths(objects) == []
+            list(store.list(path))
+    assert paths(store) == []
 
 
 def test_names_are_told_in_full(tmp_path, s3):
-    local, remote = open_objects(str(tmp_path)), open_objects("s3://bucket/a/b/")
+    local, remote = open_store(str(tmp_path)), open_store("s3://bucket/a/b/")
     assert (local.root, local.where(), local.where("x/y")) == (str(tmp_path), str(tmp_path), f"{tmp_path}/x/y")
     assert (remote.root, remote.where(), remote.where("x/y")) == (
         "s3://bucket/a/b/",
@@ -201,30 +201,30 @@ def test_names_are_told_in_full(tmp_path, s3):
     )
     assert local.local_path("x/y") == tmp_path / "x/y"
     assert remote.local_path("x/y") is None
-    assert open_objects("s3://bucket").where("x") == "s3://bucket/x"
+    assert open_store("s3://bucket").where("x") == "s3://bucket/x"
 
 
-def test_objects_can_be_sent_to_another_process(objects):
-    objects.put("a", b"1")
-    assert pickle.loads(pickle.dumps(objects)).get("a") == b"1"
+def test_objects_can_be_sent_to_another_process(store):
+    store.put("a", b"1")
+    assert pickle.loads(pickle.dumps(store)).get("a") == b"1"
 
 
 def test_a_fork_uses_connections_of_its_own(s3):
-    objects = open_objects("s3://bucket/fork")
-    objects.put("a", b"1")
-    before = objects._client()
+    store = open_store("s3://bucket/fork")
+    store.put("a", b"1")
+    before = store._client()
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(send, b"own" if objects._client() is not before else b"shared")
+            os.write(send, b"own" if store._client() is not before else b"shared")
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(send)
     with os.fdopen(receive, "rb") as answer:
         assert answer.read() == b"own"
-    assert objects._client() is before
+    assert store._client() is before
 
 
 @pytest.mark.parametrize("place", ["{folder}/file", "{folder}/file/below", "/proc/cannot/be/made"])
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, place):
     (tmp_path / "file").write_bytes(b"")
     root = place.format(folder=tmp_path)
     with pytest.raises(StorageUnreachable, match=f"^cannot write to the folder {root}: .* Make it writable"):
-        open_objects(root)
+        open_store(root)
 
 
 @contextlib.contextmanager
@@ -248,35 +248,35 @@ def room(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("if_absent", [False, True])
 def test_a_put_without_room_names_the_file_and_the_way_out_and_leaves_nothing(tmp_path, if_absent):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     with room(5000), pytest.raises(StorageUnreachable, match=rf"{tmp_path}/a/b: .*File too large.*Make room.* again"):
-        objects.put("a/b", bytes(10_000), if_absent=if_absent)
-    assert paths(objects) == []
-    assert list(objects.leftovers()) == []
+        store.put("a/b", bytes(10_000), if_absent=if_absent)
+    assert paths(store) == []
+    assert list(store.leftovers()) == []
 
 
 def test_a_file_that_cannot_be_removed_is_named(tmp_path):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageUnreachable, match=f"cannot write or remove {tmp_path}/folder: .*make it writable"):
-        objects.delete("folder")
+        store.delete("folder")
 
 
 def test_a_folder_goes_with_its_last_file_and_the_root_stays(tmp_path):
-    objects = open_objects(str(tmp_path / "root"))
+    store = open_store(str(tmp_path / "root"))
     for path in ("run/step/a", "run/step/b", "run/kept", "top"):
-        objects.put(path, b"")
-    objects.delete("run/step/a")
+        store.put(path, b"")
+    store.delete("run/step/a")
     assert (tmp_path / "root/run/step/b").exists()
-    empty = open_objects(str(tmp_path / "empty"))
+    empty = open_store(str(tmp_path / "empty"))
     empty.put("top", b"")
     empty.delete("top")
     assert (tmp_path / "empty").is_dir()
     for path in ("run/step/b", "run/step/b", "top"):
-        objects.delete(path)
+        store.delete(path)
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
     with pytest.raises(StorageUnreachable):
-        objects.put("new/too large", Endless())
+        store.put("new/too large", Endless())
     assert [file.name for file in (tmp_path / "root").rglob("*")] == ["run", "kept"]
 
 
@@ -293,60 +293,60 @@ class Endless(Sequence):
 
 
 def put_and_delete_for_ever(root: str, path: str) -> None:
-    objects = open_objects(root)
+    store = open_store(root)
     while True:
-        objects.put(path, b"")
-        objects.delete(path)
+        store.put(path, b"")
+        store.delete(path)
 
 
 def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     removing = multiprocessing.get_context("fork").Process(
         target=put_and_delete_for_ever, args=(str(tmp_path), "run/step/other"), daemon=True
     )
     removing.start()
     for number in range(200):
-        objects.put("run/step/mine", b"%d" % number)
-        assert objects.get("run/step/mine") == b"%d" % number
-        objects.delete("run/step/mine")
+        store.put("run/step/mine", b"%d" % number)
+        assert store.get("run/step/mine") == b"%d" % number
+        store.delete("run/step/mine")
     removing.kill()
     removing.join()
 
 
 def test_deleting_what_is_not_there_leaves_the_folder_to_who_has_just_made_it(tmp_path):
     (tmp_path / "run").mkdir()
-    open_objects(str(tmp_path)).delete("run/absent")
+    open_store(str(tmp_path)).delete("run/absent")
     assert (tmp_path / "run").is_dir()
 
 
 def test_a_reader_makes_nothing_and_tries_nothing_out(tmp_path):
     with pytest.raises(StorageUnreachable, match=f"^cannot read the folder {tmp_path}/typo: .* Name the root"):
-        open_objects(str(tmp_path / "typo"), write=False)
+        open_store(str(tmp_path / "typo"), write=False)
     assert not (tmp_path / "typo").exists()
-    open_objects(str(tmp_path)).put("a", b"1")
+    open_store(str(tmp_path)).put("a", b"1")
     before = tmp_path.stat().st_mtime_ns
-    assert open_objects(str(tmp_path), write=False).get("a") == b"1"
+    assert open_store(str(tmp_path), write=False).get("a") == b"1"
     assert tmp_path.stat().st_mtime_ns == before
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path):
-    objects = open_objects(str(tmp_path))
-    objects.put("file", b"")
-    assert paths(objects, "absent/") == []
-    assert paths(objects, "file/") == []
+    store = open_store(str(tmp_path))
+    store.put("file", b"")
+    assert paths(store, "absent/") == []
+    assert paths(store, "file/") == []
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {tmp_path}/loop: .* Make it readable"):
-        paths(objects, "loop/")
+        paths(store, "loop/")
 
 
 def test_a_folder_without_permission_below_the_root_is_an_error():
     with unprivileged(), tempfile.TemporaryDirectory() as folder:
-        objects = open_objects(folder)
-        objects.put("a/b/object", b"")
+        store = open_store(folder)
+        store.put("a/b/object", b"")
         (Path(folder) / "a" / "b").chmod(0)
         try:
             with pytest.raises(StorageUnreachable, match=f"^cannot list the folder {folder}/a/b: "):
-                paths(objects)
+                paths(store)
         finally:
             (Path(folder) / "a" / "b").chmod(0o700)
 
@@ -367,25 +367,25 @@ def unprivileged() -> Iterator[None]:
 @pytest.mark.parametrize("form", [bytes, Path])
 def test_an_endpoint_that_goes_away_is_named_by_every_put(tmp_path, form, if_absent):
     with OddS3() as server, server.environment():
-        objects = server.objects()
+        store = server.store()
         # Few attempts: with all of them botocore waits for seconds.
-        objects._clients = {os.getpid(): objects._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
+        store._clients = {os.getpid(): store._new_client(connect_timeout=1, read_timeout=1, attempts=1)}
         port = server.server_port
     (tmp_path / "file").write_bytes(b"data")
     data = b"data" if form is bytes else tmp_path / "file"
     with pytest.raises(StorageUnreachable, match=rf"s3://bucket/a/b at http://127.0.0.1:{port} failed .*run again"):
-        objects.put("a/b", data, if_absent=if_absent)
+        store.put("a/b", data, if_absent=if_absent)
 
 
 @pytest.mark.parametrize("root", ["gs://bucket/x", "http://host/x", "", "s3://", "s3:///prefix", "s3://bucket/../x"])
 def test_a_root_that_is_neither_is_refused(root):
     with pytest.raises(ValueError, match="s3://bucket|names no bucket|is no name"):
-        open_objects(root)
+        open_store(root)
 
 
 def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
     with pytest.raises(StorageUnreachable, match=f"cannot reach bucket 'absent' at {s3} .*: create the bucket$"):
-        open_objects("s3://absent/x")
+        open_store("s3://absent/x")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -394,7 +394,7 @@ def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
             environment(AWS_ENDPOINT_URL=endpoint),
             pytest.raises(StorageUnreachable, match=f"'bucket' at {endpoint} .*check AWS_ENDPOINT_URL"),
         ):
-            open_objects("s3://bucket/x")
+            open_store("s3://bucket/x")
         assert time.monotonic() - started < 20
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -403,13 +403,13 @@ def test_an_unreachable_bucket_is_one_clear_error_within_seconds(s3):
         environment(AWS_ENDPOINT_URL=f"http://me:s3cr3t@{closed}"),
         pytest.raises(StorageUnreachable, match=f"'bucket' at http://{closed} ") as refused,
     ):
-        open_objects("s3://bucket/root")
+        open_store("s3://bucket/root")
     assert "s3cr3t" not in str(refused.value)
     with (
         environment(AWS_ENDPOINT_URL="no-url"),
         pytest.raises(StorageUnreachable, match="'bucket' at no-url .*check AWS_ENDPOINT_URL"),
     ):
-        open_objects("s3://bucket/x")
+        open_store("s3://bucket/x")
 
 
 class OddS3(ThreadingHTTPServer):
@@ -430,9 +430,9 @@ class OddS3(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def objects(self) -> S3Objects:
+    def store(self) -> S3Store:
         with self.environment():
-            return open_objects("s3://bucket")
+            return open_store("s3://bucket")
 
     def environment(self):
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -485,18 +485,18 @@ def test_an_endpoint_that_ignores_conditions_is_found_out_at_the_start_and_by_wr
         for root, probe in [("s3://bucket", ".probe"), ("s3://bucket/a/b", "a/b/.probe")]:
             message = f"http://127.0.0.1:{server.server_port} does not honour If-None-Match: .*/{probe} twice"
             with pytest.raises(StorageUnreachable, match=message):
-                open_objects(root)
+                open_store(root)
         server.puts = 0
-        open_objects("s3://bucket", write=False)
+        open_store("s3://bucket", write=False)
         assert server.puts == 0
 
 
 def test_an_endpoint_that_honours_conditions_is_asked_once_from_the_second_start_on(s3):
     with OddS3() as server, server.environment():
         for puts in (2, 3, 4):
-            open_objects("s3://bucket/a")
+            open_store("s3://bucket/a")
             assert (server.puts, list(server.stored)) == (puts, ["/bucket/a/.probe"])
-    assert paths(open_objects("s3://bucket/probed")) == []
+    assert paths(open_store("s3://bucket/probed")) == []
 
 
 @pytest.mark.parametrize(
@@ -506,45 +506,45 @@ def test_an_endpoint_that_honours_conditions_is_asked_once_from_the_second_start
 def test_a_bucket_that_refuses_the_probe_is_told_with_the_way_out(status, message):
     with OddS3(refusal=status) as server, server.environment():
         with pytest.raises(StorageUnreachable, match=message):
-            open_objects("s3://bucket")
-        open_objects("s3://bucket", write=False)
+            open_store("s3://bucket")
+        open_store("s3://bucket", write=False)
 
 
 def test_a_conflict_is_asked_again_until_it_is_decided():
     with OddS3() as server, server.environment():
-        objects = server.objects()
+        store = server.store()
         server.conflicts, server.puts = 2, 0
-        assert objects.put("new", b"1", if_absent=True) is True
+        assert store.put("new", b"1", if_absent=True) is True
         assert server.stored["/bucket/new"] == b"1"
         assert server.puts == 3  # two conflicts, the write
         server.conflicts = 10**6
         with pytest.raises(StorageUnreachable, match="409") as error:
-            objects.put("other", b"1", if_absent=True)
+            store.put("other", b"1", if_absent=True)
         assert error.value.http_status == 409
         assert "/bucket/other" not in server.stored
 
 
-def test_the_clock_is_that_of_the_storage(objects):
+def test_the_clock_is_that_of_the_storage(store):
     before = time.time()
-    objects.put("a", b"")
-    assert abs(next(objects.list("a")).modified - objects.now()) < 3
-    assert abs(objects.now() - before) < 3
-    assert paths(objects) == ["a"]
+    store.put("a", b"")
+    assert abs(next(store.list("a")).modified - store.now()) < 3
+    assert abs(store.now() - before) < 3
+    assert paths(store) == ["a"]
 
 
 def test_of_a_folder_that_takes_no_file_the_clock_is_this_machines():
-    assert abs(open_objects("/proc/self/fdinfo", write=False).now() - time.time()) < 3
+    assert abs(open_store("/proc/self/fdinfo", write=False).now() - time.time()) < 3
 
 
 def test_what_broken_off_puts_left_is_found_and_can_be_removed(tmp_path, s3):
     import boto3
 
-    objects = open_objects(str(tmp_path))
-    objects.put("a/b/object.parquet", b"1")
+    store = open_store(str(tmp_path))
+    store.put("a/b/object.parquet", b"1")
     left = [".object.parquet.17-0123abcd", ".probe-17-0123abcd", ".probe-17-0123abcd-link"]
     for name in (*left, ".keep", ".object.parquet.swp"):
         (tmp_path / "a" / "b" / name).write_bytes(b"12")
-    found = list(objects.leftovers())
+    found = list(store.leftovers())
     assert sorted(one.name for one in found) == sorted(str(tmp_path / "a" / "b" / name) for name in left)
     assert {one.size for one in found} == {2}
     for one in found:
@@ -559,22 +559,22 @@ def test_what_broken_off_puts_left_is_found_and_can_be_removed(tmp_path, s3):
     client = boto3.session.Session().client("s3")
     mine, theirs = (client.create_multipart_upload(Bucket="bucket", Key=f"{root}/x.tar") for root in ("parts", "other"))
     client.upload_part(Bucket="bucket", Key="parts/x.tar", UploadId=mine["UploadId"], PartNumber=1, Body=b"123")
-    objects = open_objects("s3://bucket/parts")
-    (found,) = objects.leftovers()
+    store = open_store("s3://bucket/parts")
+    (found,) = store.leftovers()
     assert (found.name, found.size) == (f"s3://bucket/parts/x.tar (upload {mine['UploadId']})", 3)
     found.remove()
-    assert list(objects.leftovers()) == []
+    assert list(store.leftovers()) == []
     client.abort_multipart_upload(Bucket="bucket", Key="other/x.tar", UploadId=theirs["UploadId"])
 
 
 def test_a_download_that_breaks_off_is_asked_for_again():
     with OddS3(broken_downloads=2) as server, server.environment():
         server.stored["/bucket/a"] = bytes(range(200))
-        assert server.objects().get("a") == bytes(range(200))
+        assert server.store().get("a") == bytes(range(200))
     with OddS3(broken_downloads=10**6) as server, server.environment():
         server.stored["/bucket/a"] = bytes(range(200))
         with pytest.raises(StorageUnreachable, match=r"s3://bucket/a broke off 5 times"):
-            server.objects().get("a")
+            server.store().get("a")
 
 
 @pytest.fixture
@@ -587,14 +587,14 @@ def https_s3(tmp_path_factory) -> Iterator[list[Mapping[str, str]]]:
 def sums_sent(came: list[Mapping[str, str]], folder: Path) -> list[str]:
     """Names of the headers about checksums that puts of every form and gets of them send."""
     came.clear()
-    objects = open_objects(f"s3://secure/{folder.name}")
+    store = open_store(f"s3://secure/{folder.name}")
     whole = bytes(9_000_000)  # goes up in two parts
     (folder / "file").write_bytes(whole)
-    assert objects.put("file", folder / "file") is True
-    assert objects.get("file") == whole
+    assert store.put("file", folder / "file") is True
+    assert store.get("file") == whole
     for form, data in {"bytes": b"data", "views": [memoryview(b"da"), memoryview(b"ta")]}.items():
-        assert objects.put(form, data, if_absent=True) is True
-        assert objects.get(form) == b"data"
+        assert store.put(form, data, if_absent=True) is True
+        assert store.get(form) == b"data"
     assert {headers[":method"] for headers in came} == {"HEAD", "PUT", "GET", "POST"}
     return sorted({name for headers in came for name in headers if "checksum" in name or "trailer" in name})
 

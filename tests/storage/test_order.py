@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from storage.order import shuffled
-from vlbert.data.loading import CAPTIONS, Stretch, drawn
+from vlbert.data.loading import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS
 
@@ -18,7 +18,7 @@ def epoch_of(epoch: int, n: int, chunk: int, begins: int = 0, seed: int = SEED, 
 
 def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
     """(epoch, sample) as a training over n samples takes them, in chunks of 8."""
-    return [(epoch, number) for _, epoch, number in drawn([Stretch(0, 0, n, "")], consumed, count, SEED, chunk=8)]
+    return [(epoch, number) for _, epoch, number in drawn([SnapshotSpan(0, 0, n, "")], consumed, count, SEED, chunk=8)]
 
 
 def cuts(order: list[int], n: int) -> list[int]:

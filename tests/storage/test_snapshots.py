@@ -19,7 +19,7 @@ from seeded import DETECTOR, as_dict, shard_of
 
 from storage.catalog import Catalog
 from storage.manifests import Header
-from storage.object_store import LocalObjects, ObjectInfo, open_objects
+from storage.object_store import LocalStore, ObjectInfo, open_store
 from storage.shards import read_span
 from storage.snapshots import SNAPSHOT_SCHEMA, read_columns, read_index, read_snapshot, write_snapshot
 
@@ -43,12 +43,12 @@ def test_a_snapshot_is_named_by_the_content_of_its_manifests(catalog, tmp_path):
     assert (two.stage, two.shards, two.ok_rows) == ("images", ("00000", "00001"), 8)
     assert len({empty.id, one.id, two.id}) == 3
     assert catalog.pin("images") == catalog.snapshot("images") == two
-    other = Catalog(open_objects(str(tmp_path / "other")), "captions")
+    other = Catalog(open_store(str(tmp_path / "other")), "captions")
     commit(other, 1)
     commit(other, 0)
     assert other.pin("images") == two
-    assert other.objects.get(file_of(two.id)) == catalog.objects.get(file_of(two.id))
-    other.objects.delete("captions/images/00001.parquet")
+    assert other.store.get(file_of(two.id)) == catalog.store.get(file_of(two.id))
+    other.store.delete("captions/images/00001.parquet")
     commit(other, 1, config="another")
     assert other.pin("images").id != two.id
 
@@ -62,12 +62,12 @@ def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
     assert (len(index), index.snapshot.ok_rows) == (12, 12)
     assert index.snapshot == catalog.snapshot("images")
     for i, sample in enumerate(expected):
-        data = catalog.objects.get_range(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i]))
+        data = catalog.store.get_range(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i]))
         assert as_dict(read_span(data)) == as_dict(sample)
     assert index.keys() == [sample.key for sample in expected]
     assert index.urls() == [sample.url for sample in expected]
     for i, tar in enumerate(index.tars):
-        data = catalog.objects.get(tar)
+        data = catalog.store.get(tar)
         assert (index.tar_sha256[i], index.tar_bytes[i]) == (hashlib.sha256(data).hexdigest(), len(data))
 
 
@@ -76,7 +76,7 @@ def test_a_snapshot_holds_what_the_manifests_say_of_the_ok_rows(local):
         commit(local, number, REGIONS, untrained=number == 1)
     snapshot = local.pin(REGIONS)
     assert snapshot.untrained is True
-    (table,) = read_columns(local.objects, file_of(snapshot.id, REGIONS), SNAPSHOT_SCHEMA.names)
+    (table,) = read_columns(local.store, file_of(snapshot.id, REGIONS), SNAPSHOT_SCHEMA.names)
     expected = []
     for shard in ("00001", "00003"):
         for line in local.manifest(REGIONS, shard).table.to_pylist():
@@ -84,7 +84,7 @@ def test_a_snapshot_holds_what_the_manifests_say_of_the_ok_rows(local):
                 assert line.pop("detail") == ""
                 expected.append({"shard": int(shard), **line})
     assert table.to_pylist() == [{name: line[name] for name in SNAPSHOT_SCHEMA.names} for line in expected]
-    again, shards = read_snapshot(local.objects, file_of(snapshot.id, REGIONS))
+    again, shards = read_snapshot(local.store, file_of(snapshot.id, REGIONS))
     assert again == snapshot
     headers = local.headers(REGIONS)
     assert [shard["manifest_sha256"] for shard in shards] == [header.sha256 for header in headers.values()]
@@ -107,7 +107,7 @@ def test_a_shard_without_an_ok_row_is_in_the_snapshot_and_has_no_tar_in_the_inde
     assert index.snapshot.shards == ("00000", "00001")
 
 
-class CountingObjects(LocalObjects):
+class CountingStore(LocalStore):
     """A folder that notes what was asked of it and, as a bucket, has no files of this machine."""
 
     def __init__(self, root: str):
@@ -141,8 +141,8 @@ def test_a_pinned_snapshot_needs_its_file_alone_whatever_became_of_the_manifests
     earlier = local.pinned("images", local.pin("images").id)
     commit(local, 1)
     for shard in ("00000", "00001", "00002"):
-        local.objects.delete(f"captions/images/{shard}.parquet")
-    counting = CountingObjects(local.objects.root)
+        local.store.delete(f"captions/images/{shard}.parquet")
+    counting = CountingStore(local.store.root)
     again = Catalog(counting, "captions").pinned("images", earlier.snapshot.id)
     path = file_of(earlier.snapshot.id)
     assert set(counting.asked) == {f"list {path}", f"range {path}"}
@@ -154,13 +154,13 @@ def test_a_pinned_snapshot_needs_its_file_alone_whatever_became_of_the_manifests
 def test_pinning_again_changes_the_date_alone_and_of_many_at_once_one_file_stays(local):
     commit(local, 0)
     with ThreadPoolExecutor(4) as pool:
-        pinned = list(pool.map(lambda _: Catalog(LocalObjects(local.objects.root), "captions").pin("images"), range(4)))
+        pinned = list(pool.map(lambda _: Catalog(LocalStore(local.store.root), "captions").pin("images"), range(4)))
     assert len(set(pinned)) == 1
-    assert [info.path for info in local.objects.list("captions/images/snapshots/")] == [file_of(pinned[0].id)]
+    assert [info.path for info in local.store.list("captions/images/snapshots/")] == [file_of(pinned[0].id)]
     path = file_of(pinned[0].id)
-    before = local.objects.get(path)
-    os.utime(local.objects.local_path(path), (0, 0))
-    counting = CountingObjects(local.objects.root)
+    before = local.store.get(path)
+    os.utime(local.store.local_path(path), (0, 0))
+    counting = CountingStore(local.store.root)
     assert Catalog(counting, "captions").pin("images") == pinned[0]
     assert counting.asked == [
         "list captions/images/",
@@ -168,8 +168,8 @@ def test_pinning_again_changes_the_date_alone_and_of_many_at_once_one_file_stays
         f"get {path}",
         f"put {path}",
     ]
-    assert local.objects.get(path) == before
-    (found,) = local.objects.list(path)
+    assert local.store.get(path) == before
+    (found,) = local.store.list(path)
     assert abs(found.modified - time.time()) < 60  # `gc` counts its grace time from now on
 
 
@@ -206,9 +206,9 @@ def test_a_snapshot_of_several_row_groups_is_read_whole_and_only_where_it_is_nee
     offsets = large(tmp_path / "snapshot", sizes)
     (file,) = (tmp_path / "captions/images/snapshots").iterdir()
     assert pq.read_metadata(file).num_row_groups == 2
-    counting = CountingObjects(str(tmp_path))
-    for objects in (LocalObjects(str(tmp_path)), counting):
-        index = read_index(objects, file_of(file.stem))
+    counting = CountingStore(str(tmp_path))
+    for store in (LocalStore(str(tmp_path)), counting):
+        index = read_index(store, file_of(file.stem))
         assert np.array_equal(index.offset, np.concatenate(offsets))
         assert np.array_equal(index.shard, np.repeat(np.arange(7), sizes))
         assert np.array_equal(index.length, index.shard + 512)
@@ -240,12 +240,12 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     commit(catalog, 0)
     snapshot = catalog.pin("images")
     path = file_of(snapshot.id)
-    data = catalog.objects.get(path)
+    data = catalog.store.get(path)
     moved = file_of("0" * 16)
-    catalog.objects.put(moved, data)
+    catalog.store.put(moved, data)
     with pytest.raises(ValueError, match=rf"{moved} says that it is snapshot {snapshot.id} of images: move it back"):
         catalog.pinned("images", "0" * 16)
-    catalog.objects.delete(path)
+    catalog.store.delete(path)
     with pytest.raises(ValueError, match=rf"{path} is gone; put it back"):
         catalog.pinned("images", snapshot.id)
     table = pq.read_table(io.BytesIO(data))
@@ -261,7 +261,7 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
         sink = io.BytesIO()
         hashed = {"snapshot": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
         pq.write_table(table.replace_schema_metadata(hashed), sink)
-        catalog.objects.put(path, sink.getvalue())
+        catalog.store.put(path, sink.getvalue())
         if message is None:
             assert catalog.pinned("images", snapshot.id).snapshot.untrained is True
         else:
@@ -279,7 +279,7 @@ def test_a_snapshot_with_a_byte_flipped_or_an_end_cut_off_is_never_read_as_anoth
     path = file_of(snapshot.id)
     whole = local.pinned("images", snapshot.id)
     keys = whole.keys()
-    file, data = local.objects.local_path(path), local.objects.get(path)
+    file, data = local.store.local_path(path), local.store.get(path)
     refused = 0
     for place in range(0, len(data), 3):
         damaged = bytearray(data)

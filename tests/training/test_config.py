@@ -31,9 +31,9 @@ def test_overrides_reach_every_depth_and_keep_the_types():
             "task.words.whole_words=false",
             "task.max_elements=none",
             "model.geometry=corners",
-            "task.watched_words=red,blue",
+            "task.monitored_words=red,blue",
             "optimizer.betas=0.9,0.98",
-            "optimizer.clip=none",
+            "optimizer.max_grad_norm=none",
             "optimizer.schedule=step",
             "optimizer.decay_at=20,30",
         ],
@@ -43,9 +43,9 @@ def test_overrides_reach_every_depth_and_keep_the_types():
     assert recipe.task.words.whole_words is False
     assert recipe.task.max_elements is None
     assert recipe.model.geometry == "corners"
-    assert recipe.task.watched_words == ("red", "blue")
+    assert recipe.task.monitored_words == ("red", "blue")
     assert recipe.optimizer.betas == (0.9, 0.98)
-    assert (recipe.optimizer.clip, recipe.optimizer.decay_at) == (None, (20, 30))
+    assert (recipe.optimizer.max_grad_norm, recipe.optimizer.decay_at) == (None, (20, 30))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,12 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("model.geometry=polar", "one of centre, corners"),
         ("steps.more=1", "plain value"),
         ("model=small", "set its fields"),
-        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("hidden", "heads", "intermediate")),
+        *(
+            (f"model.{name}=0", f"ModelConfig.{name} is 0")
+            for name in ("hidden_size", "num_heads", "intermediate_size")
+        ),
         *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("max_positions", "geometry_channels")),
-        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("visual_channels", "region_classes")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("visual_embedding_size", "region_classes")),
         *((f"model.dropout={value}", "ModelConfig.dropout is ") for value in ("1", "-0.1", "nan")),
         ("model.initializer_range=0", "ModelConfig.initializer_range is 0"),
         ("optimizer.learning_rate=inf", "OptimizerConfig.learning_rate is inf; it must be finite"),
@@ -68,13 +71,13 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("optimizer.schedule=step optimizer.decay_at=0,4", "OptimizerConfig.decay_at is (0, 4)"),
         ("data.batch=0", "DataConfig.batch is 0"),
         ("vocabulary_size=0", "Recipe.vocabulary_size is 0"),
-        ("model.heads=7", "ModelConfig.heads is 7; it must be a divisor of hidden = 768"),
+        ("model.num_heads=7", "ModelConfig.num_heads is 7; it must be a divisor of hidden_size = 768"),
         ("task.words.masked=1.5", "shares"),
         ("steps=0", "Recipe.steps is 0"),
-        ("data.accumulate=0", "DataConfig.accumulate is 0"),
+        ("data.gradient_accumulation=0", "DataConfig.gradient_accumulation is 0"),
         ("data.seed=-1", "DataConfig.seed is -1"),
         ("task.max_elements=2", "max_elements is 2"),
-        ("optimizer.clip=0", "OptimizerConfig.clip is 0"),
+        ("optimizer.max_grad_norm=0", "OptimizerConfig.max_grad_norm is 0"),
         ("optimizer.betas=0.9", "two numbers"),
         ("model.regions.pixel_mean=1,2", "three numbers"),
         ("model.regions.features=precomputed model.regions.weights=x", "must be None where features are precomputed"),
@@ -133,8 +136,8 @@ def test_no_number_is_negative_where_it_counts_and_none_is_infinite(config):
 
 
 def test_fields_that_belong_together_may_change_together():
-    recipe = override(RECIPES["pretrain_vlbert_base"](), ["model.hidden=96", "model.heads=8"])
-    assert (recipe.model.hidden, recipe.model.heads) == (96, 8)
+    recipe = override(RECIPES["pretrain_vlbert_base"](), ["model.hidden_size=96", "model.num_heads=8"])
+    assert (recipe.model.hidden_size, recipe.model.num_heads) == (96, 8)
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -148,7 +151,7 @@ def test_recipes_are_named_as_their_function_and_survive_json(name):
 
 def test_a_configuration_may_be_older_and_not_newer():
     values = to_json(ModelConfig())
-    del values["heads"]
+    del values["num_heads"]
     assert from_json(ModelConfig, values, "config.json") == ModelConfig(), (
         "a field younger than the file has its default"
     )

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.killed_training import CLOCKED, check_stopped
 from flows.training import _PROGRESS
-from storage.object_store import LocalObjects, Objects, StorageUnreachable, open_objects
+from storage.object_store import LocalStore, ObjectStore, StorageUnreachable, open_store
 from storage.runs import open_folder, sealed_json
 from training.distributed import World
 from training.log import read_heartbeat, read_metrics
@@ -145,7 +145,7 @@ class Impatient(Writer):
 
 
 def taught(
-    objects: Objects,
+    store: ObjectStore,
     steps: Sequence[int],
     bad: Iterable[int] = (),
     spikes: Iterable[int] = (),
@@ -153,15 +153,15 @@ def taught(
     rate: float = 0.1,
     validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
     save: Callable[[Writer, int, dict], None] = lambda writer, done, state: None,
-    make_writer: Callable[[Objects], Writer] = Writer,
+    make_writer: Callable[[ObjectStore], Writer] = Writer,
     **changes: Any,
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
     settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
-    settings |= {"most_skipped": 2, "optimizer": SimpleNamespace(clip=1.0)}
+    settings |= {"most_skipped": 2, "optimizer": SimpleNamespace(max_grad_norm=1.0)}
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
-    with make_writer(objects) as writer:
+    with make_writer(store) as writer:
         run = Taught(
             recipe=SimpleNamespace(run_name="run", **settings | changes),
             world=ALONE,
@@ -177,13 +177,13 @@ def taught(
     return network, optimizer
 
 
-def lines_of(objects: Objects, name: str) -> list[dict]:
+def lines_of(store: ObjectStore, name: str) -> list[dict]:
     path = f"runs/run/{name}"
-    return [json.loads(line) for line in objects.get(path).splitlines()] if objects.exists(path) else []
+    return [json.loads(line) for line in store.get(path).splitlines()] if store.exists(path) else []
 
 
 def test_a_step_that_is_left_out_changes_nothing_and_is_written_down_with_its_samples(tmp_path, capsys):
-    left_out, without = (open_objects(str(tmp_path / name)) for name in ("left-out", "without"))
+    left_out, without = (open_store(str(tmp_path / name)) for name in ("left-out", "without"))
     network, optimizer = taught(left_out, [0, 1, 2, 3, 4], bad=[2])
     as_if, other = taught(without, [0, 1, 3, 4])
     # The statistics of the norm, and how many batches they are of, too.
@@ -210,20 +210,20 @@ def test_a_step_that_is_left_out_changes_nothing_and_is_written_down_with_its_sa
 
 
 def test_so_many_steps_left_out_in_a_row_end_the_run_and_all_that_helps_is_named(tmp_path):
-    objects = open_objects(str(tmp_path))
-    taught(objects, range(6), bad=[1, 3])  # one at a time
+    store = open_store(str(tmp_path))
+    taught(store, range(6), bad=[1, 3])  # one at a time
     with pytest.raises(FloatingPointError) as caught:
-        taught(objects, range(6), bad=[1, 3, 4])
+        taught(store, range(6), bad=[1, 3, 4])
     said = str(caught.value)
     assert said.startswith("2 steps in a row were left out, the last of them, 5, because the loss of size (nan)")
     assert f"{tmp_path}/runs/run/skipped.jsonl names their samples; no checkpoint was saved. " in said
     assert "spike=none" in said
-    assert [line["step"] for line in lines_of(objects, "skipped.jsonl")] == [2, 4, 5]
-    assert read_heartbeat(objects, "run")["state"] == "failed"
-    assert read_heartbeat(objects, "run")["step"] == 5
+    assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == [2, 4, 5]
+    assert read_heartbeat(store, "run")["state"] == "failed"
+    assert read_heartbeat(store, "run")["step"] == 5
 
 
-class SlowFolder(LocalObjects):
+class SlowFolder(LocalStore):
     """A folder that takes its time for the last file of a checkpoint or, `full`, does not take it."""
 
     full = False
@@ -259,19 +259,19 @@ def test_a_checkpoint_that_is_still_being_written_when_a_run_fails_is_waited_for
 
 def test_the_losses_by_which_a_spike_is_judged_come_from_the_checkpoint(tmp_path):
     states = []
-    objects = open_objects(str(tmp_path / "before"))
-    taught(objects, range(WINDOW), rate=0, save=lambda writer, done, state: states.append(state))
+    store = open_store(str(tmp_path / "before"))
+    taught(store, range(WINDOW), rate=0, save=lambda writer, done, state: states.append(state))
     (state,) = (json.loads(json.dumps(state)) for state in states)
     for name, resumed, left_out in (("after", state, [3]), ("new", None, [])):
-        objects = open_objects(str(tmp_path / name))
-        taught(objects, range(5), spikes=[2], resumed=resumed, rate=0)
-        assert [line["step"] for line in lines_of(objects, "skipped.jsonl")] == left_out
+        store = open_store(str(tmp_path / name))
+        taught(store, range(5), spikes=[2], resumed=resumed, rate=0)
+        assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == left_out
 
 
 def test_what_no_gradient_flows_through_is_measured_and_changes_nothing(tmp_path):
-    objects = open_objects(str(tmp_path))
-    network, _ = taught(objects, range(4), log_every=4)
-    (line,) = lines_of(objects, "metrics.jsonl")
+    store = open_store(str(tmp_path))
+    network, _ = taught(store, range(4), log_every=4)
+    (line,) = lines_of(store, "metrics.jsonl")
     assert 0 < line["positive"] < 1
     assert "loss_positive" not in line
     assert 0 < line["gradient_norm"] <= line["gradient_norm_max"]
@@ -340,7 +340,7 @@ def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
         first, second = (folder / name for folder in folders)
         assert first.read_bytes() == second.read_bytes(), name
-    states = [open_folder(LocalObjects(str(root)), f"runs/{run}/{folders[0].name}").state for run in (one, other)]
+    states = [open_folder(LocalStore(str(root)), f"runs/{run}/{folders[0].name}").state for run in (one, other)]
     for state in states:
         del state["files"]["config.json"]  # it names the run
     assert states[0] == states[1]
@@ -381,21 +381,21 @@ def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobod
         train(stopped, ALONE, stop)
     os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
     assert before == []
-    objects = open_objects(str(root))
-    beat = read_heartbeat(objects, "stopped")
+    store = open_store(str(root))
+    beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
     train(stopped, ALONE)
     assert_equal_runs(root, "unstopped", "stopped", 8)
-    assert [line["step"] for line in read_metrics(objects, "stopped", "training")] == [3, 6, 8]
+    assert [line["step"] for line in read_metrics(store, "stopped", "training")] == [3, 6, 8]
 
     progress = [line for line in capsys.readouterr().out.splitlines() if " samples/s " in line]
     assert all(_PROGRESS.match(line) for line in progress)
     assert len(progress) == 3 + 3
-    beat = read_heartbeat(objects, "stopped")
+    beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["processes"], beat["pid"]) == ("done", 8, 1, os.getpid())
     assert beat["losses"].keys() == {"words", "text_words", "regions"}
     assert beat["seconds_left"] == 0
-    assert read_heartbeat(objects, "never") is None
+    assert read_heartbeat(store, "never") is None
 
 
 def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
@@ -406,30 +406,30 @@ def test_what_a_checkpoint_without_a_state_of_the_loop_began_goes_on(root):
     assert state.pop("loop")["skipping"]["in_a_row"] == 0
     file.write_bytes(sealed_json(state))
     train(dataclasses.replace(recipe, steps=4), ALONE)
-    assert [line["step"] for line in read_metrics(open_objects(str(root)), "old", "training")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_metrics(open_store(str(root)), "old", "training")] == [1, 2, 3, 4]
 
 
 # --- SIGTERM and Ctrl-C -----------------------------------------------------------------------------------------------
 
 
 def test_sigterm_during_a_validation_stops_the_run_behind_it(tmp_path, before):
-    objects, saved = open_objects(str(tmp_path)), []
+    store, saved = open_store(str(tmp_path)), []
 
     def validate() -> tuple[dict[str, float], list[dict]]:
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 30
-        while (read_heartbeat(objects, "run") or {}).get("state") != "validating":  # a thread writes it
+        while (read_heartbeat(store, "run") or {}).get("state") != "validating":  # a thread writes it
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return {"accuracy": 1.0}, []
 
     with pytest.raises(Stopped, match="after step 2 of 6"):
         taught(
-            objects, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
+            store, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
         )
     assert saved == [2]
-    assert [line["kind"] for line in lines_of(objects, "metrics.jsonl")] == ["training", "validation"]
-    assert read_heartbeat(objects, "run")["state"] == "stopped"
+    assert [line["kind"] for line in lines_of(store, "metrics.jsonl")] == ["training", "validation"]
+    assert read_heartbeat(store, "run")["state"] == "stopped"
 
 
 @pytest.mark.parametrize("number", REQUESTS)

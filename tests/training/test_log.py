@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from writing import Held, files, nothing, wait_for
 
-from storage.object_store import LocalObjects, StorageUnreachable, open_objects
+from storage.object_store import LocalStore, StorageUnreachable, open_store
 from training.lines import Lines
 from training.log import Record, read_heartbeat, read_metrics
 from training.metrics import Line
 from training.writer import Writer
 
 
-class Remote(LocalObjects):
+class Remote(LocalStore):
     """A folder that is like a bucket: no file of this machine."""
 
     def local_path(self, path: str) -> Path | None:
@@ -60,7 +60,7 @@ def test_a_line_that_a_full_disk_takes_in_part_is_written_whole_and_in_order_whe
 @pytest.fixture
 def record(tmp_path) -> Record:
     """Of a run whose log and TensorBoard cannot be written: folders and files stand in their place."""
-    record = Record(Writer(open_objects(str(tmp_path))), "run", 0, 10, 1)
+    record = Record(Writer(open_store(str(tmp_path))), "run", 0, 10, 1)
     (tmp_path / "runs/run/metrics.jsonl").mkdir()
     return record
 
@@ -75,7 +75,7 @@ def test_a_training_goes_on_while_its_log_cannot_be_written_and_loses_nothing(tm
         record.training(3, line(), 0.1)
         assert steps_of(file) == [1, 2, 3]
     assert capsys.readouterr().out.count(f"cannot write {file}, the training goes on and this is tried again: ") == 1
-    assert read_heartbeat(record.objects, "run")["state"] == "done"
+    assert read_heartbeat(record.store, "run")["state"] == "done"
 
 
 def test_a_run_whose_lines_are_never_written_fails_in_the_end_and_its_heartbeat_says_so(tmp_path, record):
@@ -89,8 +89,8 @@ def test_a_run_whose_lines_are_never_written_fails_in_the_end_and_its_heartbeat_
     named = f"1 lines of {tmp_path}/runs/run/skipped.jsonl are not written: .* Make room"
     with pytest.raises(StorageUnreachable, match=named):
         training()
-    assert read_heartbeat(record.objects, "run")["state"] == "failed"
-    assert [found["step"] for found in read_metrics(record.objects, "run", "training")] == [1]
+    assert read_heartbeat(record.store, "run")["state"] == "failed"
+    assert [found["step"] for found in read_metrics(record.store, "run", "training")] == [1]
 
 
 def test_what_the_board_shows_is_in_its_file_before_a_save_and_in_a_new_one_where_that_fails(tmp_path, record):
@@ -141,36 +141,36 @@ def test_on_a_bucket_the_board_is_flushed_before_it_is_put(tmp_path):
 def test_a_line_that_is_no_json_is_named_with_its_file_and_number(tmp_path):
     file = tmp_path / "runs/run/metrics.jsonl"
     file.parent.mkdir(parents=True)
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
         file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n{"ki')
-        for read in (lambda: read_metrics(objects, "run", "training"), lambda: Record(Writer(objects), "run", 2, 9, 1)):
+        for read in (lambda: read_metrics(store, "run", "training"), lambda: Record(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON object with a `step`: .* Remove"):
                 read()
 
 
 def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
-    objects = open_objects(str(tmp_path))
-    record = Record(Writer(objects), "run", 0, 10, 1)
+    store = open_store(str(tmp_path))
+    record = Record(Writer(store), "run", 0, 10, 1)
     with record.writer, record.running():
-        wait_for(lambda: (read_heartbeat(objects, "run") or {}).get("state") == "starting")
+        wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "starting")
         record.step(1)
-        wait_for(lambda: read_heartbeat(objects, "run")["state"] == "training")
-        assert read_heartbeat(objects, "run")["step"] == 1
+        wait_for(lambda: read_heartbeat(store, "run")["state"] == "training")
+        assert read_heartbeat(store, "run")["step"] == 1
 
 
 def test_the_share_of_the_time_for_which_saves_held_up_the_training_is_in_the_log_and_the_heartbeat(tmp_path):
-    objects = Held(tmp_path, "step-0000001/state.json")
-    record = Record(Writer(objects), "run", 0, 10, 1)
+    store = Held(tmp_path, "step-0000001/state.json")
+    record = Record(Writer(store), "run", 0, 10, 1)
     with record.writer as writer, record.running():
         began = time.monotonic()
         writer.checkpoint("runs/run/step-0000001", files(1), nothing)
-        threading.Timer(0.2, objects.let_through.set).start()
+        threading.Timer(0.2, store.let_through.set).start()
         writer.checkpoint("runs/run/step-0000002", files(2), nothing)
         gone = time.monotonic() - began
         record.training(2, line(), 0.1)
         record.training(3, line(), 0.1)
-    first, second = (found["save_wait"] for found in read_metrics(objects, "run", "training"))
+    first, second = (found["save_wait"] for found in read_metrics(store, "run", "training"))
     assert 0.1 / gone < first <= 1
     assert second == 0
-    assert read_heartbeat(objects, "run")["save_wait"] == 0
+    assert read_heartbeat(store, "run")["save_wait"] == 0

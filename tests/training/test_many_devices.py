@@ -270,7 +270,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.loop import Run, run_in_world, train_steps
 from training.writer import Writer
 
@@ -306,10 +306,10 @@ def work(world):
     inputs = torch.randn(3, 4, 2, 5, 30)  # step, part, rank, row
     recipe = SimpleNamespace(
         run_name="counting", steps=3, log_every=1, validate_every=9, save_every=9, spike=None, most_skipped=1,
-        optimizer=SimpleNamespace(clip=0.0),
+        optimizer=SimpleNamespace(max_grad_norm=0.0),
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Writer(open_objects(__file__ + ".root")) as writer:
+    with Writer(open_store(__file__ + ".root")) as writer:
         run = Counting(recipe=recipe, world=world, model=model, optimizer=optimizer, writer=writer)
         run.parts = [[part[world.rank] for part in step] for step in inputs]
         train_steps(run)

@@ -15,7 +15,7 @@ from training.optimizer import OptimizerConfig, learning_rate_factor, make_optim
 from vlbert.train import train
 
 COMPONENTS = SHARED / "parity" / "vlbert" / "components.npz"
-CONSTANT = {"warm_up": 0, "schedule": "step", "decay_at": (1000,)}
+CONSTANT = {"warmup_steps": 0, "schedule": "step", "decay_at": (1000,)}
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_adam_and_sgd_have_their_decay_in_the_gradient():
 @pytest.mark.parametrize(
     ("figures", "config"),
     [
-        ("triangle_w10_t50", OptimizerConfig(warm_up=10)),
-        ("multistep_w10_m30_40", OptimizerConfig(warm_up=10, schedule="step", decay_at=(29, 39), decay=0.1)),
+        ("triangle_w10_t50", OptimizerConfig(warmup_steps=10)),
+        ("multistep_w10_m30_40", OptimizerConfig(warmup_steps=10, schedule="step", decay_at=(29, 39), decay=0.1)),
     ],
 )
 def test_the_learning_rate_has_the_authors_factor_in_every_update(components, figures, config):
@@ -98,7 +98,7 @@ def test_the_learning_rate_has_the_authors_factor_in_every_update(components, fi
     ],
 )
 def test_the_rate_rises_and_follows_its_schedule(schedule, decay_at, wanted):
-    config = OptimizerConfig(kind="sgd", learning_rate=1.0, warm_up=2, schedule=schedule, decay_at=decay_at)
+    config = OptimizerConfig(kind="sgd", learning_rate=1.0, warmup_steps=2, schedule=schedule, decay_at=decay_at)
     optimizer = make_optimizer(nn.Linear(1, 1), config)
     rates = []
     for step in range(7):
@@ -111,7 +111,7 @@ def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rat
     model = one_weight(np.zeros(1))
     model.fast_rcnn = nn.Linear(1, 1)
     model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-    config = OptimizerConfig(learning_rate=8.0, region_learning_rate=2.0, warm_up=4, weight_decay=0.0)
+    config = OptimizerConfig(learning_rate=8.0, region_learning_rate=2.0, warmup_steps=4, weight_decay=0.0)
     optimizer = make_optimizer(model, config)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
     rates = []
@@ -120,7 +120,7 @@ def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rat
         rates.append([group["lr"] for group in optimizer.param_groups])
     rising_and_falling = np.array([1 / 4, 2 / 4, 3 / 4, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
     np.testing.assert_allclose(rates, rising_and_falling[:, None] * [8, 2])
-    set_learning_rate(optimizer, 0, 5, OptimizerConfig(warm_up=0))
+    set_learning_rate(optimizer, 0, 5, OptimizerConfig(warmup_steps=0))
     assert 0 < optimizer.param_groups[0]["lr"] <= 8
 
 
@@ -129,7 +129,7 @@ def test_gradients_are_clipped_to_a_norm_or_not_at_all(tmp_path):
     data = dataclasses.replace(tiny_recipe(root).data, held_out=None, batch=2, text_batch=0)
     words = {}
     for clip in (None, 1e9, 1e-3):
-        sgd = OptimizerConfig(kind="sgd", learning_rate=1e-3, warm_up=0, weight_decay=0.0, clip=clip)
+        sgd = OptimizerConfig(kind="sgd", learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, max_grad_norm=clip)
         recipe = tiny_recipe(root, run=f"clip-{clip}", steps=1, data=data, optimizer=sgd)
         train(recipe, World(0, 1, torch.device("cpu")))
         weights = load_file(root / "runs" / f"clip-{clip}" / "step-0000001" / "model.safetensors")

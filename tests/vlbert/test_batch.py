@@ -5,23 +5,23 @@ import pytest
 import torch
 
 from training.log import Unreadable
-from vlbert.data.batch import Example, Picture, Words, collate, void
+from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder
 
 
-def words(length: int, asked: list[int]) -> Words:
+def words(length: int, asked: list[int]) -> TextInput:
     zeros = np.zeros(length, np.int64)
     mask = np.isin(np.arange(length), asked)
-    return Words(np.arange(1, length + 1), zeros, zeros, {"word_asked": mask}, {"words": np.array(asked, np.int64)})
+    return TextInput(np.arange(1, length + 1), zeros, zeros, {"word_asked": mask}, {"words": np.array(asked, np.int64)})
 
 
-def picture(regions: int, height: int, width: int) -> Picture:
+def picture(regions: int, height: int, width: int) -> ImageInput:
     boxes = np.arange(4 * regions, dtype=np.float32).reshape(regions, 4)
-    hidden = np.arange(regions) == 1
+    masked = np.arange(regions) == 1
     pixels = torch.full((3, height, width), regions, dtype=torch.uint8)
-    return Picture(boxes, hidden, (width, height), pixels, targets={"region_asked": hidden})
+    return ImageInput(boxes, masked, (width, height), pixels, targets={"region_asked": masked})
 
 
-def precomputed(regions: int, channels: int = 2) -> Picture:
+def precomputed(regions: int, channels: int = 2) -> ImageInput:
     """As `picture`, of the same sizes: region r of a picture with n regions has features n + r / 10."""
     features = np.float32(regions + np.arange(regions) / 10)[:, None].repeat(channels, axis=1)
     return dataclasses.replace(picture(regions, 4, 6), pixels=None, features=features)
@@ -144,7 +144,7 @@ def test_pictures_of_one_batch_all_have_it_or_none(name):
 
 
 def test_examples_that_ask_for_different_things_do_not_mix():
-    other = Words(np.ones(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64))
+    other = TextInput(np.ones(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="carry different targets"):
         collate([Example("a", words(3, [1])), Example("b", other)])
 
@@ -158,13 +158,13 @@ def test_moving_a_batch_keeps_pixels_as_bytes():
 def test_a_place_holder_keeps_its_shapes_asks_nothing_and_is_not_counted():
     example = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
     missing = Unreadable(7, "b", "sample b is torn")
-    batch = collate([void(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])
+    batch = collate([placeholder(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])
     assert batch.counted.tolist() == [False, False, True]
     assert batch.unreadable == (missing,)
     assert batch.targets["word_asked"].nonzero().tolist() == [[2, 0], [2, 2]]
     assert batch.asked["words"].tolist() == [0, 2]
     assert batch.targets["region_asked"].nonzero().tolist() == [[2, 1]]
-    assert batch.region_hidden.sum(1).tolist() == [1, 1, 1], "what is hidden in it stays so"
+    assert batch.region_masked.sum(1).tolist() == [1, 1, 1], "what is hidden in it stays so"
     whole = collate([example])
     assert batch.tokens[:2, :3].tolist() == whole.tokens.tolist()
     assert whole.counted.all(), "the example itself is as it was"

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Words, collate
+from vlbert.data.batch import Batch, Example, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.model.bert import bert_vocabulary, start_from_bert
+from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.pretraining import PretrainingHead
 from vlbert.tasks.vcr import VCRHead, VCRSettings
@@ -64,13 +64,13 @@ def texts() -> tuple[Batch, torch.Tensor, torch.Tensor]:
     """A text of two sentences as our batch, and as BERT takes it: ids and token types, [1, T]."""
     tokens = LETTERS.encode("some words of text that bert reads")
     segments = (np.arange(len(tokens)) > 9).astype(np.int64)
-    batch = collate([Example("a", Words(tokens, segments, np.zeros_like(tokens)))])
+    batch = collate([Example("a", TextInput(tokens, segments, np.zeros_like(tokens)))])
     return batch, batch.tokens, batch.segments
 
 
 def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
     """Our encoder on the text alone: [END], which BERT has not, is left out of what attention may look at."""
-    embedded, mask = vlbert.model.embedding(batch, vlbert.appearance(batch))
+    embedded, mask = vlbert.embedding(batch, vlbert.appearance(batch))
     mask[:, -1] = False
     return vlbert.encoder(embedded, mask)[:, : batch.tokens.shape[1]]
 
@@ -79,7 +79,7 @@ def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
 def test_for_text_alone_it_is_bert_to_five_digits_with_its_word_logits(tmp_path):
     theirs = saved(tmp_path, BertForPreTraining)
     vlbert, head = ours(relationship=True)
-    said = start_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    said = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
     assert said == f"words and encoder, word classifier, pooler, relationship from {tmp_path}"
     batch, tokens, segments = texts()
     text = encode_without_end(vlbert, batch)
@@ -98,9 +98,7 @@ def test_for_text_alone_it_is_bert_to_five_digits_with_its_word_logits(tmp_path)
 def test_a_masked_language_model_gives_its_word_classifier(tmp_path):
     theirs = saved(tmp_path, BertForMaskedLM)
     vlbert, head = ours()
-    assert (
-        start_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, word classifier from {tmp_path}"
-    )
+    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, word classifier from {tmp_path}"
     batch, tokens, segments = texts()
     logits = head.words(vlbert, encode_without_end(vlbert, batch)[0])
     assert float((logits - theirs(tokens, token_type_ids=segments).logits[0]).abs().max()) < 1e-5
@@ -111,7 +109,7 @@ def test_without_heads_the_words_begin_as_its_own_and_all_else_new(tmp_path):
     theirs = saved(tmp_path, BertModel)
     vlbert, head = ours(relationship=True)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    said = start_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    said = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
     assert said == (
         f"words and encoder, pooler from {tmp_path}; it came without word classifier, relationship, which begins new"
     )
@@ -128,7 +126,7 @@ def test_without_heads_the_words_begin_as_its_own_and_all_else_new(tmp_path):
 def test_a_pooler_goes_where_a_task_has_one(tmp_path):
     theirs = saved(tmp_path, BertModel)
     head = VCRHead(SILENT, VCRSettings())
-    said = start_from_bert(ours()[0], head, str(tmp_path), LETTERS)
+    said = init_from_bert(ours()[0], head, str(tmp_path), LETTERS)
     assert said == f"words and encoder, pooler from {tmp_path}"
     assert torch.equal(head.pooler.dense.weight, theirs.pooler.dense.weight)
 
@@ -139,8 +137,8 @@ def test_what_bert_has_not_keeps_its_initialisation(tmp_path):
     theirs = saved(tmp_path, BertModel, short)
     vlbert, head = ours()
     before = {name: tensor.clone() for name, tensor in vlbert.state_dict().items()}
-    start_from_bert(vlbert, head, str(tmp_path), LETTERS)
-    embedding = vlbert.model.embedding
+    init_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    embedding = vlbert.embedding
     assert torch.equal(embedding.positions.weight[:40], theirs.embeddings.position_embeddings.weight)
     assert torch.equal(embedding.positions.weight[40:], before["embedding.positions.weight"][40:])
     both = theirs.embeddings.token_type_embeddings.weight.expand(2, -1)
@@ -153,7 +151,7 @@ def test_what_bert_has_not_keeps_its_initialisation(tmp_path):
 
 def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_its_own_and_it_says_so(tmp_path):
     saved(tmp_path, BertModel, words=False)
-    said = start_from_bert(*ours(), str(tmp_path), LETTERS)
+    said = init_from_bert(*ours(), str(tmp_path), LETTERS)
     assert said.endswith("; it came without a vocabulary: that of the run was taken to be its own")
     with pytest.raises(ValueError, match="came without a vocabulary; give the vocab.txt .* vocabulary=FILE"):
         bert_vocabulary(str(tmp_path))
@@ -174,14 +172,14 @@ def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_its_own_and_it_say
 def test_a_bert_of_another_shape_is_refused(tmp_path, change, said):
     saved(tmp_path, BertModel, BertConfig(**BERT.to_dict() | change))
     with pytest.raises(ValueError, match=f"is a BERT of another shape: it has {said}"):
-        start_from_bert(*ours(), str(tmp_path), LETTERS)
+        init_from_bert(*ours(), str(tmp_path), LETTERS)
 
 
 def test_a_bert_of_another_vocabulary_is_refused(tmp_path):
     saved(tmp_path, BertModel)
     other = Vocabulary([*LETTERS.pieces[:5], *reversed(LETTERS.pieces[5:])])
     with pytest.raises(ValueError, match="every word would get the weights of another; give vocabulary=FILE"):
-        start_from_bert(*ours(), str(tmp_path), other)
+        init_from_bert(*ours(), str(tmp_path), other)
 
 
 def test_a_bert_that_tells_capitals_apart_is_refused(tmp_path):
@@ -208,9 +206,9 @@ def test_what_is_no_bert_is_refused(tmp_path):
     BertModel(BERT).save_pretrained(folders["half"], state_dict=half)
     for name in ("empty", "gpt2", "torn", "page"):
         with pytest.raises(ValueError, match=f"{name} is neither the folder of a BERT nor the name of one on the hub"):
-            start_from_bert(*ours(), str(folders[name]), LETTERS)
+            init_from_bert(*ours(), str(folders[name]), LETTERS)
     with pytest.raises(ValueError, match="half is no whole BERT: it lacks bert.encoder.layer.1.attention"):
-        start_from_bert(*ours(), str(folders["half"]), LETTERS)
+        init_from_bert(*ours(), str(folders["half"]), LETTERS)
     with pytest.raises(ValueError, match="nor the name of one on the hub"):
         bert_vocabulary(str(tmp_path / "nowhere"))
 
@@ -234,9 +232,9 @@ def test_a_berts_own_code_is_not_run(tmp_path, monkeypatch, kind):
     model, head = ours()
     if kind == "bert":
         assert bert_vocabulary(str(tmp_path)).pieces == LETTERS.pieces
-        start_from_bert(model, head, str(tmp_path), LETTERS)
+        init_from_bert(model, head, str(tmp_path), LETTERS)
     else:
-        for read in (bert_vocabulary, lambda name: start_from_bert(model, head, name, LETTERS)):
+        for read in (bert_vocabulary, lambda name: init_from_bert(model, head, name, LETTERS)):
             with pytest.raises(ValueError, match=str(tmp_path)):
                 read(str(tmp_path))
     assert not (tmp_path / "ran").exists()

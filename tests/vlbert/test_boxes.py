@@ -2,23 +2,23 @@ import numpy as np
 import pytest
 import torch
 
-from vlbert.data.boxes import flip_horizontally, geometry_embedding, hidden_pixels
+from vlbert.data.boxes import flip_horizontally, geometry_embedding, masked_pixels
 
 
 def test_hidden_pixels_are_exactly_those_that_a_hidden_box_touches():
     boxes = torch.tensor([[[0.0, 0.0, 7.0, 5.0], [1.2, 2.0, 3.9, 4.5], [5.0, 0.0, 6.0, 1.0]]])
-    hidden = torch.tensor([[False, True, False]])
+    masked = torch.tensor([[False, True, False]])
     expected = torch.zeros(6, 8, dtype=torch.bool)
     expected[2:5, 1:4] = True
-    assert torch.equal(hidden_pixels(boxes, hidden, 6, 8)[0], expected)
-    both = hidden_pixels(boxes, torch.tensor([[False, True, True]]), 6, 8)[0]
+    assert torch.equal(masked_pixels(boxes, masked, 6, 8)[0], expected)
+    both = masked_pixels(boxes, torch.tensor([[False, True, True]]), 6, 8)[0]
     expected[0:2, 5:7] = True
     assert torch.equal(both, expected)
 
 
 def test_hidden_pixels_belong_to_their_own_picture():
     boxes = torch.tensor([[[0.0, 0.0, 1.0, 1.0]], [[2.0, 2.0, 3.0, 3.0]]])
-    found = hidden_pixels(boxes, torch.tensor([[False], [True]]), 4, 4)
+    found = masked_pixels(boxes, torch.tensor([[False], [True]]), 4, 4)
     assert found[0].sum() == 0
     assert found[1].sum() == 4
 
@@ -30,10 +30,10 @@ def test_mirroring_twice_changes_nothing_and_once_swaps_the_sides():
 
 
 def test_a_mirrored_box_hides_the_mirrored_pixels():
-    box, hidden = np.array([[1.2, 2.0, 3.9, 4.0]], np.float32), torch.tensor([[True]])
+    box, masked = np.array([[1.2, 2.0, 3.9, 4.0]], np.float32), torch.tensor([[True]])
     columns = np.floor(box)  # the pixels that it touches
     straight, mirrored = (
-        hidden_pixels(torch.from_numpy(b)[None], hidden, 6, 8)[0] for b in (columns, flip_horizontally(columns, 8))
+        masked_pixels(torch.from_numpy(b)[None], masked, 6, 8)[0] for b in (columns, flip_horizontally(columns, 8))
     )
     assert straight.sum() == 9
     assert torch.equal(mirrored, straight.flip(1))

@@ -1,7 +1,7 @@
 """The checkpoint as a format: a golden one must stay readable and be written again byte for byte.
 
-It is made by `python tests/vlbert/test_checkpoint.py` (only when the format gets a new version) and described in
-docs/formats.md.
+It is made by `PYTHONPATH=.:tests python tests/vlbert/test_checkpoint.py`,
+only when a format gets a new version; docs/formats.md describes them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from safetensors.torch import load
 
 from detectors.resnet import ResNetConfig
 from storage.inventory import Inventory, verify
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
 from training.checkpoints import load_optimizer, remove_old
 from training.optimizer import make_optimizer
@@ -36,9 +36,9 @@ RECIPE = Recipe(
     task=PretrainingSettings(),
     model=ModelConfig(
         layers="J",
-        hidden=8,
-        heads=2,
-        intermediate=8,
+        hidden_size=8,
+        num_heads=2,
+        intermediate_size=8,
         max_positions=8,
         geometry_channels=8,
         regions=RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
@@ -76,7 +76,7 @@ def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
 
 
 def test_a_golden_checkpoint_is_read_to_the_exact_values():
-    saved = read_checkpoint(open_objects(str(GOLDEN / "checkpoint")), FOLDER)
+    saved = read_checkpoint(open_store(str(GOLDEN / "checkpoint")), FOLDER)
     assert saved.model_config == RECIPE.model
     assert saved.vocabulary.pieces == WORDS.pieces
     assert saved.num_classes == 3
@@ -98,7 +98,7 @@ def test_a_golden_checkpoint_is_read_to_the_exact_values():
 
 def test_todays_code_writes_the_golden_bytes(tmp_path):
     model, optimizer = model_and_optimizer()
-    with Writer(open_objects(str(tmp_path))) as writer:
+    with Writer(open_store(str(tmp_path))) as writer:
         folder = save_checkpoint(writer, "golden", 3, RECIPE, model, optimizer, WORDS, 3, STATE)
     assert folder == FOLDER
     for file in ("vocab.txt", "model.safetensors", "optimizer.safetensors"):
@@ -107,51 +107,51 @@ def test_todays_code_writes_the_golden_bytes(tmp_path):
         json.loads((root / folder / "config.json").read_text()) for root in (tmp_path, GOLDEN / "checkpoint")
     )
     assert {k: v for k, v in ours.items() if k != "recipe"} == {k: v for k, v in theirs.items() if k != "recipe"}
-    ours, theirs = (read_state(open_objects(str(root)), folder) for root in (tmp_path, GOLDEN / "checkpoint"))
+    ours, theirs = (read_state(open_store(str(root)), folder) for root in (tmp_path, GOLDEN / "checkpoint"))
     del ours["files"]["config.json"], theirs["files"]["config.json"]  # of the recipe, too
     assert ours == theirs
 
 
 def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     model, optimizer = model_and_optimizer()
     recipe = dataclasses.replace(RECIPE, keep_checkpoints=3)
-    with Writer(objects) as writer:
+    with Writer(store) as writer:
         for step in (1, 2, 3):
             save_checkpoint(writer, "run", step, recipe, model, optimizer, WORDS, 3, STATE)
-    objects.delete("runs/run/step-0000003/state.json")
-    assert checkpoints(objects, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
+    store.delete("runs/run/step-0000003/state.json")
+    assert checkpoints(store, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
     with pytest.raises(ValueError, match="is no whole checkpoint: it has no state.json"):
-        read_checkpoint(objects, "runs/run/step-0000003")
-    remove_old(objects, "run", 1, best=None)
-    assert checkpoints(objects, "run") == ["runs/run/step-0000002"]
-    assert not list(objects.list("runs/run/step-0000001/"))
+        read_checkpoint(store, "runs/run/step-0000003")
+    remove_old(store, "run", 1, best=None)
+    assert checkpoints(store, "run") == ["runs/run/step-0000002"]
+    assert not list(store.list("runs/run/step-0000001/"))
 
 
 @pytest.mark.parametrize("written", [as_json, sealed_json], ids=["before the digests", "sealed"])
 @pytest.mark.parametrize("version", [1, 2, CHECKPOINT_VERSION + 1])
 def test_a_checkpoint_of_another_version_is_refused_as_such_and_never_offered_for_removal(tmp_path, version, written):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     for step in (100, 200):
         state = {"version": version, "step": step, "files": {}}
-        objects.put(f"runs/run/step-{step:07d}/state.json", written(state))
+        store.put(f"runs/run/step-{step:07d}/state.json", written(state))
     for read in (read_checkpoint, open_folder, read_state):
         with pytest.raises(ValueError, match="state.json is of version") as error:
-            read(objects, "runs/run/step-0000200")
-        where = objects.where("runs/run/step-0000200/state.json")
+            read(store, "runs/run/step-0000200")
+        where = store.where("runs/run/step-0000200/state.json")
         wanted = f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote it"
         assert str(error.value) == wanted
-    assert [*verify(Inventory(objects))] == [wanted.replace("200/", f"{step}/") for step in (100, 200)]
+    assert [*verify(Inventory(store))] == [wanted.replace("200/", f"{step}/") for step in (100, 200)]
 
 
 @pytest.mark.parametrize(
     "state", [{"version": CHECKPOINT_VERSION}, {"version": "2"}, {}, {"version": 2, "own_sha256": ""}]
 )
 def test_a_state_without_a_digest_and_without_another_version_is_damaged(tmp_path, state):
-    objects = open_objects(str(tmp_path))
-    objects.put("runs/run/step-0000100/state.json", as_json({"step": 100, "files": {}} | state))
+    store = open_store(str(tmp_path))
+    store.put("runs/run/step-0000100/state.json", as_json({"step": 100, "files": {}} | state))
     with pytest.raises(ValueError, match="step-0000100/state.json is damaged: .* put it back from a copy"):
-        open_folder(objects, "runs/run/step-0000100")
+        open_folder(store, "runs/run/step-0000100")
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
@@ -193,7 +193,7 @@ def model_folder(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("config.json", lambda data: data.replace(b'"version": 3', b'"version": 2'), "of version 2, this code reads 3"),
+        ("config.json", lambda data: data.replace(b'"version": 4', b'"version": 2'), "of version 2, this code reads 4"),
         ("config.json", lambda data: b"{}", "config.json is not the configuration of a VL-BERT"),
         ("config.json", lambda data: data[:99], "config.json is not JSON, or is torn"),
         (
@@ -221,5 +221,5 @@ def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, fil
 if __name__ == "__main__":
     shutil.rmtree(GOLDEN / "checkpoint", ignore_errors=True)
     golden_model, golden_optimizer = model_and_optimizer()
-    with Writer(open_objects(str(GOLDEN / "checkpoint"))) as writer:
+    with Writer(open_store(str(GOLDEN / "checkpoint"))) as writer:
         save_checkpoint(writer, "golden", 3, RECIPE, golden_model, golden_optimizer, WORDS, 3, STATE)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.config import differing_fields
 from training.optimizer import make_optimizer
 from training.writer import Writer
@@ -93,7 +93,7 @@ def test_a_file_becomes_a_model_and_the_report_names_every_key_once(converted, k
             assert entry["counts"] == int(state[entry["theirs"]])
     assert saved.config["task"] == TASKS[kind]
     assert saved.vocabulary.pieces == WORDS.pieces
-    assert saved.model_config.heads == 1  # of 64 channels
+    assert saved.model_config.num_heads == 1  # of 64 channels
     model = VLBert.from_pretrained(folder)
     task = make_task(understand(shapes_of(state)).task, WORDS, 1600)
     TaskModel(model, task).load_state_dict(saved.model)  # the task's own head takes the rest
@@ -151,7 +151,7 @@ def test_every_key_and_shape_of_the_full_size_is_known(kind, size):
     shapes = full_shapes(kind, size)
     what = understand({plain_name(name): shape for name, shape in shapes.items()})
     assert what.model.layers == "J" * (24 if size == "large" else 12)
-    assert what.model.heads == (16 if size == "large" else 12)
+    assert what.model.num_heads == (16 if size == "large" else 12)
     assert what.vocab_size == 30522
     ours = skeleton(what)
     known = {entry["theirs"]: entry for entry in standard(what, ours)}
@@ -370,7 +370,7 @@ def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_pat
     for classes in (1600, 8):
         whole = TaskModel(VLBert(model, len(WORDS)), make_task(recipe.task, WORDS, classes))
         optimizer = make_optimizer(whole, recipe.optimizer)
-        with Writer(open_objects(str(tmp_path))) as writer:
+        with Writer(open_store(str(tmp_path))) as writer:
             path = save_checkpoint(writer, "run", classes, recipe, whole, optimizer, WORDS, classes, {})
         if classes == 8:
             with pytest.raises(ValueError, match=r"head.region_classifier.bias as \(9,\), the model as \(1601,\)"):
@@ -402,9 +402,9 @@ def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(convert
     model = dataclasses.replace(
         start.model_config, regions=dataclasses.replace(start.model_config.regions, untrained=True)
     )
-    recipe = Recipe(name="finetune", task=settings, model=model, start_from=str(folder))
+    recipe = Recipe(name="finetune", task=settings, model=model, init_from=str(folder))
     task = make_task(settings, WORDS, 1600)
-    fresh = make_model(dataclasses.replace(recipe, start_from=None), task, WORDS, None, None, print)
+    fresh = make_model(dataclasses.replace(recipe, init_from=None), task, WORDS, None, None, print)
     started = make_model(recipe, task, WORDS, start, None, print).state_dict()
     taken = {f"head.{part}.{name}": tensor for name, tensor in start.part(f"head.{source}.").items()}
     assert taken
@@ -437,7 +437,7 @@ def test_the_command_converts_both_ways_and_says_what_became_of_each_key(tmp_pat
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" -> ")[0] for line in lines if line.startswith("module.")] == list(state)
     assert "module.final_mlp.2.bias -> head.output.bias" in lines
-    assert "(not in their file: zeros) -> vlbert.embedding.hidden_appearance.weight" in lines
+    assert "(not in their file: zeros) -> vlbert.embedding.masked_appearance.weight" in lines
     assert lines[-1].endswith("ours: 211 keys")
     assert command(monkeypatch, tmp_path / "ours", tmp_path / "back.model") is None
     assert "module.final_mlp.2.bias -> head.output.bias" in capsys.readouterr().out.splitlines()
@@ -456,9 +456,9 @@ def test_the_command_converts_both_ways_and_says_what_became_of_each_key(tmp_pat
 
 def test_heads_of_other_than_64_channels_are_told(tmp_path):
     file = save_released(tmp_path / "released.model", small_state("vqa_base"))
-    to_ours(file, tmp_path / "ours", heads=4)
+    to_ours(file, tmp_path / "ours", num_heads=4)
     assert read_model(tmp_path / "ours").model_config == dataclasses.replace(
-        understand(shapes_of(small_state("vqa_base"))).model, heads=4
+        understand(shapes_of(small_state("vqa_base"))).model, num_heads=4
     )
 
 

@@ -135,14 +135,14 @@ def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number
     labels[words.targets["word_asked"]] = words.asked["words"]
     np.testing.assert_array_equal(labels, theirs("mlm_labels"))
     assert not words.segments.any()
-    assert not words.looks_at.any()
+    assert not words.token_region.any()
 
 
 @every_record
 def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
     theirs, picture = of(kind, flip, number), example(kind, flip, number).picture
     np.testing.assert_allclose(picture.boxes, theirs("boxes"), atol=1e-4)
-    np.testing.assert_array_equal(picture.hidden, theirs("mvrc_ops") == 1)
+    np.testing.assert_array_equal(picture.masked, theirs("mvrc_ops") == 1)
     asked = picture.targets["region_asked"]
     np.testing.assert_array_equal(asked, theirs("mvrc_labels_sum") > 0.5)
     classes = picture.asked["region_classes"]

@@ -10,9 +10,9 @@ from tiny import TINY_MODEL
 from torch import Tensor
 
 from vlbert.config import ModelConfig, RegionConfig
-from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.boxes import geometry_embedding
-from vlbert.model.embedding import Look
+from vlbert.model.embedding import VisualProjection
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import VLBert
 from vlbert.tasks.pretraining import PretrainingHead
@@ -28,22 +28,22 @@ CHANNELS = PRECOMPUTED.regions.channels
 WORDS, WHOLE, FIRST, HIDDEN, LAST, END = [0, 1, 2], 3, 4, 5, 6, 7
 
 
-def words(*tokens: int, looks_at: tuple[int, ...] = ()) -> Words:
+def words(*tokens: int, token_region: tuple[int, ...] = ()) -> TextInput:
     zeros = np.zeros(len(tokens), np.int64)
-    return Words(np.array(tokens), zeros, np.array(looks_at) if looks_at else zeros)
+    return TextInput(np.array(tokens), zeros, np.array(token_region) if token_region else zeros)
 
 
-def picture(seed: int = 0, **more: np.ndarray) -> Picture:
+def picture(seed: int = 0, **more: np.ndarray) -> ImageInput:
     """The whole image and three regions, the second of them hidden; precomputed."""
     rng = np.random.default_rng(seed)
     low = rng.uniform(0, 30, (4, 2))
     boxes = np.concatenate([low, low + rng.uniform(5, 30, (4, 2))], axis=1).astype(np.float32)
     features = rng.standard_normal((4, CHANNELS)).astype(np.float32)
-    hidden = np.array([False, False, True, False])
-    return Picture(boxes, hidden, (96, 64), features=features, classes=np.array([0, 2, 1, 2]), **more)
+    masked = np.array([False, False, True, False])
+    return ImageInput(boxes, masked, (96, 64), features=features, classes=np.array([0, 2, 1, 2]), **more)
 
 
-def batch(shown: Picture | None = None) -> Batch:
+def batch(shown: ImageInput | None = None) -> Batch:
     return collate([Example("one", words(7, 8, 9), shown or picture())])
 
 
@@ -63,15 +63,15 @@ def embedded(model: VLBert, batch: Batch) -> Tensor:
 
 
 OWN_BY_CLASS = {"region_classes": 3}
-AS_WORDS = {"special_tokens": "vocabulary", "hidden_region_token": False}
+AS_WORDS = {"special_tokens": "vocabulary", "masked_region_token": False}
 
 
 @pytest.mark.parametrize(
     ("rules", "parameter", "index", "reads_it"),
     [
         ({}, "region_token", 0, [WHOLE, FIRST, LAST]),
-        ({}, "hidden_region_token", 0, [HIDDEN]),
-        ({"hidden_region_token": False}, "region_token", 0, [WHOLE, FIRST, HIDDEN, LAST]),
+        ({}, "masked_region_token", 0, [HIDDEN]),
+        ({"masked_region_token": False}, "region_token", 0, [WHOLE, FIRST, HIDDEN, LAST]),
         ({}, "end_token", 0, [END]),
         (AS_WORDS, "words", VOCABULARY, [WHOLE, FIRST, HIDDEN, LAST]),
         (AS_WORDS, "words", VOCABULARY + 1, [END]),
@@ -79,14 +79,14 @@ AS_WORDS = {"special_tokens": "vocabulary", "hidden_region_token": False}
         (OWN_BY_CLASS, "region_token", 0, [WHOLE]),
         (OWN_BY_CLASS, "region_token", 1, []),  # that of the hidden region, which has its own token
         (OWN_BY_CLASS, "region_token", 2, [FIRST, LAST]),
-        (OWN_BY_CLASS | {"hidden_region_token": False}, "region_token", 1, [HIDDEN]),
-        ({}, "hidden_appearance", 0, [HIDDEN]),
-        ({}, "look_of_words.norm", None, WORDS),
-        ({"end_look": True}, "look_of_words.norm", None, [*WORDS, END]),
-        ({}, "look_of_regions.norm", None, [WHOLE, FIRST, HIDDEN, LAST]),
+        (OWN_BY_CLASS | {"masked_region_token": False}, "region_token", 1, [HIDDEN]),
+        ({}, "masked_appearance", 0, [HIDDEN]),
+        ({}, "text_visual.norm", None, WORDS),
+        ({"end_visual_embedding": True}, "text_visual.norm", None, [*WORDS, END]),
+        ({}, "region_visual.norm", None, [WHOLE, FIRST, HIDDEN, LAST]),
         ({}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST]),
-        ({"end_look": True}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST, END]),
-        ({}, "look_without_picture", 0, []),
+        ({"end_visual_embedding": True}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST, END]),
+        ({}, "no_image_embedding", 0, []),
     ],
 )
 def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter, index, reads_it):
@@ -98,11 +98,11 @@ def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter,
     assert differs.nonzero().flatten().tolist() == reads_it
 
 
-@pytest.mark.parametrize(("end_look", "reads_it"), [(False, WORDS), (True, [*WORDS, 3])])
-def test_text_alone_carries_one_learned_look(end_look, reads_it):
-    model = make(end_look=end_look)
+@pytest.mark.parametrize(("end_visual_embedding", "reads_it"), [(False, WORDS), (True, [*WORDS, 3])])
+def test_text_alone_carries_one_learned_look(end_visual_embedding, reads_it):
+    model = make(end_visual_embedding=end_visual_embedding)
     before = embedded(model, text_alone())
-    model.embedding.look_without_picture.weight.data.normal_()
+    model.embedding.no_image_embedding.weight.data.normal_()
     differs = (embedded(model, text_alone()) - before).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == reads_it
 
@@ -110,10 +110,10 @@ def test_text_alone_carries_one_learned_look(end_look, reads_it):
 @pytest.mark.parametrize(
     ("rules", "absent"),
     [
-        (AS_WORDS, ["region_token", "end_token", "hidden_region_token"]),
-        ({"hidden_region_token": False}, ["hidden_region_token"]),
-        ({"regions": TINY_MODEL.regions}, ["hidden_appearance"]),
-        ({"visual_norm": "none"}, ["look_of_words.norm", "look_of_words.scale", "look_of_words.to_hidden"]),
+        (AS_WORDS, ["region_token", "end_token", "masked_region_token"]),
+        ({"masked_region_token": False}, ["masked_region_token"]),
+        ({"regions": TINY_MODEL.regions}, ["masked_appearance"]),
+        ({"visual_norm": "none"}, ["text_visual.norm", "text_visual.scale", "text_visual.to_hidden"]),
     ],
 )
 def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
@@ -125,9 +125,9 @@ def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
     "rules",
     [
         {},
-        AS_WORDS | {"end_look": True},
-        OWN_BY_CLASS | {"hidden_region_token": False, "visual_norm": "scale", "visual_gain_words": 0.5},
-        {"visual_channels": 12, "visual_norm": "none", "visual_activation": "none"},
+        AS_WORDS | {"end_visual_embedding": True},
+        OWN_BY_CLASS | {"masked_region_token": False, "visual_norm": "scale", "visual_gain_words": 0.5},
+        {"visual_embedding_size": 12, "visual_norm": "none", "visual_activation": "none"},
         {"regions": dataclasses.replace(TINY_MODEL.regions, hide="features")},
     ],
 )
@@ -159,7 +159,7 @@ def test_a_region_by_class_lies_in_the_table_as_its_class_says():
 
 def test_what_is_hidden_is_a_learned_vector_that_starts_at_zero():
     model = make()
-    assert not model.embedding.hidden_appearance.weight.any()
+    assert not model.embedding.masked_appearance.weight.any()
     other = picture()
     other.features[2] = 9  # the hidden region
     assert torch.equal(embedded(model, batch(other)), embedded(model, batch()))
@@ -179,11 +179,11 @@ def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
 
 @pytest.mark.parametrize(("channels", "width"), [(None, 32), (12, 12)])
 def test_looks_may_have_a_width_of_their_own(channels, width):
-    model = make(visual_channels=channels)
-    looks = model.embedding.region_looks(batch(), model.appearance(batch()))
+    model = make(visual_embedding_size=channels)
+    looks = model.embedding.region_visual_embeddings(batch(), model.appearance(batch()))
     assert looks.shape == (1, 4, width)
-    assert model.embedding.look_without_picture.weight.shape == (1, width)
-    projections = [model.embedding.look_of_words.to_hidden, model.embedding.look_of_regions.to_hidden]
+    assert model.embedding.no_image_embedding.weight.shape == (1, width)
+    projections = [model.embedding.text_visual.to_hidden, model.embedding.region_visual.to_hidden]
     assert [p is None for p in projections] == [channels is None] * 2
     assert model(batch()).regions.shape == (1, 4, 32)
 
@@ -192,7 +192,7 @@ def test_looks_may_have_a_width_of_their_own(channels, width):
 @pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
 def test_a_look_is_normed_or_scaled_or_added_as_it_is(norm, channels):
     torch.manual_seed(0)
-    look = Look(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
+    look = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
     look.initialise()
     given = torch.randn(3, channels)
     brought = given if channels == 32 else look.to_hidden(given)
@@ -205,13 +205,13 @@ def test_a_look_is_normed_or_scaled_or_added_as_it_is(norm, channels):
 
 def test_the_gains_of_words_and_of_regions_are_their_own():
     embedding = make(visual_norm="scale", visual_gain_words=0.25, visual_gain_regions=0.75).embedding
-    assert (embedding.look_of_words.scale.item(), embedding.look_of_regions.scale.item()) == (0.25, 0.75)
+    assert (embedding.text_visual.scale.item(), embedding.region_visual.scale.item()) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(("activation", "negative"), [("relu", False), ("none", True)])
 def test_looks_are_rectified_or_not(activation, negative):
     model = make(visual_activation=activation)
-    assert bool((model.embedding.region_looks(batch(), model.appearance(batch())) < 0).any()) == negative
+    assert bool((model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) < 0).any()) == negative
 
 
 @pytest.mark.parametrize("geometry", ["centre", "corners"])
@@ -220,7 +220,7 @@ def test_geometry_stands_in_front_of_appearance(geometry):
     model.embedding.visual.weight.data.copy_(torch.eye(32, 32 + CHANNELS))
     model.embedding.visual.bias.data.zero_()
     given = batch()
-    looks = model.embedding.region_looks(given, model.appearance(given))[0]
+    looks = model.embedding.region_visual_embeddings(given, model.appearance(given))[0]
     sizes = given.picture_sizes.expand(4, 2)
     torch.testing.assert_close(looks, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
 
@@ -228,7 +228,7 @@ def test_geometry_stands_in_front_of_appearance(geometry):
 @pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])
 def test_what_goes_into_a_look_is_dropped_out_or_not(visual_dropout, random):
     model = make(dropout=0.5, visual_dropout=visual_dropout).train()
-    first, second = (model.embedding.region_looks(batch(), model.appearance(batch())) for _ in range(2))
+    first, second = (model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) for _ in range(2))
     assert torch.equal(first, second) != random
 
 
@@ -257,7 +257,7 @@ def test_heads_of_fine_tuning_start_by_glorots_rule_or_as_all(rule, spread):
 
 def test_words_that_name_a_region_carry_its_look_whichever_text_of_a_picture_they_stand_in():
     model = make()
-    texts = words(7, 8, 9), words(7, 8, 9, looks_at=(0, 3, 0))
+    texts = words(7, 8, 9), words(7, 8, 9, token_region=(0, 3, 0))
     both = collate([Example("other", words(5), picture(seed=1)), Example("a", texts[0], picture(), more=texts[1:])])
     with torch.no_grad():
         found, _ = model.embedding(both, model.appearance(both))

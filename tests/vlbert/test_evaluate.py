@@ -495,7 +495,7 @@ def test_a_task_model_is_that_of_its_checkpoint(world):
     assert (recipe.data.held_out, recipe.precision) == ("refcoco+", "fp32")
 
 
-@pytest.mark.parametrize("override", ["model.heads=1", "model.geometry=corners", "model.layers=J"])
+@pytest.mark.parametrize("override", ["model.num_heads=1", "model.geometry=corners", "model.layers=J"])
 def test_an_override_runs_no_other_network_than_the_one_that_was_trained(world, override):
     checkpoint, field = open_checkpoint(f"{world}/storage/runs/tuned"), override.partition("=")[0]
     for recipe in (None, a_recipe(world)):
@@ -568,7 +568,7 @@ def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_t
     told = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left' here"
     with pytest.raises(ValueError, match=re.escape(told)):
         train(vqa_recipe(folder, steps=2), ALONE)
-    started = {"run": "more", "start_from": start, "from_scratch": False}
+    started = {"run": "more", "init_from": start, "from_scratch": False}
     with pytest.raises(ValueError, match=re.escape(told)):
         train(vqa_recipe(folder, **started), ALONE)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))

@@ -150,7 +150,7 @@ def test_precision_of_a_run_is_set_for_gpus_and_put_back_after_an_error():
 def test_in_bf16_in_parts_and_recomputed_every_parameter_learns(tmp_path: Path):
     root = tiny_root(tmp_path, samples=8, held_out=2)
     recipe = tiny_recipe(root, precision="bf16", recompute=True, steps=2, save_every=1, keep_checkpoints=2)
-    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, accumulate=2))
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, gradient_accumulation=2))
     parts = []
     train(recipe, ALONE, observe=lambda step, given: parts.append(len(given)))
     assert parts == [2, 2]

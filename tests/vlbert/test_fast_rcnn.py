@@ -10,7 +10,7 @@ from torch import Tensor
 
 from detectors.resnet import ResNetConfig
 from vlbert.config import RegionConfig
-from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.model.fast_rcnn import FastRCNN
 
 CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, untrained=True)
@@ -31,21 +31,23 @@ def examples() -> list[Example]:
     """Pictures of two shapes among texts; each has regions, some of them hidden, and another box whose pixels are."""
     generator = np.random.default_rng(0)
     zeros = np.zeros(3, np.int64)
-    found = [Example("text", Words(zeros, zeros, zeros))]
+    found = [Example("text", TextInput(zeros, zeros, zeros))]
     for number, (width, height) in enumerate(SIZES):
         low = generator.uniform(0, 0.6, (3 + number % 2, 2)) * (width, height)
         sides = generator.uniform(0.2, 0.4, low.shape) * (width, height)
         boxes = np.concatenate([low, low + sides], axis=1).astype(np.float32)
         boxes[0] = 0, 0, width - 1, height - 1
-        picture = Picture(
+        picture = ImageInput(
             boxes=boxes,
-            hidden=np.arange(len(boxes)) == 2,
+            masked=np.arange(len(boxes)) == 2,
             size=(width, height),
             pixels=torch.from_numpy(generator.integers(0, 256, (3, height, width), dtype=np.uint8)),
             covered=boxes[1:2] / 2,
             cells=generator.uniform(0, 1, (len(boxes), 3, 3)).astype(np.float32),
         )
-        found.append(Example(str(number), Words(zeros, zeros, zeros), picture, more=(Words(zeros, zeros, zeros),)))
+        found.append(
+            Example(str(number), TextInput(zeros, zeros, zeros), picture, more=(TextInput(zeros, zeros, zeros),))
+        )
     return found
 
 

@@ -72,7 +72,7 @@ def test_precomputed_the_whole_image_is_the_mean_of_what_is_not_hidden():
     # Regions 0 and 1 fit into the row, 0 is hidden: what did not fit still counts ...
     part = seen.picture(np.array([False, True, False, False]), count=2)
     np.testing.assert_allclose(part.features, [features[1:].mean(0), *features[:2]], atol=2e-5)
-    assert (part.hidden.tolist(), len(part.boxes), len(part.covered)) == ([False, True, False], 3, 0)
+    assert (part.masked.tolist(), len(part.boxes), len(part.covered)) == ([False, True, False], 3, 0)
     # ... and what did not fit and is hidden covers its pixels.
     part = seen.picture(np.array([False, True, False, True]), count=2)
     np.testing.assert_allclose(part.features[0], features[1], rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ from storage.sample import Regions, Sample, sample_key
 from training.distributed import World
 from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
-from vlbert.data.batch import Batch, Example, Picture, Words, collate
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.images import view
 from vlbert.data.loading import TrainingData
 from vlbert.data.masking import RegionMasking, WordMasking
@@ -44,20 +44,20 @@ SIDE, STEP = 16, 8  # pixels: of a ball, and of the grid of JPEG's blocks
 
 LEARNS = PretrainingSettings(
     WordMasking(0.4, masked=1.0, random=0.0),
-    RegionMasking(0.5, hidden=0.3),  # naming those in sight teaches an untrained network to see
+    RegionMasking(0.5, masked=0.3),  # naming those in sight teaches an untrained network to see
     max_elements=None,
-    watched_words=tuple(COLOURS),
+    monitored_words=tuple(COLOURS),
 )
 ALL_WORDS, NO_REGION = WordMasking(1.0, masked=1.0, random=0.0), RegionMasking(0.0)
 ASKED = {  # of held-out pictures
-    "as usual": dataclasses.replace(LEARNS, regions=RegionMasking(0.3, hidden=1.0)),  # captions tell most regions
-    "without a word": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(0.3, hidden=1.0)),
+    "as usual": dataclasses.replace(LEARNS, regions=RegionMasking(0.3, masked=1.0)),  # captions tell most regions
+    "without a word": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(0.3, masked=1.0)),
     "in full sight": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=NO_REGION),
-    "blinded": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(1.0, hidden=1.0)),
+    "blinded": dataclasses.replace(LEARNS, words=ALL_WORDS, regions=RegionMasking(1.0, masked=1.0)),
 }
 MODEL = dataclasses.replace(
     TINY_MODEL,
-    hidden=48,
+    hidden_size=48,
     dropout=0.0,
     visual_gain_words=0.0,  # as published: the picture is faded in
     regions=dataclasses.replace(
@@ -79,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Drawn:
-    """vlbert.data.loading.Samples: drawn pictures, in memory."""
+    """storage.reading.Samples: drawn pictures, in memory."""
 
     def __init__(self, numbers: range):
         self.all = [drawn(number) for number in numbers]
@@ -126,7 +126,7 @@ def drawn(number: int) -> Sample:
 
 def learn(model: TaskModel, batches: Sequence[Batch], steps: int, rate: float, precision: str = "fp32") -> None:
     """Optimizer steps on these batches in turn."""
-    config = OptimizerConfig(learning_rate=rate, warm_up=10)
+    config = OptimizerConfig(learning_rate=rate, warmup_steps=10)
     optimizer = make_optimizer(model, config)
     model.train()
     for step in range(steps):
@@ -198,7 +198,7 @@ def test_ten_samples_are_memorised():
     rng = np.random.default_rng(0)
     config = precomputed()
     task = Pretraining(
-        dataclasses.replace(LEARNS, regions=RegionMasking(0.5, hidden=1.0)), WORDS, num_classes=len(COLOURS)
+        dataclasses.replace(LEARNS, regions=RegionMasking(0.5, masked=1.0)), WORDS, num_classes=len(COLOURS)
     )
     examples = []
     for number in range(10):
@@ -221,7 +221,7 @@ def test_ten_samples_are_memorised():
         assert task.metrics(model.predict(batch)) == {
             "words_accuracy": 1.0,
             "regions_accuracy": 1.0,
-            "watched_accuracy": 1.0,
+            "monitored_accuracy": 1.0,
         }
     print(f"\nten samples, {asked}: losses {losses}")
     assert losses["words"] < 0.01
@@ -237,16 +237,16 @@ def test_a_word_is_told_by_the_region_it_looks_at():
     task = Pretraining(LEARNS, WORDS, num_classes=len(COLOURS))
     colours = [WORDS.ids[colour] for colour in COLOURS]
 
-    def text(region: int, answer: int) -> Words:
+    def text(region: int, answer: int) -> TextInput:
         tokens = np.array([WORDS.cls, WORDS.mask, WORDS.sep])
-        looks_at = np.array([0, region, 0])
+        token_region = np.array([0, region, 0])
         asked = {"word_asked": np.array([False, True, False])}
-        return Words(tokens, np.zeros(3, np.int64), looks_at, asked, {"words": np.array([answer])})
+        return TextInput(tokens, np.zeros(3, np.int64), token_region, asked, {"words": np.array([answer])})
 
     examples = []
     for number in range(5):
         features = rng.normal(size=(3, config.regions.channels)).astype(np.float32)
-        picture = Picture(np.array([[0, 0, 63, 31]] * 3, np.float32), np.zeros(3, bool), (64, 32), features=features)
+        picture = ImageInput(np.array([[0, 0, 63, 31]] * 3, np.float32), np.zeros(3, bool), (64, 32), features=features)
         first, second = rng.choice(colours, size=2, replace=False)
         examples.append(Example(str(number), text(1, first), picture, more=(text(2, second),)))
     batch = collate(examples)
@@ -264,19 +264,19 @@ def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden(
     boxes, features = drawn(0).regions.boxes, rng.normal(size=(4, config.regions.channels)).astype(np.float32)
     model = VLBert(config, len(WORDS)).eval()
 
-    def seen(hidden: int) -> torch.Tensor:
-        """How far the outputs move when the vector of region 2 becomes another, with region `hidden` hidden."""
-        picture = Picture(boxes, np.arange(4) == hidden, (64, 32), features=features)
+    def seen(masked: int) -> torch.Tensor:
+        """How far the outputs move when the vector of region 2 becomes another, with region `masked` hidden."""
+        picture = ImageInput(boxes, np.arange(4) == masked, (64, 32), features=features)
         tokens, zeros = np.array([WORDS.cls, WORDS.mask, WORDS.sep]), np.zeros(3, np.int64)
-        batch = collate([Example("one", Words(tokens, zeros, zeros), picture)])
+        batch = collate([Example("one", TextInput(tokens, zeros, zeros), picture)])
         before = model(batch)
         batch.features[2] += 1
         after = model(batch)
         return max((before.text - after.text).abs().max(), (before.regions - after.regions).abs().max())
 
     with torch.no_grad():
-        assert seen(hidden=2) == 0
-        assert seen(hidden=1) > 1e-3
+        assert seen(hidden_size=2) == 0
+        assert seen(hidden_size=1) > 1e-3
 
 
 @pytest.mark.slow
@@ -284,9 +284,9 @@ def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
     sight, blind = means["pixels", "in full sight"], means["pixels", "blinded"]
     print(f"\nmasked colours, by text alone {commonest:.3f} at most")
     assert commonest < 0.4
-    assert sight["watched_accuracy"] > 0.85
-    assert sight["watched_accuracy_shuffled"] < commonest + 0.08
-    assert blind["watched_accuracy"] < commonest + 0.05
+    assert sight["monitored_accuracy"] > 0.85
+    assert sight["monitored_accuracy_shuffled"] < commonest + 0.08
+    assert blind["monitored_accuracy"] < commonest + 0.05
 
 
 @pytest.mark.slow
@@ -303,14 +303,14 @@ def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_th
 @pytest.mark.slow
 def test_only_what_another_picture_takes_away_is_grounding(means):
     reads, leaks = means["pixels", "as usual"], means["features", "as usual"]
-    assert reads["watched_accuracy_grounding"] > 0.15
+    assert reads["monitored_accuracy_grounding"] > 0.15
     assert reads["regions_accuracy_grounding"] > 0.2
     assert leaks["regions_accuracy"] > 0.85, "the better number ..."
     assert abs(leaks["regions_accuracy_grounding"]) < 0.1, "... and the captions were not read for it"
     blind = means["pixels", "blinded"]
     assert blind["words_accuracy"] > 0.75, "most words are told by their places"
     assert abs(blind["words_accuracy_grounding"]) < 0.02
-    assert abs(blind["watched_accuracy_grounding"]) < 0.05
+    assert abs(blind["monitored_accuracy_grounding"]) < 0.05
 
 
 @pytest.mark.slow
@@ -326,6 +326,6 @@ def test_in_bf16_it_learns_as_in_fp32(means: dict, held_out: Drawn, training: li
     half = {metric: float(np.mean([run[metric] for run in runs])) for metric in runs[0]}
     whole = means["pixels", "as usual"]
     print(f"\nbf16: {', '.join(f'{metric} {value:.3f}' for metric, value in half.items())}")
-    assert half["watched_accuracy"] > commonest + 0.2
-    for metric in ("words_accuracy", "watched_accuracy", "regions_accuracy"):
+    assert half["monitored_accuracy"] > commonest + 0.2
+    for metric in ("words_accuracy", "monitored_accuracy", "regions_accuracy"):
         assert half[metric] == pytest.approx(whole[metric], abs=0.05), metric

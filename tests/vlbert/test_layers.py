@@ -8,7 +8,7 @@ from torch import Tensor
 from vlbert.config import ModelConfig
 from vlbert.model.layers import Encoder, Packing
 
-CONFIG = ModelConfig(layers="JJ", hidden=24, heads=4, intermediate=40, dropout=0.1)
+CONFIG = ModelConfig(layers="JJ", hidden_size=24, num_heads=4, intermediate_size=40, dropout=0.1)
 
 
 def unpacked(encoder: Encoder, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -16,7 +16,8 @@ def unpacked(encoder: Encoder, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Te
     maps = []
     for layer in encoder.layers:
         query, key, value = (
-            part(x).unflatten(2, (layer.heads, -1)).transpose(1, 2) for part in (layer.query, layer.key, layer.value)
+            part(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
+            for part in (layer.query, layer.key, layer.value)
         )
         scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
         maps.append(scores.masked_fill(~mask[:, None, None, :], -torch.inf).softmax(dim=3))

@@ -23,11 +23,11 @@ from places import PROJECT
 from released import WORDS, needs_key_lists, save_released, small_state
 from tiny import TINY_MODEL, tiny_recipe
 
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from training.config import override
 from training.optimizer import make_optimizer
 from training.writer import Writer
-from vlbert import Batch, Encoded, Example, Picture, VLBert, Words, collate
+from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, collate
 from vlbert.checkpoint import load_model, read_model, save_checkpoint
 from vlbert.config import ModelConfig
 from vlbert.recipes import RECIPES
@@ -44,9 +44,9 @@ def small_batch() -> Batch:
     zeros = np.zeros_like(tokens)
     boxes = np.array([[0, 0, 95, 63], [5, 5, 40, 50], [30, 10, 90, 60]], np.float32)
     pixels = torch.from_numpy(rng.integers(0, 256, (3, 64, 96), dtype=np.uint8))
-    picture = Picture(boxes, np.array([False, False, True]), (96, 64), pixels)
+    picture = ImageInput(boxes, np.array([False, False, True]), (96, 64), pixels)
     return collate(
-        [Example("a", Words(tokens, zeros, zeros), picture), Example("b", Words(tokens[:3], *[zeros[:3]] * 2))]
+        [Example("a", TextInput(tokens, zeros, zeros), picture), Example("b", TextInput(tokens[:3], *[zeros[:3]] * 2))]
     )
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_run_loads_like_any_model(model, tmp_path):
     recipe = tiny_recipe(tmp_path)
     task_model = TaskModel(model, make_task(recipe.task, WORDS, 8))
     optimizer = make_optimizer(task_model, recipe.optimizer)
-    with Writer(open_objects(str(tmp_path))) as writer:
+    with Writer(open_store(str(tmp_path))) as writer:
         path = save_checkpoint(writer, "run", 3, recipe, task_model, optimizer, WORDS, 8, {})
     loaded = VLBert.from_pretrained(tmp_path / path)
     assert equal(loaded, model)
@@ -216,16 +216,16 @@ def test_a_name_that_is_no_model_is_said_to_be_none(hub, tmp_path):
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
         (
             "config.json",
-            b'{"version": 4}',
-            "config.json is of version 4, this code reads 3: use the code that wrote it",
+            b'{"version": 5}',
+            "config.json is of version 5, this code reads 4: use the code that wrote it",
         ),
         (
             "config.json",
             b'{"version": 1}',
-            "config.json is of version 1, this code reads 3: use the code that wrote it",
+            "config.json is of version 1, this code reads 4: use the code that wrote it",
         ),
-        ("config.json", b'{"version": 3}', "config.json lacks model or vocab_size"),
-        ("config.json", b'{"version": 3,', "config.json is not JSON"),
+        ("config.json", b'{"version": 4}', "config.json lacks model or vocab_size"),
+        ("config.json", b'{"version": 4,', "config.json is not JSON"),
         ("config.json", b'{"model_type": "bert", "layers": 3}', "config.json is not the configuration of a VL-BERT"),
         ("config.json", b"[]", "config.json holds a list"),
         ("model.safetensors", b"", "model.safetensors is damaged: it has"),
@@ -265,7 +265,7 @@ def test_weights_of_another_architecture_are_refused_by_name(folder):
     deeper = VLBert(dataclasses.replace(TINY_MODEL, layers="JJJ"), len(WORDS))
     with pytest.raises(ValueError, match=r"does not fit the model: it lacks encoder.layers.2.attention_norm.bias"):
         load_model(deeper, saved.part("vlbert."), saved.where)
-    wider = VLBert(dataclasses.replace(TINY_MODEL, intermediate=65), len(WORDS))
+    wider = VLBert(dataclasses.replace(TINY_MODEL, intermediate_size=65), len(WORDS))
     with pytest.raises(ValueError, match=r"has encoder.layers.0.intermediate.bias as \(64,\), the model as \(65,\)"):
         load_model(wider, saved.part("vlbert."), saved.where)
     assert ModelConfig() != saved.model_config

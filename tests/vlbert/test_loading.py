@@ -10,7 +10,7 @@ from s3 import s3_server
 from tiny import TINY_MODEL, commit_samples, tiny_root, tiny_sample
 
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.order import mix, shuffled, take
 from storage.reading import ShardSamples
 from training.distributed import World
@@ -78,15 +78,15 @@ def test_take_goes_over_the_border_of_an_epoch():
     assert [number for _, number in taken] == [*epoch_of(3, CAPTIONS, 0, 8)[5:], *epoch_of(3, CAPTIONS, 1, 8)[:3]]
 
 
-@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_the_world_and_accumulation_only_deal_out_the_same_samples(root, size, accumulate):
+@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_the_world_and_accumulation_only_deal_out_the_same_samples(root, size, gradient_accumulation):
     whole = training_data(root)
-    parts = [training_data(root, rank, size, accumulate=accumulate) for rank in range(size)]
+    parts = [training_data(root, rank, size, gradient_accumulation=gradient_accumulation) for rank in range(size)]
     for step in (0, 2):  # 2: over the border of the epoch
         expected = rows_of(whole[step][0])
         dealt = [rows_of(batch) for data in parts for batch in data[step]]
-        assert len(dealt) == size * accumulate
-        assert {len(rows) for rows in dealt} == {12 // size // accumulate}
+        assert len(dealt) == size * gradient_accumulation
+        assert {len(rows) for rows in dealt} == {12 // size // gradient_accumulation}
         assert {key: row for rows in dealt for key, row in rows.items()} == expected
 
 
@@ -117,8 +117,8 @@ def test_randomness_is_the_samples_own():
 def test_a_batch_that_the_world_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
         check_shares(DataConfig(batch=8), world_size=3)
-    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.accumulate = 8"):
-        check_shares(DataConfig(batch=8, text_batch=4, accumulate=8), world_size=1)
+    with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
+        check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
 
 
 def test_text_rows_stand_beside_the_captions(root):
@@ -178,7 +178,7 @@ def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
 
 
 def test_samples_read_through_the_index_are_those_that_were_written(root):
-    samples, pinned = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
+    samples, pinned = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     assert len(samples) == 20
     written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
     assert samples.urls == [sample.url for sample in written]
@@ -194,49 +194,47 @@ def test_samples_read_through_the_index_are_those_that_were_written(root):
 
 def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
-    objects = open_objects(str(tmp_path))
-    _, pinned = open_samples(objects, "captions", None, None, ALONE)
+    store = open_store(str(tmp_path))
+    _, pinned = open_samples(store, "captions", None, None, ALONE)
     new = tiny_sample(99)
-    Catalog(objects, "captions").commit(
-        "regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {}
-    )
-    assert len(open_samples(objects, "captions", None, None, ALONE)[0]) == 9
-    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8
+    Catalog(store, "captions").commit("regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {})
+    assert len(open_samples(store, "captions", None, None, ALONE)[0]) == 9
+    assert len(open_samples(store, "captions", None, pinned, ALONE)[0]) == 8
     (tmp_path / "captions" / "regions" / "00000000beef" / "00000.parquet").unlink()
-    assert len(open_samples(objects, "captions", None, pinned, ALONE)[0]) == 8, "its snapshot names the tar"
+    assert len(open_samples(store, "captions", None, pinned, ALONE)[0]) == 8, "its snapshot names the tar"
     with pytest.raises(ValueError, match="snapshots/0000000000000000.parquet is gone; put it back as it was, or start"):
-        open_samples(objects, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
+        open_samples(store, "captions", None, pinned | {"snapshot": "0" * 16}, ALONE)
 
 
 def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     tars = sorted((tmp_path / "captions" / "regions" / "00000000beef").glob("*.tar"))
     whole = tars[1].read_bytes()
     tars[1].write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=f"{tars[1].name} has .* bytes, its manifest needs .*: it is torn or gone"):
-        open_samples(objects, "captions", None, None, ALONE)
+        open_samples(store, "captions", None, None, ALONE)
     tars[1].unlink()
     with pytest.raises(ValueError, match=f"{tars[1].name} has 0 bytes"):
-        open_samples(objects, "captions", None, None, ALONE)
+        open_samples(store, "captions", None, None, ALONE)
 
 
 def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
-    objects = open_objects(str(tmp_path))
+    store = open_store(str(tmp_path))
     with pytest.raises(ValueError, match="holds no region shards; run the detection stage"):
-        region_stage(objects, "captions", None)
+        region_stage(store, "captions", None)
     commit_samples(tmp_path, "captions", [tiny_sample(0)])
-    assert region_stage(objects, "captions", None) == "regions/00000000beef"
+    assert region_stage(store, "captions", None) == "regions/00000000beef"
     with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
-        region_stage(objects, "captions", "ffff")
+        region_stage(store, "captions", "ffff")
 
 
 def test_samples_come_from_a_bucket_too():
     with s3_server("shards"):
-        objects = open_objects("s3://shards/root")
+        store = open_store("s3://shards/root")
         written = [tiny_sample(i) for i in range(3)]
         rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
-        Catalog(objects, "captions").commit("regions/00000000beef", "00000", written, rows, {"untrained": False})
-        samples, _ = open_samples(objects, "captions", None, None, ALONE)
+        Catalog(store, "captions").commit("regions/00000000beef", "00000", written, rows, {"untrained": False})
+        samples, _ = open_samples(store, "captions", None, None, ALONE)
         assert isinstance(samples, ShardSamples)
         assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

@@ -59,14 +59,14 @@ def test_the_input_is_left_as_it_was():
 
 
 def test_regions_are_hidden_in_the_share_of_the_rule_and_the_whole_image_never():
-    drawn = [mask_regions(10, RegionMasking(0.15, hidden=0.9), np.random.default_rng(i)) for i in range(3000)]
+    drawn = [mask_regions(10, RegionMasking(0.15, masked=0.9), np.random.default_rng(i)) for i in range(3000)]
     hidden, asked = (np.stack(part) for part in zip(*drawn, strict=True))
     assert asked.shape == (3000, 11)
     assert not asked[:, 0].any()
     assert not (hidden & ~asked).any()
     assert asked[:, 1:].mean() == pytest.approx(0.15, abs=0.01)
     assert hidden[asked].mean() == pytest.approx(0.9, abs=0.02)
-    papers = [mask_regions(10, RegionMasking(0.15, hidden=1.0), np.random.default_rng(i)) for i in range(100)]
+    papers = [mask_regions(10, RegionMasking(0.15, masked=1.0), np.random.default_rng(i)) for i in range(100)]
     assert all((hidden == asked).all() for hidden, asked in papers)
 
 

@@ -11,7 +11,7 @@ from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
 
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Words, collate
+from vlbert.data.batch import Batch, Example, TextInput, collate
 from vlbert.data.images import view
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.heads import count_parameters
@@ -67,7 +67,7 @@ def test_the_order_of_regions_changes_no_text_and_only_the_order_of_regions(mode
     shuffled = dataclasses.replace(
         given,
         picture=dataclasses.replace(
-            given.picture, boxes=given.picture.boxes[order], hidden=given.picture.hidden[order]
+            given.picture, boxes=given.picture.boxes[order], masked=given.picture.masked[order]
         ),
     )
     _, text, regions = encode(model, given)
@@ -87,38 +87,38 @@ def test_the_order_of_words_does_matter(model):
 
 def test_what_lies_in_a_hidden_region_cannot_be_seen_anywhere(model):
     given = example(5, regions=2)
-    hidden = dataclasses.replace(
-        given, picture=dataclasses.replace(given.picture, hidden=np.array([False, True, False]))
+    masked = dataclasses.replace(
+        given, picture=dataclasses.replace(given.picture, masked=np.array([False, True, False]))
     )
     x1, y1, x2, y2 = given.picture.boxes[1].astype(int)
-    painted = hidden.picture.pixels.clone()
+    painted = masked.picture.pixels.clone()
     painted[:, y1 : y2 + 1, x1 : x2 + 1] = torch.randint(0, 255, painted[:, y1 : y2 + 1, x1 : x2 + 1].shape).byte()
-    other = dataclasses.replace(hidden, picture=dataclasses.replace(hidden.picture, pixels=painted))
-    for a, b in zip(encode(model, hidden)[1:], encode(model, other)[1:], strict=True):
+    other = dataclasses.replace(masked, picture=dataclasses.replace(masked.picture, pixels=painted))
+    for a, b in zip(encode(model, masked)[1:], encode(model, other)[1:], strict=True):
         assert torch.equal(a, b)
     seen = dataclasses.replace(
-        given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool), pixels=painted)
+        given, picture=dataclasses.replace(given.picture, masked=np.zeros(3, bool), pixels=painted)
     )
-    original = dataclasses.replace(given, picture=dataclasses.replace(given.picture, hidden=np.zeros(3, bool)))
+    original = dataclasses.replace(given, picture=dataclasses.replace(given.picture, masked=np.zeros(3, bool)))
     assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
 
 
 def test_the_network_sees_blue_green_red_with_the_mean_of_each_taken_off(model):
     batch = collate([example(1)])
     batch.pixels[0][:] = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
-    batch.region_hidden[:] = False
+    batch.region_masked[:] = False
     seen = model.vlbert.fast_rcnn.network_input(batch)[0][0, :, 5, 5] * TINY_MODEL.regions.pixel_std
     close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
 
 
 def test_hidden_pixels_show_the_mean_or_black(model):
     batch = collate([example(1)])
-    batch.region_hidden[:] = False
-    batch.region_hidden[0, 1] = True
+    batch.region_masked[:] = False
+    batch.region_masked[0, 1] = True
     x1, y1 = batch.boxes[0, 1, :2].long().tolist()
     network = model.vlbert.fast_rcnn
     assert network.network_input(batch)[0][0, :, y1, x1].tolist() == [0, 0, 0]
-    black = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, hidden_pixels="black"))
+    black = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, masked_pixels="black"))
     seen = VLBert(black, len(LETTERS)).fast_rcnn.network_input(batch)[0][0, :, y1, x1] * TINY_MODEL.regions.pixel_std
     close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), tolerance=1e-4)
 
@@ -127,17 +127,17 @@ def test_features_may_be_hidden_instead_of_pixels_and_then_the_picture_stays():
     regions = dataclasses.replace(TINY_MODEL.regions, hide="features")
     model = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS)).eval()
     given = example(5, regions=2)
-    hidden, seen = (
-        collate([dataclasses.replace(given, picture=dataclasses.replace(given.picture, hidden=np.array(which)))])
+    masked, seen = (
+        collate([dataclasses.replace(given, picture=dataclasses.replace(given.picture, masked=np.array(which)))])
         for which in ([False, True, False], [False, False, False])
     )
-    assert torch.equal(model.fast_rcnn.network_input(hidden)[0], model.fast_rcnn.network_input(seen)[0])
+    assert torch.equal(model.fast_rcnn.network_input(masked)[0], model.fast_rcnn.network_input(seen)[0])
     with torch.no_grad():
-        appearance = model.fast_rcnn(hidden)
-        model.embedding.hidden_appearance.weight.copy_(appearance[2])  # as if it had learned this one
-        found = model.embedding.region_looks(hidden, appearance)
-        close(found, model.embedding.region_looks(seen, appearance[[0, 2, 2]]))
-        assert float((found - model.embedding.region_looks(seen, appearance)).abs().max()) > 1e-3
+        appearance = model.fast_rcnn(masked)
+        model.embedding.masked_appearance.weight.copy_(appearance[2])  # as if it had learned this one
+        found = model.embedding.region_visual_embeddings(masked, appearance)
+        close(found, model.embedding.region_visual_embeddings(seen, appearance[[0, 2, 2]]))
+        assert float((found - model.embedding.region_visual_embeddings(seen, appearance)).abs().max()) > 1e-3
 
 
 def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
@@ -190,13 +190,13 @@ def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothi
     assert len(asked.attentions) == len(TINY_MODEL.layers)
     elements = batch.tokens.shape[1] + batch.region_mask.shape[1] + 1
     for maps in asked.attentions:
-        assert maps.shape == (3, TINY_MODEL.heads, elements, elements)
+        assert maps.shape == (3, TINY_MODEL.num_heads, elements, elements)
         close(maps.sum(3), torch.ones(maps.shape[:3]))
         assert not maps.transpose(1, 3)[~mask].any(), "padding gets nothing"
     # They are the maps that the first layer works with: its output, put together from them by hand.
     layer = model.vlbert.encoder.layers[0]
     with torch.no_grad():
-        value = layer.value(embedded).view(3, elements, TINY_MODEL.heads, -1)
+        value = layer.value(embedded).view(3, elements, TINY_MODEL.num_heads, -1)
         attended = torch.einsum("nhst,nthc->nshc", asked.attentions[0], value).flatten(2)
         by_hand = layer.attention_norm(embedded + layer.attention_output(attended))
         by_hand = layer.output_norm(by_hand + layer.output(F.gelu(layer.intermediate(by_hand))))
@@ -206,9 +206,9 @@ def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothi
 
 def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
     given = example(5, regions=2)
-    looks = np.zeros_like(given.words.looks_at)
+    looks = np.zeros_like(given.words.token_region)
     looks[2] = 2
-    tied = dataclasses.replace(given, words=dataclasses.replace(given.words, looks_at=looks))
+    tied = dataclasses.replace(given, words=dataclasses.replace(given.words, token_region=looks))
     batch = collate([given, tied])
     with torch.no_grad():
         appearance = model.vlbert.fast_rcnn(batch)
@@ -220,8 +220,8 @@ def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
 def test_a_hidden_region_has_a_token_of_its_own(model):
     given = example(5, regions=2)
     batches = []
-    for hidden in ([False, False, False], [False, True, False]):
-        picture = dataclasses.replace(given.picture, hidden=np.array(hidden))
+    for masked in ([False, False, False], [False, True, False]):
+        picture = dataclasses.replace(given.picture, masked=np.array(masked))
         batches.append(collate([dataclasses.replace(given, picture=picture)]))
     with torch.no_grad():
         same_look = model.vlbert.fast_rcnn(batches[0])
@@ -238,10 +238,10 @@ def test_all_regions_share_the_position_behind_the_text_and_end_follows():
             if name != "positions.weight":
                 part.zero_()
         embedding.norm.weight.fill_(1)
-        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden])
+        embedding.positions.weight.copy_(torch.eye(64)[:, : TINY_MODEL.hidden_size])
     batch = collate([example(1, regions=2)])
     length = int(batch.text_mask.sum())
-    assert length + 1 < TINY_MODEL.hidden
+    assert length + 1 < TINY_MODEL.hidden_size
     with torch.no_grad():
         embedded, _ = embedding(batch, model.fast_rcnn(batch))
     assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
@@ -252,7 +252,7 @@ def test_the_picture_is_silent_at_first_where_its_gain_is_zero():
     config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
     model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
     a, b = example(1), example(2)
-    unmasked = [dataclasses.replace(e.picture, hidden=np.zeros(3, bool)) for e in (a, b)]
+    unmasked = [dataclasses.replace(e.picture, masked=np.zeros(3, bool)) for e in (a, b)]
     with_its_own = encode(model, Example("x", a.words, unmasked[0]))[1]
     with_another = encode(model, Example("x", a.words, unmasked[1]))[1]
     close(with_its_own, with_another)
@@ -314,7 +314,7 @@ def test_a_row_longer_than_the_position_table_is_named(model):
     words = LETTERS.encode("a " * 70)
     zeros = np.zeros(len(words), np.int64)
     with pytest.raises(ValueError, match="sample long: 70 word pieces, .* max_positions = 64"):
-        model.vlbert(collate([Example("long", Words(words, zeros, zeros))]))
+        model.vlbert(collate([Example("long", TextInput(words, zeros, zeros))]))
 
 
 def test_new_weights_are_spread_as_the_configuration_says():
@@ -323,4 +323,4 @@ def test_new_weights_are_spread_as_the_configuration_says():
     assert float(model.embedding.words.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
     assert float(model.encoder.layers[0].query.bias.detach().abs().max()) == 0
-    assert float(model.embedding.look_of_words.norm.weight.detach().abs().max()) == 0
+    assert float(model.embedding.text_visual.norm.weight.detach().abs().max()) == 0

@@ -23,7 +23,7 @@ from benchmarks.parity_vlbert import losses, main, report, run
 from detectors.resnet import ResNetConfig
 from vlbert.config import RegionConfig
 from vlbert.convert import plain_name
-from vlbert.data.batch import Example, Picture, Words, collate
+from vlbert.data.batch import Example, ImageInput, TextInput, collate
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.images import resized
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -399,7 +399,7 @@ def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
     learn = {name for name, part in parts.items() if all(p.grad is not None for p in part.parameters())}
     stand = {name for name, part in parts.items() if all(p.grad is None for p in part.parameters())}
     assert (learn, stand) == ({"res3", "res4"}, {"stem", "res2", "res5"})
-    assert ours.vlbert.embedding.hidden_appearance.weight.grad.abs().sum() > 0
+    assert ours.vlbert.embedding.masked_appearance.weight.grad.abs().sum() > 0
     assert all(np.isfinite(loss) and loss > 0 for loss in ours.losses.values())
 
 
@@ -426,10 +426,10 @@ def test_regions_are_cut_from_the_map_as_published(components: dict):
     network.res5.register_forward_hook(lambda *call: seen.append(call[2]))
     zeros = np.zeros(1, np.int64)
     pictures = [
-        Picture(boxes.numpy(), np.zeros(len(boxes), bool), size=(1, 1))
+        ImageInput(boxes.numpy(), np.zeros(len(boxes), bool), size=(1, 1))
         for boxes in (rois[rois[:, 0] == number, 1:] for number in range(len(maps)))
     ]
-    batch = collate([Example(str(i), Words(zeros, zeros, zeros), picture) for i, picture in enumerate(pictures)])
+    batch = collate([Example(str(i), TextInput(zeros, zeros, zeros), picture) for i, picture in enumerate(pictures)])
     network.appearance([maps], batch)
     order = torch.argsort(rois[:, 0], stable=True)
     np.testing.assert_allclose(seen[0].numpy(), components["roi_align/out"][order], rtol=0, atol=1e-6)

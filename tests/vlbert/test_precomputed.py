@@ -13,7 +13,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, stage_of, stage_size
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.reading import ShardSamples
 from training.distributed import World
 from training.log import read_metrics
@@ -28,7 +28,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight drawn pictures with the regions and features of an untrained detector."""
     root = tmp_path_factory.mktemp("precomputed")
-    catalog = Catalog(open_objects(str(root)), "captions")
+    catalog = Catalog(open_store(str(root)), "captions")
     samples = [dataclasses.replace(tiny_sample(i), regions=None) for i in range(8)]
     rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(samples)]
     assert catalog.commit("images", "00000", samples, rows, {})
@@ -49,20 +49,20 @@ def test_a_model_trains_on_features_that_the_detector_kept(root: Path, monkeypat
     )
     monkeypatch.setattr("vlbert.data.images._decode", lambda sample: pytest.fail("a picture was decoded"))
     train(recipe, ALONE)
-    lines = read_metrics(open_objects(str(root)), recipe.run_name, "training")
+    lines = read_metrics(open_store(str(root)), recipe.run_name, "training")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line[name]) for line in lines for name in ("loss_words", "loss_regions"))
 
 
 def test_what_the_model_sees_of_a_region_is_what_the_detector_kept(root: Path):
-    catalog = Catalog(open_objects(str(root)), "captions")
+    catalog = Catalog(open_store(str(root)), "captions")
     stage = f"regions/{next(iter(root.glob('captions/regions/*'))).name}"
-    samples = ShardSamples(catalog.objects, catalog.pinned(stage, catalog.pin(stage).id))
+    samples = ShardSamples(catalog.store, catalog.pinned(stage, catalog.pin(stage).id))
     sample = samples.sample(3)
     config = RegionConfig(features="precomputed", resnet=DEMO.resnet)
-    hidden = np.zeros(1 + len(sample.regions), bool)
-    hidden[2] = True
-    picture = view(sample, config, flip=True).picture(hidden)
+    masked = np.zeros(1 + len(sample.regions), bool)
+    masked[2] = True
+    picture = view(sample, config, flip=True).picture(masked)
     assert picture.pixels is None
     np.testing.assert_array_equal(picture.features[1:], sample.regions.features.astype(np.float32))
     others = np.delete(sample.regions.features.astype(np.float32), 1, axis=0)

@@ -30,14 +30,14 @@ from detectors.run import detect_shard
 from detectors.select import SelectionSettings
 from detectors.weights.files import load_weights, read_config
 from storage.catalog import Catalog, Row
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.sample import Sample
 from training.distributed import World
 from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import save_checkpoint
 from vlbert.config import RegionConfig
-from vlbert.data.batch import Example, Words, collate
+from vlbert.data.batch import Example, TextInput, collate
 from vlbert.data.corpus import make_corpus
 from vlbert.data.image_file import read_image
 from vlbert.data.images import view
@@ -74,7 +74,7 @@ STARTED = dataclasses.replace(  # its Fast R-CNN from the demo's detector
     TINY_MODEL,
     regions=dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, untrained=False, weights=str(WEIGHTS)),
 )
-WORDLESS = Words(*(np.zeros(2, np.int64) for _ in range(3)))
+WORDLESS = TextInput(*(np.zeros(2, np.int64) for _ in range(3)))
 FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
 
 
@@ -97,7 +97,7 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
     made = make_task(task, WORDS, 36)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), made)
     optimizer = make_optimizer(model, recipe.optimizer)
-    with Writer(open_objects(str(root)), say=lambda line: None) as writer:
+    with Writer(open_store(str(root)), say=lambda line: None) as writer:
         folder = save_checkpoint(writer, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
     return root / folder
 
@@ -128,8 +128,8 @@ def pretrained(root: Path) -> Predictor:
 
 def test_the_regions_of_a_picture_are_those_that_the_run_learned_from(tmp_path):
     samples = [dataclasses.replace(tiny_sample(i), regions=None) for i in range(8)]
-    objects = open_objects(str(tmp_path))
-    catalog, detector = Catalog(objects, "captions"), demo_detector()
+    store = open_store(str(tmp_path))
+    catalog, detector = Catalog(store, "captions"), demo_detector()
     catalog.commit("images", "00000", samples, [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(samples)], {})
     assert detect_shard(catalog, "00000", detector)
     (tmp_path / "lines.txt").write_text("a red square\n" * 20)
@@ -184,14 +184,14 @@ def test_hidden_regions_are_guessed_by_the_names_of_the_detectors_classes(root, 
         encoded(photo.resize((3 * photo.width, 3 * photo.height)), "JPEG")
     )  # the model sees a third
     said = pretrained(sample, hide=(2,))
-    assert said.batch.region_hidden.nonzero().tolist() == [[0, 2]], "region 0 is the whole image"
-    (hidden,) = said.row["hidden_regions"]
+    assert said.batch.region_masked.nonzero().tolist() == [[0, 2]], "region 0 is the whole image"
+    (masked,) = said.row["hidden_regions"]
     classes = pretrained.detector.about["classes"]
-    assert hidden["detected_name"] == classes[sample.regions.labels_background_first()[1] - 1]
-    assert all(g["said"] == ["nothing", *classes][g["class"]] for g in hidden["guesses"])
+    assert masked["detected_name"] == classes[sample.regions.labels_background_first()[1] - 1]
+    assert all(g["said"] == ["nothing", *classes][g["class"]] for g in masked["guesses"])
     (box,) = said.row["boxes"]
     np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=3.1)  # a box ends a pixel inside what is seen
-    assert box["name"] == f"2: {hidden['guesses'][0]['said']}?"
+    assert box["name"] == f"2: {masked['guesses'][0]['said']}?"
     assert "masks" in said.row
     assert said.row["masks"] == []
 
@@ -311,7 +311,7 @@ def test_a_rationale_is_asked_behind_the_answer_as_it_was_written(root):
     colour = answers.said.split()[-1]
     assert (answers.said, answers.row["asked"]) == (f"object 2 is {colour}", "why")
     assert behind.pieces[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
-    assert behind.batch.looks_at[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
+    assert behind.batch.token_region[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
 
 
 def test_both_runs_speak_of_one_detectors_regions(root):
@@ -359,7 +359,7 @@ def test_regions_are_numbered_from_1_whatever_is_asked(root):
     assert [name.split()[0] for name in chooser(sample).names] == [str(n) for n in range(1, 1 + len(sample.regions))]
     said = chooser(sample, "why is [2] red", choices=FOUR)
     assert said.row["asked"] == "why is object 2 red"
-    assert 2 in said.batch.looks_at[0], "row 0 is the whole image"
+    assert 2 in said.batch.token_region[0], "row 0 is the whole image"
     (box,) = said.row["boxes"]
     np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=0.01)
     assert (box["name"], box["region"]) == ("object 2", 2)
@@ -525,7 +525,7 @@ def test_a_checkpoint_that_cannot_be_asked_is_named(root, tmp_path):
         Predictor(str(tmp_path / "headless"))
     with pytest.raises(ValueError, match="holds no model: it has no config.json"):
         Predictor(str(tmp_path))
-    put_checkpoint(open_objects(str(tmp_path)), "runs/detector/step-0000001", {}, {"optimizer.safetensors": b""})
+    put_checkpoint(open_store(str(tmp_path)), "runs/detector/step-0000001", {}, {"optimizer.safetensors": b""})
     with pytest.raises(ValueError, match="step-0000001 holds no model: it has no config.json"):
         Predictor(str(tmp_path / "runs/detector"))
     copied = tmp_path / "without-words"
@@ -705,7 +705,7 @@ def test_a_run_without_a_weight_file_takes_that_of_the_run_that_it_started_from(
     fine = dataclasses.replace(STARTED, regions=dataclasses.replace(STARTED.regions, weights=None))
     for run, before in (("second", "first"), ("third", "second")):
         before = f"{tmp_path}/runs/{before}"
-        save_model(tmp_path, run, TASKS["refcoco"], recorded(demo_detector()), model=fine, start_from=before)
+        save_model(tmp_path, run, TASKS["refcoco"], recorded(demo_detector()), model=fine, init_from=before)
     assert Predictor(f"{tmp_path}/runs/third").see(root / "photo.jpg").regions.detector == demo_detector().id
     first.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="and nothing says where that is; name it: --detector FILE"):

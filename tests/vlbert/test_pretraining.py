@@ -15,7 +15,7 @@ from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle"])
-ALL = PretrainingSettings(WordMasking(1.0, masked=1.0, random=0.0), RegionMasking(1.0, hidden=1.0), max_elements=None)
+ALL = PretrainingSettings(WordMasking(1.0, masked=1.0, random=0.0), RegionMasking(1.0, masked=1.0), max_elements=None)
 
 
 def task(settings: PretrainingSettings = ALL) -> Pretraining:
@@ -34,7 +34,7 @@ def test_what_is_asked_for_is_what_was_hidden():
     assert (asked.words.tokens[inner] == WORDS.mask).all()
     assert WORDS.decode(asked.words.asked["words"]) == sample.caption
     assert asked.words.targets["word_asked"].tolist() == [False, *[True] * len(asked.words.asked["words"]), False]
-    assert asked.picture.hidden.tolist() == [False, True, True]
+    assert asked.picture.masked.tolist() == [False, True, True]
     np.testing.assert_array_equal(asked.picture.asked["region_classes"].argmax(1), sample.regions.labels)
 
 
@@ -195,28 +195,28 @@ def one_hot(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def test_accuracy_counts_words_watched_words_and_hidden_regions():
-    settings = dataclasses.replace(ALL, regions=RegionMasking(1.0, hidden=0.5), watched_words=("red", "square"))
+    settings = dataclasses.replace(ALL, regions=RegionMasking(1.0, masked=0.5), monitored_words=("red", "square"))
     counting = task(settings)
     batch = collate([example(counting, number, 3) for number in range(30)])
     truth = batch.asked["words"]
     right_but_squares = torch.where(truth == WORDS.ids["square"], WORDS.ids["circle"], truth)
     classes = batch.asked["region_classes"].argmax(1)
-    hidden = batch.region_hidden[batch.targets["region_asked"]]
-    wrong_where_hidden = torch.where(hidden, (classes + 1) % 9, classes)
+    masked = batch.region_masked[batch.targets["region_asked"]]
+    wrong_where_hidden = torch.where(masked, (classes + 1) % 9, classes)
     head = Oracle(lambda batch: one_hot(right_but_squares, len(WORDS)), lambda batch: one_hot(wrong_where_hidden, 9))
     metrics = counting.metrics(counting.predictions(None, head, None, batch))
     squares, reds = (truth == WORDS.ids["square"]).sum().item(), (truth == WORDS.ids["red"]).sum().item()
     assert metrics["words_accuracy"] == pytest.approx(1 - squares / len(truth))
-    assert metrics["watched_accuracy"] == pytest.approx(reds / (reds + squares))
+    assert metrics["monitored_accuracy"] == pytest.approx(reds / (reds + squares))
     assert metrics["regions_accuracy"] == 0, "a region left in sight is no question of language"
-    assert 0 < int(hidden.sum()) < len(hidden)
+    assert 0 < int(masked.sum()) < len(masked)
     losses = counting.losses(None, head, None, batch)
     right, asked = losses["words_accuracy"]
     assert (int(right), asked) == (len(truth) - squares, len(truth))
     right, asked = losses["regions_accuracy"]
-    assert (int(right), asked) == (int((~hidden).sum()), len(hidden)), "training looks at what it learns from"
+    assert (int(right), asked) == (int((~masked).sum()), len(masked)), "training looks at what it learns from"
 
 
 def test_a_watched_word_that_the_vocabulary_lacks_is_named():
-    with pytest.raises(ValueError, match="watched_words: purple are no whole pieces"):
-        task(dataclasses.replace(ALL, watched_words=("red", "purple")))
+    with pytest.raises(ValueError, match="monitored_words: purple are no whole pieces"):
+        task(dataclasses.replace(ALL, monitored_words=("red", "purple")))

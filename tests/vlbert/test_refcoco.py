@@ -5,20 +5,18 @@ import json
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pytest
 import torch
 from places import SHARED
-from refcoco_files import change, change_refs, write_refcoco
+from refcoco_files import WORDS, change, change_refs, urls, write_refcoco
 from tiny import TINY_MODEL, tiny_sample
 
 from storage.sample import Regions, Sample
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import swap_sides, view
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import (
     CONVENTIONS,
     Expression,
@@ -40,16 +38,10 @@ def samples() -> list:
     return [tiny_sample(i, regions=2 + i % 2) for i in range(4)]
 
 
-WORDS = Vocabulary([*SPECIALS, "the", "left", "right", "one"])
 CONFORMANCE = SHARED / "conformance" / "refcoco_plus"
 needs_conformance = pytest.mark.skipif(
     not CONFORMANCE.is_dir(), reason="the official formats' samples lie in ../shared, which is not here"
 )
-
-
-def urls(samples: list) -> SimpleNamespace:
-    """All that the task asks of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])
 
 
 def xyxy(box: list[float]) -> np.ndarray:
@@ -406,7 +398,7 @@ def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(ta
     found = example(task, samples[1], question)
     assert found.picture.targets["right"].tolist() == [False, False, False, True], "the last box of sample 1"
     assert found.picture.targets["candidate"].tolist() == [False, True, True, True]
-    assert not found.picture.hidden.any()
+    assert not found.picture.masked.any()
     assert example(tuned(task, whole_image_competes=True), samples[1], question).picture.targets["candidate"].all()
 
 

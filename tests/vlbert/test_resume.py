@@ -19,7 +19,7 @@ from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, t
 from benchmarks.killed_training import check
 from storage.catalog import Catalog, Row
 from storage.inventory import Inventory, main, verify
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
@@ -30,7 +30,7 @@ from vlbert.checkpoint import open_checkpoint, read_model
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
-from vlbert.data.loading import CAPTIONS, Stretch, TrainingData, drawn
+from vlbert.data.loading import CAPTIONS, SnapshotSpan, TrainingData, drawn
 from vlbert.data.samples import newer_snapshot
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.predict import Predictor
@@ -46,7 +46,7 @@ def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
     """Another region shard, of samples that a root does not hold yet; False where it is there already."""
     samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    return Catalog(open_objects(str(root)), "captions").commit(STAGE, shard, samples, rows, {"untrained": False})
+    return Catalog(open_store(str(root)), "captions").commit(STAGE, shard, samples, rows, {"untrained": False})
 
 
 # --- which sample is which --------------------------------------------------------------------------------------------
@@ -54,48 +54,50 @@ def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
 
 @pytest.mark.parametrize(("questions", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
 def test_new_shards_may_enter_at_borders_of_epochs_that_lie_far_enough_apart(questions, batch, every):
-    stretch = Stretch(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
-    found = {step: stretch.border(step, batch, every) for step in range(3000)}
-    borders = [border for border in found.values() if border is not None]
-    assert all(step * batch <= border < (step + 1) * batch for step, border in found.items() if border is not None)
-    period = borders[0] - stretch.consumed
+    span = SnapshotSpan(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
+    found = {step: span.boundary(step, batch, every) for step in range(3000)}
+    boundaries = [boundary for boundary in found.values() if boundary is not None]
+    assert all(
+        step * batch <= boundary < (step + 1) * batch for step, boundary in found.items() if boundary is not None
+    )
+    period = boundaries[0] - span.consumed
     assert period % questions == 0
     assert every * batch <= period < every * batch + questions, "no epoch later than it must be"
-    assert borders == list(range(borders[0], 3000 * batch, period)), "each once, and every one"
-    assert all(stretch.border(step, batch, None) is None for step in range(100))
+    assert boundaries == list(range(boundaries[0], 3000 * batch, period)), "each once, and every one"
+    assert all(span.boundary(step, batch, None) is None for step in range(100))
 
 
 def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_beginning_of_the_other():
-    first = Stretch(0, 0, 20, "a")
-    second = first.followed_by(28, "b", border=40)
-    third = second.followed_by(5, "c", border=40 + 3 * 28)
+    first = SnapshotSpan(0, 0, 20, "a")
+    second = first.followed_by(28, "b", boundary=40)
+    third = second.followed_by(5, "c", boundary=40 + 3 * 28)
     assert (second.epoch, second.consumed, third.epoch, third.consumed) == (2, 40, 5, 124)
-    with pytest.raises(AssertionError, match="sample 41 is no border of an epoch"):
-        first.followed_by(28, "b", border=41)
+    with pytest.raises(AssertionError, match="sample 41 is no boundary of an epoch"):
+        first.followed_by(28, "b", boundary=41)
 
     everything = []
-    for place, stretch, epochs in ((0, first, [0, 1]), (1, second, [2, 3, 4]), (2, third, [5, 6, 7, 8])):
-        n = stretch.questions
+    for place, span, epochs in ((0, first, [0, 1]), (1, second, [2, 3, 4]), (2, third, [5, 6, 7, 8])):
+        n = span.questions
         for epoch in epochs:
             order = shuffled(np.arange(n), 3, CAPTIONS, epoch, n)
             everything += [(place, epoch, number) for number in order.tolist()]
     assert len(everything) == 144
-    stretches = [first, second, third]
+    spans = [first, second, third]
     for count in (1, 8, 60):
         for consumed in range(len(everything) - count + 1):
-            assert drawn(stretches, consumed, count, seed=3) == everything[consumed : consumed + count]
+            assert drawn(spans, consumed, count, seed=3) == everything[consumed : consumed + count]
 
 
 def test_neighbours_that_stay_together_are_cut_by_no_batch_over_another_snapshot_either():
-    first = Stretch(0, 0, 21, "a")
-    stretches = [first, first.followed_by(30, "b", border=42)]
-    slots = drawn(stretches, 0, 42 + 60, seed=3, chunk=4)
+    first = SnapshotSpan(0, 0, 21, "a")
+    spans = [first, first.followed_by(30, "b", boundary=42)]
+    slots = drawn(spans, 0, 42 + 60, seed=3, chunk=4)
     for start, n in ((0, 21), (21, 21), (42, 30), (72, 30)):
         assert sorted(number for _, _, number in slots[start : start + n]) == list(range(n))
     whole = [slots[c : c + 4] for c in range(0, 100, 4) if len({slot[:2] for slot in slots[c : c + 4]}) == 1]
     assert len(whole) > 20
     for group in whole:
-        n = stretches[group[0][0]].questions
+        n = spans[group[0][0]].questions
         assert [number for _, _, number in group] == [(group[0][2] + i) % n for i in range(4)]
 
 
@@ -105,7 +107,7 @@ def grown(tmp_path_factory) -> tuple[Path, list[str]]:
     root = tiny_root(tmp_path_factory.mktemp("grown"), samples=0)
     commit_more(root, "00005", range(12))
     commit_more(root, "00007", range(12, 20))
-    catalog = Catalog(open_objects(str(root)), "captions")
+    catalog = Catalog(open_store(str(root)), "captions")
     before = catalog.pin(STAGE).id
     commit_more(root, "00003", range(100, 108))
     return root, [before, catalog.pin(STAGE).id]
@@ -115,26 +117,30 @@ BORDER = 40  # batches are of 12: the fourth takes 4 samples before it and 8 beh
 
 
 def data_over(
-    grown: tuple[Path, list[str]], stretches: Sequence[Stretch], rank: int = 0, size: int = 1, accumulate: int = 1
+    grown: tuple[Path, list[str]],
+    spans: Sequence[SnapshotSpan],
+    rank: int = 0,
+    size: int = 1,
+    gradient_accumulation: int = 1,
 ) -> TrainingData:
     """What a process of such a world makes of these stretches: resumed over the last of them."""
     root, _ = grown
     recipe = tiny_recipe(root)
-    config = dataclasses.replace(recipe.data, batch=12, text_batch=12, accumulate=accumulate, flip=0.5)
-    objects = open_objects(str(root))
-    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, stretches[-1].snapshot))
+    config = dataclasses.replace(
+        recipe.data, batch=12, text_batch=12, gradient_accumulation=gradient_accumulation, flip=0.5
+    )
+    store = open_store(str(root))
+    samples = ShardSamples(store, Catalog(store, "captions").pinned(STAGE, spans[-1].snapshot))
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task, corpus = make_task(recipe.task, vocabulary, 8), TextCorpus(root / "text", vocabulary)
     world = World(rank, size, CPU)
-    return TrainingData(
-        samples, task.questions(samples, None), task, config, TINY_MODEL.regions, world, corpus, stretches
-    )
+    return TrainingData(samples, task.questions(samples, None), task, config, TINY_MODEL.regions, world, corpus, spans)
 
 
 def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
     root, snapshots = grown
-    objects = open_objects(str(root))
-    samples = ShardSamples(objects, Catalog(objects, "captions").pinned(STAGE, snapshots[1]))
+    store = open_store(str(root))
+    samples = ShardSamples(store, Catalog(store, "captions").pinned(STAGE, snapshots[1]))
     data.enter(samples, data.asked.task.questions(samples, None), snapshots[1], BORDER)
 
 
@@ -148,30 +154,35 @@ def rows(data: TrainingData, steps: range, workers: int) -> dict[int, list[Rows]
 
 
 def steps_of_a_world(
-    grown: tuple[Path, list[str]], stretches: list[Stretch], steps: range, size: int, accumulate: int, workers: int
-) -> tuple[dict[int, Rows], list[Stretch]]:
+    grown: tuple[Path, list[str]],
+    spans: list[SnapshotSpan],
+    steps: range,
+    size: int,
+    gradient_accumulation: int,
+    workers: int,
+) -> tuple[dict[int, Rows], list[SnapshotSpan]]:
     """By step what all ranks of a world take, in the order of the slots; and the stretches that they leave behind."""
     dealt = []
     for rank in range(size):
-        data = data_over(grown, stretches, rank, size, accumulate)
-        border = BORDER // 12
-        before, after = range(steps.start, min(steps.stop, border)), range(max(steps.start, border), steps.stop)
+        data = data_over(grown, spans, rank, size, gradient_accumulation)
+        boundary = BORDER // 12
+        before, after = range(steps.start, min(steps.stop, boundary)), range(max(steps.start, boundary), steps.stop)
         taken = rows(data, before, workers) if len(before) else {}
         if len(after):
-            if len(stretches) == 1:
+            if len(spans) == 1:
                 enter(grown, data)
             taken |= rows(data, after, workers)
         dealt.append(taken)
-    parts = {step: [taken[step][part] for part in range(accumulate) for taken in dealt] for step in steps}
+    parts = {step: [taken[step][part] for part in range(gradient_accumulation) for taken in dealt] for step in steps}
     # What a checkpoint carries: all that the next world knows.
-    left = [Stretch(**json.loads(json.dumps(dataclasses.asdict(stretch)))) for stretch in data.stretches]
+    left = [SnapshotSpan(**json.loads(json.dumps(dataclasses.asdict(span)))) for span in data.spans]
     return {step: [row for part in of_step for row in part] for step, of_step in parts.items()}, left
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(grown) -> dict[int, Rows]:
-    start = [Stretch(0, 0, 20, grown[1][0])]
-    return steps_of_a_world(grown, start, range(9), size=1, accumulate=1, workers=0)[0]
+    start = [SnapshotSpan(0, 0, 20, grown[1][0])]
+    return steps_of_a_world(grown, start, range(9), size=1, gradient_accumulation=1, workers=0)[0]
 
 
 def captions(step: Rows) -> Rows:
@@ -191,17 +202,19 @@ def test_over_new_shards_every_sample_comes_exactly_once_an_epoch(uninterrupted)
     assert keys[:20] != keys[20:40]
 
 
-@pytest.mark.parametrize(("worlds", "accumulate"), [((2, 3, 1), 1), ((2, 3, 1), 2), ((4, 1, 2), 1), ((4, 1, 2), 3)])
+@pytest.mark.parametrize(
+    ("worlds", "gradient_accumulation"), [((2, 3, 1), 1), ((2, 3, 1), 2), ((4, 1, 2), 1), ((4, 1, 2), 3)]
+)
 @pytest.mark.parametrize("cuts", [(2, 5), (3, 4)])
 def test_stopped_twice_and_gone_on_in_other_worlds_every_sample_is_what_it_would_have_been(
-    grown, uninterrupted, worlds, accumulate, cuts
+    grown, uninterrupted, worlds, gradient_accumulation, cuts
 ):
-    stretches, found = [Stretch(0, 0, 20, grown[1][0])], {}
+    spans, found = [SnapshotSpan(0, 0, 20, grown[1][0])], {}
     pieces = (range(cuts[0]), range(*cuts), range(cuts[1], 9))
     for steps, size, workers in zip(pieces, worlds, (0, 0, 1), strict=True):
-        taken, stretches = steps_of_a_world(grown, stretches, steps, size, accumulate, workers)
+        taken, spans = steps_of_a_world(grown, spans, steps, size, gradient_accumulation, workers)
         found |= taken
-    assert [stretch.snapshot for stretch in stretches] == grown[1]
+    assert [span.snapshot for span in spans] == grown[1]
     for step in range(9):
         for of in (captions, lines):
             assert of(found[step]) == of(uninterrupted[step]), f"step {step}: the same slots in the same order"
@@ -212,17 +225,17 @@ def test_stopped_twice_and_gone_on_in_other_worlds_every_sample_is_what_it_would
 
 def test_only_what_holds_all_that_was_there_and_more_is_newer(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(16)])
-    objects = open_objects(str(tmp_path))
-    catalog = Catalog(objects, "captions")
+    store = open_store(str(tmp_path))
+    catalog = Catalog(store, "captions")
     pinned = catalog.pin(STAGE)
-    assert newer_snapshot(objects, "captions", pinned) is None
+    assert newer_snapshot(store, "captions", pinned) is None
     commit_more(tmp_path, "00002", [100])
-    newer = newer_snapshot(objects, "captions", pinned)
+    newer = newer_snapshot(store, "captions", pinned)
     assert newer == catalog.snapshot(STAGE).id
     assert len(catalog.pinned(STAGE, newer)) == 17, "and it is pinned"
     (tmp_path / "captions" / STAGE / "00000.parquet").unlink()  # to be made again
-    assert newer_snapshot(objects, "captions", pinned) is None
-    assert len(ShardSamples(objects, catalog.pinned(STAGE, pinned.id))) == 16, "what is pinned stays readable"
+    assert newer_snapshot(store, "captions", pinned) is None
+    assert len(ShardSamples(store, catalog.pinned(STAGE, pinned.id))) == 16, "what is pinned stays readable"
 
 
 class Seen:
@@ -240,7 +253,7 @@ class Seen:
 
 
 def losses(root: Path, name: str) -> list[tuple]:
-    lines = read_metrics(open_objects(str(root)), name, "training")
+    lines = read_metrics(open_store(str(root)), name, "training")
     return [(line["step"], *(value for key, value in line.items() if key.startswith("loss_"))) for line in lines]
 
 
@@ -261,20 +274,18 @@ def kill_after(root: Path, name: str, step: int) -> None:
 
 def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp_path, capsys):
     root = tiny_root(tmp_path, samples=20)
-    objects = open_objects(str(root))
-    first = Catalog(objects, "captions").snapshot(STAGE).id
+    store = open_store(str(root))
+    first = Catalog(store, "captions").snapshot(STAGE).id
     whole = Seen(root, at=1)
     train(a_run(root, "whole"), ALONE, whole)
-    second = Catalog(objects, "captions").snapshot(STAGE).id
-    stretches = [
+    second = Catalog(store, "captions").snapshot(STAGE).id
+    spans = [
         {"epoch": 0, "consumed": 0, "questions": 20, "snapshot": first},
         {"epoch": 1, "consumed": 20, "questions": 28, "snapshot": second},
     ]
-    recorded = {
-        folder: open_folder(objects, folder).state["data"]["snapshots"] for folder in checkpoints(objects, "whole")
-    }
-    assert list(recorded.values()) == [stretches[:1]] * 2 + [stretches] * 7
-    assert read_metrics(objects, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | stretches[1]]
+    recorded = {folder: open_folder(store, folder).state["data"]["snapshots"] for folder in checkpoints(store, "whole")}
+    assert list(recorded.values()) == [spans[:1]] * 2 + [spans] * 7
+    assert read_metrics(store, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | spans[1]]
     said = capsys.readouterr().out
     assert "new shards enter in step 3, at the beginning of epoch 1: 28 questions an epoch instead of 20" in said
     assert f"captions/{STAGE} (snapshot {second})" in said
@@ -296,8 +307,8 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp
         assert losses(root, "whole") == before
         after = load_file(root / "runs" / "whole" / "step-0000009" / "model.safetensors")
         assert all(torch.equal(weights[name], after[name]) for name in weights)
-        assert len(read_metrics(objects, "whole", "snapshot")) == 1
-        assert open_folder(objects, "runs/whole/step-0000009").state["data"]["snapshots"] == stretches
+        assert len(read_metrics(store, "whole", "snapshot")) == 1
+        assert open_folder(store, "runs/whole/step-0000009").state["data"]["snapshots"] == spans
 
 
 @pytest.mark.parametrize("junk", ["manifest", "tar"])
@@ -317,16 +328,16 @@ def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_pat
     assert len(said) == 1
     assert "no new shards enter in step 3, the next border looks again: " in said[0]
     assert "00009" in said[0]
-    state = open_folder(open_objects(str(root)), "runs/disturbed/step-0000009").state
-    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+    state = open_folder(open_store(str(root)), "runs/disturbed/step-0000009").state
+    assert [span["questions"] for span in state["data"]["snapshots"]] == [20]
 
 
 def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
     root = tiny_root(tmp_path, samples=20)
     seen = Seen(root, at=1)
     train(a_run(root, "kept", new_shards_every=None), ALONE, seen)
-    state = open_folder(open_objects(str(root)), "runs/kept/step-0000009").state
-    assert [stretch["questions"] for stretch in state["data"]["snapshots"]] == [20]
+    state = open_folder(open_store(str(root)), "runs/kept/step-0000009").state
+    assert [span["questions"] for span in state["data"]["snapshots"]] == [20]
 
 
 # --- what cannot go on ------------------------------------------------------------------------------------------------
@@ -357,35 +368,35 @@ def saved_twice(tmp_path_factory) -> Recipe:
     """Of a run whose checkpoints of steps 1 and 2 are there, one step more."""
     recipe = dataclasses.replace(a_run(tiny_root(tmp_path_factory.mktemp("saved"), samples=16), "run"), steps=2)
     train(recipe, ALONE)
-    assert [*verify(Inventory(open_objects(recipe.data.root)))] == []
+    assert [*verify(Inventory(open_store(recipe.data.root)))] == []
     return dataclasses.replace(recipe, steps=3)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_checkpoint_is_named_by_all_that_read_it_with_the_one_before_it(saved_twice, file):
-    objects = open_objects(saved_twice.data.root)
-    first, last = checkpoints(objects, "run")
-    data, other = objects.get(f"{last}/{file}"), objects.get(f"{first}/{file}")
+    store = open_store(saved_twice.data.root)
+    first, last = checkpoints(store, "run")
+    data, other = store.get(f"{last}/{file}"), store.get(f"{first}/{file}")
     for name, damage in DAMAGES.items():
         changed = damage(data, other)
         if changed == data or (changed is None and file == "state.json"):  # both steps have it, or it is none
             continue
-        objects.delete(f"{last}/{file}")
+        store.delete(f"{last}/{file}")
         if changed is not None:
-            objects.put(f"{last}/{file}", changed)
-        named = f"{re.escape(objects.where(f'{last}/{file}'))} is .*the checkpoint before it, {objects.where(first)}: "
+            store.put(f"{last}/{file}", changed)
+        named = f"{re.escape(store.where(f'{last}/{file}'))} is .*the checkpoint before it, {store.where(first)}: "
         with pytest.raises(ValueError, match=f"^{named}"):
             train(saved_twice, ALONE)
         if file != "optimizer.safetensors":  # of which they need nothing
-            for path in (objects.where("runs/run"), objects.where(last)):
+            for path in (store.where("runs/run"), store.where(last)):
                 with pytest.raises(ValueError, match=f"^{named}"):
                     Predictor(path)
-            with pytest.raises(ValueError, match=re.escape(objects.where(last))):
-                read_model(objects.where(last))  # as a folder of which it does not know the run
-        (fault,) = verify(Inventory(objects))
+            with pytest.raises(ValueError, match=re.escape(store.where(last))):
+                read_model(store.where(last))  # as a folder of which it does not know the run
+        (fault,) = verify(Inventory(store))
         assert re.match(named, fault), name
-    objects.put(f"{last}/{file}", data)
-    assert [*verify(Inventory(objects))] == []
+    store.put(f"{last}/{file}", data)
+    assert [*verify(Inventory(store))] == []
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one_when_that_is_removed(saved_twice, tmp_path, capsys):
@@ -404,8 +415,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one_when_that_is_r
 
 def test_verify_names_a_damaged_best_json_and_tells_of_torn_lines_of_the_log(saved_twice, tmp_path, capsys):
     root = Path(shutil.copytree(Path(saved_twice.data.root) / "runs", tmp_path / "root/runs")).parent
-    objects, best = open_objects(str(root)), root / "runs/run/best.json"
-    objects.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
+    store, best = open_store(str(root)), root / "runs/run/best.json"
+    store.put("runs/run/best.json", sealed_json(asdict(Best(2, "words_accuracy", 0.5, "runs/run/step-0000002"))))
     with (root / "runs/run/metrics.jsonl").open("a") as file:
         file.write('{"kind": "trai')
     with pytest.raises(SystemExit) as ended:
@@ -416,19 +427,19 @@ def test_verify_names_a_damaged_best_json_and_tells_of_torn_lines_of_the_log(sav
     assert lines[1:] == ["no fault: all is as it was committed (checked: shards 0, snapshots 0, checkpoints 2)"]
     data = best.read_bytes()
     best.write_bytes(data.replace(b'"value": 0.5', b'"value": 0.7'))
-    (fault,) = verify(Inventory(objects))
+    (fault,) = verify(Inventory(store))
     assert fault.startswith(f"{best} does not name a checkpoint: ")
     with pytest.raises(ValueError, match=re.escape(fault)):
         open_checkpoint(f"{root}/runs/run/best")
     best.write_bytes(data)
     shutil.rmtree(root / "runs/run/step-0000002")
-    (fault,) = verify(Inventory(objects))
+    (fault,) = verify(Inventory(store))
     assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is no whole checkpoint")
 
 
 def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
     root = tiny_root(tmp_path, samples=16)
-    objects = open_objects(str(root))
+    store = open_store(str(root))
     train(dataclasses.replace(a_run(root, "run"), steps=2), ALONE)
     file = root / "runs" / "run" / "step-0000002" / "state.json"
     state = json.loads(file.read_text())
@@ -436,17 +447,15 @@ def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
     def written(data: dict) -> None:
         file.write_bytes(sealed_json(state | {"data": data}))
 
-    (stretch,) = state["data"]["snapshots"]
-    written(state["data"] | {"snapshots": [stretch | {"questions": 17}]})
+    (span,) = state["data"]["snapshots"]
+    written(state["data"] | {"snapshots": [span | {"questions": 17}]})
     with pytest.raises(ValueError, match="step-0000002 was trained on 17 questions, now there are 16: the files of"):
         train(a_run(root, "run"), ALONE)
     written(state["data"])
-    (root / "captions" / STAGE / "snapshots" / f"{stretch['snapshot']}.parquet").unlink()
-    with pytest.raises(
-        ValueError, match=f"{stretch['snapshot']}.parquet is gone; put it back as it was, or start anot"
-    ):
+    (root / "captions" / STAGE / "snapshots" / f"{span['snapshot']}.parquet").unlink()
+    with pytest.raises(ValueError, match=f"{span['snapshot']}.parquet is gone; put it back as it was, or start anot"):
         train(a_run(root, "run"), ALONE)
-    assert checkpoints(objects, "run")[-1] == "runs/run/step-0000002"
+    assert checkpoints(store, "run")[-1] == "runs/run/step-0000002"
 
 
 # --- real kills -------------------------------------------------------------------------------------------------------

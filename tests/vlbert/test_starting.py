@@ -42,9 +42,9 @@ def pretrained(root: Path) -> Path:
 
 def started(recipe: Recipe, folder: Path) -> tuple[TaskModel, str]:
     """The model of a run that starts from the folder, and what it says."""
-    start_from, said = read_model(folder), []
-    task = make_task(recipe.task, start_from.vocabulary, start_from.num_classes)
-    return make_model(recipe, task, start_from.vocabulary, start_from, None, said.append), "\n".join(said)
+    init_from, said = read_model(folder), []
+    task = make_task(recipe.task, init_from.vocabulary, init_from.num_classes)
+    return make_model(recipe, task, init_from.vocabulary, init_from, None, said.append), "\n".join(said)
 
 
 def test_more_pretraining_takes_the_head_too_and_says_so(root: Path, pretrained: Path):
@@ -84,7 +84,7 @@ def test_live_norms_may_start_from_frozen_ones_and_the_other_way(root: Path, pre
 
 def test_a_finetuning_must_say_what_it_starts_from(root: Path):
     recipe = tiny_recipe(root, task=RefCOCOSettings(folder="refs"))
-    with pytest.raises(ValueError, match="no model to start from; give start_from=.* from_scratch=true"):
+    with pytest.raises(ValueError, match="no model to start from; give init_from=.* from_scratch=true"):
         check_complete(recipe)
     check_complete(dataclasses.replace(recipe, from_scratch=True))
     check_complete(dataclasses.replace(recipe, bert="bert-base-uncased"))
@@ -99,7 +99,8 @@ def test_a_rate_that_would_fall_after_the_end_is_refused(root: Path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("regions", None), ("hidden", "32"), ("layers", 3), ("geometry", "round"), ("dropout", True)]
+    ("field", "value"),
+    [("regions", None), ("hidden_size", "32"), ("layers", 3), ("geometry", "round"), ("dropout", True)],
 )
 def test_a_configuration_with_a_value_of_another_kind_is_refused_by_name(field: str, value: object):
     with pytest.raises(ValueError, match=f"file: ModelConfig.{field} is "):

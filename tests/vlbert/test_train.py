@@ -24,7 +24,7 @@ from seeded import reseal
 from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
 
 from storage.catalog import Catalog
-from storage.object_store import open_objects
+from storage.object_store import open_store
 from storage.runs import checkpoints, open_folder
 from training.distributed import World
 from training.log import read_metrics
@@ -168,17 +168,17 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(root, six_steps, capsy
 
 ONE_READS_IT_DAMAGED = """
 import os, sys
-from storage.object_store import LocalObjects
+from storage.object_store import LocalStore
 from vlbert.train import main
 
-read = LocalObjects.get
+read = LocalStore.get
 
 def get(self, path):
     data = read(self, path)
     damaged = path.endswith(sys.argv[1]) and os.environ["RANK"] == sys.argv[2]
     return data[:-1] + bytes([data[-1] ^ 1]) if damaged else data
 
-LocalObjects.get = get
+LocalStore.get = get
 main(sys.argv[3:])
 """
 
@@ -278,7 +278,7 @@ def test_a_run_may_go_on_with_more_processes(root):
 def test_accumulation_sees_the_same_samples_and_learns_alike(root):
     recipe = tiny_recipe(root)
     model = dataclasses.replace(TINY_MODEL, dropout=0.0)
-    run(root, "parts", model=model, data=dataclasses.replace(recipe.data, accumulate=2))
+    run(root, "parts", model=model, data=dataclasses.replace(recipe.data, gradient_accumulation=2))
     run(root, "at-once", model=model)
     # The mean of two means is not the mean, so alike and no more.
     np.testing.assert_allclose(
@@ -287,15 +287,15 @@ def test_accumulation_sees_the_same_samples_and_learns_alike(root):
 
 
 def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
-    objects = open_objects(str(root))
-    folder = checkpoints(objects, "whole")[-1]
+    store = open_store(str(root))
+    folder = checkpoints(store, "whole")[-1]
     assert folder == "runs/whole/step-0000006"
     names = {path.name for path in (root / folder).iterdir()}
     assert names == {"config.json", "vocab.txt", "model.safetensors", "optimizer.safetensors", "state.json"}
-    state = open_folder(objects, folder).state
+    state = open_folder(store, folder).state
     assert state["step"] == 6
     assert (state["samples_consumed"], state["text_consumed"], state["seed"]) == (48, 24, 0)
-    snapshot = Catalog(objects, "captions").snapshot(f"regions/{DETECTOR}").id
+    snapshot = Catalog(store, "captions").snapshot(f"regions/{DETECTOR}").id
     assert state["data"] == {
         "dataset": "captions",
         "stage": f"regions/{DETECTOR}",
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
         "snapshots": [{"epoch": 0, "consumed": 0, "questions": 24, "snapshot": snapshot}],
     }
     assert state["held_out"].keys() == {"dataset", "stage", "untrained", "snapshot"}
-    saved = read_checkpoint(objects, folder)
+    saved = read_checkpoint(store, folder)
     assert saved.model_config == TINY_MODEL
     assert saved.vocabulary.text() == (root / "text" / "vocab.txt").read_text()
     assert saved.num_classes == 8
@@ -312,11 +312,11 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
 def test_only_the_newest_checkpoints_are_kept(root):
     run(root, "kept", save_every=1, keep_checkpoints=2)
     assert sorted(path.name for path in (root / "runs" / "kept").glob("step-*/state.json")) == ["state.json"] * 2
-    assert checkpoints(open_objects(str(root)), "kept") == ["runs/kept/step-0000005", "runs/kept/step-0000006"]
+    assert checkpoints(open_store(str(root)), "kept") == ["runs/kept/step-0000005", "runs/kept/step-0000006"]
 
 
 def test_validation_stands_beside_shuffled_pictures(root, six_steps):
-    line = read_metrics(open_objects(str(root)), "whole", "validation")[-1]
+    line = read_metrics(open_store(str(root)), "whole", "validation")[-1]
     assert line["step"] == 6
     for name in ("words_accuracy", "regions_accuracy"):
         assert line[f"{name}_grounding"] == pytest.approx(line[name] - line[f"{name}_shuffled"])
@@ -348,8 +348,8 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
         "data": data,
         "steps": 1,
         "vocabulary": None,
-        "start_from": str(root / "runs" / "whole" / "step-0000006"),
-        "optimizer": dataclasses.replace(base.optimizer, learning_rate=1e-12, warm_up=0),
+        "init_from": str(root / "runs" / "whole" / "step-0000006"),
+        "optimizer": dataclasses.replace(base.optimizer, learning_rate=1e-12, warmup_steps=0),
     }
     run(root, "tuned", **changes)
     before, after = weights(root, "whole", 6), weights(root, "tuned", 1)
@@ -359,11 +359,13 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
     transform = "head.transform.dense.weight"
     assert torch.allclose(before["head.region_transform.dense.weight"], after[transform], atol=1e-7)
     assert (root / "runs" / "tuned" / "step-0000001" / "vocab.txt").read_text() == (root / "text/vocab.txt").read_text()
-    metrics = read_metrics(open_objects(str(root)), "tuned", "validation")[-1]
+    metrics = read_metrics(open_store(str(root)), "tuned", "validation")[-1]
     assert 0 <= metrics["accuracy_published"] <= 1
     assert metrics["chance"] == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="another architecture than recipe tiny: model.heads is 4 there and 2 here"):
-        run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, heads=2))
+    with pytest.raises(
+        ValueError, match="another architecture than recipe tiny: model.num_heads is 4 there and 2 here"
+    ):
+        run(root, "tuned-2", **changes, model=dataclasses.replace(TINY_MODEL, num_heads=2))
 
 
 @pytest.mark.slow
@@ -407,19 +409,19 @@ def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_is
     says = f"3 steps in a row were left out, the last of them, 5, because .* the last good checkpoint is {folder}"
     with pytest.raises(FloatingPointError, match=says):
         train(tiny_recipe(root, run="broken", save_every=8, steps=8, most_skipped=3), ALONE)
-    assert checkpoints(open_objects(str(root)), "broken") == ["runs/broken/step-0000002"]
+    assert checkpoints(open_store(str(root)), "broken") == ["runs/broken/step-0000002"]
 
 
 def test_what_a_run_started_from_is_not_needed_to_go_on(root, six_steps):
     run(root, "source", steps=1)
     source = root / "runs" / "source" / "step-0000001"
-    changes = {"start_from": str(source), "vocabulary": None}
+    changes = {"init_from": str(source), "vocabulary": None}
     run(root, "heir", steps=2, **changes)
     for file in source.iterdir():
         file.unlink()
     train(tiny_recipe(root, run="heir", steps=3, **changes), ALONE)
     assert [line[0] for line in losses(root, "heir")] == [1, 2, 3]
-    with pytest.raises(ValueError, match="was trained with start_from = .*, the recipe says None"):
+    with pytest.raises(ValueError, match="was trained with init_from = .*, the recipe says None"):
         train(tiny_recipe(root, run="heir", steps=4), ALONE)
 
 
@@ -442,23 +444,23 @@ def test_regions_of_an_untrained_detector_are_announced(tmp_path, capsys):
     root = tiny_root(tmp_path, untrained=True)
     run(root, "trial", steps=1)
     assert "WARNING: the regions come from an UNTRAINED detector" in capsys.readouterr().out
-    assert open_folder(open_objects(str(root)), "runs/trial/step-0000001").state["data"]["untrained"] is True
+    assert open_folder(open_store(str(root)), "runs/trial/step-0000001").state["data"]["untrained"] is True
 
 
 def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):
     with s3_server("models"):
-        objects = open_objects("s3://models/demo")
+        store = open_store("s3://models/demo")
         for file in (root / "captions", root / "held-out"):
             for path in sorted(p for p in file.rglob("*") if p.is_file()):
-                objects.put(str(path.relative_to(root)), path)
+                store.put(str(path.relative_to(root)), path)
         recipe = tiny_recipe(root)
         recipe = tiny_recipe(root, data=dataclasses.replace(recipe.data, root="s3://models/demo"), steps=2, run="cloud")
         train(recipe, ALONE)
-        assert checkpoints(objects, "cloud") == ["runs/cloud/step-0000002"]
-        assert [line["step"] for line in read_metrics(objects, "cloud", "training")] == [1, 2]
-        assert any("tensorboard/events" in info.path for info in objects.list("runs/cloud/"))
+        assert checkpoints(store, "cloud") == ["runs/cloud/step-0000002"]
+        assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2]
+        assert any("tensorboard/events" in info.path for info in store.list("runs/cloud/"))
         train(dataclasses.replace(recipe, steps=3), ALONE)
-        assert [line["step"] for line in read_metrics(objects, "cloud", "training")] == [1, 2, 3]
+        assert [line["step"] for line in read_metrics(store, "cloud", "training")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

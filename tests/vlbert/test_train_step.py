@@ -49,9 +49,9 @@ PRECOMPUTED = dataclasses.replace(
 )
 SMALL = [
     "model.layers=JJ",
-    "model.hidden=32",
-    "model.heads=2",
-    "model.intermediate=64",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.intermediate_size=64",
     "model.geometry_channels=32",
     "model.regions.resnet.blocks=1,1,1,1",
     "model.regions.resnet.width=4",
@@ -188,7 +188,7 @@ def test_three_updates_of_the_plain_optimizer_are_those_of_ours():
     [
         ({"visual_norm": "none"}, "visual_norm"),
         ({"geometry": "corners"}, "geometry"),
-        ({"regions": dataclasses.replace(END_TO_END.regions, hidden_pixels="black")}, "regions.hidden_pixels"),
+        ({"regions": dataclasses.replace(END_TO_END.regions, masked_pixels="black")}, "regions.masked_pixels"),
     ],
 )
 def test_the_plain_path_refuses_a_model_that_it_does_not_have(changes, named):
@@ -238,7 +238,7 @@ def test_counted_operations_are_those_that_pytorch_counts(frozen, strided):
     regions = dataclasses.replace(END_TO_END.regions, resnet=resnet, frozen_stages=frozen, short_side=57, long_side=99)
     config = dataclasses.replace(END_TO_END, regions=regions, layers="J")
     ours, theirs = counted(config, equal_rows(config))
-    c, n = config.hidden, 2
+    c, n = config.hidden_size, 2
     in_vain = 2 * n * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
     assert ours["forward"] == theirs["forward"] - in_vain
     no_input_gradient = 0
@@ -249,7 +249,7 @@ def test_counted_operations_are_those_that_pytorch_counts(frozen, strided):
 
 def test_counted_operations_of_precomputed_features_are_those_that_pytorch_counts():
     ours, theirs = counted(PRECOMPUTED, equal_rows(PRECOMPUTED))
-    c = PRECOMPUTED.hidden
+    c = PRECOMPUTED.masked
     in_vain = 2 * 2 * (2 * (c * c + c * len(VOCABULARY)) + c * c + c * (1 + len(CLASSES)))
     assert ours["forward"] == theirs["forward"] - in_vain
     assert ours["backward"] == theirs["backward"] - 2 * in_vain

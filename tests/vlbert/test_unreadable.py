@@ -19,7 +19,7 @@ from seeded import another_writer
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from torch import Tensor, nn
 
-from storage.object_store import ObjectMissing, open_objects
+from storage.object_store import ObjectMissing, open_store
 from storage.sample import Sample
 from training.distributed import World
 from training.log import Record, read_metrics
@@ -27,7 +27,7 @@ from training.loop import batches
 from training.metrics import Line
 from training.writer import Writer
 from vlbert.config import DataConfig
-from vlbert.data.batch import Batch, Example, collate, void
+from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.images import view
 from vlbert.data.loading import TrainingData, ValidationData, drawn
 from vlbert.data.masking import RegionMasking, WordMasking
@@ -44,7 +44,7 @@ from vlbert.validate import validate
 
 ALONE = World(0, 1, torch.device("cpu"))
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle"])
-ASKS = PretrainingSettings(WordMasking(probability=0.5), RegionMasking(probability=0.5, hidden=0.5), max_elements=None)
+ASKS = PretrainingSettings(WordMasking(probability=0.5), RegionMasking(probability=0.5, masked=0.5), max_elements=None)
 STILL = dataclasses.replace(TINY_MODEL, dropout=0.0)  # dropout draws anew where a batch has another shape
 
 
@@ -94,7 +94,7 @@ def a_recipe(root: Path, **data: object):
 
 def training_data(root: Path, rank: int = 0, size: int = 1, **data: object) -> TrainingData:
     recipe = a_recipe(root, **data)
-    samples, _ = open_samples(open_objects(str(root)), "captions", None, None, ALONE)
+    samples, _ = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     task = Pretraining(ASKS, WORDS, 8)
     world = World(rank, size, torch.device("cpu"))
     return TrainingData(samples, task.questions(samples, None), task, recipe.data, STILL.regions, world)
@@ -102,7 +102,7 @@ def training_data(root: Path, rank: int = 0, size: int = 1, **data: object) -> T
 
 def overwrite(root: Path, number: int, what: bytes, at: int = 0) -> str:
     """Damage the tar at a sample, so many bytes behind its beginning; returns tar and offset as messages have them."""
-    index = open_samples(open_objects(str(root)), "captions", None, None, ALONE)[0].index
+    index = open_samples(open_store(str(root)), "captions", None, None, ALONE)[0].index
     tar, offset = root / index.tars[index.shard[number]], int(index.offset[number])
     with open(tar, "r+b") as file:
         file.seek(offset + at)
@@ -137,10 +137,10 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
         asks = task.questions(vqa_files.urls(vqa_files.coco(samples, "train2014")), None).asks
     else:
         vcr_files.write_vcr(folder, [*samples, tiny_sample(3)])
-        hidden = 0.5 if which == "vcr, hidden regions" else 0.0
+        masked = 0.5 if which == "vcr, hidden regions" else 0.0
         loss = "appearance" if which == "vcr, appearance" else "contextual"
         settings = VCRSettings(str(folder), names="class", mask_size=2, max_pieces=40, region_loss=loss)
-        task = VCR(dataclasses.replace(settings, hidden_regions=hidden), vcr_files.WORDS, 8)
+        task = VCR(dataclasses.replace(settings, hidden_regions=masked), vcr_files.WORDS, 8)
         asks = task.questions(vcr_files.urls([*samples, tiny_sample(3)]), None).asks
     return task, [task.example(*each) for each in zip(samples, views, asks, rngs, strict=True)]
 
@@ -164,7 +164,7 @@ def test_a_place_holder_changes_no_loss_no_count_and_no_gradient(which, tmp_path
     model = TaskModel(VLBert(STILL, len(task.vocabulary)), task)
     expected, gradients = losses_and_gradients(model, collate([first, second]))
     assert any(count for _, count in expected.values())
-    losses, found = losses_and_gradients(model, collate([first, void(third), second]))
+    losses, found = losses_and_gradients(model, collate([first, placeholder(third), second]))
     for name, (loss, count) in expected.items():
         assert losses[name][1] == count, name
         assert losses[name][0] == pytest.approx(loss, rel=1e-5), name
@@ -172,7 +172,7 @@ def test_a_place_holder_changes_no_loss_no_count_and_no_gradient(which, tmp_path
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
 
-    losses, gradients = losses_and_gradients(model, collate([void(third)]))
+    losses, gradients = losses_and_gradients(model, collate([placeholder(third)]))
     assert all(value == (0.0, 0) for value in losses.values())
     assert all(not gradient.any() for gradient in gradients.values())
 
@@ -183,7 +183,7 @@ def test_beside_text_alone_a_place_holder_is_the_only_picture():
     text = task.text_example("text-0", WORDS.encode("a red square and a blue circle"), np.random.default_rng(1))
     torch.manual_seed(0)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)
-    losses, gradients = losses_and_gradients(model, collate([void(example), text]))
+    losses, gradients = losses_and_gradients(model, collate([placeholder(example), text]))
     alone = model(collate([text]))
     assert {name: count for name, (_, count) in losses.items()} == {name: count for name, (_, count) in alone.items()}
     assert losses["text_words"][0] == pytest.approx(float(alone["text_words"][0].detach()))
@@ -219,12 +219,14 @@ def test_where_even_the_key_is_lost_the_tar_and_the_place_are_named(tmp_path, at
     assert (one.key is None) == (at == 0)
 
 
-@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_and_parts_miss_the_same_slots_and_a_part_without_any_holds_one_place(tmp_path, size, accumulate):
+@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_and_parts_miss_the_same_slots_and_a_part_without_any_holds_one_place(
+    tmp_path, size, gradient_accumulation
+):
     broken = {i: torn for i in range(16) if i % 3}
     root = a_root(tmp_path, broken)
     kept = {tiny_sample(i, regions=1 + i % 3).key for i in range(16)} - {tiny_sample(i, 1 + i % 3).key for i in broken}
-    dealt = [training_data(root, rank, size, accumulate=accumulate) for rank in range(size)]
+    dealt = [training_data(root, rank, size, gradient_accumulation=gradient_accumulation) for rank in range(size)]
     epoch = [batch for step in range(4) for data in dealt for batch in data[step]]
     counted = [key for batch in epoch for key, one in zip(batch.keys, batch.counted, strict=True) if one]
     assert sorted(counted) == sorted(kept)
@@ -329,7 +331,7 @@ def test_validation_leaves_broken_samples_out_in_every_world_alike(tmp_path):
 
 def test_a_validation_without_a_readable_sample_is_an_error(tmp_path):
     root = a_root(tmp_path, {1000: torn, 1001: infinite}, held_out=2)
-    held_out, _ = open_samples(open_objects(str(root)), "held-out", None, None, ALONE)
+    held_out, _ = open_samples(open_store(str(root)), "held-out", None, None, ALONE)
     task = Pretraining(ASKS, WORDS, 8)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)
     with pytest.raises(ValueError, match="none of the 2 held-out questions can be asked; the last because .*sample"):
@@ -362,13 +364,13 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
     assert sorted(line["key"] for line in lines) == sorted([*keys, tiny_sample(1001).key])
     assert all(line["key"] in line["reason"] for line in lines)
     assert all(said.count(line["reason"]) == 1 for line in lines), "said once, though met in every epoch"
-    training = read_metrics(open_objects(str(root)), "tiny", "training")
+    training = read_metrics(open_store(str(root)), "tiny", "training")
     assert sum(line.get("unreadable", 0) for line in training) == 4, "two epochs of two"
     assert all(line["unreadable"] > 0 for line in training if "unreadable" in line)
     first = next(line for line in training if "unreadable" in line)
     assert sorted(line["step"] for line in lines)[:2] == [0, first["step"]], "0: of a validation"
     assert f"  unreadable {first['unreadable']}  " in said
-    assert read_metrics(open_objects(str(root)), "tiny", "validation")[-1]["unreadable"] == 1
+    assert read_metrics(open_store(str(root)), "tiny", "validation")[-1]["unreadable"] == 1
 
     # As if killed after step 4, with lines of later steps written already.
     (root / "runs" / "tiny" / "step-0000008" / "state.json").unlink()
@@ -377,7 +379,7 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
     train(recipe, ALONE)
     assert lines_of(root, "unreadable.jsonl") == lines
     unreadable = [line.get("unreadable") for line in training]
-    again = read_metrics(open_objects(str(root)), "tiny", "training")
+    again = read_metrics(open_store(str(root)), "tiny", "training")
     assert [line.get("unreadable") for line in again] == unreadable
 
 
@@ -411,16 +413,16 @@ def test_a_run_over_samples_with_every_kind_of_damage_names_these_and_no_others(
     lines = lines_of(tmp_path, "unreadable.jsonl")
     assert sorted(line["key"] for line in lines) == sorted(bad)
     assert all(line["key"] in line["reason"] for line in lines)
-    counts = [line["unreadable"] for line in read_metrics(open_objects(str(tmp_path)), "tiny", "training")]
+    counts = [line["unreadable"] for line in read_metrics(open_store(str(tmp_path)), "tiny", "training")]
     assert counts == [len(changes)] * 2
-    assert read_metrics(open_objects(str(tmp_path)), "tiny", "validation")[-1]["unreadable"] == 2
+    assert read_metrics(open_store(str(tmp_path)), "tiny", "validation")[-1]["unreadable"] == 2
 
 
 def test_slots_of_steps_before_a_validation_are_counted_in_the_line_after_it(tmp_path):
     root = a_root(tmp_path, {0: torn, 7: torn, 9: torn}, held_out=3)
     recipe = dataclasses.replace(a_recipe(root, held_out="held-out"), log_every=4, validate_every=1)
     train(recipe, ALONE)
-    (line,) = read_metrics(open_objects(str(root)), "tiny", "training")
+    (line,) = read_metrics(open_store(str(root)), "tiny", "training")
     assert line["unreadable"] == 3
 
 
@@ -440,19 +442,19 @@ def test_the_losses_of_a_run_are_those_without_the_broken_samples(tmp_path):
 
 
 def whole_slots(data: TrainingData, step: int) -> list[tuple[int, int, int]]:
-    return drawn(data.stretches, step * data.config.batch, data.config.batch, data.config.seed)
+    return drawn(data.spans, step * data.config.batch, data.config.batch, data.config.seed)
 
 
 @pytest.mark.slow
 def test_ranks_that_hold_a_place_compute_what_one_process_computes(tmp_path):
     """Every part of a rank is one sample: wherever it is broken, that rank has a place-holder alone."""
     root = a_root(tmp_path, {i: torn for i in range(16) if i % 3 == 0}, held_out=2)
-    recipe = a_recipe(root, accumulate=2, held_out="held-out")
+    recipe = a_recipe(root, gradient_accumulation=2, held_out="held-out")
     train(dataclasses.replace(recipe, run="one"), ALONE)
     changes = {name: getattr(recipe, name) for name in ("task", "model", "data", "vocabulary", "steps", "save_every")}
     result = torchrun(root, "two", 2, **changes)
     assert result.returncode == 0, result.stderr[-3000:]
-    one, two = (read_metrics(open_objects(str(root)), run, "training") for run in ("one", "two"))
+    one, two = (read_metrics(open_store(str(root)), run, "training") for run in ("one", "two"))
     assert sum(line.get("unreadable", 0) for line in one) == 6
     for before, after in zip(one, two, strict=True):
         names = [name for name in before if name.startswith("loss_") or name in ("step", "unreadable")]
@@ -460,7 +462,7 @@ def test_ranks_that_hold_a_place_compute_what_one_process_computes(tmp_path):
 
 
 def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path, capsys):
-    writer = Writer(open_objects(str(tmp_path)))
+    writer = Writer(open_store(str(tmp_path)))
     record = Record(writer, "run", 0, 10, 1)
     record.unreadable([])
     record.close()
@@ -480,7 +482,7 @@ def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path
 
 def test_a_record_that_goes_on_replaces_a_file_at_once_and_only_where_lines_go(tmp_path):
     """Whoever had it open still reads all of it: a kill halfway leaves one or the other."""
-    writer = Writer(open_objects(str(tmp_path)))
+    writer = Writer(open_store(str(tmp_path)))
     record = Record(writer, "run", 0, 10, 1)
     for step in (1, 2, 3):
         record.training(step, Line({"all": 1.0}, {}, {}, {}, steps=1, seconds=1.0, data_wait=0.0, memory=0), 0.1)

@@ -54,8 +54,15 @@ def test_a_published_recipe_has_the_numbers_of_the_authors_table(name: str):
     recipe = RECIPES[name]()
     optimizer, data, regions = recipe.optimizer, recipe.data, recipe.model.regions
     epochs = round(recipe.steps * data.batch / of(name, QUESTIONS))
-    found = (data.batch, data.text_batch, data.accumulate, optimizer.learning_rate, optimizer.kind, optimizer.warm_up)
-    found += (epochs, optimizer.clip, recipe.precision == "bf16", regions.long_side)
+    found = (
+        data.batch,
+        data.text_batch,
+        data.gradient_accumulation,
+        optimizer.learning_rate,
+        optimizer.kind,
+        optimizer.warmup_steps,
+    )
+    found += (epochs, optimizer.max_grad_norm, recipe.precision == "bf16", regions.long_side)
     assert found == PUBLISHED[name]
     assert (optimizer.weight_decay, optimizer.betas, regions.short_side) == (1e-4, (0.9, 0.999), 600)
 
@@ -65,7 +72,7 @@ def test_a_recipe_of_the_paper_has_the_numbers_of_appendix_a2(name: str):
     recipe = RECIPES[name]()
     optimizer, data = recipe.optimizer, recipe.data
     epochs = round(recipe.steps * data.batch / of(name, QUESTIONS))
-    found = (data.batch, data.text_batch, optimizer.learning_rate, optimizer.kind, optimizer.warm_up, epochs)
+    found = (data.batch, data.text_batch, optimizer.learning_rate, optimizer.kind, optimizer.warmup_steps, epochs)
     assert found == of(name, PAPER)
     assert (optimizer.weight_decay, recipe.model.regions.features) == (1e-4, "end_to_end")
 
@@ -74,7 +81,7 @@ def test_a_recipe_of_the_paper_has_the_numbers_of_appendix_a2(name: str):
 def test_a_recipe_is_named_as_it_is_and_as_large_as_it_says(name: str):
     recipe = RECIPES[name]()
     assert recipe.name == name
-    size = (len(recipe.model.layers), recipe.model.hidden, recipe.model.heads, recipe.model.intermediate)
+    size = (len(recipe.model.layers), recipe.model.hidden_size, recipe.model.num_heads, recipe.model.intermediate_size)
     if "demo" not in name:
         assert size == ((24, 1024, 16, 4096) if "large" in name else (12, 768, 12, 3072))
     precomputed = (
@@ -107,7 +114,7 @@ def test_either_book_can_be_laid_over_any_recipe_and_the_other_over_that(name: s
 
 def test_the_rules_cover_every_difference_and_name_fields_that_a_user_can_override():
     assert {rule.number for rule in RULES} == {*range(1, 21)} - {17}  # the seventeenth is the detector's
-    together = {"task.words.masked", "task.words.random", "model.special_tokens", "model.hidden_region_token"}
+    together = {"task.words.masked", "task.words.random", "model.special_tokens", "model.masked_region_token"}
     for rule in RULES:
         recipe = next(r for r in (make() for make in RECIPES.values()) if rule in rules_of(r))
         for value in (rule.paper, rule.published):

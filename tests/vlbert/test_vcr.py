@@ -1,7 +1,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -10,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
-from vcr_files import BOXES, write_vcr
+from vcr_files import BOXES, WORDS, urls, write_vcr
 
 from training.distributed import World
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch, Example, collate
 from vlbert.data.images import view
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.vcr import CLASSES, hits, instance_mask, read_submission
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import TaskModel
@@ -28,15 +27,6 @@ from vlbert.train import train
 @pytest.fixture
 def samples() -> list:
     return [tiny_sample(i) for i in range(3)]
-
-
-ORDINARY = ["why", "is", "hold", "##ing", "?", "the", "and", "person", "dog", "cup", "because", "near", "##by", "no"]
-WORDS = Vocabulary([*SPECIALS, *ORDINARY, *PEOPLE])
-
-
-def urls(samples: list) -> SimpleNamespace:
-    """All that the task asks of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def test_the_choices_of_a_question_are_four_texts_about_one_picture(task, sample
     assert [bool(words.asked["right"][0]) for words in example.texts] == [False, False, True, False]
     assert example.texts[1].segments.tolist() == [0] * 11 + [1] * 5
     # A name carries the look of its object, whose region is its number + 1; `and` and all else that of the whole image.
-    assert example.texts[1].looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 3, 0, 0, 0, 0]
+    assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 3, 0, 0, 0, 0]
     about = {name: example.about[name] for name in ("annot_id", "question", "conditioned_on", "label")}
     assert about == {"annot_id": "a-0", "question": "answer", "conditioned_on": -1, "label": 2}
 
@@ -87,7 +77,7 @@ def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task,
     choices = ["because dog is nearby", "no", "no no", "because"]
     assert texts(example) == [f"{question} {choice} [SEP]" for choice in choices]
     assert [bool(words.asked["right"][0]) for words in example.texts] == [True, False, False, False]
-    assert example.words.looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
+    assert example.words.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
 
 
 def test_every_item_is_asked_about_its_own_picture(task, samples):
@@ -182,7 +172,7 @@ def test_the_regions_are_the_annotated_objects_whatever_the_shard_holds(task, sa
     assert picture.classes.tolist() == [0, 1, 17, 1, 42], "COCO's, from 1 on"
     mirrored = asked(task, samples, flip=True).picture
     assert mirrored.boxes[1].tolist() == [75, 0, 95, 40]
-    assert not picture.hidden.any()
+    assert not picture.masked.any()
 
 
 def test_instance_masks_follow_their_objects_through_a_mirror(task, samples):
@@ -242,20 +232,20 @@ def test_people_get_names_in_turn_that_depend_on_the_sample_alone(task, samples)
 
 
 def test_mentions_look_at_the_whole_image_by_the_papers_rule(task, samples):
-    plain = asked(changed(task, mentions_look_at="image"), samples)
+    plain = asked(changed(task, mention_visual_embedding="image"), samples)
     assert texts(plain) == texts(asked(task, samples))
-    assert not any(words.looks_at.any() for words in plain.texts)
+    assert not any(words.token_region.any() for words in plain.texts)
 
 
 def test_hidden_regions_are_asked_for_in_training_and_none_is_in_validation(task, samples):
     hiding = changed(task, hidden_regions=0.5)
     found = [asked(hiding, samples, seed=seed).picture for seed in range(40)]
-    share = np.mean([picture.hidden[1:] for picture in found])
+    share = np.mean([picture.masked[1:] for picture in found])
     assert 0.35 < share < 0.65
     for picture in found:
-        assert not picture.hidden[0], "the whole image is never hidden"
-        np.testing.assert_array_equal(picture.targets["region_asked"], picture.hidden)
-    assert not asked(changed(task, hidden_regions=1.0), samples, held_out=True).picture.hidden.any()
+        assert not picture.masked[0], "the whole image is never hidden"
+        np.testing.assert_array_equal(picture.targets["region_asked"], picture.masked)
+    assert not asked(changed(task, hidden_regions=1.0), samples, held_out=True).picture.masked.any()
     batch = batch_of(changed(task, hidden_regions=1.0), samples)
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, hidden_regions=1.0))
     assert model(batch)["regions"][1] == 2 * 4 * 4, "four objects in four texts of two pictures"
@@ -267,7 +257,7 @@ def test_hidden_regions_are_asked_for_in_training_and_none_is_in_validation(task
     ("settings", "answers", "regions"),
     [
         ({}, 8, 40),
-        ({"loss": "softmax", "pooled": False, "mentions_look_at": "image", "instance_masks": False}, 2, 40),
+        ({"loss": "softmax", "pooled": False, "mention_visual_embedding": "image", "instance_masks": False}, 2, 40),
         ({"classifier": "two_layers", "region_loss": "appearance"}, 8, 10),
         ({"region_loss": "appearance", "hidden_regions": 0.5}, 8, None),
         ({"region_loss": "none", "question": "rationale"}, 8, 0),
@@ -281,7 +271,7 @@ def test_losses_are_finite_over_what_they_count(task, samples, settings, answers
     assert losses["answers"][1] == answers
     assert ("regions" in losses) == (regions != 0)
     if regions is None:
-        regions = int(batch.region_hidden[batch.picture_rows].sum())
+        regions = int(batch.region_masked[batch.picture_rows].sum())
     assert losses.get("regions", (0, 0))[1] == regions
     sum(loss for loss, _ in losses.values()).backward()
     assert all(torch.isfinite(loss) for loss, _ in losses.values())
@@ -303,9 +293,9 @@ class First(torch.nn.Module):
 
 
 @pytest.mark.parametrize("region_loss", ["contextual", "appearance"])
-@pytest.mark.parametrize("hidden", [0.0, 0.5])
-def test_every_region_that_is_asked_for_is_asked_for_its_own_class(task, samples, region_loss, hidden):
-    task = changed(task, region_loss=region_loss, hidden_regions=hidden)
+@pytest.mark.parametrize("masked", [0.0, 0.5])
+def test_every_region_that_is_asked_for_is_asked_for_its_own_class(task, samples, region_loss, masked):
+    task = changed(task, region_loss=region_loss, hidden_regions=masked)
     batch = batch_of(task, samples)
     sure = 100 * torch.nn.functional.one_hot(batch.region_classes, CLASSES).float()  # (rows, regions, classes)
     encoded = Encoded(torch.zeros(8, 5, 1), sure, sure[batch.picture_rows].flatten(0, 1))
@@ -674,7 +664,7 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     example = own(VCR(neutral.settings, words, 8), sample, "Why is [1] near [2, 3]?", ["no", "[3] is", "the [2]", "no"])
     decoded = [words.decode(text.tokens) for text in example.texts]
     assert decoded[1] == "[CLS] why is object near object and object ? [SEP] object is [SEP]"
-    assert example.texts[1].looks_at.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
+    assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
     assert example.picture.boxes.shape == (4, 4)
     np.testing.assert_array_equal(example.picture.boxes[1:], view(sample, TINY_MODEL.regions, False).boxes[1:])
     assert example.picture.cells.all()
@@ -695,7 +685,7 @@ def test_a_model_of_rationales_is_asked_behind_an_answer(task):
     example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
     assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
     assert (example.about["question"], example.about["asked"]) == ("rationale", "Why? no object 1")
-    assert example.words.looks_at.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert example.words.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

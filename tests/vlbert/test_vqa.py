@@ -7,14 +7,13 @@ import pyarrow
 import pytest
 import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
-from vqa_files import SAID, coco, urls, write_vqa
+from vqa_files import ANSWERS, ROOM, SAID, WORDS, coco, urls, write_vqa
 
 from training.config import override
 from training.distributed import World
 from vlbert.config import DataConfig
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import view
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.vqa import Question, read_answers, read_questions, soft_score
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.recipes import RECIPES
@@ -27,11 +26,6 @@ from vlbert.train import check_complete, train
 def samples() -> list:
     pictures = [tiny_sample(i) for i in range(4)]
     return [*coco(pictures, "train2014"), *coco(pictures[:2], "val2014")]
-
-
-WORDS = Vocabulary([*SPECIALS, "is", "it", "on", "the", "left", "right", "?", "yes", "no", "of", "##s"])
-ROOM = TINY_MODEL.max_positions - 6  # for a question
-ANSWERS = ["<unk>", "yes", "no", "left", "right", "on the left"]
 
 
 @pytest.fixture
@@ -80,7 +74,7 @@ def test_the_answer_is_asked_for_at_a_mask_behind_the_question(task, samples):
     assert example.words.segments.tolist() == [0] * 10 + [1, 1]
     assert example.words.tokens[example.words.targets["answer_here"]].tolist() == [WORDS.mask]
     assert example.words.asked["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 1, 0.9, 0.6])
-    assert not example.picture.hidden.any()
+    assert not example.picture.masked.any()
     assert len(example.picture.boxes) == 1 + len(samples[1].regions)
 
 
@@ -187,7 +181,7 @@ def test_chance_is_saying_the_commonest_truth(task, tmp_path, samples):
 
 def test_the_head_has_the_models_dropout_before_its_last_layer(task):
     head = task.head(dataclasses.replace(TINY_MODEL, dropout=0.5)).train()
-    x = torch.randn(1, TINY_MODEL.hidden)
+    x = torch.randn(1, TINY_MODEL.hidden_size)
     assert not torch.equal(head(x), head(x))
     assert torch.equal(head.eval()(x), head(x))
 

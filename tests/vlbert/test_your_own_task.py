@@ -66,7 +66,7 @@ def trained(folder: Path) -> str:
     tiny = dataclasses.replace(
         recipe,
         model=dataclasses.replace(TINY_MODEL, dropout=0.0),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warm_up=5),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5),
         data=dataclasses.replace(recipe.data, root="root", batch=16, workers=0),
         steps=60,
         validate_every=60,

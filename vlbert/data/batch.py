@@ -21,25 +21,25 @@ from training.log import Unreadable
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
+class TextInput:
     """The text half of an example.
 
     tokens    int64 [t]  WordPiece ids, special tokens included
     segments  int64 [t]  0 for the first sentence (A), 1 for the second (B); regions are C, which is 2
-    looks_at  int64 [t]  the region whose look the token carries (row of Picture.boxes; 0 is the whole image)
+    token_region  int64 [t]  the region whose look the token carries (row of ImageInput.boxes; 0 is the whole image)
     targets   name -> [t, ...]  what is asked at each piece; padded with zeros (False) in a batch
     asked     name -> [m, ...]  what is asked at chosen pieces only; concatenated in a batch, in row order
     """
 
     tokens: np.ndarray
     segments: np.ndarray
-    looks_at: np.ndarray
+    token_region: np.ndarray
     targets: dict[str, np.ndarray] = field(default_factory=dict)
     asked: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class ImageInput:
     """The picture half of an example.
 
     boxes     float32 [r, 4]     x1 y1 x2 y2 in pixels of the resized picture; row 0 is the whole image
@@ -51,11 +51,11 @@ class Picture:
     cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
                                  None: all of it
     classes   int64 [r]          the object's class, for models with one [IMG] a class; None elsewhere
-    targets, asked               as in Words, by region
+    targets, asked               as in TextInput, by region
     """
 
     boxes: np.ndarray
-    hidden: np.ndarray
+    masked: np.ndarray
     size: tuple[int, int]
     pixels: Tensor | None = None
     covered: np.ndarray | None = None
@@ -73,14 +73,14 @@ class Example:
     `counted` holds a place alone: see `void`."""
 
     key: str
-    words: Words
-    picture: Picture | None = None
+    words: TextInput
+    picture: ImageInput | None = None
     about: dict = field(default_factory=dict)
-    more: tuple[Words, ...] = ()
+    more: tuple[TextInput, ...] = ()
     counted: bool = True
 
     @property
-    def texts(self) -> tuple[Words, ...]:
+    def texts(self) -> tuple[TextInput, ...]:
         return (self.words, *self.more)
 
 
@@ -91,16 +91,16 @@ class Batch:
     keys           list of sample keys             about           list of dicts, both one an example
     tokens         int64 [N, T]                    boxes           float32 [N, R, 4]  pixels, row 0 the whole image
     text_mask      bool [N, T]                     region_mask     bool [N, R]  all False in a row without a picture
-    segments       int64 [N, T]                    region_hidden   bool [N, R]
-    looks_at       int64 [N, T]                    region_classes  int64 [N, R]  see Picture.classes
+    segments       int64 [N, T]                    region_masked   bool [N, R]
+    token_region       int64 [N, T]                    region_classes  int64 [N, R]  see ImageInput.classes
     pixels         uint8 [p, 3, H, W] of each group of pictures of similar shape; () where features are precomputed.
                    Pictures are numbered group by group, in each in the order of the rows: this is picture order
     picture_sizes  int64 [P, 2]        (width, height) of each picture without its padding
-    covered        float32 [P, h, 4]   see Picture.covered; covered_mask, bool [P, h], says which are there
+    covered        float32 [P, h, 4]   see ImageInput.covered; covered_mask, bool [P, h], says which are there
     picture_of     int64 [N]           the picture of each row; -1: none. Rows of one picture have the same regions
     picture_rows   int64 [P]           the first row of each picture
     features       float [K, D]        of the real regions of all pictures, in picture order; [0, 0] end to end
-    cells          float32 [K, S, S]   likewise, see Picture.cells; [0, 0, 0] where objects cover their regions
+    cells          float32 [K, S, S]   likewise, see ImageInput.cells; [0, 0, 0] where objects cover their regions
     counted        bool [N]            False in the rows of a place-holder: nothing is asked there
     unreadable     the questions that are missing from the batch
     targets        name -> [N, T, ...] or [N, R, ...]              asked    name -> [M, ...], in row order
@@ -111,10 +111,10 @@ class Batch:
     tokens: Tensor
     text_mask: Tensor
     segments: Tensor
-    looks_at: Tensor
+    token_region: Tensor
     boxes: Tensor
     region_mask: Tensor
-    region_hidden: Tensor
+    region_masked: Tensor
     region_classes: Tensor
     pixels: tuple[Tensor, ...]
     picture_sizes: Tensor
@@ -157,13 +157,13 @@ class Batch:
         return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
-def void(example: Example) -> Example:
+def placeholder(example: Example) -> Example:
     """A place-holder with the shapes of `example`, of which nothing is asked.
 
     A batch without a picture would leave the image network without a gradient, which DDP refuses on a single rank.
     """
 
-    def silent(half: Words | Picture) -> Words | Picture:
+    def silent(half: TextInput | ImageInput) -> TextInput | ImageInput:
         targets = {name: np.zeros_like(target) for name, target in half.targets.items()}
         return dataclasses.replace(half, targets=targets, asked={name: asked[:0] for name, asked in half.asked.items()})
 
@@ -198,10 +198,10 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
         tokens=_pad([w.tokens for w in words], every_row, n, t),
         text_mask=_pad([np.ones(len(w.tokens), bool) for w in words], every_row, n, t),
         segments=_pad([w.segments for w in words], every_row, n, t),
-        looks_at=_pad([w.looks_at for w in words], every_row, n, t),
+        token_region=_pad([w.token_region for w in words], every_row, n, t),
         boxes=_pad([p.boxes for p in shown], rows, n, r, like=np.zeros((0, 4), np.float32)),
         region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
-        region_hidden=_pad([p.hidden for p in shown], rows, n, r, like=none),
+        region_masked=_pad([p.masked for p in shown], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
         pixels=_pad_pixels([[examples[i].picture for i in group] for group in groups]),
         picture_sizes=torch.tensor([p.size for p in pictures], dtype=torch.int64).reshape(-1, 2),
@@ -218,7 +218,7 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     )
 
 
-def _groups_of_shape(pictures: Mapping[int, Picture]) -> list[list[int]]:
+def _groups_of_shape(pictures: Mapping[int, ImageInput]) -> list[list[int]]:
     """The keys of some pictures in one group or, where this saves a tenth of the padded pixels, two.
 
     Wide and tall pictures in one tensor would be padded to squares: a batch of 32 web photos has 1.8 times as many
@@ -245,7 +245,7 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
     return areas
 
 
-def _pad_pixels(groups: Sequence[Sequence[Picture]]) -> tuple[Tensor, ...]:
+def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
     """Of each group uint8 [p, 3, H, W] with each picture in its upper left corner, zeros elsewhere; () without any."""
     pictures = [picture for group in groups for picture in group]
     missing = sum(picture.pixels is None for picture in pictures)
@@ -263,7 +263,7 @@ def _pad_pixels(groups: Sequence[Sequence[Picture]]) -> tuple[Tensor, ...]:
     return tuple(padded)
 
 
-def _of_all_pictures(pictures: Sequence[Picture], name: str, axes: int) -> Tensor:
+def _of_all_pictures(pictures: Sequence[ImageInput], name: str, axes: int) -> Tensor:
     """The arrays `name` of all pictures, one after the other; empty where none has one."""
     arrays = [array for array in (getattr(p, name) for p in pictures) if array is not None]
     if not arrays:
@@ -284,15 +284,15 @@ def _pad(
     return torch.from_numpy(padded)
 
 
-def _pad_all(halves: Sequence[Words | Picture], rows: Sequence[int], n: int, length: int) -> dict[str, Tensor]:
+def _pad_all(halves: Sequence[TextInput | ImageInput], rows: Sequence[int], n: int, length: int) -> dict[str, Tensor]:
     return {name: _pad([h.targets[name] for h in halves], rows, n, length) for name in _names(halves, "targets")}
 
 
-def _concatenate_all(halves: Sequence[Words | Picture]) -> dict[str, Tensor]:
+def _concatenate_all(halves: Sequence[TextInput | ImageInput]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.concatenate([h.asked[name] for h in halves])) for name in _names(halves, "asked")}
 
 
-def _names(halves: Sequence[Words | Picture], what: str) -> list[str]:
+def _names(halves: Sequence[TextInput | ImageInput], what: str) -> list[str]:
     names = {tuple(getattr(half, what)) for half in halves}
     if len(names) > 1:
         raise ValueError(f"examples of one batch carry different {what}: {sorted(names)}")

@@ -25,14 +25,14 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
     return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 
 
-def hidden_pixels(boxes: Tensor, hidden: Tensor, height: int, width: int) -> Tensor:
+def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:
     """Which pixels lie in a hidden region: boxes [P, R, 4], hidden bool [P, R] -> bool [P, height, width].
 
     A box hides rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included: no pixel it touches is left.
     """
     x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
     x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)
-    columns = (x >= x1[..., None]) & (x <= x2[..., None]) & hidden[..., None]  # (P, R, W)
+    columns = (x >= x1[..., None]) & (x <= x2[..., None]) & masked[..., None]  # (P, R, W)
     rows = (y >= y1[..., None]) & (y <= y2[..., None])  # (P, R, H)
     # A pixel is hidden where any region has both its row and its column: a small matrix product finds them all.
     return torch.bmm(rows.float().transpose(1, 2), columns.float()) > 0
@@ -41,7 +41,7 @@ def hidden_pixels(boxes: Tensor, hidden: Tensor, height: int, width: int) -> Ten
 def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
     """The boxes [r, 4] after the picture of `width` pixels is mirrored left to right.
 
-    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `hidden_pixels` hides.
+    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `masked_pixels` hides.
     """
     x1, y1, x2, y2 = boxes.T
     return np.stack([width - 1 - x2, y1, width - 1 - x1, y2], axis=1)

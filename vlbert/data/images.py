@@ -12,7 +12,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, resize
 
 from storage.sample import Sample
 from vlbert.config import RegionConfig
-from vlbert.data.batch import Picture
+from vlbert.data.batch import ImageInput
 from vlbert.data.boxes import flip_horizontally
 
 
@@ -44,27 +44,27 @@ class View:
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
     def picture(
-        self, hidden: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
-    ) -> Picture:
-        """The Picture of the whole image and the first `count` of r regions; `hidden`, bool [1 + r], says which are.
+        self, masked: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
+    ) -> ImageInput:
+        """The Picture of the whole image and the first `count` of r regions; `masked`, bool [1 + r], says which are.
 
         As published, those behind the first `count` matter too: their pixels are hidden where they are, and,
-        precomputed, the whole image's vector is the mean over all that are not. `more` are further fields of Picture.
+        precomputed, the whole image's vector is the mean over all that are not. `more`: further fields of ImageInput.
         """
         count = len(self.boxes) - 1 if count is None else count
-        hidden = np.zeros(len(self.boxes), bool) if hidden is None else hidden
+        masked = np.zeros(len(self.boxes), bool) if masked is None else masked
         features = None
         if self.features is not None:
             left = self.features.sum(axis=0, keepdims=True)
             whole_image = left / max(1, len(self.features))
-            if hidden.any():
-                left = left - self.features[hidden[1:]].sum(axis=0)
-                whole_image = left / (len(self.features) - hidden.sum() + 1e-5)
+            if masked.any():
+                left = left - self.features[masked[1:]].sum(axis=0)
+                whole_image = left / (len(self.features) - masked.sum() + 1e-5)
             features = np.concatenate([whole_image, self.features[:count]]).astype(np.float32)
-        return Picture(
+        return ImageInput(
             boxes=self.boxes[: 1 + count],
-            hidden=hidden[: 1 + count],
-            covered=self.boxes[1 + count :][hidden[1 + count :]],
+            masked=masked[: 1 + count],
+            covered=self.boxes[1 + count :][masked[1 + count :]],
             size=self.size,
             pixels=self.pixels,
             features=features,

@@ -20,7 +20,7 @@ from storage.sample import Sample
 from training.distributed import World
 from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig
-from vlbert.data.batch import Batch, Example, collate, void
+from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import view
 from vlbert.data.samples import MOST_UNREADABLE, spread
@@ -30,7 +30,7 @@ CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; A
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SnapshotSpan:
     """Epochs over one snapshot: of so many questions each, from `epoch` on, before which `consumed` samples lie."""
 
     epoch: int
@@ -38,7 +38,7 @@ class Stretch:
     questions: int
     snapshot: str
 
-    def border(self, step: int, batch: int, every: int | None) -> int | None:
+    def boundary(self, step: int, batch: int, every: int | None) -> int | None:
         """The first sample, in this step, of the epoch that new shards may enter with; None where there is none.
 
         Such borders lie `every` steps apart or, as epochs are not cut, a little more.
@@ -49,28 +49,28 @@ class Stretch:
         place = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
         return place if place < (step + 1) * batch else None
 
-    def followed_by(self, questions: int, snapshot: str, border: int) -> "Stretch":
+    def followed_by(self, questions: int, snapshot: str, boundary: int) -> "SnapshotSpan":
         """The stretch over another snapshot that begins at the border of an epoch of this one."""
-        epochs, rest = divmod(border - self.consumed, self.questions)
-        assert rest == 0, f"sample {border} is no border of an epoch of {self}"
-        return Stretch(self.epoch + epochs, border, questions, snapshot)
+        epochs, rest = divmod(boundary - self.consumed, self.questions)
+        assert rest == 0, f"sample {boundary} is no boundary of an epoch of {self}"
+        return SnapshotSpan(self.epoch + epochs, boundary, questions, snapshot)
 
 
 Slot = tuple[int, int, int]  # place in a list of stretches, epoch, question
 
 
-def drawn(stretches: Sequence[Stretch], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
+def drawn(spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
     """The `count` slots after the first `consumed` ones; chunk as in storage.order.shuffled."""
-    ends = [stretch.consumed for stretch in stretches[1:]] + [consumed + count]
+    ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
-    for place, (stretch, end) in enumerate(zip(stretches, ends, strict=True)):
-        n, samples = stretch.questions, np.arange(max(consumed, stretch.consumed), min(consumed + count, end))
-        epochs, places = np.divmod(samples - stretch.consumed, n)
+    for place, (span, end) in enumerate(zip(spans, ends, strict=True)):
+        n, samples = span.questions, np.arange(max(consumed, span.consumed), min(consumed + count, end))
+        epochs, places = np.divmod(samples - span.consumed, n)
         for epoch in np.unique(epochs).tolist():
-            begins = stretch.consumed + epoch * n
-            numbers = shuffled(places[epochs == epoch], seed, CAPTIONS, stretch.epoch + epoch, n, chunk, begins)
-            found += [(place, stretch.epoch + epoch, number) for number in numbers.tolist()]
-    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {stretches[0]}"
+            begins = span.consumed + epoch * n
+            numbers = shuffled(places[epochs == epoch], seed, CAPTIONS, span.epoch + epoch, n, chunk, begins)
+            found += [(place, span.epoch + epoch, number) for number in numbers.tolist()]
+    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {spans[0]}"
     return found
 
 
@@ -81,12 +81,12 @@ def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -
 
 def check_shares(config: DataConfig, world_size: int) -> None:
     """ValueError where the batch cannot be dealt out evenly over processes and parts."""
-    parts = world_size * config.accumulate
+    parts = world_size * config.gradient_accumulation
     for name in ("batch", "text_batch"):
         if getattr(config, name) % parts:
             raise ValueError(
                 f"data.{name} = {getattr(config, name)} cannot be shared by {world_size} processes x "
-                f"data.accumulate = {config.accumulate}; choose a multiple of {parts}"
+                f"data.gradient_accumulation = {config.gradient_accumulation}; choose a multiple of {parts}"
             )
 
 
@@ -155,37 +155,37 @@ class TrainingData(Dataset):
         regions: RegionConfig,
         world: World,
         corpus: TextCorpus | None = None,
-        stretches: Sequence[Stretch] = (),
+        spans: Sequence[SnapshotSpan] = (),
     ):
-        """stretches: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
+        """spans: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
         check_shares(config, world.size)
         self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
-        self.stretches = [*stretches] or [Stretch(0, 0, len(questions), "")]
+        self.spans = [*spans] or [SnapshotSpan(0, 0, len(questions), "")]
         self.asked = Asked(samples, questions, task, config, regions, CAPTIONS)  # over the last stretch
-        self._asked = {len(self.stretches) - 1: self.asked}  # by place in `stretches`
+        self._asked = {len(self.spans) - 1: self.asked}  # by place in `spans`
 
-    def border(self, step: int) -> int | None:
+    def boundary(self, step: int) -> int | None:
         """Where new shards may enter in this step, as Stretch.border says."""
-        return self.stretches[-1].border(step, self.config.batch, self.config.new_shards_every)
+        return self.spans[-1].boundary(step, self.config.batch, self.config.new_shards_every)
 
-    def enter(self, samples: Samples, questions: Questions, snapshot: str, border: int) -> None:
+    def enter(self, samples: Samples, questions: Questions, snapshot: str, boundary: int) -> None:
         """From sample `border` on, the border of an epoch, run over another snapshot."""
         before, self.asked = self.asked, dataclasses.replace(self.asked, samples=samples, questions=questions)
-        self.stretches.append(self.stretches[-1].followed_by(len(questions), snapshot, border))
-        last = len(self.stretches) - 1
+        self.spans.append(self.spans[-1].followed_by(len(questions), snapshot, boundary))
+        last = len(self.spans) - 1
         self._asked = {last - 1: before, last: self.asked}  # one step may need both
 
     def __getitem__(self, step: int) -> list[Batch]:
         count = self.config.batch
-        pairs = self._shares(drawn(self.stretches, step * count, count, self.config.seed, self.config.chunk))
+        pairs = self._shares(drawn(self.spans, step * count, count, self.config.seed, self.config.chunk))
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
         texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
         return [self._batch(step, pair, text) for pair, text in zip(pairs, texts, strict=True)]
 
     def _shares(self, everyone: list[Any]) -> list[list[Any]]:
         """What this rank takes of the slots of a step, one list per part."""
-        size = len(everyone) // (self.world_size * self.config.accumulate)
-        starts = [(part * self.world_size + self.rank) * size for part in range(self.config.accumulate)]
+        size = len(everyone) // (self.world_size * self.config.gradient_accumulation)
+        starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [everyone[start : start + size] for start in starts]
 
     def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
@@ -196,7 +196,7 @@ class TrainingData(Dataset):
         if not examples:  # the last slot keeps its place, by any that can be asked
             place, epoch, number = pairs[-1]
             others = spread(len(self._asked[place].questions), self.config.seed, epoch, number)
-            examples.append(void(self._asked[place].first_readable((epoch, other) for other in others)))
+            examples.append(placeholder(self._asked[place].first_readable((epoch, other) for other in others)))
         return collate([*examples, *self._texts(texts)], unreadable)
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
@@ -230,7 +230,7 @@ class ValidationData(Dataset):
         """together: questions of a batch, whatever the world; None: as many as a rank trains on at a time."""
         count = len(questions) if limit is None else min(limit, len(questions))
         self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
-        self.size = together or max(1, config.batch // world.size // config.accumulate)
+        self.size = together or max(1, config.batch // world.size // config.gradient_accumulation)
         share = -(-count // world.size)
         if together:  # whole batches
             share = -(-share // together) * together

@@ -22,13 +22,13 @@ class WordMasking:
 
 @dataclass(frozen=True)
 class RegionMasking:
-    """Task 2, masked regions. Defaults: the authors' code; the paper hides every chosen region (hidden = 1)."""
+    """Task 2, masked regions. Defaults: the authors' code; the paper hides every chosen region (masked = 1)."""
 
     probability: float = 0.15  # that a region is chosen, and then asked for
-    hidden: float = 0.9  # share of chosen regions whose pixels are hidden; the rest stays in sight
+    masked: float = 0.9  # share of chosen regions that are masked; the rest stays in sight
 
     def __post_init__(self):
-        _check_shares(self, self.probability, self.hidden)
+        _check_shares(self, self.probability, self.masked)
 
 
 def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares: float) -> None:
@@ -55,4 +55,4 @@ def mask_words(
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(bool [1 + count] of the regions to hide, same of those asked for); row 0, the whole image, is neither."""
     draws = np.concatenate([[1.0], rng.random(count)])
-    return draws < rule.probability * rule.hidden, (draws < rule.probability)
+    return draws < rule.probability * rule.masked, (draws < rule.probability)

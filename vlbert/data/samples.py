@@ -6,7 +6,7 @@ import numpy as np
 
 from storage.cache import ShardCache
 from storage.catalog import Catalog
-from storage.object_store import Objects
+from storage.object_store import ObjectStore
 from storage.order import mix, shuffled
 from storage.reading import Samples, ShardSamples
 from storage.sample import Sample
@@ -21,11 +21,11 @@ MOST_UNREADABLE = 100  # samples from anywhere: where as many cannot be read, th
 _TOGETHER = 256  # samples that are read at a time where all of them are
 
 
-def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
+def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
     """The stage with the regions of `detector`, or of the only detector there is. ValueError lists what there is."""
     prefix = f"{dataset}/regions/"
-    where = objects.where(f"{dataset}/regions")
-    found = {info.path.removeprefix(prefix).split("/")[0] for info in objects.list(prefix) if "/" in info.path}
+    where = store.where(f"{dataset}/regions")
+    found = {info.path.removeprefix(prefix).split("/")[0] for info in store.list(prefix) if "/" in info.path}
     if detector is None and len(found) == 1:
         return f"regions/{found.pop()}"
     if detector in found:
@@ -36,18 +36,18 @@ def region_stage(objects: Objects, dataset: str, detector: str | None) -> str:
     raise ValueError(f"{where} holds {wanted} {', '.join(sorted(found))}")
 
 
-def open_cache(objects: Objects, config: DataConfig) -> ShardCache | None:
+def open_cache(store: ObjectStore, config: DataConfig) -> ShardCache | None:
     """The folder for whole tars that the processes of this machine share, and the first of them fills; None: none."""
     if config.cache is None:
         return None
-    cache = ShardCache(objects, config.cache, int(config.cache_gb * 1e9))
+    cache = ShardCache(store, config.cache, int(config.cache_gb * 1e9))
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         cache.fill_in_background()
     return cache
 
 
 def open_samples(
-    objects: Objects,
+    store: ObjectStore,
     dataset: str,
     detector: str | None,
     pinned: dict | None,
@@ -58,14 +58,14 @@ def open_samples(
 
     Rank 0 looks what is committed, for all: a detector may commit another shard meanwhile.
     """
-    catalog = Catalog(objects, dataset)
+    catalog = Catalog(store, dataset)
     if pinned is None:
         found = None
         if world.first:
-            stage = region_stage(objects, dataset, detector)
+            stage = region_stage(store, dataset, detector)
             snapshot = catalog.pin(stage)
             if not snapshot.ok_rows:
-                where = objects.where(f"{dataset}/{stage}")
+                where = store.where(f"{dataset}/{stage}")
                 raise ValueError(f"{where} holds no sample; its manifests say what failed and why")
             found = {
                 "dataset": dataset,
@@ -74,15 +74,15 @@ def open_samples(
                 "snapshot": snapshot.id,
             }
         pinned = from_first(found, world)
-    return ShardSamples(objects, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
+    return ShardSamples(store, catalog.pinned(pinned["stage"], pinned["snapshot"]), cache), pinned
 
 
-def newer_snapshot(objects: Objects, dataset: str, before: Snapshot) -> str | None:
+def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
     """The id of all that is committed now, pinned, where that is more than there was before; None where it is not.
 
     A stage that lacks a shard of before, such as one that is made again just now, is not more.
     """
-    catalog = Catalog(objects, dataset)
+    catalog = Catalog(store, dataset)
     if not set(before.shards) < set(catalog.shards(before.stage)):
         return None
     found = catalog.pin(before.stage)

@@ -56,7 +56,7 @@ def _own_vocabulary(name: str) -> Vocabulary | None:
     return Vocabulary(pieces, where=name)
 
 
-def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
+def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
     """Copy embeddings and encoder and, where `head` has them too, the word classifier, pooler and relationship.
 
     [END], [IMG], segment C, the visual parts and all that BERT has not, or came without, keep their own initialisation.
@@ -72,7 +72,7 @@ def start_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Voca
             f"vocabulary=FILE with {name}'s own vocab.txt, or bert=none"
         )
 
-    embedding = vlbert.model.embedding
+    embedding = vlbert.embedding
     _copy(embedding.words.weight[: vlbert.vocab_size], theirs["bert.embeddings.word_embeddings.weight"])
     _copy(embedding.segments.weight[:2], theirs["bert.embeddings.token_type_embeddings.weight"])
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
@@ -141,10 +141,10 @@ def _check(vlbert: VLBert, config: "BertConfig", name: str) -> None:
     """ValueError where the same weights would be another network with us."""
     ours = vlbert.config
     wanted = {
-        "hidden_size": ours.hidden,
+        "hidden_size": ours.hidden_size,
         "num_hidden_layers": len(vlbert.encoder.layers),
-        "num_attention_heads": ours.heads,
-        "intermediate_size": ours.intermediate,
+        "num_attention_heads": ours.num_heads,
+        "intermediate_size": ours.intermediate_size,
         "vocab_size": vlbert.vocab_size,
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",

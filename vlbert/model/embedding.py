@@ -23,22 +23,22 @@ class VisualLinguisticEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        hidden, looks = config.hidden, config.visual_channels or config.hidden
-        self.words = nn.Embedding(config.word_rows(vocab_size), hidden)
-        self.positions = nn.Embedding(config.max_positions, hidden)
-        self.segments = nn.Embedding(3, hidden)
+        hidden_size, looks = config.hidden_size, config.visual_embedding_size or config.hidden_size
+        self.words = nn.Embedding(config.word_rows(vocab_size), hidden_size)
+        self.positions = nn.Embedding(config.max_positions, hidden_size)
+        self.segments = nn.Embedding(3, hidden_size)
         if config.special_tokens == "own":
-            self.region_token = nn.Embedding(config.region_classes or 1, hidden)  # [IMG]
-            self.end_token = nn.Embedding(1, hidden)  # [END]
-        if config.hidden_region_token:
-            self.hidden_region_token = nn.Embedding(1, hidden)  # [IMG] of a masked region
-        if config.regions.hides_features:
-            self.hidden_appearance = nn.Embedding(1, config.regions.channels)
-        self.look_without_picture = nn.Embedding(1, looks)
+            self.region_token = nn.Embedding(config.region_classes or 1, hidden_size)  # [IMG]
+            self.end_token = nn.Embedding(1, hidden_size)  # [END]
+        if config.masked_region_token:
+            self.masked_region_token = nn.Embedding(1, hidden_size)  # [IMG] of a masked region
+        if config.regions.masks_features:
+            self.masked_appearance = nn.Embedding(1, config.regions.channels)
+        self.no_image_embedding = nn.Embedding(1, looks)
         self.visual = nn.Linear(config.geometry_channels + config.regions.channels, looks)
-        self.look_of_words = Look(config, looks, config.visual_gain_words)
-        self.look_of_regions = Look(config, looks, config.visual_gain_regions)
-        self.norm = nn.LayerNorm(hidden, eps=LAYER_NORM_EPS)
+        self.text_visual = VisualProjection(config, looks, config.visual_gain_words)
+        self.region_visual = VisualProjection(config, looks, config.visual_gain_regions)
+        self.norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS)
         self.dropout = nn.Dropout(config.dropout)
         self.visual_dropout = nn.Dropout(config.dropout if config.visual_dropout else 0.0)
 
@@ -46,38 +46,38 @@ class VisualLinguisticEmbedding(nn.Module):
         """After the general initialisation: the gains that decide how loudly the picture speaks at first."""
         if self.config.visual_initialisation == "pytorch":
             self.visual.reset_parameters()
-        if self.config.regions.hides_features:
-            nn.init.zeros_(self.hidden_appearance.weight)
-        self.look_of_words.initialise()
-        self.look_of_regions.initialise()
+        if self.config.regions.masks_features:
+            nn.init.zeros_(self.masked_appearance.weight)
+        self.text_visual.initialise()
+        self.region_visual.initialise()
 
     def forward(self, batch: Batch, appearance: Tensor) -> tuple[Tensor, Tensor]:
         """appearance [K, D] of the pictures' regions -> embeddings [N, T + R + 1, C] and mask, bool [N, T + R + 1].
 
         The order is text, regions, [END]; padding lies in between, and positions do not count it.
         """
-        looks = self.region_looks(batch, appearance)  # (N, R, L)
+        looks = self.region_visual_embeddings(batch, appearance)  # (N, R, L)
         length = batch.text_mask.sum(dim=1, keepdim=True)  # (N, 1)
         region_token, end_token = self._special_tokens(batch)
 
         has_picture = batch.region_mask.any(dim=1)[:, None, None]
-        word_looks = self.look_without_picture.weight[0].expand(*batch.tokens.shape, -1)
-        end_looks = self.look_without_picture.weight[0].expand(len(batch), 1, -1)
+        word_looks = self.no_image_embedding.weight[0].expand(*batch.tokens.shape, -1)
+        end_looks = self.no_image_embedding.weight[0].expand(len(batch), 1, -1)
         if looks.shape[1]:
-            seen = looks.gather(1, batch.looks_at[:, :, None].expand(-1, -1, looks.shape[2]))  # (N, T, L)
+            seen = looks.gather(1, batch.token_region[:, :, None].expand(-1, -1, looks.shape[2]))  # (N, T, L)
             word_looks = torch.where(has_picture, seen, word_looks.to(seen.dtype))
             end_looks = torch.where(has_picture, looks[:, :1], end_looks.to(looks.dtype))  # of the whole image
         words = (
             self.words(batch.tokens)
-            + self.look_of_words(word_looks)
+            + self.text_visual(word_looks)
             + self.segments(batch.segments)
             + self.positions(torch.arange(batch.tokens.shape[1], device=length.device))
         )
         at_regions = self.positions(length) + self.segments.weight[REGION_SEGMENT]  # (N, 1, C)
-        regions = region_token + self.look_of_regions(looks) + at_regions
+        regions = region_token + self.region_visual(looks) + at_regions
         end = end_token + self.positions(length + 1) + self.segments.weight[REGION_SEGMENT]  # (N, 1, C)
-        if self.config.end_look:
-            end = end + self.look_of_words(end_looks)
+        if self.config.end_visual_embedding:
+            end = end + self.text_visual(end_looks)
 
         embedded = torch.cat([words, regions, end], dim=1)
         mask = torch.cat([batch.text_mask, batch.region_mask, torch.ones_like(length, dtype=torch.bool)], dim=1)
@@ -89,19 +89,19 @@ class VisualLinguisticEmbedding(nn.Module):
             image, end = self.words.weight[self.vocab_size :]
             return image.expand(*batch.region_mask.shape, -1), end
         image = self.region_token(batch.region_classes if self.config.region_classes else batch.region_classes * 0)
-        if self.config.hidden_region_token:
-            image = torch.where(batch.region_hidden[:, :, None], self.hidden_region_token.weight[0], image)
+        if self.config.masked_region_token:
+            image = torch.where(batch.region_masked[:, :, None], self.masked_region_token.weight[0], image)
         return image, self.end_token.weight[0]
 
-    def region_looks(self, batch: Batch, appearance: Tensor) -> Tensor:
+    def region_visual_embeddings(self, batch: Batch, appearance: Tensor) -> Tensor:
         """The visual feature of every region, geometry beside appearance: [N, R, L], zero where there is no region."""
         mask = batch.region_mask[batch.picture_rows]  # (P, R)
         if not len(appearance):
             return appearance.new_zeros(*batch.region_mask.shape, self.visual.out_features)
         pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
-        if self.config.regions.hides_features:
-            hidden = batch.region_hidden[batch.picture_rows][mask][:, None]
-            appearance = torch.where(hidden, self.hidden_appearance.weight[0].to(appearance.dtype), appearance)
+        if self.config.regions.masks_features:
+            masked = batch.region_masked[batch.picture_rows][mask][:, None]
+            appearance = torch.where(masked, self.masked_appearance.weight[0].to(appearance.dtype), appearance)
         geometry = geometry_embedding(
             batch.boxes[batch.picture_rows][mask],
             batch.picture_sizes[pictures],
@@ -117,14 +117,14 @@ class VisualLinguisticEmbedding(nn.Module):
         return looks.index_select(0, batch.picture_of % len(looks))
 
 
-class Look(nn.Module):
+class VisualProjection(nn.Module):
     """What becomes of a look [..., L] before it is added to a token [..., C]: C channels, and a learned gain."""
 
     def __init__(self, config: ModelConfig, channels: int, gain: float):
         super().__init__()
         self.gain = gain
-        self.to_hidden = nn.Linear(channels, config.hidden) if channels != config.hidden else None
-        self.norm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPS) if config.visual_norm == "layer_norm" else None
+        self.to_hidden = nn.Linear(channels, config.hidden_size) if channels != config.hidden_size else None
+        self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.visual_norm == "layer_norm" else None
         self.scale = nn.Parameter(torch.empty(())) if config.visual_norm == "scale" else None
 
     def initialise(self) -> None:

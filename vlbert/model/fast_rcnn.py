@@ -11,7 +11,7 @@ from detectors.resnet import Res5, ResNetC4, computed_in
 from detectors.roi_align import roi_align
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch
-from vlbert.data.boxes import hidden_pixels
+from vlbert.data.boxes import masked_pixels
 
 STRIDE = 16  # pixels of the picture per cell of the C4 map
 
@@ -100,9 +100,9 @@ class FastRCNN(nn.Module):
         if self.config.hide == "pixels":
             rows = batch.picture_rows[numbers]
             boxes = torch.cat([batch.boxes[rows], batch.covered[numbers]], dim=1)
-            hidden = torch.cat([batch.region_hidden[rows], batch.covered_mask[numbers]], dim=1)
-            hole = hidden_pixels(boxes, hidden, height, width)[:, None]
-            blank = 0.0 if self.config.hidden_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
+            masked = torch.cat([batch.region_masked[rows], batch.covered_mask[numbers]], dim=1)
+            hole = masked_pixels(boxes, masked, height, width)[:, None]
+            blank = 0.0 if self.config.masked_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
         # where a picture ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.

@@ -14,9 +14,9 @@ ClassifierKind = Literal["linear", "two_layers", "words", "regions"]
 class Pooler(nn.Module):
     """BERT's summary of a row: tanh of a linear layer at [CLS], [N, T, C] -> [N, C]."""
 
-    def __init__(self, hidden: int):
+    def __init__(self, hidden_size: int):
         super().__init__()
-        self.dense = nn.Linear(hidden, hidden)
+        self.dense = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, text: Tensor) -> Tensor:
         return self.dense(text[:, 0]).tanh()
@@ -25,10 +25,10 @@ class Pooler(nn.Module):
 class HeadTransform(nn.Module):
     """Dense, GELU and, at words, LayerNorm: what stands before every classifier."""
 
-    def __init__(self, hidden: int, normed: bool):
+    def __init__(self, hidden_size: int, normed: bool):
         super().__init__()
-        self.dense = nn.Linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden, eps=LAYER_NORM_EPS) if normed else None
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS) if normed else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.dense(x))
@@ -44,11 +44,11 @@ class Classifier(nn.Module):
 
     def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
         super().__init__()
-        self.transform = HeadTransform(config.hidden, kind == "words") if kind in ("words", "regions") else None
-        self.first = nn.Linear(config.hidden, width) if kind == "two_layers" else None
-        self.output = nn.Linear(width if kind == "two_layers" else config.hidden, outputs)
+        self.transform = HeadTransform(config.hidden_size, kind == "words") if kind in ("words", "regions") else None
+        self.first = nn.Linear(config.hidden_size, width) if kind == "two_layers" else None
+        self.output = nn.Linear(width if kind == "two_layers" else config.hidden_size, outputs)
         self.dropout = nn.Dropout(dropout)
-        self.start_from = {"transform": f"{kind.removesuffix('s')}_transform"} if self.transform else {}
+        self.init_from = {"transform": f"{kind.removesuffix('s')}_transform"} if self.transform else {}
         initialise_head(self, config)
 
     def forward(self, x: Tensor) -> Tensor:

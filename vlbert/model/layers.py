@@ -73,15 +73,15 @@ class JointLayer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads = config.heads
-        self.query = nn.Linear(config.hidden, config.hidden)
-        self.key = nn.Linear(config.hidden, config.hidden)
-        self.value = nn.Linear(config.hidden, config.hidden)
-        self.attention_output = nn.Linear(config.hidden, config.hidden)
-        self.attention_norm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPS)
-        self.intermediate = nn.Linear(config.hidden, config.intermediate)
-        self.output = nn.Linear(config.intermediate, config.hidden)
-        self.output_norm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPS)
+        self.num_heads = config.num_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.attention_output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.output_norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, packing: Packing, attentions: list[Tensor] | None = None) -> Tensor:
@@ -92,7 +92,7 @@ class JointLayer(nn.Module):
         """
 
         def split(projected: Tensor) -> Tensor:
-            return packing.rows(projected).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (N, heads, s, C/heads)
+            return packing.rows(projected).unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # (N, heads, s, C/heads)
 
         query, key, value = split(self.query(x)), split(self.key(x)), split(self.value(x))
         to = None if packing.full else packing.filled[:, None, None, :]

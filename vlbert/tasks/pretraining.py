@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.batch import Batch, Example, TextInput
 from vlbert.data.images import View
 from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
 from vlbert.data.vocabulary import Vocabulary
@@ -47,7 +47,9 @@ class PretrainingSettings:
     )
     relationship: bool = False  # a head that says whether caption and picture belong together. No data of ours trains
     #                             it (the paper found that it hurts, table 4): it is there for checkpoints that have one
-    watched_words: tuple[str, ...] = ()  # words whose accuracy is reported by itself: those that only the picture tells
+    monitored_words: tuple[
+        str, ...
+    ] = ()  # words whose accuracy is reported by itself: those that only the picture tells
 
     def __post_init__(self):
         if self.max_elements is not None and self.max_elements < 3:
@@ -82,11 +84,11 @@ class Pretraining:
         self.settings = settings
         self.vocabulary = vocabulary
         self.num_classes = num_classes
-        watched = [vocabulary.ids[word] for word in settings.watched_words if word in vocabulary.ids]
-        if len(watched) < len(settings.watched_words):
-            missing = [word for word in settings.watched_words if word not in vocabulary.ids]
-            raise ValueError(f"watched_words: {', '.join(missing)} are no whole pieces of the vocabulary")
-        self.watched = torch.tensor(watched, dtype=torch.int64)
+        monitored = [vocabulary.ids[word] for word in settings.monitored_words if word in vocabulary.ids]
+        if len(monitored) < len(settings.monitored_words):
+            missing = [word for word in settings.monitored_words if word not in vocabulary.ids]
+            raise ValueError(f"monitored_words: {', '.join(missing)} are no whole pieces of the vocabulary")
+        self.monitored = torch.tensor(monitored, dtype=torch.int64)
 
     def questions(self, samples: Samples, split: str | None) -> Questions:
         if self.settings.relationship:
@@ -133,16 +135,18 @@ class Pretraining:
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
         """A row of the text-only corpus."""
-        hidden, asked = mask_words(tokens, self.vocabulary, self.settings.words, rng)
+        masked, asked = mask_words(tokens, self.vocabulary, self.settings.words, rng)
         if not self.settings.text_specials:
-            return Example(key, self._words(hidden, asked, tokens[asked]))
-        hidden, asked, tokens = (values[: self.settings.text_length - 2] for values in (hidden, asked, tokens))
-        row = [self.vocabulary.cls, *hidden, self.vocabulary.sep]
+            return Example(key, self._words(masked, asked, tokens[asked]))
+        masked, asked, tokens = (values[: self.settings.text_length - 2] for values in (masked, asked, tokens))
+        row = [self.vocabulary.cls, *masked, self.vocabulary.sep]
         return Example(key, self._words(row, np.pad(asked, 1), tokens[asked]))
 
-    def _words(self, tokens: Sequence[int], asked: np.ndarray, answers: np.ndarray) -> Words:
+    def _words(self, tokens: Sequence[int], asked: np.ndarray, answers: np.ndarray) -> TextInput:
         zeros = np.zeros(len(tokens), np.int64)
-        return Words(np.array(tokens, np.int64), zeros, zeros, targets={"word_asked": asked}, asked={"words": answers})
+        return TextInput(
+            np.array(tokens, np.int64), zeros, zeros, targets={"word_asked": asked}, asked={"words": answers}
+        )
 
     def _cut(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
         """The tokens and the number of regions that fit; [CLS], [SEP] and the whole image count too."""
@@ -206,25 +210,25 @@ class Pretraining:
                         likeliest {"said", "probability"}
         hidden_regions  list of {"region", "detected", "guesses"}: those whose pixels were hidden, from 1, the class
                         that the detector saw, and the likeliest {"class", "probability"}; class 0 is the background
-        words, words_right, watched, watched_right, regions, regions_right   counts of what was asked and known
+        words, words_right, monitored, monitored_right, regions, regions_right   counts of what was asked and known
         """
         words, regions = head(vlbert, encoded, batch)
         right = words.argmax(1) == batch.asked["words"]
-        watched = torch.isin(batch.asked["words"], self.watched.to(right.device))
+        monitored = torch.isin(batch.asked["words"], self.monitored.to(right.device))
         region_classes, region_asked = self._regions(batch, regions)
         region_right = regions.argmax(1) == region_classes.argmax(1)
-        hidden = batch.region_hidden[region_asked]
+        masked = batch.region_masked[region_asked]
         word_rows, region_rows = (
             asked.nonzero()[:, 0].tolist() for asked in (batch.targets["word_asked"], region_asked)
         )
-        kinds = ("words", "words_right", "watched", "watched_right", "regions", "regions_right")
+        kinds = ("words", "words_right", "monitored", "monitored_right", "regions", "regions_right")
         rows = [Counter(dict.fromkeys(kinds, 0)) for _ in range(len(batch))]
         own = [about.get("own", False) for about in batch.about]
-        for row, is_right, is_watched in zip(word_rows, right.tolist(), watched.tolist(), strict=True):
+        for row, is_right, is_monitored in zip(word_rows, right.tolist(), monitored.tolist(), strict=True):
             if not own[row]:
                 rows[row].update(words=1, words_right=int(is_right))
-                rows[row].update(watched=int(is_watched), watched_right=int(is_watched and is_right))
-        for row, is_right, is_hidden in zip(region_rows, region_right.tolist(), hidden.tolist(), strict=True):
+                rows[row].update(monitored=int(is_monitored), monitored_right=int(is_monitored and is_right))
+        for row, is_right, is_hidden in zip(region_rows, region_right.tolist(), masked.tolist(), strict=True):
             if not own[row]:
                 rows[row].update(regions=int(is_hidden), regions_right=int(is_hidden and is_right))
         told = self._told(words, regions, region_classes, region_asked, batch)
@@ -236,10 +240,10 @@ class Pretraining:
         """What each row of the batch asks and what is guessed there, in words."""
         word_guesses = _likeliest(words[:, : len(self.vocabulary)])
         word_row, word_place = (found.tolist() for found in batch.targets["word_asked"].nonzero(as_tuple=True))
-        hidden = batch.region_hidden[region_asked]
-        region_guesses = _likeliest(regions[hidden])
-        region_row, region_number = (found[hidden].tolist() for found in region_asked.nonzero(as_tuple=True))
-        detected = region_classes[hidden].argmax(1).tolist()
+        masked = batch.region_masked[region_asked]
+        region_guesses = _likeliest(regions[masked])
+        region_row, region_number = (found[masked].tolist() for found in region_asked.nonzero(as_tuple=True))
+        detected = region_classes[masked].argmax(1).tolist()
         truths, tokens, lengths = batch.asked["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
         boxes = batch.boxes.cpu().numpy()
         masks, hides = ([[] for _ in tokens] for _ in range(2))
@@ -256,14 +260,14 @@ class Pretraining:
                 "boxes": [{"name": name, "box": box.tolist(), "region": number} for number, name, box in drawn]
             }
 
-    def _row(self, text: list[int], asked: list[_Guessed], hidden: list[_Guessed], known: bool) -> dict:
+    def _row(self, text: list[int], asked: list[_Guessed], masked: list[_Guessed], known: bool) -> dict:
         """A row without its boxes. asked: in its text; hidden: of its picture; known: whether its truth is."""
         places, truth = [place for place, _, _ in asked], [truth for _, truth, _ in asked]
         ways = _combined([guesses for _, _, guesses in asked])
         filled = [
             {"said": self._text(text, places, pieces), "probability": probability} for pieces, probability in ways
         ]
-        sure = [guesses[0][1] for _, _, guesses in (*asked, *hidden)]
+        sure = [guesses[0][1] for _, _, guesses in (*asked, *masked)]
         pieces = self.vocabulary.pieces
         return {
             "asked": self._text(text),
@@ -278,7 +282,7 @@ class Pretraining:
             ],
             "hidden_regions": [
                 {"region": number, "detected": seen, "guesses": [{"class": i, "probability": p} for i, p in guesses]}
-                for number, seen, guesses in hidden
+                for number, seen, guesses in masked
             ],
         }
 
@@ -292,7 +296,7 @@ class Pretraining:
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Accuracy at masked words, at the watched ones among them, and at the regions whose pixels were hidden."""
-        names = ("words", "regions", "watched") if self.settings.watched_words else ("words", "regions")
+        names = ("words", "regions", "monitored") if self.settings.monitored_words else ("words", "regions")
         asked = {name: sum(row.get(name, 0) for row in rows) for name in names}
         right = {name: sum(row.get(f"{name}_right", 0) for row in rows) for name in names}
         return {f"{name}_accuracy": right[name] / asked[name] for name in names if asked[name]}
@@ -332,12 +336,12 @@ class PretrainingHead(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, num_classes: int, relationship: bool):
         super().__init__()
-        self.word_transform = HeadTransform(config.hidden, normed=True)
+        self.word_transform = HeadTransform(config.hidden_size, normed=True)
         self.word_bias = nn.Parameter(torch.zeros(config.word_rows(vocab_size)))
-        self.region_transform = HeadTransform(config.hidden, normed=False)
-        self.region_classifier = nn.Linear(config.hidden, 1 + num_classes)  # background first
-        self.pooler = Pooler(config.hidden) if relationship else None
-        self.relationship = nn.Linear(config.hidden, 2) if relationship else None
+        self.region_transform = HeadTransform(config.hidden_size, normed=False)
+        self.region_classifier = nn.Linear(config.hidden_size, 1 + num_classes)  # background first
+        self.pooler = Pooler(config.hidden_size) if relationship else None
+        self.relationship = nn.Linear(config.hidden_size, 2) if relationship else None
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:

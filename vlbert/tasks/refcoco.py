@@ -1,6 +1,6 @@
 """RefCOCO+: which region does an expression mean? (paper 4.2; UNC split)
 
-    torchrun -m vlbert.train finetune_refcoco_base data.root=ROOT task.folder=refcoco+ start_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_refcoco_base data.root=ROOT task.folder=refcoco+ init_from=ROOT/runs/...
 
 The paper (table 3), VL-BERT base, % of expressions: on ground-truth regions val 79.88, testA 82.40, testB 75.01; on
 MAttNet's detected ones 71.60, 77.72, 60.99.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.batch import Batch, Example, TextInput
 from vlbert.data.images import View, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import refcoco
@@ -152,11 +152,11 @@ class RefCOCO:
         picture = view.picture(targets={"candidate": candidate, "right": right})
         return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
 
-    def words(self, expression: np.ndarray) -> Words:
+    def words(self, expression: np.ndarray) -> TextInput:
         """[CLS] expression [SEP]."""
         tokens = np.array([self.vocabulary.cls, *expression, self.vocabulary.sep], np.int64)
         zeros = np.zeros(len(tokens), np.int64)
-        return Words(tokens, zeros, zeros)
+        return TextInput(tokens, zeros, zeros)
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings

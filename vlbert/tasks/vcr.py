@@ -1,6 +1,6 @@
 """VCR: which of four answers is right, and which of four rationales says why? (paper 4.2, figure 2 a)
 
-    torchrun -m vlbert.train finetune_vcr_base data.root=ROOT task.folder=vcr start_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_vcr_base data.root=ROOT task.folder=vcr init_from=ROOT/runs/...
 
 The paper (table 1): base 73.8 Q->A, 74.4 QA->R, 55.2 Q->AR on val; large 75.5, 77.9, 58.9 (test 75.8, 78.4, 59.7).
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Picture, Words
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput
 from vlbert.data.images import View, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vcr
@@ -52,7 +52,9 @@ class VCRSettings:
     truncation: Literal["shared", "each"] = "shared"  # what a long choice cuts off the question is cut off in the rows
     #                                            of all four choices, or in its own
     swap_left_right: bool = False  # in the texts of a mirrored picture
-    mentions_look_at: Literal["object", "image"] = "object"  # look of a word that names an object: its, or all words'
+    mention_visual_embedding: Literal["object", "image"] = (
+        "object"  # look of a word that names an object: its, or all words'
+    )
     names: Literal["neutral", "class"] = "neutral"  # how a person is called who is mentioned: by a name, or `person`
     instance_masks: bool = True  # only the cells of a region that its object covers count in its feature ...
     mask_size: int = 14  # ... of so many, across and down, that the model's res5 gives
@@ -142,9 +144,9 @@ class VCR:
         if flipped and self.settings.swap_left_right:
             text = [swap_sides(token) if isinstance(token, str) else token for token in text]
         pieces, regions = tag(text, names, self.vocabulary)
-        return pieces, regions * (self.settings.mentions_look_at == "object")
+        return pieces, regions * (self.settings.mention_visual_embedding == "object")
 
-    def _picture(self, scene: Scene, boxes: np.ndarray, view: View, rng: np.random.Generator | None) -> Picture:
+    def _picture(self, scene: Scene, boxes: np.ndarray, view: View, rng: np.random.Generator | None) -> ImageInput:
         view = replace(view, boxes=view.boxes[:1]).with_boxes(boxes)
         more = {"classes": np.array([0, *scene.classes], np.int64)}
         if self.settings.instance_masks:
@@ -153,19 +155,19 @@ class VCR:
             more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if view.flipped else masks
         if not self.settings.hidden_regions:
             return view.picture(**more)
-        hidden = np.zeros(len(view.boxes), bool)
+        masked = np.zeros(len(view.boxes), bool)
         if rng is not None:
-            hidden[1:] = rng.random(len(boxes)) < self.settings.hidden_regions
-        return view.picture(hidden, targets={"region_asked": hidden}, **more)
+            masked[1:] = rng.random(len(boxes)) < self.settings.hidden_regions
+        return view.picture(masked, targets={"region_asked": masked}, **more)
 
-    def words(self, question: Tagged, choice: Tagged, right: bool) -> Words:
+    def words(self, question: Tagged, choice: Tagged, right: bool) -> TextInput:
         """[CLS] question [SEP] choice [SEP], and whether it is the right choice."""
         words, zero = self.vocabulary, np.zeros(1, np.int64)
         tokens = [[words.cls], question[0], [words.sep], choice[0], [words.sep]]
-        looks_at = [zero, question[1], zero, choice[1], zero]
+        token_region = [zero, question[1], zero, choice[1], zero]
         segments = np.repeat([0, 1], [len(question[0]) + 2, len(choice[0]) + 1])
-        tokens, looks_at = (np.concatenate(parts).astype(np.int64) for parts in (tokens, looks_at))
-        return Words(tokens, segments.astype(np.int64), looks_at, asked={"right": np.array([right])})
+        tokens, token_region = (np.concatenate(parts).astype(np.int64) for parts in (tokens, token_region))
+        return TextInput(tokens, segments.astype(np.int64), token_region, asked={"right": np.array([right])})
 
     def head(self, config: ModelConfig) -> nn.Module:
         regions, side = config.regions, self.settings.mask_size
@@ -205,9 +207,9 @@ class VCR:
             answers = F.binary_cross_entropy_with_logits(logits, right.float(), reduction="sum"), logits.numel()
         else:
             answers = F.cross_entropy(logits, right.int().argmax(1), reduction="sum"), len(logits)
-        watched = {"accuracy": accuracy(right.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
+        monitored = {"accuracy": accuracy(right.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.region_loss == "none":
-            return {"answers": answers} | watched
+            return {"answers": answers} | monitored
         classes = batch.region_classes
         asked = batch.targets.get("region_asked", batch.region_mask) & counted[:, None]
         mask = batch.region_mask
@@ -217,7 +219,7 @@ class VCR:
         else:
             seen = encoded.regions[asked]
         regions = F.cross_entropy(head.classes(seen).float(), classes[asked], reduction="sum")
-        return {"answers": answers, "regions": (regions, int(asked.sum()))} | watched
+        return {"answers": answers, "regions": (regions, int(asked.sum()))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         found = []
@@ -249,10 +251,10 @@ class VCRHead(nn.Module):
     def __init__(self, config: ModelConfig, settings: VCRSettings):
         super().__init__()
         contextual = settings.region_loss == "contextual"
-        self.start_from = {"region_transform": "region_transform"} if contextual else {}
-        self.pooler = Pooler(config.hidden) if settings.pooled else None
-        self.region_transform = HeadTransform(config.hidden, normed=False) if contextual else None
-        inputs = config.regions.channels if settings.region_loss == "appearance" else config.hidden
+        self.init_from = {"region_transform": "region_transform"} if contextual else {}
+        self.pooler = Pooler(config.hidden_size) if settings.pooled else None
+        self.region_transform = HeadTransform(config.hidden_size, normed=False) if contextual else None
+        inputs = config.regions.channels if settings.region_loss == "appearance" else config.hidden_size
         self.region_classifier = nn.Linear(inputs, CLASSES) if settings.region_loss != "none" else None
         initialise_head(self, config)
         self.score = Classifier(config, 1, settings.classifier, dropout=config.dropout, width=settings.classifier_width)

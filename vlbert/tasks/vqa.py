@@ -1,6 +1,6 @@
 """VQA 2.0: a question about a picture, answered with one of 3,129 answers (paper 4.2, figure 2 b).
 
-    torchrun -m vlbert.train finetune_vqa_base data.root=ROOT task.folder=vqa start_from=ROOT/runs/...
+    torchrun -m vlbert.train finetune_vqa_base data.root=ROOT task.folder=vqa init_from=ROOT/runs/...
 
 The paper (table 2): VL-BERT base 71.16 test-dev; large 71.79 test-dev, 72.22 test-std.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, Words
+from vlbert.data.batch import Batch, Example, TextInput
 from vlbert.data.images import View, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vqa
@@ -121,7 +121,7 @@ class VQA:
                 scores[self.class_of[answer]] = vqa.soft_score(count, len(answers))
         return scores
 
-    def words(self, question: np.ndarray, scores: np.ndarray) -> Words:
+    def words(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
         """[CLS] question [SEP] [MASK] [SEP], and the soft score [answers] of each answer, asked for at [MASK]."""
         words = self.vocabulary
         tokens = np.array([words.cls, *question, words.sep, words.mask, words.sep], np.int64)
@@ -130,7 +130,7 @@ class VQA:
         segments = np.zeros(len(tokens), np.int64)
         segments[len(question) + 2 :] = 1
         asked = {"scores": scores[None].astype(np.float32)}
-        return Words(tokens, segments, np.zeros(len(tokens), np.int64), targets={"answer_here": here}, asked=asked)
+        return TextInput(tokens, segments, np.zeros(len(tokens), np.int64), targets={"answer_here": here}, asked=asked)
 
     def head(self, config: ModelConfig) -> nn.Module:
         room = config.max_positions - OTHERS
@@ -146,10 +146,10 @@ class VQA:
         of its pieces, its bias 0. An answer without a piece keeps its random ones."""
         if not self.settings.answers_from_words:
             return
-        if head.output.in_features != vlbert.config.hidden:
+        if head.output.in_features != vlbert.config.hidden_size:
             raise ValueError(
                 f"task.classifier={self.settings.classifier} takes {head.output.in_features} channels, words have "
-                f"{vlbert.config.hidden}: its answers cannot start from words; set task.answers_from_words=false"
+                f"{vlbert.config.hidden_size}: its answers cannot start from words; set task.answers_from_words=false"
             )
         embedding = vlbert.embedding.words.weight
         for row, answer in enumerate(self.answers):
@@ -164,13 +164,13 @@ class VQA:
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         logits, scores = self.logits(head, encoded, batch), batch.asked["scores"]
-        watched = {"accuracy": accuracy(scores.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
+        monitored = {"accuracy": accuracy(scores.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.loss == "bce":
             loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:
             logits, scores = (x[scores.amax(dim=1) > 0] for x in (logits, scores))  # others: no answer among ours
             loss = F.cross_entropy(logits, scores.argmax(1), reduction="sum")
-        return {"answers": (loss, len(logits))} | watched
+        return {"answers": (loss, len(logits))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Beside the columns of all tasks: score is the official accuracy, soft_score what training gives the answer,
