@@ -20,7 +20,7 @@ from benchmarks.step_inputs import CLASSES, drawn_texts, made_up_vocabulary, mas
 from benchmarks.step_parts import Clock, marked
 from benchmarks.step_tables import PLAIN
 from storage.sample import Sample
-from training.config import override
+from storage.settings import override
 from training.distributed import World
 from training.loop import batches, find_recipe
 from training.optimizer import make_optimizer

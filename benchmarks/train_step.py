@@ -42,7 +42,7 @@ from benchmarks.step_inputs import CLASSES, drawn_samples, drawn_texts, made_up_
 from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
 from benchmarks.step_tables import authors_table, check_table, losses_table, shown, step_tables
 from storage.sample import Sample
-from training.config import to_json
+from storage.settings import to_json
 from training.distributed import World
 from training.loop import batches
 from training.optimizer import set_learning_rate

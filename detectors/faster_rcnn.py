@@ -23,7 +23,7 @@ from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, 
 from detectors.roi_align import roi_align
 from detectors.roi_pool import roi_pool_chunks
 from storage.normalise import STORED_FORMATS
-from training.config import check, check_choices
+from storage.settings import check, check_choices
 
 STRIDE = 16
 # `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and

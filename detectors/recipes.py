@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNNConfig
-from training.config import check, check_choices
+from storage.settings import check, check_choices
 from training.optimizer import OptimizerConfig
 
 

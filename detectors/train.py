@@ -29,6 +29,7 @@ from detectors.weights.files import COUNTER, write_weights
 from storage.object_store import open_store
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
+from storage.settings import differing_fields, flat, to_json
 from training import distributed
 from training.checkpoints import (
     MODEL,
@@ -39,7 +40,6 @@ from training.checkpoints import (
     settle,
     write_checkpoint,
 )
-from training.config import differing_fields, flat, to_json
 from training.distributed import World
 from training.log import last_metrics
 from training.loop import Run, batches, run_program, train_steps

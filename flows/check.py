@@ -9,7 +9,7 @@ from flows.settings import Dataset, DetectorSettings, FinetuneSettings, Pretrain
 from flows.training import check_overrides
 from storage.collect import image_files
 from storage.img2dataset import shard_names
-from training.config import differing_fields, override
+from storage.settings import differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
 from vlbert.recipes import RECIPES

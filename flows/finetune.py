@@ -58,7 +58,7 @@ def finetune(
 
 def starts_from_bert(settings: FinetuneSettings) -> bool:
     """Whether the recipe, with the overrides, has a BERT to start from."""
-    from training.config import override  # here, because they bring torch, which other stages do without
+    from storage.settings import override  # here, because they bring torch, which other stages do without
     from vlbert.recipes import RECIPES
 
     if settings.recipe_name not in RECIPES:

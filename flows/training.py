@@ -288,7 +288,7 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
 
 def reported(checkpoint: str) -> dict[str, str]:
     """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
-    from training.config import from_json  # here, as above
+    from storage.settings import from_json  # here, as above
     from vlbert.data.vocabulary import Vocabulary
     from vlbert.tasks import make_task, settings_named, validation_split
 

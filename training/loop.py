@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from storage.object_store import ObjectMissing, StorageUnreachable
+from storage.settings import override
 from training import distributed
-from training.config import override
 from training.distributed import World
 from training.log import Record, Unreadable
 from training.metrics import Losses, Since, Step, Totals, timed

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from training.config import check, check_choices
+from storage.settings import check, check_choices
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
-from training.config import check, check_choices, flat, to_json
+from storage.settings import check, check_choices, flat, to_json
 from training.optimizer import OptimizerConfig, check_decay
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from detectors.resnet import ResNetConfig
 from detectors.weights.safe_pickle import named_tensors, read_untrusted
 from storage.safe_json import parse_json
-from training.config import differing_fields, from_json, to_json
+from storage.settings import differing_fields, from_json, to_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
 from vlbert.config import ModelConfig, RegionConfig, architecture
 from vlbert.data.vocabulary import Vocabulary

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.object_store import ObjectStore, open_store
-from training.config import differing_fields, from_json, override
+from storage.settings import differing_fields, from_json, override
 from training.distributed import World, from_first, gather_on_first
 from training.loop import EXPECTED, find_recipe, run_in_world
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of

@@ -9,7 +9,7 @@ batch = GPUs x accumulate x what one GPU computes at a time, and the learning ra
 from dataclasses import replace
 
 from detectors.resnet import ResNetConfig
-from training.config import override_values
+from storage.settings import override_values
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
 from storage.safe_json import parse_json
-from training.config import to_json
+from storage.settings import to_json
 from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe

@@ -17,9 +17,9 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
+from storage.settings import differing_fields, flat, override, to_json
 from training import distributed
 from training.checkpoints import load_optimizer, settle
-from training.config import differing_fields, flat, override, to_json
 from training.distributed import World
 from training.log import last_metrics
 from training.loop import EXPECTED, Losses, Run, batches, find_recipe, run_program, train_steps

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from training.config import flat, override_values, to_json
+from storage.settings import flat, override_values, to_json
 from vlbert.config import Recipe
 
 Variant = Literal["paper", "published"]

@@ -20,7 +20,7 @@ from detectors.weights.files import load_resnet, read_config
 from flows.pipeline import PipelineResult
 from flows.settings import quiet_prefect
 from flows.training import Trained
-from training.config import override
+from storage.settings import override
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.recipes import DEMO, RECIPES
 from vlbert.train import check_complete

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 from storage.object_store import open_store
-from training.config import differing_fields
+from storage.settings import differing_fields
 from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint

@@ -24,7 +24,7 @@ from released import WORDS, needs_key_lists, save_released, small_state
 from tiny import TINY_MODEL, tiny_recipe
 
 from storage.object_store import open_store
-from training.config import override
+from storage.settings import override
 from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, collate

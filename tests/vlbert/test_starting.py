@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
 from detectors.resnet import ResNetConfig
-from training.config import from_json, to_json
+from storage.settings import from_json, to_json
 from training.distributed import World
 from vlbert.checkpoint import read_model
 from vlbert.config import Recipe

@@ -3,7 +3,7 @@
 import pytest
 from places import PROJECT
 
-from training.config import flat, override, override_values, to_json
+from storage.settings import flat, override, override_values, to_json
 from vlbert.recipes import RECIPES
 from vlbert.variants import RULES, numbers, paper, published, rules_of, table
 

@@ -9,7 +9,7 @@ import torch
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
 from vqa_files import ANSWERS, ROOM, SAID, WORDS, coco, urls, write_vqa
 
-from training.config import override
+from storage.settings import override
 from training.distributed import World
 from vlbert.config import DataConfig
 from vlbert.data.batch import Example, collate

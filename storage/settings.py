@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses: checked when made, overridden from the command line, to JSON and back."""
+"""Settings as frozen dataclasses: checked when made, read from field=value and JSON, written back as both."""
 
 import dataclasses
 import math

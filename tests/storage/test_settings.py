@@ -9,7 +9,7 @@ from detectors import recipes
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
-from training.config import from_json, override, to_json
+from storage.settings import from_json, override, to_json
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
