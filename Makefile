@@ -12,7 +12,7 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full ui serve test test-all lint format clean
 
-demo: $(VENV)/installed  ## from URLs to a fine-tuned model in a drawn world: 6 minutes on 2 cores
+demo: $(VENV)/installed  ## from URLs to a fine-tuned model in demo data: 6 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
@@ -40,8 +40,8 @@ format: $(VENV)/installed
 	$(BIN)/python -m ruff check --fix .
 
 clean:  ## what the demo made; the virtual environment stays
-	@if [ -f "$(ROOT)/world/world.json" ]; then rm -rf "$(ROOT)"; \
-	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no world/world.json, so no demo made it: not removed" >&2; exit 1; fi
+	@if [ -f "$(ROOT)/data/demo.json" ]; then rm -rf "$(ROOT)"; \
+	elif [ -e "$(ROOT)" ]; then echo "$(ROOT) has no data/demo.json, so no demo made it: not removed" >&2; exit 1; fi
 
 # Installed once; again when what is to be installed changes, or where an installation broke off: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt

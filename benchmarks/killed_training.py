@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 from demo.scenes import caption_scene, draw_scene
-from demo.words import caption
+from demo.sentences import caption
 from storage.catalog import Catalog
 from storage.manifests import Row
 from storage.object_store import open_store

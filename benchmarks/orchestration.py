@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import httpx
 import numpy as np
 
-from demo.__main__ import WALK, flow_parameters, write_deployments
-from demo.serve import WorldServer, free_port
-from demo.world import World, WorldSettings, draw_world
+from demo.__main__ import RUN_PIPELINE, flow_parameters, write_deployments
+from demo.data import DemoData, DemoDataSettings, draw_demo_data
+from demo.serve import DemoServer, free_port
 from flows.serve import HEARTBEAT, end_of, serving
 from flows.supervisor import ChildFailed, run_child
 
@@ -137,7 +137,7 @@ class Measured:
 
 def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
     """Run the road once in `folder`, which is empty, and measure it."""
-    settings = WorldSettings(
+    settings = DemoDataSettings(
         width=112,
         height=112,
         train_scenes=ROWS * shards,
@@ -150,16 +150,16 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         task_min_objects=2,
         task_max_objects=2,
     )
-    world = draw_world(folder / "world", settings, free_port(0))
-    told = parameters(folder / "root", world, shards_per_task)
+    demo_data = draw_demo_data(folder / "data", settings, free_port(0))
+    told = parameters(folder / "root", demo_data, shards_per_task)
     write_deployments(folder / "prefect.yaml", told)
     home, port = folder / "prefect", free_port(0)
-    with WorldServer(world.root), serving(home, port, folder / "prefect.yaml", query_seconds=1.0):
+    with DemoServer(demo_data.root), serving(home, port, folder / "prefect.yaml", query_seconds=1.0):
         settle(lambda: rows_of(home))
         before = size_of(home)
         started = time.monotonic()
         try:
-            run_child([sys.executable, "-m", "prefect", *WALK], lambda line: None)
+            run_child([sys.executable, "-m", "prefect", *RUN_PIPELINE], lambda line: None)
         except ChildFailed as error:
             raise RuntimeError(f"the road failed: {end_of(home / 'worker.log')}") from error
         seconds = time.monotonic() - started
@@ -182,9 +182,9 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
     )
 
 
-def parameters(root: Path, world: World, shards_per_task: int) -> dict:
+def parameters(root: Path, demo_data: DemoData, shards_per_task: int) -> dict:
     """The demo's, with ROWS a shard of captions, one step a training and one fine-tuning."""
-    told = flow_parameters(root, world, seed=0, processes=1)
+    told = flow_parameters(root, demo_data, seed=0, processes=1)
     told["datasets"][0] |= {"rows_per_shard": ROWS, "shards_per_task": shards_per_task}
     told["pretraining"]["overrides"] = [*told["pretraining"]["overrides"], *SHORT, "data.text_batch=2"]
     told["finetunings"] = told["finetunings"][:1]

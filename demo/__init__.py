@@ -1,1 +1,1 @@
-"""A tiny drawn world in the official file formats, served over HTTP: the default where nothing else is given."""
+"""Drawn scenes in the official file formats, served over HTTP: the default where nothing else is given."""

@@ -1,10 +1,10 @@
-"""Draw a world, serve it, and take it down the whole road with a real Prefect server; ends with a report and a table.
+"""Draw demo data, serve them, and run the whole pipeline with a real Prefect server; ends with a report and a table.
 
     make demo [ROOT=demo-root] [SEED=0]             everything; what is done already is not done again
     make demo-full [ROOT=demo-full-root] [SEED=0]   the detector is trained there, too, and the models with three seeds
                                                     and on VCR besides
     make ui [ROOT=demo-root]                        the flow UI on what was recorded. To collect removed shards again,
-                                                    serve the pictures: python -m demo.serve ROOT/world
+                                                    serve the pictures: python -m demo.serve ROOT/data
 
 Regions come from a detector that was trained on such scenes: `make demo` takes the one beside this file. Exits with 1
 where detector or models are not as good as they should be.
@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import TypeAdapter
 
-from demo.serve import WorldServer, free_port
+from demo.data import DEFAULT_PORT, ROWS_PER_SHARD, DemoData, DemoDataSettings, draw_demo_data, read_demo_data
+from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
-from demo.trials import OF_DEMO, ROLES, STARTS, TRIALS, joint_folder, run_of
-from demo.world import DEFAULT_PORT, ROWS_PER_SHARD, World, WorldSettings, draw_world, read_world
+from demo.tasks import DEMO_TASKS, OF_DEMO, ROLES, STARTS, joint_folder, run_of
 from flows.serve import PORT, serve, serving
 from flows.settings import (
     Dataset,
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
     from flows.train_detector import TrainedDetector
 
-ROAD, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
-WALK = ["deployment", "run", ROAD, "--watch"]
+PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
+RUN_PIPELINE = ["deployment", "run", PIPELINE, "--watch"]
 PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
 DATASETS = ("captions", "held-out", "coco")  # the last is what tasks ask about
 SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
@@ -88,8 +88,8 @@ FULL_BUDGET = {
 }
 
 
-class OtherWorld(ValueError):
-    """The root belongs to a world of another seed, or of another version of this program."""
+class OtherDemoData(ValueError):
+    """The root holds demo data of another seed, or of another version of this program."""
 
 
 @dataclass(frozen=True)
@@ -104,35 +104,37 @@ class Stage:
 def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     """The whole demo; the exit status. full: with a detector trained here, and training with SEEDS seeds."""
     started = time.monotonic()
-    world = draw(root / "world", WorldSettings(seed=seed))
+    data = draw(root / "data", DemoDataSettings(seed=seed))
     home, deployments = root / "prefect", root / "prefect.yaml"
     weights = root / "runs" / DETECTOR_RUN / "weights.safetensors" if full else SHIPPED_DETECTOR
     told = [
-        flow_parameters(root, world, seed, processes)
+        flow_parameters(root, data, seed, processes)
         if not full
-        else flow_parameters(root, world, seed + number, processes, weights, f"-seed{seed + number}", tuple(TRIALS))
+        else flow_parameters(root, data, seed + number, processes, weights, f"-seed{seed + number}", tuple(DEMO_TASKS))
         for number in range(SEEDS if full else 1)
     ]
     write_deployments(deployments, told[0])
     trained, pipelines = None, []
-    with WorldServer(world.root):
+    with DemoServer(data.root):
         drawn, own = time.monotonic() - started, own_peak()
         say("starting a Prefect server and a worker")
         with serving(home, free_port(0), deployments, query_seconds=2.0):
             if full:
-                trained = walk(home / "worker.log", TRAIN_DETECTOR)
+                trained = run_deployment(home / "worker.log", TRAIN_DETECTOR)
             pipelines = [
-                walk(home / "worker.log", ROAD, {name: each[name] for name in ("pretraining", "finetunings")})
+                run_deployment(
+                    home / "worker.log", PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")}
+                )
                 for each in told
             ]
-    walked = time.monotonic() - started - drawn
+    elapsed = time.monotonic() - started - drawn
     working = stages_of(pipelines, trained)
     stages = [
         Stage("draw and serve", drawn, own),
-        # What Prefect itself took: server, deployments and worker, and of the roads all that no stage worked.
+        # What Prefect itself took: server, deployments and worker, and of the pipeline runs all that no stage worked.
         Stage(
             "server",
-            walked - sum(stage.seconds for stage in working),
+            elapsed - sum(stage.seconds for stage in working),
             max(pipeline.peak_bytes for pipeline in pipelines),
         ),
         *working,
@@ -142,12 +144,12 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         before = time.monotonic()
         evaluated = [evaluate_vcr(root, each, start) for each in runs for start in STARTS]
         stages.append(Stage("evaluate", time.monotonic() - before, max(evaluated)))
-    from demo.measure import measure  # after the stages, for they take a second and some memory
+    from demo.evaluate_detector import evaluate_detector  # after the stages, for they take a second and some memory
     from demo.report import write_report
 
     before = time.monotonic()
-    found = measure(root, world, weights)
-    report = write_report(root, world, [(stage.name, stage.seconds) for stage in stages], runs[0], runs[1:])
+    found = evaluate_detector(root, data, weights)
+    report = write_report(root, data, [(stage.name, stage.seconds) for stage in stages], runs[0], runs[1:])
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
     print(table(stages, FULL_BUDGET if full else BUDGET))
@@ -158,7 +160,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
 
 
 def stages_of(pipelines: "Sequence[PipelineResult]", trained: "TrainedDetector | None") -> list[Stage]:
-    """What the stages of all roads took together; what a later road finds done takes it next to nothing."""
+    """What the stages of all pipeline runs took together; a later run skips what an earlier one did."""
     stages = [of_children("train detector", [trained])] if trained else []
     collected = [one for pipeline in pipelines for one in pipeline.collected]
     return [
@@ -184,41 +186,41 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
 
     What is there already is left alone.
     """
-    names = [runs[run_of(trial, start)] for trial in ("vcr-answers", "vcr-rationales")]
+    names = [runs[run_of(task, start)] for task in ("vcr-answers", "vcr-rationales")]
     folder = joint_folder(root, names[0])
     if (folder / "metrics.json").is_file():
         return 0
     checkpoints = ",".join(str(root / "runs" / name) for name in names)
-    command = [sys.executable, "-m", "vlbert.evaluate", TRIALS["vcr-answers"].recipe, checkpoints, "val"]
+    command = [sys.executable, "-m", "vlbert.evaluate", DEMO_TASKS["vcr-answers"].recipe, checkpoints, "val"]
     return run_child([*command, f"--out={folder}"], say).peak_bytes
 
 
-def draw(folder: Path, settings: WorldSettings) -> World:
-    """The drawn world; one that is there keeps its port, which stands in the lists that were collected.
+def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
+    """The demo data; those that are there keep their port, which stands in the lists that were collected.
 
-    OtherWorld where another one is there: all that was made of it would have to go, too.
+    OtherDemoData where others are there: all that was made of them would have to go, too.
     """
-    if (folder / "world.json").exists():
+    if (folder / "demo.json").exists():
         try:
-            world = read_world(folder)
+            data = read_demo_data(folder)
         except ValueError as error:  # of another version
-            raise OtherWorld(f"{error}\n{_elsewhere(folder.parent)}") from error
-        if world.settings != settings:
-            raise OtherWorld(
-                f"{folder} holds the world of seed {world.settings.seed}, not of seed {settings.seed}: shards and runs "
-                f"beside it are made of it.\nFor that world: {again('demo', folder.parent, world.settings.seed)}. "
+            raise OtherDemoData(f"{error}\n{_elsewhere(folder.parent)}") from error
+        if data.settings != settings:
+            raise OtherDemoData(
+                f"{folder} holds the demo data of seed {data.settings.seed}, not of seed {settings.seed}: shards and "
+                f"runs beside it are made of them.\nFor that seed: {again('demo', folder.parent, data.settings.seed)}. "
                 f"{_elsewhere(folder.parent)}"
             )
-        port = world.port
+        port = data.port
     else:
         port = free_port()
         if port != DEFAULT_PORT:
             say(
-                f"WARNING: port {DEFAULT_PORT} is taken, so the world is served at {port}. Its URLs say so: keys, "
+                f"WARNING: port {DEFAULT_PORT} is taken, so the demo data are served at {port}. Its URLs say so: keys, "
                 "shards and numbers differ from those of the default port"
             )
     say(f"drawing {settings.train_scenes + settings.held_out_scenes} scenes into {folder}")
-    return draw_world(folder, settings, port)
+    return draw_demo_data(folder, settings, port)
 
 
 def _elsewhere(root: Path) -> str:
@@ -230,7 +232,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-def walk(log: Path, deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
+def run_deployment(log: Path, deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
     """Run a deployment to its end, as a user would, with these of its parameters set anew; what it came to."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
@@ -253,12 +255,12 @@ def walk(log: Path, deployment: str, parameters: dict | None = None) -> "Pipelin
 
 
 def write_deployments(file: Path, parameters: dict) -> None:
-    """The project's prefect.yaml with the parameters of this world, and the schedule asleep."""
+    """The project's prefect.yaml with the parameters of the demo data, and the schedule paused."""
     project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
     root, work, datasets, finetuning = (parameters[name] for name in ("root", "work", "datasets", "finetunings"))
     first = datasets[0]
     source = {name: value for name, value in first.items() if name != "detector"}
-    drawn = read_world(Path(first["captions"]).parent)
+    drawn = read_demo_data(Path(first["captions"]).parent)
     scenes = {"root": root, "detector": first["detector"], "datasets": [first["name"]]}
     own = {
         "pretrain_vlbert": parameters,
@@ -280,36 +282,36 @@ def write_deployments(file: Path, parameters: dict) -> None:
     file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))
 
 
-def training_of(world: World) -> TrainDetectorSettings:
+def training_of(data: DemoData) -> TrainDetectorSettings:
     """How a detector is trained on the scenes to learn from."""
     return TrainDetectorSettings(
         recipe="detector_demo",
         run=DETECTOR_RUN,
-        annotations=str(world.annotations),
-        images=(str(world.images),),
-        overrides=(f"data.held_out_last={world.settings.held_out_scenes}",),
+        annotations=str(data.annotations),
+        images=(str(data.images),),
+        overrides=(f"data.held_out_last={data.settings.held_out_scenes}",),
     )
 
 
 def flow_parameters(
     root: Path,
-    world: World,
+    data: DemoData,
     seed: int,
     processes: int,
     weights: Path = SHIPPED_DETECTOR,
     suffix: str = "",
-    trials: Sequence[str] = OF_DEMO,
+    tasks: Sequence[str] = OF_DEMO,
 ) -> dict:
-    """What the flow `pretrain-vlbert` is told for this world; weights: the detector's; suffix: of the runs' names."""
-    download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{world.port}",))
+    """The parameters of the flow `pretrain-vlbert`. weights: of the detector; suffix: of the names of the runs."""
+    download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
     # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
     # regressed ones (docs/grounding.md).
     detector = DetectorSettings("faster_rcnn", weights=str(weights), minimum=3, boxes="proposals", post_nms=30, batch=8)
     cut = {"download": download, "rows_per_shard": ROWS_PER_SHARD, "detector": detector}
     datasets = [
-        Dataset(DATASETS[0], captions=str(world.train_tsv), **cut),
-        Dataset(DATASETS[1], captions=str(world.held_out_tsv), **cut),
-        Dataset(DATASETS[2], images=str(world.task_images), **cut),
+        Dataset(DATASETS[0], captions=str(data.train_tsv), **cut),
+        Dataset(DATASETS[1], captions=str(data.held_out_tsv), **cut),
+        Dataset(DATASETS[2], images=str(data.task_images), **cut),
     ]
     machine = Processes(processes)
     overrides = (f"data.seed={seed}", f"model.regions.weights={weights}")
@@ -317,26 +319,26 @@ def flow_parameters(
         recipe="pretrain_vlbert_demo",
         run=PRETRAIN_RUN + suffix,
         held_out="held-out",
-        text=(str(world.text),),
+        text=(str(data.text),),
         vocabulary_size=500,
-        vocabulary_captions=(str(world.train_tsv),),
-        monitored_words=tuple(world.words_of_the_picture),
+        vocabulary_captions=(str(data.train_tsv),),
+        monitored_words=tuple(data.words_of_the_picture),
         overrides=overrides,
         processes=machine,
     )
-    answers = (world.vqa / ANSWERS).read_text(encoding="utf-8").splitlines()
+    answers = (data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines()
     finetunings = [
         FinetuneSettings(
-            task=TRIALS[trial].task,
-            recipe=TRIALS[trial].recipe,
-            run=run_of(trial, start) + suffix,
-            folder=str({"refcoco": world.refcoco, "vqa": world.vqa, "vcr": world.vcr}[TRIALS[trial].task]),
+            task=DEMO_TASKS[task].task,
+            recipe=DEMO_TASKS[task].recipe,
+            run=run_of(task, start) + suffix,
+            folder=str({"refcoco": data.refcoco, "vqa": data.vqa, "vcr": data.vcr}[DEMO_TASKS[task].task]),
             dataset=DATASETS[2],
             checkpoint=checkpoint,
-            overrides=(*overrides, *TRIALS[trial].overrides, *([f"task.answers={len(answers)}"] * (trial == "vqa"))),
+            overrides=(*overrides, *DEMO_TASKS[task].overrides, *([f"task.answers={len(answers)}"] * (task == "vqa"))),
             processes=machine,
         )
-        for trial in trials
+        for task in tasks
         for start, checkpoint in STARTS.items()
     ]
     return {
@@ -415,17 +417,17 @@ def places(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> s
 
 
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
-    """What detector and models (means over the roads) should have learned and did not, one line each."""
+    """What detector and models (means over the pipeline runs) should have learned and did not, one line each."""
     measured = [numbers_of(pipeline) for pipeline in pipelines]
     mean = {name: sum(numbers[name] for numbers in measured) / len(measured) for name in measured[0]}
-    trials = [trial for trial in TRIALS if run_of(trial, "with") in mean]
+    tasks = [task for task in DEMO_TASKS if run_of(task, "with") in mean]
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
     for number, numbers in enumerate([*measured, mean] if len(measured) > 1 else measured):
         of = "" if len(measured) == 1 else "mean: " if numbers is mean else f"seed {number + 1} of {len(measured)}: "
         told = [
-            f"{TRIALS[trial].title} {numbers[run_of(trial, 'with')]:.3f} pre-trained, "
-            f"{numbers[run_of(trial, 'without')]:.3f} not, {numbers[trial]:.3f} by chance"
-            for trial in trials
+            f"{DEMO_TASKS[task].title} {numbers[run_of(task, 'with')]:.3f} pre-trained, "
+            f"{numbers[run_of(task, 'without')]:.3f} not, {numbers[task]:.3f} by chance"
+            for task in tasks
         ]
         print("; ".join([f"{of}grounding {numbers['grounding']:.3f}", *told]))
     checks = [
@@ -435,9 +437,9 @@ def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float)
             f"grounding is {mean['grounding']:.3f}, under {LEAST_GROUNDING}: it does not look",
         ),
     ]
-    for trial in trials:
-        title, least = TRIALS[trial].title, TRIALS[trial].least_gain
-        with_it, without, chance = mean[run_of(trial, "with")], mean[run_of(trial, "without")], mean[trial]
+    for task in tasks:
+        title, least = DEMO_TASKS[task].title, DEMO_TASKS[task].least_gain
+        with_it, without, chance = mean[run_of(task, "with")], mean[run_of(task, "without")], mean[task]
         said = f"{title} with pre-training is {with_it:.3f}, not {least} over"
         checks += [
             (with_it - chance >= least, f"{said} chance ({chance:.3f})"),
@@ -447,19 +449,19 @@ def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float)
 
 
 def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
-    """What the gates look at: grounding, by role what its trial is measured by, and by trial what chance gets."""
+    """What the gates look at: grounding, by role what its task is measured by, and by task what chance gets."""
     numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding"]}
     for one in pipeline.finetuned:
         role = role_of(one.run)
-        trial, _ = ROLES[role]
-        numbers |= {role: one.metrics[TRIALS[trial].metric], trial: one.metrics["chance"]}
+        task, _ = ROLES[role]
+        numbers |= {role: one.metrics[DEMO_TASKS[task].metric], task: one.metrics["chance"]}
     return numbers
 
 
 def show_ui(root: Path, port: int) -> None:
     """Serve the deployments on the demo's database, with the flow UI, until Ctrl-C.
 
-    Without the world's pictures: they are collected, and nobody asks for them again.
+    Does not serve the images: they are collected already.
     """
     deployments = root / "prefect.yaml"
     if not deployments.is_file():
@@ -474,7 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("what", nargs="?", choices=["run", "full", "ui"], default="run")
     parser.add_argument("--root", type=Path, default=Path("demo-root"), help="folder for everything (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the world and of training (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and of training (%(default)s)")
     parser.add_argument("--processes", type=int, default=min(2, cores), help="that train together (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="of the flow UI (%(default)s)")
     chosen = parser.parse_args(arguments)
@@ -484,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.what == "ui":
             show_ui(chosen.root, chosen.port)
         sys.exit(run_demo(chosen.root, chosen.seed, chosen.processes, full))
-    except OtherWorld as error:
+    except OtherDemoData as error:
         sys.exit(f"error: {error}")
     except (ValueError, RuntimeError, ChildFailed, ConnectionError) as error:
         sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; `{command}` goes on.")

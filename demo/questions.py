@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demo.scenes import COLOURS, SHAPES, Look, choose
+from demo.scenes import COLOURS, SHAPES, Appearance, choose
 from vlbert.datasets.vcr import CHOICES
 
 ANNOTATORS = 10  # of every question of VQA
@@ -43,55 +43,54 @@ class Item:
     rationale: int
 
 
-def describe(looks: Sequence[Look], target: int, without: str) -> str | None:
-    """Words that fit looks[target] and no other look and do not tell the field `without`; None where there are none."""
+def describe(objects: Sequence[Appearance], target: int, without: str) -> str | None:
+    """Words that fit objects[target] alone and do not tell the field `without`; None where there are none."""
     fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
     for size in range(1, len(fields) + 1):
         for chosen in itertools.combinations(fields, size):
-            same = [all(getattr(look, f) == getattr(looks[target], f) for f in chosen) for look in looks]
+            same = [all(getattr(one, f) == getattr(objects[target], f) for f in chosen) for one in objects]
             if sum(same) == 1:
-                return _in_words(looks[target], chosen)
+                return _in_words(objects[target], chosen)
     return None
 
 
-def _in_words(look: Look, chosen: Sequence[str]) -> str:
-    words = ["big" if look.big else "small"] if "big" in chosen else []
-    words += ["striped" if look.striped else "plain"] if "striped" in chosen else []
-    words += [look.colour] if "colour" in chosen else []
-    return " ".join([*words, look.shape if "shape" in chosen else "one"])
+def _in_words(appearance: Appearance, chosen: Sequence[str]) -> str:
+    words = ["big" if appearance.big else "small"] if "big" in chosen else []
+    words += ["striped" if appearance.striped else "plain"] if "striped" in chosen else []
+    words += [appearance.colour] if "colour" in chosen else []
+    return " ".join([*words, appearance.shape if "shape" in chosen else "one"])
 
 
-def about_colour(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question | None:
-    said = describe(looks, target, without="colour")
-    others = tuple(colour for colour in COLOURS if colour != looks[target].colour)
+def about_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
+    said = describe(objects, target, without="colour")
+    others = tuple(colour for colour in COLOURS if colour != objects[target].colour)
     return said and Question(
-        f"What color is the {said}?", looks[target].colour, others, "what color is the", answer_type="other"
+        f"What color is the {said}?", objects[target].colour, others, "what color is the", answer_type="other"
     )
 
 
-def about_shape(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question | None:
-    said = describe(looks, target, without="shape")
-    others = tuple(shape for shape in SHAPES if shape != looks[target].shape)
-    return said and Question(f"What shape is the {said}?", looks[target].shape, others, "what", answer_type="other")
+def about_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
+    said = describe(objects, target, without="shape")
+    others = tuple(shape for shape in SHAPES if shape != objects[target].shape)
+    return said and Question(f"What shape is the {said}?", objects[target].shape, others, "what", answer_type="other")
 
 
-def about_number(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question:
-    """How many are like looks[target] in one field: never none."""
-    look = looks[target]
+def about_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
+    """How many are like objects[target] in one field: never none."""
+    appearance = objects[target]
     field = choose(rng, ("colour", "shape", "striped"))
-    count = sum(getattr(other, field) == getattr(look, field) for other in looks)
-    plural = "crosses" if look.shape == "cross" else f"{look.shape}s"
-    texture = "striped" if look.striped else "plain"
-    said = {"colour": f"{look.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
+    count = sum(getattr(other, field) == getattr(appearance, field) for other in objects)
+    plural = "crosses" if appearance.shape == "cross" else f"{appearance.shape}s"
+    texture = "striped" if appearance.striped else "plain"
+    said = {"colour": f"{appearance.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
     others = (_NUMBERS[count], str(count + 1), str(count - 1))  # the first is as good
     return Question(f"How many {said} are there?", str(count), others, "how many", answer_type="number")
 
 
-def about_presence(rng: np.random.Generator, looks: Sequence[Look], target: int) -> Question:
-    """Is there one like looks[target], or one with its colour and a shape, or its shape and a colour, that it has not;
-    half the time the answer is yes."""
-    look, there = looks[target], {(look.colour, look.shape) for look in looks}
-    colour, shape = look.colour, look.shape
+def about_presence(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
+    """Is there one like objects[target], or an absent one with its colour or shape; half the answers are yes."""
+    appearance, there = objects[target], {(one.colour, one.shape) for one in objects}
+    colour, shape = appearance.colour, appearance.shape
     absent = [(colour, other) for other in SHAPES] + [(other, shape) for other in COLOURS]
     absent = [pair for pair in absent if pair not in there]
     says_yes = rng.random() < 0.5
@@ -103,12 +102,12 @@ def about_presence(rng: np.random.Generator, looks: Sequence[Look], target: int)
 _KINDS = (about_colour, about_colour, about_shape, about_number, about_presence)
 
 
-def questions(rng: np.random.Generator, looks: Sequence[Look]) -> list[Question]:
+def questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
     """One of each kind, two about colours, each about an object of its own as far as there are so many."""
-    order, found = rng.permutation(len(looks)).tolist(), {}
+    order, found = rng.permutation(len(objects)).tolist(), {}
     for number, ask in enumerate(_KINDS):
         for target in (*order[number % len(order) :], *order[: number % len(order)]):
-            question = ask(rng, looks, target)
+            question = ask(rng, objects, target)
             if question and question.text not in found:
                 found[question.text] = question
                 break
@@ -122,21 +121,21 @@ def annotated(rng: np.random.Generator, question: Question) -> list[str]:
     return [said[i] for i in rng.permutation(ANNOTATORS)]
 
 
-def items(rng: np.random.Generator, looks: Sequence[Look], most: int) -> list[Item]:
+def items(rng: np.random.Generator, objects: Sequence[Appearance], most: int) -> list[Item]:
     """How one object differs from another, of pairs that differ in colour: each about another first object."""
     pairs = {}
-    for one, other in rng.permutation(list(itertools.permutations(range(len(looks)), 2))).tolist():
-        if looks[one].colour != looks[other].colour:
+    for one, other in rng.permutation(list(itertools.permutations(range(len(objects)), 2))).tolist():
+        if objects[one].colour != objects[other].colour:
             pairs.setdefault(one, other)
-    return [item(rng, looks, *pair) for pair in list(pairs.items())[:most]]
+    return [item(rng, objects, *pair) for pair in list(pairs.items())[:most]]
 
 
-def item(rng: np.random.Generator, looks: Sequence[Look], one: int, other: int) -> Item:
+def item(rng: np.random.Generator, objects: Sequence[Appearance], one: int, other: int) -> Item:
     """Answers tell a colour of the one, rationales a colour of the other that is not the right answer's.
 
     So words alone leave four choices of an answer, and with the right answer four of a rationale.
     """
-    mine, its = looks[one].colour, looks[other].colour
+    mine, its = objects[one].colour, objects[other].colour
     answers = [[[one], "is", colour, "."] for colour in _four_colours(rng, mine, without=())]
     rationales = [["because", [other], "is", colour, "."] for colour in _four_colours(rng, its, without=(mine,))]
     places = [rng.permutation(CHOICES).tolist() for _ in range(2)]

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from demo.measure import FILE as DETECTOR_FILE
+from demo.data import DemoData, read_demo_data
+from demo.evaluate_detector import FILE as DETECTOR_FILE
 from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_answer, draw_regions, line
 from demo.scenes import COLOURS, SHAPES
-from demo.trials import OF_DEMO, STARTS, TRIALS, joint_folder, run_of
-from demo.trials import ROLES as FINE_TUNINGS
-from demo.world import World, read_world
+from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, joint_folder, run_of
+from demo.tasks import ROLES as FINE_TUNINGS
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
 from storage.object_store import ObjectStore, open_store
@@ -40,7 +40,7 @@ CAPTIONS, HELD_OUT, TASKS = DATASETS = ("captions", "held-out", "coco")
 DATASETS_ARE = {CAPTIONS: "to learn from", HELD_OUT: "to measure on", TASKS: "what the tasks ask about"}
 STARTS_ARE = {"with": "with pre-training", "without": "without"}
 ROLES = {"pretrain": "pre-training"} | {
-    role: f"{TRIALS[trial].title} {STARTS_ARE[start]}" for role, (trial, start) in FINE_TUNINGS.items()
+    role: f"{DEMO_TASKS[task].title} {STARTS_ARE[start]}" for role, (task, start) in FINE_TUNINGS.items()
 }
 
 SCENES = 8  # held-out scenes that are shown
@@ -89,7 +89,7 @@ class Run:
 
 def write_report(
     root: Path,
-    world: World,
+    data: DemoData,
     timings: list[tuple[str, float]],
     runs: dict[str, str],
     others: Sequence[dict[str, str]] = (),
@@ -105,12 +105,12 @@ def write_report(
     stages = [{"stage": stage, "seconds": seconds} for stage, seconds in timings]
     about = {"stages": stages, "runs": runs, "others": list(others)}
     _write(root / "timings.json", json.dumps(about, indent=1) + "\n")
-    return write_page(root, world, timings, runs, others)
+    return write_page(root, data, timings, runs, others)
 
 
 def write_page(
     root: Path,
-    world: World,
+    data: DemoData,
     timings: Sequence[tuple[str, float]],
     runs: dict[str, str],
     others: Sequence[dict[str, str]] = (),
@@ -125,27 +125,27 @@ def write_page(
     )
     environment.filters |= {"percent": percent, "cut": cut, "size": size_words, "whole": "{:,}".format}
     store = open_store(str(root), write=False)
-    shown = [trial for trial in TRIALS if any(run_of(trial, start) in runs for start in STARTS)] or OF_DEMO
-    named = ["pretrain", *(run_of(trial, start) for trial in shown for start in STARTS)]
+    shown = [task for task in DEMO_TASKS if any(run_of(task, start) in runs for start in STARTS)] or OF_DEMO
+    named = ["pretrain", *(run_of(task, start) for task in shown for start in STARTS)]
     read = {role: part(read_run, store, runs, role) for role in named}
     tables = {dataset: part(statuses, store, dataset) for dataset in DATASETS}
     page = environment.get_template("report.html.j2").render(
-        world=world.settings,
+        data=data.settings,
         tables=tables,
         meanings=STATUSES,
         datasets_are=DATASETS_ARE,
         detector=part(measured_detector, root),
         grounding=part(grounding, read["pretrain"]),
-        trials=[about_trial(store, trial, read) for trial in shown],
+        tasks=[task_results(store, task, read) for task in shown],
         starts=STARTS_ARE,
         seeds=part(seeds, store, shown, [runs, *others]) if others else None,
-        seeds_columns=[(trial, *(run_of(trial, start) for start in STARTS)) for trial in shown],
+        seeds_columns=[(task, *(run_of(task, start) for start in STARTS)) for task in shown],
         joint=part(joint, root, [runs, *others]) if "vcr-answers" in shown else None,
-        scenes=part(held_out_scenes, store, world, read),
+        scenes=part(held_out_scenes, store, data, read),
         losses=part(loss_chart, read["pretrain"]),
         monitored=part(grounding_chart, read["pretrain"]),
         seconds=part(seconds, timings),
-        places=places(root, world, runs),
+        places=places(root, data, runs),
         root=shlex.quote(str(root)),
     )
     file = root / "report.html"
@@ -216,17 +216,17 @@ def grounding(run: Run) -> dict:
     return {"rows": rows, "random": RANDOM_GUESS, "progress": run.progress}
 
 
-def about_trial(store: ObjectStore, trial: str, read: dict[str, Part]) -> dict:
+def task_results(store: ObjectStore, task: str, read: dict[str, Part]) -> dict:
     """All that the page shows of one task, trained with and without pre-training."""
-    about, runs = TRIALS[trial], {start: read[run_of(trial, start)] for start in STARTS}
+    about, runs = DEMO_TASKS[task], {start: read[run_of(task, start)] for start in STARTS}
     return {
         "about": about,
         "scores": {start: part(score, run, about.metric) for start, run in runs.items()},
         "chance": part(chance, runs),
         "kinds": kinds(runs, about.metric),
         "paper": task_of(RECIPES[about.recipe]().task).paper,
-        "losses": part(fine_tuning_chart, trial, runs, "training", about.loss),
-        "accuracies": part(fine_tuning_chart, trial, runs, "validation", about.metric),
+        "losses": part(fine_tuning_chart, task, runs, "training", about.loss),
+        "accuracies": part(fine_tuning_chart, task, runs, "validation", about.metric),
         "examples": part(examples, store, about.row_id, runs),
     }
 
@@ -256,16 +256,16 @@ def kinds(runs: dict[str, Part], metric: str) -> list[dict]:
     ]
 
 
-def seeds(store: ObjectStore, trials: Sequence[str], runs: Sequence[dict[str, str]]) -> list[dict]:
+def seeds(store: ObjectStore, tasks: Sequence[str], runs: Sequence[dict[str, str]]) -> list[dict]:
     """The numbers of the same runs with several seeds, and at the end their means."""
     rows = []
     for each in runs:
         words = grounding(read_run(store, each, "pretrain"))["rows"][0]
         rows.append({"run": each["pretrain"], "grounding": words["right"] - words["other"]})
-        for trial in trials:
-            of = {start: read_run(store, each, run_of(trial, start)).last for start in STARTS}
-            rows[-1] |= {run_of(trial, start): last[TRIALS[trial].metric] for start, last in of.items()}
-            rows[-1][trial] = of["with"]["chance"]
+        for task in tasks:
+            of = {start: read_run(store, each, run_of(task, start)).last for start in STARTS}
+            rows[-1] |= {run_of(task, start): last[DEMO_TASKS[task].metric] for start, last in of.items()}
+            rows[-1][task] = of["with"]["chance"]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0] if name != "run"}
     return [*rows, {"run": "mean"} | mean]
 
@@ -288,7 +288,7 @@ def joint(root: Path, runs: Sequence[dict[str, str]]) -> list[dict]:
 
 
 def measured_detector(root: Path) -> dict:
-    """What demo.measure found out about the detector."""
+    """What demo.evaluate_detector found out about the detector."""
     file = root / DETECTOR_FILE
     if not file.is_file():
         raise NotThereYet(f"the detector has not been measured (no {DETECTOR_FILE})")
@@ -305,9 +305,9 @@ def seconds(timings: Sequence[tuple[str, float]]) -> dict:
     return {"rows": rows, "total": sum(value for _, value in timings)}
 
 
-def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
+def places(root: Path, data: DemoData, runs: dict[str, str]) -> list[dict]:
     """What lies where below the root, with its size; only what exists."""
-    found = [(os.path.relpath(world.root, root), "the drawn world: pictures, caption lists, annotations, expressions")]
+    found = [(os.path.relpath(data.root, root), "the demo data: pictures, caption lists, annotations, expressions")]
     for dataset in DATASETS:
         found.append(
             (f"{dataset}/images", f"{dataset}: downloaded pictures with their captions; manifests say the rest")
@@ -334,11 +334,11 @@ def places(root: Path, world: World, runs: dict[str, str]) -> list[dict]:
 # --- scenes and examples ----------------------------------------------------------------------------------------------
 
 
-def held_out_scenes(store: ObjectStore, world: World, read: dict[str, Part]) -> dict:
+def held_out_scenes(store: ObjectStore, data: DemoData, read: dict[str, Part]) -> dict:
     """The first held-out scenes with their regions drawn on, beside the truth where a network found these."""
     catalog, stage = Catalog(store, HELD_OUT), stage_of(store, HELD_OUT, read["pretrain"])
     names, by_whom = class_names(catalog, stage), origin(catalog, stage)
-    truth = {} if by_whom["backend"] == "annotated" else annotated_boxes(world)
+    truth = {} if by_whom["backend"] == "annotated" else annotated_boxes(data)
     shown = []
     for sample in islice(samples_of(catalog, stage), SCENES):
         regions = sample.regions
@@ -361,11 +361,11 @@ def held_out_scenes(store: ObjectStore, world: World, read: dict[str, Part]) -> 
     return {"shown": shown, "origin": by_whom, "most_boxes": MOST_BOXES}
 
 
-def annotated_boxes(world: World) -> dict[str, list[tuple[np.ndarray, str]]]:
+def annotated_boxes(data: DemoData) -> dict[str, list[tuple[np.ndarray, str]]]:
     """Image file -> (box xyxy, category) of every object that was drawn into a captioned scene."""
-    if not world.annotations.is_file():
-        raise NotThereYet(f"there is no {world.annotations.name} in {world.root}, which says what was drawn")
-    coco = json.loads(world.annotations.read_text(encoding="utf-8"))
+    if not data.annotations.is_file():
+        raise NotThereYet(f"there is no {data.annotations.name} in {data.root}, which says what was drawn")
+    coco = json.loads(data.annotations.read_text(encoding="utf-8"))
     names = {category["id"]: category["name"] for category in coco["categories"]}
     files = {image["id"]: image["file_name"] for image in coco["images"]}
     boxes: dict[str, list[tuple[np.ndarray, str]]] = {file: [] for file in files.values()}
@@ -395,7 +395,7 @@ def examples(store: ObjectStore, row_id: str, runs: dict[str, Part]) -> dict:
         if sample is None:
             raise NotThereYet(
                 f"the picture of {row_id} {prediction[row_id]} of run {run.name} is not in {TASKS}/{stage}: the run "
-                "belongs to another world"
+                "belongs to other data"
             )
         shown.append(
             prediction
@@ -478,9 +478,9 @@ def grounding_chart(run: Run) -> dict:
     return chart("Pre-training: colour and shape words filled in", [right, other, guess], "% right, held out")
 
 
-def fine_tuning_chart(trial: str, read: dict[str, Part], kind: str, metric: str) -> dict:
-    """Both runs of a trial, or the one there is."""
-    title, lines = TRIALS[trial].title, []
+def fine_tuning_chart(task: str, read: dict[str, Part], kind: str, metric: str) -> dict:
+    """Both runs of a task, or the one there is."""
+    title, lines = DEMO_TASKS[task].title, []
     for start, colour in zip(STARTS, ("blue", "orange"), strict=True):
         if not read[start].missing:
             run = read[start].content
@@ -523,7 +523,7 @@ def _write(file: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.report", description="Write ROOT/report.html anew.")
-    parser.add_argument("root", type=Path, help="the folder of a demo run; ROOT/world holds the drawn world")
+    parser.add_argument("root", type=Path, help="the folder of a demo run; ROOT/data holds the demo data")
     root = parser.parse_args(arguments).root
     about, file = {"stages": [], "runs": {}, "others": []}, root / "timings.json"
     if file.is_file():
@@ -531,9 +531,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         print(f"there is no {file}, which names the runs and their seconds: the page will lack them", file=sys.stderr)
     try:
-        world = read_world(root / "world")
+        data = read_demo_data(root / "data")
         timings = [(one["stage"], one["seconds"]) for one in about["stages"]]
-        page = write_page(root, world, timings, about["runs"], about["others"])
+        page = write_page(root, data, timings, about["runs"], about["others"])
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {page}")

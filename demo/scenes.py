@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes: what is where, and what it looks like as pixels."""
+"""Scenes of coloured shapes: what is where, and what it appearances like as pixels."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ LARGEST_TURN = {"circle": 0, "square": 14, "triangle": 16, "star": 18, "cross": 
 
 
 @dataclass(frozen=True)
-class Look:
+class Appearance:
     """What one can say about an object without saying where it is."""
 
     colour: str
@@ -43,7 +43,7 @@ class Look:
 class SceneObject:
     """One object at its place. Pixels of the picture, y downwards; angles in radians."""
 
-    look: Look
+    appearance: Appearance
     x: float
     y: float
     radius: float
@@ -66,45 +66,45 @@ def choose(rng: np.random.Generator, options: Sequence):
     return options[int(rng.integers(len(options)))]
 
 
-def draw_look(rng: np.random.Generator, colours: Sequence[str], shapes: Sequence[str]) -> Look:
-    return Look(choose(rng, colours), choose(rng, shapes), striped=rng.random() < 0.5, big=rng.random() < 0.5)
+def draw_appearance(rng: np.random.Generator, colours: Sequence[str], shapes: Sequence[str]) -> Appearance:
+    return Appearance(choose(rng, colours), choose(rng, shapes), striped=rng.random() < 0.5, big=rng.random() < 0.5)
 
 
-def place(rng: np.random.Generator, looks: Sequence[Look], size: tuple[int, int]) -> Scene:
-    """Give every look a place in a picture of `size` (width, height): inside it, and never hiding another by half."""
+def place(rng: np.random.Generator, appearances: Sequence[Appearance], size: tuple[int, int]) -> Scene:
+    """Place every object in an image of `size` (width, height): inside it, never hiding half of another."""
     width, height = size
     while True:
         objects = []
-        for look in looks:
+        for appearance in appearances:
             for _ in range(30):
-                radius = rng.uniform(*(BIG if look.big else SMALL))
-                margin = radius * SHAPE_SCALE[look.shape] + 2
+                radius = rng.uniform(*(BIG if appearance.big else SMALL))
+                margin = radius * SHAPE_SCALE[appearance.shape] + 2
                 x, y = rng.uniform(margin, width - margin), rng.uniform(margin, height - margin)
                 if all(math.hypot(x - o.x, y - o.y) >= CLOSEST * (radius + o.radius) for o in objects):
-                    turn = math.radians(LARGEST_TURN[look.shape]) * rng.uniform(-1, 1)
-                    objects.append(SceneObject(look, x, y, radius, turn, rng.uniform(0, math.pi)))
+                    turn = math.radians(LARGEST_TURN[appearance.shape]) * rng.uniform(-1, 1)
+                    objects.append(SceneObject(appearance, x, y, radius, turn, rng.uniform(0, math.pi)))
                     break
-        if len(objects) == len(looks):
+        if len(objects) == len(appearances):
             return Scene(tuple(objects), bool(rng.random() < 0.5), width, height)
 
 
 def caption_scene(rng: np.random.Generator, number: int, size: tuple[int, int]) -> Scene:
     """`number` objects whose colours and shapes say nothing about one another."""
-    return place(rng, [draw_look(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
+    return place(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
 
 
-def task_looks(rng: np.random.Generator, number: int) -> list[Look]:
-    """`number` different looks, each sharing its colour or its shape with another.
+def task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
+    """`number` different appearances, each sharing its colour or its shape with another.
 
     All are drawn by one rule, and the one asked for is chosen afterwards: without the expression none is likelier.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
         shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: 2 + number // 4]]
-        looks = [draw_look(rng, colours, shapes) for _ in range(number)]
-        shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in looks) for a in looks)
-        if len(set(looks)) == number and shared:
-            return looks
+        found = [draw_appearance(rng, colours, shapes) for _ in range(number)]
+        shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in found) for a in found)
+        if len(set(found)) == number and shared:
+            return found
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
@@ -125,13 +125,13 @@ def outline(shape: str) -> list[tuple[float, float]]:
 
 def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     """Left and top pixel of a patch, and in it float32 [P, P] in 0..1: how much is the object, and its dark rim."""
-    size = thing.radius * SHAPE_SCALE[thing.look.shape]
+    size = thing.radius * SHAPE_SCALE[thing.appearance.shape]
     patch = 2 * math.ceil(size + 2) + 1
     left, top = math.floor(thing.x) - patch // 2, math.floor(thing.y) - patch // 2
     cos, sin = math.cos(thing.turn), math.sin(thing.turn)
 
     def corners(scale: float) -> list[tuple[float, float]]:
-        points = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.look.shape)]
+        points = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.appearance.shape)]
         return [
             ((x * scale + thing.x - left) * SUPERSAMPLING, (y * scale + thing.y - top) * SUPERSAMPLING)
             for x, y in points
@@ -140,7 +140,7 @@ def rasterise(thing: SceneObject) -> tuple[int, int, np.ndarray, np.ndarray]:
     inside = Image.new("L", (patch * SUPERSAMPLING,) * 2)
     rim = Image.new("L", inside.size)
     pen_inside, pen_rim = ImageDraw.Draw(inside), ImageDraw.Draw(rim)
-    edges = [size] + ([RING_HOLE * size] if thing.look.shape == "ring" else [])
+    edges = [size] + ([RING_HOLE * size] if thing.appearance.shape == "ring" else [])
     for edge, fill in zip(edges, (255, 0), strict=False):
         points = corners(edge)
         pen_inside.polygon(points, fill=fill)
@@ -182,12 +182,12 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list
 
 def paint(rng: np.random.Generator, thing: SceneObject, rim: np.ndarray) -> np.ndarray:
     """float32 [P, P, 3]: the object's colour over its patch, lit from above, with its stripes and rim."""
-    base = np.array(COLOURS[thing.look.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
+    base = np.array(COLOURS[thing.appearance.colour], np.float32) * np.float32(rng.uniform(0.93, 1.03))
     size = len(rim)
     y, x = np.mgrid[:size, :size].astype(np.float32) - size / 2
     light = 1.04 - 0.12 * (y + 0.5 * x) / size
-    if thing.look.striped:
-        period = 9.0 if thing.look.big else 7.5  # pixels: at least four stripes on the smallest object
+    if thing.appearance.striped:
+        period = 9.0 if thing.appearance.big else 7.5  # pixels: at least four stripes on the smallest object
         wave = np.sin((x * math.cos(thing.stripe_angle) + y * math.sin(thing.stripe_angle)) * (2 * math.pi / period))
         light *= 1 - 0.44 * np.clip(0.5 + 1.6 * wave, 0, 1)
     light *= 1 - 0.45 * rim

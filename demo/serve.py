@@ -1,4 +1,4 @@
-"""Serve a drawn world's pictures over HTTP, and misbehave at the URLs that say so: the web in small.
+"""Serve demo data's pictures over HTTP, and misbehave at the URLs that say so: the web in small.
 
 python -m demo.serve OUT
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from demo.world import DEFAULT_PORT, command, image_name, read_world
+from demo.data import DEFAULT_PORT, command, image_name, read_demo_data
 
 HOST = "127.0.0.1"
 PRIVATE_ADDRESS = "http://10.255.255.1/"  # where "private-redirect" points: a network no caption list may reach
@@ -134,27 +134,27 @@ class _Server(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class WorldServer:
+class DemoServer:
     """Serves OUT/images in a thread, on 127.0.0.1, while the `with` block runs.
 
-    Without `port`, it is the one that the world's lists name; 0 takes any free one. ValueError where it is taken.
+    Without `port`, it is the one that the data's lists name; 0 takes any free one. ValueError where it is taken.
     """
 
     def __init__(self, out: Path, port: int | None = None):
-        world = read_world(out)
-        port = world.port if port is None else port
+        data = read_demo_data(out)
+        port = data.port if port is None else port
         try:
-            self._server = _Server(world.images, port)
+            self._server = _Server(data.images, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ValueError(
                 f"port {port} is taken; stop what listens there, or start afresh: `make demo ROOT=OTHER`. Where "
-                f"nothing was collected from the lists yet, they may name another port: `{command(world, 'PORT')}`"
+                f"nothing was collected from the lists yet, they may name another port: `{command(data, 'PORT')}`"
             ) from error
         self.port = self._server.server_address[1]
         self.base_url = f"http://{HOST}:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="world-server")
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="demo-server")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -168,21 +168,21 @@ class WorldServer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.serve", description="Serve a drawn world over HTTP.")
-    parser.add_argument("out", type=Path, help="the folder that demo.world drew into")
-    parser.add_argument("--port", type=int, help="only to make sure: the world's lists name theirs")
+    parser = argparse.ArgumentParser(prog="python -m demo.serve", description="Serve demo data over HTTP.")
+    parser.add_argument("out", type=Path, help="the folder that demo.data drew into")
+    parser.add_argument("--port", type=int, help="only to make sure: the data's lists name theirs")
     chosen = parser.parse_args(arguments)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
-        world = read_world(chosen.out)
-        if chosen.port not in (None, world.port):
+        data = read_demo_data(chosen.out)
+        if chosen.port not in (None, data.port):
             raise ValueError(
-                f"the lists in {chosen.out} name port {world.port}, not {chosen.port}. Where nothing was collected "
-                f"from them yet, write them anew (the pictures stay): `{command(world, chosen.port)}`"
+                f"the lists in {chosen.out} name port {data.port}, not {chosen.port}. Where nothing was collected "
+                f"from them yet, write them anew (the pictures stay): `{command(data, chosen.port)}`"
             )
-        server = WorldServer(chosen.out)
+        server = DemoServer(chosen.out)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     with server:

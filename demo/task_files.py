@@ -19,7 +19,7 @@ PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "
 ANSWERS = "answers_vqa.txt"
 VCR_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
 VCR_MOVIE = "drawn_world"  # the folder in vcr1images
-VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all these looks
+VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all shapes
 ITEMS = 2  # of VCR about a picture, each about another object
 
 
@@ -87,8 +87,8 @@ def vqa_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str,
     answered = {part: [] for part in PARTS.values()}
     for picture in pictures:
         rng = np.random.default_rng([*seed, picture.number])
-        looks, part = [thing.look for thing in picture.scene.objects], PARTS[picture.split]
-        for number, question in enumerate(questions.questions(rng, looks)):
+        appearances, part = [thing.appearance for thing in picture.scene.objects], PARTS[picture.split]
+        for number, question in enumerate(questions.questions(rng, appearances)):
             ids = {"image_id": picture.number, "question_id": picture.number * 1000 + number}
             said = questions.annotated(rng, question)
             asked[part].append(ids | {"question": question.text})
@@ -138,7 +138,7 @@ def vcr_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str,
         things, split = picture.scene.objects, VCR_SPLITS[picture.split]
         files[f"vcr1images/{_metadata_name(picture.file_name)}"] = _json(_metadata(picture))
         rng = np.random.default_rng([*seed, picture.number])
-        for number, item in enumerate(questions.items(rng, [thing.look for thing in things], ITEMS)):
+        for number, item in enumerate(questions.items(rng, [thing.appearance for thing in things], ITEMS)):
             line = {
                 "movie": VCR_MOVIE,
                 "objects": [VCR_OBJECT] * len(things),
@@ -174,14 +174,14 @@ def _metadata(picture: TaskPicture) -> dict:
 
 def _polygon(thing: SceneObject, scene: Scene) -> list[list[float]]:
     """Corners in pixels; a ring's go round outside, then round inside."""
-    size, (cos, sin) = thing.radius * SHAPE_SCALE[thing.look.shape], (math.cos(thing.turn), math.sin(thing.turn))
+    size, (cos, sin) = thing.radius * SHAPE_SCALE[thing.appearance.shape], (math.cos(thing.turn), math.sin(thing.turn))
 
     def around(scale: float) -> list[list[float]]:
-        corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.look.shape)]
+        corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.appearance.shape)]
         corners = [(thing.x + scale * x, thing.y + scale * y) for x, y in [*corners, corners[0]]]
         return [[round(min(max(x, 0), scene.width), 1), round(min(max(y, 0), scene.height), 1)] for x, y in corners]
 
-    return around(size) + (around(RING_HOLE * size) if thing.look.shape == "ring" else [])
+    return around(size) + (around(RING_HOLE * size) if thing.appearance.shape == "ring" else [])
 
 
 def _json(value: dict) -> bytes:

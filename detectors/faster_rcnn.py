@@ -116,7 +116,7 @@ class FasterRCNNConfig:
 
 VG_RESNET101 = FasterRCNNConfig()
 VG_RESNET50 = FasterRCNNConfig(resnet=RESNET50)
-# Small enough to train in minutes on a CPU, for the 224x168 scenes and 36 classes of the drawn world.
+# Small enough to train in minutes on a CPU, for the 224x168 scenes and 36 classes of the demo data.
 DEMO = FasterRCNNConfig(
     resnet=ResNetConfig(blocks=(1, 1, 2, 2), width=8, stride_in_1x1=False, stem_pool="torch", res5_dilated=False),
     num_classes=36,

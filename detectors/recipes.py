@@ -167,7 +167,7 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 
 def detector_demo() -> DetectorRecipe:
-    """The drawn world of `make demo`, from nothing, in about three minutes of one thread."""
+    """The data of `make demo`, from nothing, in about three minutes of one thread."""
     # The ResNet and the pooling of VL-BERT's demo, so that its Fast R-CNN can start from this one. Where a shape lies
     # between cells 16 pixels wide, RoIAlign sees and RoIPool rounds away: with it, shapes are learnt in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")

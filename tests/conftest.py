@@ -14,9 +14,9 @@ import yaml
 from operated import ENDED, Operated, operated, tiny_pipeline
 from s3 import s3_server
 
-from demo.__main__ import WALK, write_deployments
-from demo.serve import WorldServer, free_port
-from demo.world import World, WorldSettings, draw_world
+from demo.__main__ import RUN_PIPELINE, write_deployments
+from demo.data import DemoData, DemoDataSettings, draw_demo_data
+from demo.serve import DemoServer, free_port
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
 from storage.object_store import open_store
@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with a Prefect server go last: its client's threads stay, and with them no test may fork, as torch does.
 
-    They share one, so first come those that look at its pages and find there the runs of one road alone, then those
+    They share one, so first come those that look at its pages and find there the runs of one pipeline alone, then those
     that start runs, then those whose flows run in this process (one of them wakes the scheduled detection), and last
     those that let runs and workers die.
     """
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 5
         if "prefect_server" in needs:
             return 4
-        return 3 if "walked" not in needs else 2 if "walked_again" in needs else 1
+        return 3 if "pipeline_run" not in needs else 2 if "pipeline_rerun" in needs else 1
 
     items.sort(key=turn)
 
@@ -76,14 +76,14 @@ def local(tmp_path) -> Catalog:
 
 
 @pytest.fixture(scope="session")
-def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
-    """The demo's deployments on the tiny road, with a server and a worker, as `make serve` starts them.
+def served(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    """The demo's deployments of the tiny pipeline, with a server and a worker, as `make serve` starts them.
 
     The scheduled detection has a root of its own, and is awake, but the clock starts nothing while tests run.
     """
     folder = tmp_path_factory.mktemp("served")
     file = folder / "prefect.yaml"
-    write_deployments(file, tiny_pipeline(world, folder / "root"))
+    write_deployments(file, tiny_pipeline(demo_data, folder / "root"))
     project = yaml.safe_load(file.read_text())
     (scheduled,) = (one for one in project["deployments"] if one["name"] == "scheduled")
     scheduled["parameters"]["root"] = str(folder / "scheduled")
@@ -108,10 +108,10 @@ def prefect_server(served: Operated) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def walked(served: Operated) -> subprocess.CompletedProcess:
-    """The road, run and watched as a user does."""
+def pipeline_run(served: Operated) -> subprocess.CompletedProcess:
+    """The pipeline, run and watched as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "prefect", *WALK],
+        [sys.executable, "-m", "prefect", *RUN_PIPELINE],
         env=os.environ | served.variables,
         capture_output=True,
         text=True,
@@ -120,9 +120,9 @@ def walked(served: Operated) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="session")
-def walked_again(walked: subprocess.CompletedProcess, served: Operated) -> dict[str, list[str]]:
-    """What the road says when it is run a second time, and the deployment of its fine-tuning, by deployment."""
-    assert walked.returncode == 0, walked.stdout + walked.stderr
+def pipeline_rerun(pipeline_run: subprocess.CompletedProcess, served: Operated) -> dict[str, list[str]]:
+    """What the pipeline logs when it is run a second time, and the deployment of its fine-tuning, by deployment."""
+    assert pipeline_run.returncode == 0, pipeline_run.stdout + pipeline_run.stderr
     runs = {
         "pretrain-vlbert/default": served.start("pretrain-vlbert/default", finetunings=[]),
         "finetune/default": served.start("finetune/default"),  # beside it: both look what there is, and wait
@@ -134,11 +134,11 @@ def walked_again(walked: subprocess.CompletedProcess, served: Operated) -> dict[
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoData]:
     """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ pictures; served while the tests run."""
-    settings = WorldSettings(
+    settings = DemoDataSettings(
         train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, task_train=7, task_held_out=3
     )
-    drawn = draw_world(tmp_path_factory.mktemp("world"), settings, free_port(0))
-    with WorldServer(drawn.root):
+    drawn = draw_demo_data(tmp_path_factory.mktemp("data"), settings, free_port(0))
+    with DemoServer(drawn.root):
         yield drawn

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 
 import demo.__main__ as demo
+from demo.data import DemoData
 from demo.serve import free_port
-from demo.world import World
 from flows.serve import end_of
 from flows.settings import DetectorSettings, quiet_prefect
 from flows.supervisor import background
@@ -141,12 +141,12 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
         yield Operated(home, f"http://127.0.0.1:{port}", deployments)
 
 
-def tiny_pipeline(world: World, root: Path, processes: int = 1) -> dict:
+def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
     """What `make demo` tells the flow pretrain-vlbert, as JSON: shards of ten, four steps a run, one fine-tuning."""
-    parameters = demo.flow_parameters(root, world, seed=0, processes=processes)
+    parameters = demo.flow_parameters(root, demo_data, seed=0, processes=processes)
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
     for dataset in parameters["datasets"]:
-        annotations = world.refcoco_instances if dataset["images"] else world.annotations
+        annotations = demo_data.refcoco_instances if dataset["images"] else demo_data.annotations
         detector = DetectorSettings("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
         dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": demo.as_json(DetectorSettings, detector)}
         dataset["download"]["deadline"] = 1.5

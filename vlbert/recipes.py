@@ -297,7 +297,7 @@ def finetune_refcoco_large_paper() -> Recipe:
 
 
 def pretrain_vlbert_demo() -> Recipe:
-    """The drawn world of `make demo`; its Fast R-CNN starts as the detector's: model.regions.weights=FILE."""
+    """The data of `make demo`; its Fast R-CNN starts as the detector's: model.regions.weights=FILE."""
     return Recipe(
         name="pretrain_vlbert_demo",
         task=PretrainingSettings(
@@ -321,7 +321,7 @@ def pretrain_vlbert_demo() -> Recipe:
 
 
 def finetune_refcoco_demo() -> Recipe:
-    """RefCOCO+-like expressions of the drawn world, on detected regions; starts as pretrain_vlbert_demo."""
+    """RefCOCO+-like expressions of the demo data, on detected regions; starts as pretrain_vlbert_demo."""
     return Recipe(
         name="finetune_refcoco_demo",
         task=RefCOCOSettings(regions="detected", iou="published"),
@@ -340,7 +340,7 @@ def finetune_refcoco_demo() -> Recipe:
 
 
 def finetune_vqa_demo() -> Recipe:
-    """VQA-like questions of the drawn world, as finetune_refcoco_demo; the world says how many answers there are:
+    """VQA-like questions of the demo data, as finetune_refcoco_demo; the data say how many answers there are:
     task.answers=N."""
     recipe = finetune_refcoco_demo()
     return replace(
@@ -354,7 +354,7 @@ def finetune_vqa_demo() -> Recipe:
 
 
 def finetune_vcr_demo() -> Recipe:
-    """VCR-like items of the drawn world, on its own boxes; task.question=rationale is the second run."""
+    """VCR-like items of the demo data, on its own boxes; task.question=rationale is the second run."""
     recipe = finetune_refcoco_demo()
     # One of four, and read at [CLS] itself: in so few steps, the less is new the better.
     task = VCRSettings(mask_size=4, loss="softmax", pooled=False)

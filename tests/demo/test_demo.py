@@ -1,4 +1,4 @@
-"""The driver of `make demo`: whose root it works on, what it prints, and its Prefect. The road itself: test_flows."""
+"""The program behind `make demo`: its root, its table, its Prefect server. The pipeline is in test_flows."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ import pytest
 from places import PROJECT
 
 import demo.__main__ as demo
-from demo.measure import measure
-from demo.trials import OF_DEMO, STARTS, TRIALS
-from demo.world import DEFAULT_PORT, WorldSettings, draw_world
+from demo.data import DEFAULT_PORT, DemoDataSettings, draw_demo_data
+from demo.evaluate_detector import evaluate_detector
+from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS
 from detectors.weights.files import load_resnet, read_config
 from flows.pipeline import PipelineResult
 from flows.settings import quiet_prefect
@@ -25,18 +25,18 @@ from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.recipes import DEMO, RECIPES
 from vlbert.train import check_complete
 
-TINY = WorldSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
+TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
 
 
-def pipeline(grounding: float, **trials: tuple[float, float, float]) -> PipelineResult:
-    """What a road came to, as far as the gates look; trials: the number with pre-training, without it and by chance."""
+def pipeline(grounding: float, **tasks: tuple[float, float, float]) -> PipelineResult:
+    """A pipeline result with what the gates read; tasks: with pre-training, without it, by chance."""
 
     def trained(run: str, metrics: dict[str, float]) -> Trained:
         return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
 
     finetuned = [
-        trained(f"{trial}-{start}-seed7", {TRIALS[trial].metric: value, "chance": chance})
-        for trial, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in trials.items())
+        trained(f"{task}-{start}-seed7", {DEMO_TASKS[task].metric: value, "chance": chance})
+        for task, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in tasks.items())
         for start, value in zip(STARTS, values, strict=True)
     ]
     return PipelineResult([], {}, trained("pretrain", {"monitored_accuracy_grounding": grounding}), finetuned, 1)
@@ -46,7 +46,7 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
 
 
 @pytest.mark.parametrize(
-    ("map50", "grounding", "trials", "failed"),
+    ("map50", "grounding", "tasks", "failed"),
     [
         (0.7, 0.12, {"refcoco": (0.5, 0.39, 0.25)}, []),
         (0.69, 0.12, {}, ["mAP@0.5 is 0.690, under 0.7"]),
@@ -76,9 +76,9 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
     ],
 )
 def test_the_gates_name_what_was_not_learned(
-    map50: float, grounding: float, trials: dict[str, tuple[float, float, float]], failed: list[str]
+    map50: float, grounding: float, tasks: dict[str, tuple[float, float, float]], failed: list[str]
 ):
-    messages = demo.gates([pipeline(grounding, **(GOOD | trials))], map50, 0.7)
+    messages = demo.gates([pipeline(grounding, **(GOOD | tasks))], map50, 0.7)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
@@ -119,7 +119,7 @@ def test_what_stages_say_is_shown_as_the_workers_log_grows_and_prefects_own_word
             shown.extend(capsys.readouterr().out.splitlines())
             time.sleep(0.02)
 
-    log.write_bytes(b"Worker 'ProcessWorker' started!\n" + logged("captions: of the road before"))
+    log.write_bytes(b"Worker 'ProcessWorker' started!\n" + logged("captions: of the run before"))
     with log.open("ab", buffering=0) as file, demo.stages_shown(log):
         file.write(logged("captions: 4 of 9 shards collected: ok 380, timeout 5"))
         file.write(logged("Finished in state Completed()", "Task", "captions from 00000"))
@@ -173,7 +173,7 @@ def test_the_commands_that_are_printed_name_the_root_and_the_seed(tmp_path: Path
 
 
 def test_the_ui_needs_what_prefect_recorded_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "prefect.yaml").touch()  # and no world, whose port another program may have
+    (tmp_path / "prefect.yaml").touch()  # and no demo data, whose port another program may have
     served = []
     monkeypatch.setattr(demo, "serve", lambda *given: served.append(given))
     demo.show_ui(tmp_path, 4321)
@@ -188,8 +188,8 @@ def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):
 
     mine, made = tmp_path / "my thesis", tmp_path / "my demo"
     mine.mkdir()
-    (made / "world").mkdir(parents=True)
-    (made / "world" / "world.json").touch()
+    (made / "data").mkdir(parents=True)
+    (made / "data" / "demo.json").touch()
     assert clean(mine) != 0
     assert mine.exists()
     assert clean(made) == 0
@@ -198,21 +198,21 @@ def test_make_clean_removes_what_a_demo_made_and_nothing_else(tmp_path: Path):
 
 
 def test_a_root_of_another_seed_or_version_is_refused_before_anything_is_drawn(tmp_path: Path):
-    world = draw_world(tmp_path / "my root" / "world", TINY, 9001)
+    demo_data = draw_demo_data(tmp_path / "my root" / "data", TINY, 9001)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     root = re.escape(str(tmp_path)) + "/my root"
     elsewhere = f"(?s)make demo ROOT=OTHER.*make clean ROOT='{root}'"
-    with pytest.raises(demo.OtherWorld, match=elsewhere) as refused:
-        demo.draw(world.root, dataclasses.replace(TINY, seed=1))
+    with pytest.raises(demo.OtherDemoData, match=elsewhere) as refused:
+        demo.draw(demo_data.root, dataclasses.replace(TINY, seed=1))
     assert f"make demo ROOT='{tmp_path}/my root'. " in str(refused.value)
-    with pytest.raises(SystemExit, match="^error: .* holds the world of seed 0, not of seed 1"):
-        demo.main(["--root", str(world.root.parent), "--seed", "1"])
-    assert demo.draw(world.root, TINY).port == 9001  # the one that stands in its lists
+    with pytest.raises(SystemExit, match="^error: .* holds the demo data of seed 0, not of seed 1"):
+        demo.main(["--root", str(demo_data.root.parent), "--seed", "1"])
+    assert demo.draw(demo_data.root, TINY).port == 9001  # the one that stands in its lists
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
-    about = json.loads(world.about.read_text())
-    world.about.write_text(json.dumps(about | {"version": 0}))
-    with pytest.raises(demo.OtherWorld, match=elsewhere):
-        demo.draw(world.root, TINY)
+    about = json.loads(demo_data.about.read_text())
+    demo_data.about.write_text(json.dumps(about | {"version": 0}))
+    with pytest.raises(demo.OtherDemoData, match=elsewhere):
+        demo.draw(demo_data.root, TINY)
 
 
 def test_another_port_than_the_usual_one_is_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -221,18 +221,21 @@ def test_another_port_than_the_usual_one_is_said_loudly(tmp_path: Path, capsys: 
         if other.connect_ex(("127.0.0.1", DEFAULT_PORT)):  # else it is taken already: as good
             other.close()
             with socket.create_server(("127.0.0.1", DEFAULT_PORT)):
-                world = demo.draw(tmp_path / "world", TINY)
+                demo_data = demo.draw(tmp_path / "data", TINY)
         else:
-            world = demo.draw(tmp_path / "world", TINY)
-    assert world.port != DEFAULT_PORT
-    assert f"WARNING: port {DEFAULT_PORT} is taken, so the world is served at {world.port}" in capsys.readouterr().out
+            demo_data = demo.draw(tmp_path / "data", TINY)
+    assert demo_data.port != DEFAULT_PORT
+    assert (
+        f"WARNING: port {DEFAULT_PORT} is taken, so the demo data are served at {demo_data.port}"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_shipped_detector_finds_objects_in_scenes_that_it_never_saw(tmp_path: Path):
-    """Of another world than it was trained on; the whole measurement is a gate of `make demo`."""
+    """Of other scenes than it was trained on; the whole measurement is a gate of `make demo`."""
     settings = dataclasses.replace(TINY, seed=5, held_out_scenes=20)
-    world = draw_world(tmp_path / "world", settings, 9001)
-    found = measure(tmp_path, world, demo.SHIPPED_DETECTOR)
+    demo_data = draw_demo_data(tmp_path / "data", settings, 9001)
+    found = evaluate_detector(tmp_path, demo_data, demo.SHIPPED_DETECTOR)
     assert found["metrics"]["map50"] > 0.8
     assert found["scenes"] == 20
     assert demo.SHIPPED_DETECTOR.stat().st_size <= 1_000_000
@@ -240,10 +243,10 @@ def test_the_shipped_detector_finds_objects_in_scenes_that_it_never_saw(tmp_path
     file = tmp_path / "detector.json"
     known = found | {"metrics": {"map50": 0.123}}
     file.write_text(json.dumps(known))
-    assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == known  # not again
-    for changed in ({"weights_sha256": "0" * 64}, {"world": known["world"] | {"seed": 6}}):
+    assert evaluate_detector(tmp_path, demo_data, demo.SHIPPED_DETECTOR) == known  # not again
+    for changed in ({"weights_sha256": "0" * 64}, {"data": known["data"] | {"seed": 6}}):
         file.write_text(json.dumps(known | changed))
-        assert measure(tmp_path, world, demo.SHIPPED_DETECTOR) == found
+        assert evaluate_detector(tmp_path, demo_data, demo.SHIPPED_DETECTOR) == found
         assert json.loads(file.read_text()) == found
 
 
@@ -256,7 +259,7 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
     )
     features = FastRCNN(theirs)
     load_resnet(features.backbone, features.res5, demo.SHIPPED_DETECTOR)
-    for name in ("pretrain_vlbert_demo", *(trial.recipe for trial in TRIALS.values())):
+    for name in ("pretrain_vlbert_demo", *(task.recipe for task in DEMO_TASKS.values())):
         recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "from_scratch=true"])
         assert recipe.model == DEMO
         with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
@@ -269,8 +272,8 @@ def test_an_installation_brings_the_detector_along():
 
 
 def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(tmp_path: Path):
-    world = draw_world(tmp_path / "world", TINY, 9001)
-    first = demo.flow_parameters(tmp_path, world, 0, 2)
+    demo_data = draw_demo_data(tmp_path / "data", TINY, 9001)
+    first = demo.flow_parameters(tmp_path, demo_data, 0, 2)
     weights = str(demo.SHIPPED_DETECTOR)
     for dataset in first["datasets"]:
         detector = {name: value for name, value in dataset["detector"].items() if value not in (None, False)}
@@ -278,7 +281,7 @@ def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(
     for training in (first["pretraining"], *first["finetunings"]):
         assert f"model.regions.weights={weights}" in training["overrides"]
     mine = tmp_path / "mine.safetensors"
-    own, other = (demo.flow_parameters(tmp_path, world, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
+    own, other = (demo.flow_parameters(tmp_path, demo_data, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
     names = [training["run"] for told in (own, other) for training in (told["pretraining"], *told["finetunings"])]
     assert len(set(names)) == 2 * (1 + 2 * len(OF_DEMO))
@@ -287,9 +290,9 @@ def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(
 
 
 def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
-    world = draw_world(tmp_path / "world", TINY, 9001)
-    told = demo.flow_parameters(tmp_path, world, 0, 2, trials=tuple(TRIALS))["finetunings"]
-    assert [one["run"] for one in told] == [f"{trial}-{start}" for trial in TRIALS for start in ("with", "without")]
+    demo_data = draw_demo_data(tmp_path / "data", TINY, 9001)
+    told = demo.flow_parameters(tmp_path, demo_data, 0, 2, tasks=tuple(DEMO_TASKS))["finetunings"]
+    assert [one["run"] for one in told] == [f"{task}-{start}" for task in DEMO_TASKS for start in ("with", "without")]
     for with_it, without in zip(told[::2], told[1::2], strict=True):
         assert (with_it["checkpoint"], without["checkpoint"]) == ("latest", "none")
         same = {"run": "", "checkpoint": ""}
@@ -298,7 +301,7 @@ def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_e
         assert Path(with_it["folder"]).is_dir()
     asked = [one["overrides"] for one in told if one["task"] == "vcr"]
     assert ["task.question=rationale" in overrides for overrides in asked] == [False, False, True, True]
-    answers = len((world.vqa / "answers_vqa.txt").read_text().splitlines())
+    answers = len((demo_data.vqa / "answers_vqa.txt").read_text().splitlines())
     assert [one["task"] for one in told if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
 
 

@@ -18,9 +18,9 @@ from PIL import Image
 from places import PROJECT
 from seeded import put_checkpoint, reseal
 
+from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from demo.report import annotated_boxes, main, write_report
-from demo.trials import STARTS, joint_folder
-from demo.world import World, WorldSettings, draw_world
+from demo.tasks import STARTS, joint_folder
 from detectors.annotated import AnnotatedDetector
 from detectors.run import detect_shard, stage_of
 from storage.catalog import OK, Catalog, Row
@@ -32,7 +32,7 @@ from vlbert.datasets.refcoco import overlap, read_expressions
 from vlbert.datasets.vqa import read_questions
 from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
 
-TINY = WorldSettings(
+TINY = DemoDataSettings(
     train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, task_train=1, task_held_out=6, task_refs=1
 )
 HOSTILE = '<script>alert("caption")</script><img src=http://evil.example/x.png>'
@@ -126,11 +126,11 @@ def training(step: int, **losses: float) -> dict:
     return {"kind": "training", "step": step, "learning_rate": 0.1, "samples_per_second": 9.0} | losses
 
 
-def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[dict]:
-    """Predictions for the val expressions of the world, each `right` or `wrong`, as vlbert writes them."""
+def asked(root: Path, demo_data: DemoData, stage: str, choose: Sequence[str]) -> list[dict]:
+    """Predictions for the val expressions of the demo data, each `right` or `wrong`, as vlbert writes them."""
     samples = {Path(s.url).name: s for s in Catalog(open_store(str(root)), "coco").read(stage, "00000")}
     rows = []
-    for (file, (expression,)), how in zip(read_expressions(world.refcoco)["val"].items(), choose, strict=False):
+    for (file, (expression,)), how in zip(read_expressions(demo_data.refcoco)["val"].items(), choose, strict=False):
         sample = samples[file]
         overlaps = overlap("plain", sample.regions.boxes, np.array(expression.box))
         region = int(overlaps.argmax() if how == "right" else overlaps.argmin())
@@ -153,8 +153,8 @@ def asked(root: Path, world: World, stage: str, choose: Sequence[str]) -> list[d
     return rows
 
 
-def answered(root: Path, world: World, stage: str, choose: Sequence[float]) -> list[dict]:
-    """Predictions for the first val questions of the world with these scores, as vlbert writes them."""
+def answered(root: Path, demo_data: DemoData, stage: str, choose: Sequence[float]) -> list[dict]:
+    """Predictions for the first val questions of the demo data with these scores, as vlbert writes them."""
     samples = {Path(s.url).name: s for s in Catalog(open_store(str(root)), "coco").read(stage, "00000")}
     return [
         {
@@ -167,7 +167,7 @@ def answered(root: Path, world: World, stage: str, choose: Sequence[float]) -> l
             "boxes": [],
             "question_id": question.question_id,
         }
-        for question, score in zip(read_questions(world.vqa, "val2014"), choose, strict=False)
+        for question, score in zip(read_questions(demo_data.vqa, "val2014"), choose, strict=False)
     ]
 
 
@@ -181,16 +181,20 @@ def monitored(right: float, other: float) -> dict:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoData]:
     """A root with all shards and all runs; copy it before changing anything."""
     root = tmp_path_factory.mktemp("demo") / "root"
-    world = draw_world(root / "world", TINY)
+    demo_data = draw_demo_data(root / "data", TINY)
     named = {
-        row.url.rpartition("/")[2]: row for tsv in (world.train_tsv, world.held_out_tsv) for row in read_captions(tsv)
+        row.url.rpartition("/")[2]: row
+        for tsv in (demo_data.train_tsv, demo_data.held_out_tsv)
+        for row in read_captions(tsv)
     }
 
     def rows(tsv: Path) -> list[tuple[str, str, bytes]]:
-        return [(r.caption, r.url, (world.images / r.url.rpartition("/")[2]).read_bytes()) for r in read_captions(tsv)]
+        return [
+            (r.caption, r.url, (demo_data.images / r.url.rpartition("/")[2]).read_bytes()) for r in read_captions(tsv)
+        ]
 
     assert len(named) == 13
     dead = "http://127.0.0.1:8791/broken/404/000099.jpg"
@@ -199,13 +203,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
         Row(11, "b" * 20, "http_404", "HTTP 404 Not Found", dead + "?second"),
         Row(12, "c" * 20, "bad_url", '<b onclick="x()">', "javascript:alert(1)//<i>"),
     ]
-    commit_images(root, "captions", rows(world.train_tsv), failed)
-    held_out = rows(world.held_out_tsv)
+    commit_images(root, "captions", rows(demo_data.train_tsv), failed)
+    held_out = rows(demo_data.held_out_tsv)
     commit_images(root, "held-out", [(HOSTILE, *held_out[0][1:]), *held_out[1:]], [])
-    pictures = [("", file.name, file.read_bytes()) for file in sorted(world.task_images.iterdir())]
+    pictures = [("", file.name, file.read_bytes()) for file in sorted(demo_data.task_images.iterdir())]
     commit_images(root, "coco", pictures, [])
     store = open_store(str(root))
-    scenes, referred = AnnotatedDetector(world.annotations), AnnotatedDetector(world.refcoco_instances)
+    scenes, referred = AnnotatedDetector(demo_data.annotations), AnnotatedDetector(demo_data.refcoco_instances)
     for dataset, detector in (("captions", scenes), ("held-out", scenes), ("coco", referred)):
         assert detect_shard(Catalog(store, dataset), "00000", detector)
 
@@ -224,7 +228,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
     ):
         measured = {"kind": "validation", "step": 40, "accuracy_published": accuracy, "chance": 0.2656}
         lines = [*(training(s, loss_regions=0.7 / s) for s in (10, 20, 40)), measured]
-        write_run(root, run, lines, asked(root, world, stage, how), 40, stage)
+        write_run(root, run, lines, asked(root, demo_data, stage, how), 40, stage)
     for run, accuracy, colours, scores in (
         ("fourth-run", 0.5469, 0.75, [1.0, 0.3]),
         ("fifth-run", 0.3281, 0.25, [0, 0]),
@@ -232,7 +236,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
         kinds = {"accuracy/what color is the": colours, "accuracy/how many": 0.4375}
         measured = {"kind": "validation", "step": 40, "accuracy": accuracy, "chance": 0.1406} | kinds
         lines = [*(training(s, loss_answers=5 / s) for s in (10, 20, 30, 40)), measured]
-        write_run(root, run, lines, answered(root, world, stage, scores), 40, stage)
+        write_run(root, run, lines, answered(root, demo_data, stage, scores), 40, stage)
     measured = {
         "weights": "detector.safetensors",
         "scenes": 10,
@@ -240,21 +244,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
         "classes": [{"class": name, "average_precision": value} for name, value in CLASSES],
     }
     (root / "detector.json").write_text(json.dumps(measured))
-    return root, world
+    return root, demo_data
 
 
 @pytest.fixture
-def root(made: tuple[Path, World], tmp_path: Path) -> Path:
+def root(made: tuple[Path, DemoData], tmp_path: Path) -> Path:
     return Path(shutil.copytree(made[0], tmp_path / "root"))
 
 
 @pytest.fixture
-def world(root: Path) -> World:
-    return World(root / "world", TINY, 8791)
+def demo_data(root: Path) -> DemoData:
+    return DemoData(root / "data", TINY, 8791)
 
 
 @pytest.fixture(scope="module")
-def page(made: tuple[Path, World]) -> Page:
+def page(made: tuple[Path, DemoData]) -> Page:
     return Page(write_report(*made, TIMINGS, RUNS))
 
 
@@ -334,14 +338,14 @@ def test_hostile_strings_stand_on_the_page_as_words(page: Page):
     assert "evil.example" not in " ".join(page.fetched)
 
 
-def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, made: tuple[Path, World]):
-    root, world = made
+def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, made: tuple[Path, DemoData]):
+    root, demo_data = made
     section = page.between("with their regions", "How it learned")
     assert "ground truth from the annotation file" in section
     catalog = Catalog(open_store(str(root)), "held-out")
     (folder,) = (root / "held-out" / "regions").iterdir()
     samples = list(catalog.read(f"regions/{folder.name}", "00000"))
-    coco = json.loads(world.annotations.read_text())
+    coco = json.loads(demo_data.annotations.read_text())
     names = {c["id"]: c["name"] for c in coco["categories"]}
     first = [names[a["category_id"]] for a in coco["annotations"] if a["image_id"] == TINY.train_scenes]
     assert f"{len(first)} region" in section.partition(HOSTILE)[2][:20]
@@ -359,17 +363,17 @@ def test_scenes_show_their_boxes_names_and_where_these_come_from(page: Page, mad
     assert alone
 
 
-def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple[Path, World]):
-    root, world = made
+def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple[Path, DemoData]):
+    root, demo_data = made
     section = page.between("not picked by hand", "The first right and")
     assert re.findall(r"[✓✗] (\w+)", section) == ["right"] * 4 + ["wrong"] * 2
     assert re.findall(r"Without pre-training: (\w+)", section) == ["wrong", "right", "wrong", "wrong", "wrong", "wrong"]
     (stage,) = (root / "coco" / "regions").iterdir()
     how = ["right", "wrong", "right", "right", "right", "wrong"]
-    rows = asked(root, world, f"regions/{stage.name}", how)
+    rows = asked(root, demo_data, f"regions/{stage.name}", how)
     rows = [row for row in rows if row["score"]] + [row for row in rows if not row["score"]]
     samples = {s.key: s for s in Catalog(open_store(str(root)), "coco").read(f"regions/{stage.name}", "00000")}
-    meant = {e.sentence_id: e.box for es in read_expressions(world.refcoco)["val"].values() for e in es}
+    meant = {e.sentence_id: e.box for es in read_expressions(demo_data.refcoco)["val"].values() for e in es}
     for row, picture in zip(rows, page.pictures[8:14], strict=True):
         assert f"“{row['asked']}”" in section
         drawn = pixels(picture)
@@ -379,11 +383,13 @@ def test_examples_mark_what_was_chosen_and_what_is_meant(page: Page, made: tuple
             assert sum(sides_near(drawn, colour, box)) / 4 > 0.5, (row, colour)
 
 
-def test_examples_of_questions_say_the_answer_and_where_it_is_wrong_the_right_one(page: Page, made: tuple[Path, World]):
-    root, world = made
+def test_examples_of_questions_say_the_answer_and_where_it_is_wrong_the_right_one(
+    page: Page, made: tuple[Path, DemoData]
+):
+    root, demo_data = made
     section = page.between("not picked by hand", "Seconds, places").partition("not picked by hand")[2]
     (stage,) = (root / "coco" / "regions").iterdir()
-    right, wrong = answered(root, world, f"regions/{stage.name}", [1.0, 0.3])
+    right, wrong = answered(root, demo_data, f"regions/{stage.name}", [1.0, 0.3])
     assert f"✓ right “{right['asked']}” said: {right['said']} (62" in section
     assert f"✗ wrong “{wrong['asked']}” said: purple (62" in section
     assert f"right: {wrong['truth']}. Without pre-training: wrong" in section
@@ -417,16 +423,16 @@ def test_charts_hold_every_point_and_their_colours_follow_the_theme(page: Page):
     ]
 
 
-def test_places_are_below_the_folder_of_the_page_and_exist(page: Page, made: tuple[Path, World]):
+def test_places_are_below_the_folder_of_the_page_and_exist(page: Page, made: tuple[Path, DemoData]):
     table = page.between("where, below the folder of this page", "How to go on")
     (stage,) = (made[0] / "held-out" / "regions").iterdir()
-    for path in ("world", "captions/images", f"held-out/regions/{stage.name}", "runs/second-run", "timings.json"):
+    for path in ("data", "captions/images", f"held-out/regions/{stage.name}", "runs/second-run", "timings.json"):
         assert f" {path} " in table
     assert str(made[0]) not in page.source.partition("How to go on")[0]
 
 
 def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
-    page = Page(write_report(tmp_path, World(tmp_path / "world", TINY, 8791), [], {}))
+    page = Page(write_report(tmp_path, DemoData(tmp_path / "data", TINY, 8791), [], {}))
     assert page.tags.count("img") == page.tags.count("svg") == 0
     for words in (
         "no run is named for pre-training",
@@ -444,46 +450,46 @@ def test_a_root_without_anything_says_so_in_every_part(tmp_path: Path):
     assert f"not there yet: {where} holds no region shards; run the detection stage first" in section
 
 
-def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, world: World):
+def test_a_missing_run_is_named_and_leaves_the_rest_of_the_page(root: Path, demo_data: DemoData):
     shutil.rmtree(root / "runs" / "third-run")
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     assert "not there yet: run third-run (RefCOCO+ without) has written no metrics" in page.text
     assert re.findall(r"(\d+)\s%", page.between("Does that help?", "VQA")) == ["81", "27"]
     assert len(page.pictures) == 16
     assert "Without pre-training:" not in page.between("not picked by hand", "The first right and")
     shutil.rmtree(root / "runs" / "second-run")
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     assert len(page.pictures) == 8 + 2
     assert page.tags.count("svg") == 4
     assert "not there yet: run second-run (RefCOCO+ with pre-training) has written no metrics" in page.text
 
 
-def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, world: World):
+def test_a_run_that_is_not_finished_shows_how_far_it_is(root: Path, demo_data: DemoData):
     config = root / "runs" / "first-run" / "step-0000040" / "config.json"
     config.write_text(json.dumps({"recipe": {"steps": 1300}}))
     reseal(config.parent)
     metrics = root / "runs" / "second-run" / "metrics.jsonl"
     metrics.write_text("".join(line for line in metrics.open() if "validation" not in line))
     (root / "runs" / "second-run" / "predictions.jsonl").unlink()
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     assert "not finished: step 40 of 1,300" in page.between("Does it look?", "Does that help?")
     assert "not there yet: run second-run has not validated yet" in page.text
     assert "not there yet: run second-run has written no predictions" in page.text
     assert "with pre-training 0.02" in page.between("RefCOCO+: loss", "RefCOCO+: accuracy")
 
 
-def test_predictions_about_pictures_that_are_not_there_are_not_drawn(root: Path, world: World):
+def test_predictions_about_pictures_that_are_not_there_are_not_drawn(root: Path, demo_data: DemoData):
     file = root / "runs" / "second-run" / "predictions.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row | ({} if i else {"key": "0" * 20})) + "\n" for i, row in enumerate(rows)))
-    page = Page(write_report(root, world, TIMINGS, RUNS))
-    assert "the run belongs to another world" in page.between("Drawn scenes are another task", "Seconds, places")
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
+    assert "the run belongs to other data" in page.between("Drawn scenes are another task", "Seconds, places")
     assert len(page.pictures) == 8 + 2
 
 
-def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: World):
+def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, demo_data: DemoData):
     catalog = Catalog(open_store(str(root)), "held-out")
-    known = AnnotatedDetector(world.annotations)
+    known = AnnotatedDetector(demo_data.annotations)
 
     class Untrained:
         id = "0123456789ab"
@@ -496,11 +502,11 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
     held_out = {"held_out": {"stage": "regions/0123456789ab"}}
     state.write_bytes(sealed_json(json.loads(state.read_text()) | held_out))
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     assert "These regions mean nothing." in page.between("with their regions", "How it learned")
     assert "held-out/regions/0123456789ab" in page.text
     shutil.rmtree(root / "runs" / "first-run")  # now nothing says which of the two detectors was used
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     section = page.between("with their regions", "How it learned")
     both = ", ".join(sorted([Untrained.id, known.id]))
     where = root / "held-out" / "regions"
@@ -509,8 +515,8 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, world: W
 
 
 @pytest.mark.parametrize("classes", [None, ["a cat", "a dog"]])
-def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: World, classes: list[str] | None):
-    known = AnnotatedDetector(world.annotations)
+def test_regions_are_named_by_the_detector_that_found_them(root: Path, demo_data: DemoData, classes: list[str] | None):
+    known = AnnotatedDetector(demo_data.annotations)
 
     class Other:
         id = "0123456789ab"
@@ -525,12 +531,12 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
     state = root / "runs" / "first-run" / "step-0000040" / "state.json"
     held_out = {"held_out": {"stage": "regions/0123456789ab"}}
     state.write_bytes(sealed_json(json.loads(state.read_text()) | held_out))
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     section = page.between("with their regions", "How it learned")
     assert section.count(f"1 region: {'a dog' if classes else 'class 2'} 1.00") == 8
     assert "found by a trained network, at least 3 a picture; they are its proposals" in section
     assert page.tags.count("img") == len(page.pictures) == 2 * 8 + 6 + 2  # found and drawn
-    drawn = annotated_boxes(world)
+    drawn = annotated_boxes(demo_data)
     samples = list(Catalog(open_store(str(root)), "held-out").read("regions/0123456789ab", "00000"))
     several = 0
     for sample, found, truth in zip(samples, page.pictures[:16:2], page.pictures[1:16:2], strict=False):
@@ -543,28 +549,28 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, world: Wo
     assert several
 
 
-def test_runs_with_other_seeds_are_listed_with_their_means(root: Path, world: World):
+def test_runs_with_other_seeds_are_listed_with_their_means(root: Path, demo_data: DemoData):
     names = {role: f"{run}-seed1" for role, run in RUNS.items()}
     for role, run in RUNS.items():
         shutil.copytree(root / "runs" / run, root / "runs" / names[role])
     file = root / "runs" / names["refcoco-with"] / "metrics.jsonl"
     file.write_text(file.read_text().replace("0.8125", "0.6120"))
-    page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS, [names]))
     table = page.between("trained again with other seeds", "Drawn scenes are another task")
     assert re.findall(r"(first-run|first-run-seed1|mean) \+(\d+\.\d) points ([^a-z]*\d)", table.replace(" %", "")) == [
         ("first-run", "79.7", "81.2, 42.2, 26.6 54.7, 32.8, 14.1"),
         ("first-run-seed1", "79.7", "61.2, 42.2, 26.6 54.7, 32.8, 14.1"),
         ("mean", "79.7", "71.2, 42.2, 26.6 54.7, 32.8, 14.1"),
     ]
-    assert "trained again" not in Page(write_report(root, world, TIMINGS, RUNS)).text
+    assert "trained again" not in Page(write_report(root, demo_data, TIMINGS, RUNS)).text
     shutil.rmtree(root / "runs" / names["vqa-without"])
-    page = Page(write_report(root, world, TIMINGS, RUNS, [names]))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS, [names]))
     assert "not there yet: run fifth-run-seed1 (VQA without) has written no metrics" in page.text
 
 
-def test_vcrs_answers_and_rationales_are_joined_from_their_evaluation(root: Path, world: World):
+def test_vcrs_answers_and_rationales_are_joined_from_their_evaluation(root: Path, demo_data: DemoData):
     names = {f"vcr-{kind}-{start}": f"vcr-{kind}-{start}" for kind in ("answers", "rationales") for start in STARTS}
-    page = Page(write_report(root, world, TIMINGS, RUNS | names))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS | names))
     assert "not there yet: answers and rationales were not evaluated together" in page.text
     assert "no run" not in page.between("VCR, Q→A", "Seconds, places").partition("VCR, QA→R")[0][:20]
     for start, value in (("with", 0.4062), ("without", 0.0781)):
@@ -572,13 +578,13 @@ def test_vcrs_answers_and_rationales_are_joined_from_their_evaluation(root: Path
         folder.mkdir(parents=True)
         metrics = {"joint_accuracy": value, "joint_chance": 0.0625}
         (folder / "metrics.json").write_text(json.dumps({"metrics": metrics}))
-    page = Page(write_report(root, world, TIMINGS, RUNS | names))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS | names))
     table = page.between("answer and rationale right", "Drawn scenes are another task")
     assert re.findall(r"\d+\.\d", table) == ["40.6", "7.8", "6.2"]
     assert "run vcr-answers-with (VCR, Q→A with pre-training) has written no metrics" in page.text
 
 
-def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: World):
+def test_two_expressions_of_one_picture_are_two_examples(root: Path, demo_data: DemoData):
     file = root / "runs" / "second-run" / "predictions.jsonl"
     first = json.loads(file.read_text().splitlines()[0])
     (stage,) = (root / "coco" / "regions").iterdir()
@@ -589,7 +595,7 @@ def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: Worl
         for i, box in enumerate(boxes[:2])
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = Page(write_report(root, world, TIMINGS, RUNS))
+    page = Page(write_report(root, demo_data, TIMINGS, RUNS))
     section = page.between("not picked by hand", "The first right and")
     assert re.findall("“(.*?)”", section) == ["number 0", "number 1"]
     shown = page.pictures[8:10]
@@ -601,7 +607,7 @@ def test_two_expressions_of_one_picture_are_two_examples(root: Path, world: Worl
 @pytest.mark.parametrize(
     "box", [(223.9, 10, 224, 60), (10, 167.9, 60, 168), (0, 0, 0.1, 168), (0, 0, 224, 0.1), (0, 0, 224, 168)]
 )
-def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, World], box: tuple):
+def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, DemoData], box: tuple):
     catalog = Catalog(open_store(str(made[0])), "held-out")
     sample = next(catalog.read("images", "00000"))
     drawn = np.asarray(draw_boxes(sample, [(np.array(box, np.float32), RED, "x")])).astype(int)
@@ -612,21 +618,23 @@ def test_a_sliver_at_the_edge_is_drawn(made: tuple[Path, World], box: tuple):
 def test_the_commands_on_the_page_can_be_typed_as_they_stand(tmp_path: Path):
     root = tmp_path / "my root"
     root.mkdir()
-    commands = Page(write_report(root, World(root / "world", TINY, 8791), [], {})).between("How to go on", "What this")
+    commands = Page(write_report(root, DemoData(root / "data", TINY, 8791), [], {})).between(
+        "How to go on", "What this"
+    )
     for command in ("make ui ROOT=", "make demo ROOT=", "-m storage.catalog status ", "-m demo.report "):
         assert f"{command}'{root}'" in commands
 
 
-def test_a_damaged_shard_stops_the_report(root: Path, world: World):
+def test_a_damaged_shard_stops_the_report(root: Path, demo_data: DemoData):
     (tar,) = (root / "held-out" / "regions").glob("*/*.tar")
     tar.write_bytes(tar.read_bytes()[:-100])
     with pytest.raises(ValueError, match="is damaged"):
-        write_report(root, world, TIMINGS, RUNS)
+        write_report(root, demo_data, TIMINGS, RUNS)
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_same_page_again(root: Path, world: World):
-    file = write_report(root, world, TIMINGS, RUNS)
+def test_the_command_writes_the_same_page_again(root: Path, demo_data: DemoData):
+    file = write_report(root, demo_data, TIMINGS, RUNS)
     before = file.read_bytes()
     file.unlink()
     run = subprocess.run([sys.executable, "-m", "demo.report", str(root)], capture_output=True, text=True, cwd=PROJECT)
@@ -642,13 +650,13 @@ def test_the_command_does_without_timings_but_not_without_a_world(root: Path, ca
     assert "which names the runs" in capsys.readouterr().err
     assert not (root / "timings.json").exists()
     assert "no run is named for pre-training" in Page(root / "report.html").text
-    (root / "world" / "world.json").unlink()
-    with pytest.raises(SystemExit, match="holds no drawn world"):
+    (root / "data" / "demo.json").unlink()
+    with pytest.raises(SystemExit, match="holds no demo data"):
         main([str(root)])
 
 
-def test_runs_that_the_page_has_no_place_for_are_refused(root: Path, world: World):
+def test_runs_that_the_page_has_no_place_for_are_refused(root: Path, demo_data: DemoData):
     with pytest.raises(
         ValueError, match="runs has without-pretraining; it takes pretrain, refcoco-with, refcoco-without"
     ):
-        write_report(root, world, TIMINGS, RUNS | {"without-pretraining": "x"})
+        write_report(root, demo_data, TIMINGS, RUNS | {"without-pretraining": "x"})

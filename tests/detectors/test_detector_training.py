@@ -18,7 +18,7 @@ from tiny import CLASSES, tiny_sample
 from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, coco_data, command_line, seeded, store, tiny_recipe
 from torch import nn
 
-from demo.world import CATEGORIES, WorldSettings, captioned_scenes, coco_file, draw_into
+from demo.data import CATEGORIES, DemoDataSettings, captioned_scenes, coco_file, draw_into
 from detectors.average_precision import (
     RIGHT,
     UNCOUNTED,
@@ -684,8 +684,8 @@ def test_every_recipe_is_whole_but_for_its_files():
 
 
 def drawn(folder: Path, scenes: int) -> DataConfig:
-    """So many scenes that no detector has learnt from, all but one held out: the demo's world has another seed."""
-    settings = WorldSettings(seed=1, train_scenes=scenes, held_out_scenes=0)
+    """So many scenes that no detector has learnt from, all but one held out: the demo's data have another seed."""
+    settings = DemoDataSettings(seed=1, train_scenes=scenes, held_out_scenes=0)
     coco = coco_file()
     for number, scene, _, rng in captioned_scenes(settings):
         draw_into(coco, folder, number, scene, rng, settings.jpeg_quality)

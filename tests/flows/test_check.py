@@ -8,7 +8,7 @@ import yaml
 from places import PROJECT
 
 import demo.__main__ as demo
-from demo.world import World, WorldSettings, draw_world
+from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from detectors.run import _parser as detector_parser
 from flows import finetune, pretrain
 from flows.check import check
@@ -19,11 +19,11 @@ from vlbert.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    settings = WorldSettings(
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
+    settings = DemoDataSettings(
         train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=24, task_held_out=0
     )
-    return draw_world(tmp_path_factory.mktemp("world"), settings)
+    return draw_demo_data(tmp_path_factory.mktemp("data"), settings)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
     assert "--no-keep-features" in dataclasses.replace(settings, keep_features=False).flags()
 
 
-def as_json(world: World) -> dict:
+def as_json(demo_data: DemoData) -> dict:
     """A small road as its JSON file has it."""
-    detector = {"backend": "annotated", "annotations": str(world.annotations)}
+    detector = {"backend": "annotated", "annotations": str(demo_data.annotations)}
     untrained = ["model.regions.untrained=true"]
     return {
         "root": "r",
@@ -116,7 +116,7 @@ def as_json(world: World) -> dict:
         "datasets": [
             {
                 "name": "captions",
-                "captions": str(world.train_tsv),
+                "captions": str(demo_data.train_tsv),
                 "detector": detector,
                 "download": {"deadline": 3, "allowed_hosts": ["127.0.0.1:8791"]},
             }
@@ -125,7 +125,7 @@ def as_json(world: World) -> dict:
         "finetunings": [
             {
                 "recipe": "finetune_refcoco_demo",
-                "folder": str(world.refcoco),
+                "folder": str(demo_data.refcoco),
                 "dataset": "captions",
                 "overrides": untrained,
             }
@@ -144,12 +144,12 @@ def as_json(world: World) -> dict:
         ("finetunings", 0),
     ],
 )
-def test_the_flow_refuses_a_misspelt_setting(world: World, path: tuple):
+def test_the_flow_refuses_a_misspelt_setting(demo_data: DemoData, path: tuple):
     from prefect.exceptions import ParameterTypeError
 
     from flows.pipeline import pretrain_vlbert
 
-    pipeline = as_json(world)
+    pipeline = as_json(demo_data)
     read = pretrain_vlbert.validate_parameters(pipeline)
     assert read["datasets"][0].download == DownloadSettings(deadline=3, allowed_hosts=("127.0.0.1:8791",))
     place = pipeline
@@ -160,13 +160,13 @@ def test_the_flow_refuses_a_misspelt_setting(world: World, path: tuple):
         pretrain_vlbert.validate_parameters(pipeline)
 
 
-def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(world: World):
+def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(demo_data: DemoData):
     from prefect.exceptions import ParameterTypeError
 
     from flows.collect import collect_flow
     from flows.pipeline import pretrain_vlbert
 
-    pipeline = as_json(world)
+    pipeline = as_json(demo_data)
     (dataset,) = pipeline["datasets"]
     with pytest.raises(ParameterTypeError, match="dataset.detector: Unexpected"):
         collect_flow.validate_parameters({"root": "r", "dataset": dataset})
@@ -197,16 +197,16 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
 # --- the whole road ---------------------------------------------------------------------------------------------------
 
 
-def a_pipeline(world: World) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
+def a_pipeline(demo_data: DemoData) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
     from flows.pipeline import pretrain_vlbert
 
-    parameters = demo.flow_parameters(Path("r"), world, seed=0, processes=1)
+    parameters = demo.flow_parameters(Path("r"), demo_data, seed=0, processes=1)
     pipeline = pretrain_vlbert.validate_parameters(parameters)
     return pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"]
 
 
-def test_the_road_of_the_demo_passes(world: World):
-    check(*a_pipeline(world))
+def test_the_road_of_the_demo_passes(demo_data: DemoData):
+    check(*a_pipeline(demo_data))
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_the_road_of_the_demo_passes(world: World):
         ),
     ],
 )
-def test_a_dataset_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(world)
+def test_a_dataset_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_pipeline(demo_data)
     datasets[0] = dataclasses.replace(datasets[0], **changes)
     with pytest.raises(ValueError, match=message):
         check(datasets, pretraining, finetunings)
@@ -279,14 +279,14 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         ),
     ],
 )
-def test_a_pre_training_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(world)
+def test_a_pre_training_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_pipeline(demo_data)
     with pytest.raises(ValueError, match=message):
         check(datasets, dataclasses.replace(pretraining, **changes), finetunings)
 
 
-def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(world: World, tmp_path: Path):
-    datasets, pretraining, _ = a_pipeline(world)
+def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(demo_data: DemoData, tmp_path: Path):
+    datasets, pretraining, _ = a_pipeline(demo_data)
     (tmp_path / "vocab.txt").write_text("[PAD]\n")
     untrained = ("model.regions.untrained=true",)
     base = dataclasses.replace(
@@ -302,8 +302,8 @@ def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weight
     check(datasets, dataclasses.replace(base, text=()), [])
 
 
-def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(world: World):
-    datasets, pretraining, finetunings = a_pipeline(world)
+def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(demo_data: DemoData):
+    datasets, pretraining, finetunings = a_pipeline(demo_data)
     bare = dataclasses.replace(pretraining, overrides=("model.regions.untrained=false",))
     with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
         check(datasets, bare, [])
@@ -317,8 +317,8 @@ def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downlo
         check(datasets, pretraining, [dataclasses.replace(finetunings[0], processes=three)])
 
 
-def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(world: World):
-    datasets, pretraining, _ = a_pipeline(world)
+def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(demo_data: DemoData):
+    datasets, pretraining, _ = a_pipeline(demo_data)
     overrides = (*pretraining.overrides, "data.batch=30")
     three = dataclasses.replace(pretraining, overrides=overrides, processes=Processes(count=3))
     with pytest.raises(ValueError, match="data.text_batch = 8 cannot be shared by 3 processes"):
@@ -327,9 +327,9 @@ def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(world: World
 
 
 @pytest.fixture
-def vcr(world: World, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
+def vcr(demo_data: DemoData, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
     """A road from BERT, on a vocabulary of BERT's, to VCR."""
-    datasets, pretraining, _ = a_pipeline(world)
+    datasets, pretraining, _ = a_pipeline(demo_data)
     for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "vcr1images").mkdir()
@@ -423,8 +423,8 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_m
         ),
     ],
 )
-def test_a_fine_tuning_that_cannot_work_is_refused(world: World, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(world)
+def test_a_fine_tuning_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
+    datasets, pretraining, finetunings = a_pipeline(demo_data)
     finetunings[0] = dataclasses.replace(finetunings[0], **changes)
     with pytest.raises(ValueError, match=message):
         check(datasets, pretraining, finetunings)
@@ -486,8 +486,8 @@ def test_the_road_of_the_operating_page_fits_its_flow():
     assert len(runs) == len(set(runs))
 
 
-def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(world: World, tmp_path: Path):
-    parameters = demo.flow_parameters(tmp_path, world, seed=0, processes=1)
+def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(demo_data: DemoData, tmp_path: Path):
+    parameters = demo.flow_parameters(tmp_path, demo_data, seed=0, processes=1)
     demo.write_deployments(tmp_path / "prefect.yaml", parameters)
     found = deployments_of(tmp_path / "prefect.yaml")
     assert set(found) == NAMES

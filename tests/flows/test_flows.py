@@ -1,4 +1,4 @@
-"""The stages on a tiny drawn world, most of them without Prefect, and the whole road as a flow, twice."""
+"""The stages on a tiny demo data, most of them without Prefect, and the whole road as a flow, twice."""
 
 import base64
 import dataclasses
@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from s3 import s3_server
 from s3_faults import faulty
 
-from demo.world import World
+from demo.data import DemoData
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
@@ -54,13 +54,13 @@ from training.log import last_metrics
 IMAGES = "images"
 
 
-def captions(world: World, file: Path | None = None, **changes: object) -> Dataset:
+def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -> Dataset:
     """The captioned scenes as a dataset in shards of 10 rows, two a task."""
     settings = {
-        "detector": DetectorSettings("annotated", annotations=str(world.annotations)),
-        "captions": str(file or world.train_tsv),
+        "detector": DetectorSettings("annotated", annotations=str(demo_data.annotations)),
+        "captions": str(file or demo_data.train_tsv),
         "download": DownloadSettings(
-            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{world.port}",)
+            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)
         ),
         "rows_per_shard": 10,
         "shards_per_task": 2,
@@ -68,16 +68,16 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Datas
     return Dataset("captions", **(settings | changes))
 
 
-def refcoco(world: World) -> Dataset:
-    detector = DetectorSettings("annotated", annotations=str(world.refcoco_instances))
-    return Dataset("refcoco+", detector=detector, images=str(world.task_images), rows_per_shard=6)
+def refcoco(demo_data: DemoData) -> Dataset:
+    detector = DetectorSettings("annotated", annotations=str(demo_data.refcoco_instances))
+    return Dataset("refcoco+", detector=detector, images=str(demo_data.task_images), rows_per_shard=6)
 
 
 @pytest.fixture(scope="module")
-def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the captioned scenes; to be copied, not changed."""
     root = tmp_path_factory.mktemp("collected")
-    collect(str(root), collect_settings(captions(world)), lambda line: None)
+    collect(str(root), collect_settings(captions(demo_data)), lambda line: None)
     return root
 
 
@@ -143,9 +143,9 @@ def committed_events(client: SyncPrefectClient, root: str) -> list[dict]:
 # --- collect ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_flow_can_be_told_that_hosts_are_gone_for_good(world: World):
-    assert not collect_settings(captions(world)).commit_unreachable
-    assert collect_settings(captions(world, commit_unreachable=True)).commit_unreachable
+def test_a_flow_can_be_told_that_hosts_are_gone_for_good(demo_data: DemoData):
+    assert not collect_settings(captions(demo_data)).commit_unreachable
+    assert collect_settings(captions(demo_data, commit_unreachable=True)).commit_unreachable
 
 
 def test_only_a_network_that_failed_is_tried_again():
@@ -162,14 +162,14 @@ def test_only_a_network_that_failed_is_tried_again():
 
 
 def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detector_is_another_one(
-    world: World, root: str, tmp_path: Path
+    demo_data: DemoData, root: str, tmp_path: Path
 ):
-    annotated = json.loads(world.annotations.read_text())
+    annotated = json.loads(demo_data.annotations.read_text())
     annotated["images"] = [image for image in annotated["images"] if image["id"] != 3]
     annotated["annotations"] = [one for one in annotated["annotations"] if one["image_id"] != 3]
     file, said = tmp_path / "but-one.json", []
     file.write_text(json.dumps(annotated))
-    dataset = captions(world, detector=DetectorSettings("annotated", annotations=str(file)))
+    dataset = captions(demo_data, detector=DetectorSettings("annotated", annotations=str(file)))
     found = detect(root, dataset.name, dataset.detector, said.append)
     assert of(root).counts(found.stage)["no_annotation"] == 1
     assert (found.shards, found.new_shards, found.untrained) == (4, 4, False)
@@ -191,13 +191,15 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
     assert [f" MB in {found.stage}, " in line for line in said] == [True, False]
     assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
 
-    other = detect(root, dataset.name, DetectorSettings("annotated", annotations=str(world.annotations)), said.append)
+    other = detect(
+        root, dataset.name, DetectorSettings("annotated", annotations=str(demo_data.annotations)), said.append
+    )
     assert (other.new_shards, other.shards) == (4, 4), "another detector looks at every shard anew"
     assert other.stage != found.stage
     assert of(root).counts(found.stage)["no_annotation"] == 1, "what the first one found stays"
 
 
-def test_a_detector_that_fails_says_why(world: World, root: str, tmp_path: Path):
+def test_a_detector_that_fails_says_why(demo_data: DemoData, root: str, tmp_path: Path):
     detector = DetectorSettings("annotated", annotations=str(tmp_path / "nothing.json"))
     with pytest.raises(ChildFailed, match="there is no annotation file .*nothing.json"):
         detect(root, "captions", detector, lambda line: None)
@@ -212,26 +214,26 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Non
 
 
 def test_a_detector_that_ends_well_without_naming_its_stage_is_an_error(
-    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_data: DemoData, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     stand_in(tmp_path, monkeypatch, "print('{\"images\": 3}')")
     said = []
     with pytest.raises(NoReport, match=r"captions: `.*detectors.run .*` ended well and did not say which stage"):
-        detect(root, "captions", captions(world).detector, said.append)
+        detect(root, "captions", captions(demo_data).detector, said.append)
     assert said == ['captions: {"images": 3}']  # JSON, but no report of ours
 
 
 def test_a_detector_that_could_not_reach_the_storage_is_run_again_by_prefect_and_no_other(
-    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_data: DemoData, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     assert (detect_dataset.retries, detect_dataset.retry_condition_fn) == (3, network_failed)
     stand_in(tmp_path, monkeypatch, f"import sys; print('no bucket'); sys.exit({STORAGE_UNREACHABLE})")
     with pytest.raises(StorageUnreachable, match="no bucket") as unreachable:
-        detect(root, "captions", captions(world).detector, lambda line: None)
+        detect(root, "captions", captions(demo_data).detector, lambda line: None)
     assert network_failed(None, None, Failed(data=unreachable.value))
     (tmp_path / "detectors" / "run.py").write_text("import sys; sys.exit(1)")
     with pytest.raises(ChildFailed) as failed:
-        detect(root, "captions", captions(world).detector, lambda line: None)
+        detect(root, "captions", captions(demo_data).detector, lambda line: None)
     assert not network_failed(None, None, Failed(data=failed.value))
 
 
@@ -245,7 +247,7 @@ def real_detector() -> str:
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_network_that_comes_back_costs_a_second_attempt_and_no_failure(
-    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    demo_data: DemoData, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     first = f"import pathlib, sys; tried = pathlib.Path({str(tmp_path / 'tried')!r})\n"
     first += f"if not tried.exists():\n    tried.touch(); sys.exit({STORAGE_UNREACHABLE})\n"
@@ -254,7 +256,7 @@ def test_a_network_that_comes_back_costs_a_second_attempt_and_no_failure(
 
     @flow(name="retrying")
     def retrying() -> int:
-        return quick(root, "captions", captions(world).detector).new_shards
+        return quick(root, "captions", captions(demo_data).detector).new_shards
 
     assert retrying() == 4
     assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
@@ -262,7 +264,7 @@ def test_a_network_that_comes_back_costs_a_second_attempt_and_no_failure(
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_dataset_that_fails_keeps_no_other_waiting_and_the_log_has_the_detectors_last_fifty_lines(
-    world: World, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    demo_data: DemoData, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     shutil.copytree(Path(root) / "captions", Path(root) / "broken")
     (Path(root) / "runs" / "images").mkdir(parents=True)  # no dataset: no shard is in it
@@ -270,7 +272,7 @@ def test_a_dataset_that_fails_keeps_no_other_waiting_and_the_log_has_the_detecto
     program += "    [print(f'line {i} of 60') for i in range(1, 61)]; sys.exit(3)\n"
     stand_in(tmp_path, monkeypatch, program + real_detector())
     with pytest.raises(ChildFailed, match=r"detectors.run .* broken .*\nit failed with exit status 3; its last lines:"):
-        detect_flow(root, captions(world).detector)
+        detect_flow(root, captions(demo_data).detector)
     (stage,) = {path.parent.name for path in Path(root).glob("captions/regions/*/*.parquet")}
     assert len(of(root).shards(f"regions/{stage}")) == 4
     assert not of(root, "broken").shards(f"regions/{stage}")
@@ -289,13 +291,13 @@ def test_a_dataset_that_fails_keeps_no_other_waiting_and_the_log_has_the_detecto
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_bucket_that_is_away_when_a_flow_begins_is_asked_again(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    demo_data: DemoData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     quick = open_bucket.with_options(retry_delay_seconds=0.1, retry_jitter_factor=None)
     monkeypatch.setattr("flows.collect.open_bucket", quick)
     with s3_server("late") as server, faulty(server, faults={}) as proxy:
         proxy.plan("HEAD", "/late", "503", "503", "503")  # as often as one opening asks
-        assert detect_flow("s3://late/root", captions(world).detector) == {}
+        assert detect_flow("s3://late/root", captions(demo_data).detector) == {}
         assert proxy.happened["503"] == 3
     assert sum("Retry 1/3" in record.getMessage() for record in caplog.records) == 1
 
@@ -326,14 +328,14 @@ def test_of_the_clocks_waiting_runs_one_is_left_for_each_set_of_parameters():
 
 @pytest.mark.usefixtures("prefect_server")
 def test_with_no_images_anywhere_there_is_nothing_to_detect(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    demo_data: DemoData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
-    assert detect_flow(str(tmp_path), captions(world).detector) == {}
+    assert detect_flow(str(tmp_path), captions(demo_data).detector) == {}
     assert f"nothing to detect: no dataset under {tmp_path} has images" in caplog.text
 
 
-def test_an_untrained_detector_is_named_loudly(world: World, root: str):
+def test_an_untrained_detector_is_named_loudly(demo_data: DemoData, root: str):
     for shard in ("00000", "00001", "00002"):  # one of two rows is enough
         of(root).store.delete(f"captions/images/{shard}.parquet")
     said = []
@@ -383,7 +385,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twice(
-    served: Operated, walked: subprocess.CompletedProcess, walked_again: dict[str, list[str]]
+    served: Operated, pipeline_run: subprocess.CompletedProcess, pipeline_rerun: dict[str, list[str]]
 ):
     root = served.deployments.parent / "root"
     with get_client(sync_client=True) as client:
@@ -414,7 +416,7 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         state = json.loads((Path(trained.checkpoint) / "state.json").read_text())
         assert trained.snapshot == state["data"]["snapshots"][-1]["snapshot"]
 
-    said_again = walked_again["pretrain-vlbert/default"]
+    said_again = pipeline_rerun["pretrain-vlbert/default"]
     assert "captions: nothing to download: 4 of 4 shards are committed" in said_again
     assert "coco: nothing to download: 2 of 2 shards are committed" in said_again
     assert sum("nothing to detect" in line for line in said_again) == 3
@@ -446,9 +448,9 @@ class Started(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("walked")
+@pytest.mark.usefixtures("pipeline_run")
 def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does(
-    served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
+    served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
 ):
     def start(command: list[object], *_: object, **__: object) -> None:
         raise Started(" ".join(map(str, command)))
@@ -456,10 +458,10 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     for module in ("detect", "pretrain", "training"):
         monkeypatch.setattr(f"flows.{module}.run_child", start)
     root = served.deployments.parent / "root"
-    told, work, said = tiny_pipeline(world, root), str(root / "work"), []
+    told, work, said = tiny_pipeline(demo_data, root), str(root / "work"), []
     pretraining = TypeAdapter(PretrainSettings).validate_python(told["pretraining"])
     tuning = TypeAdapter(FinetuneSettings).validate_python(told["finetunings"][0] | {"pretraining": "pretrain"})
-    detector = DetectorSettings("annotated", annotations=str(world.annotations))
+    detector = DetectorSettings("annotated", annotations=str(demo_data.annotations))
 
     found = detect(str(root), "captions", detector, said.append)
     assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
@@ -484,7 +486,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
         (
             "detectors.run",
             lambda: detect(
-                str(root), "captions", DetectorSettings("annotated", annotations=str(world.refcoco_instances))
+                str(root), "captions", DetectorSettings("annotated", annotations=str(demo_data.refcoco_instances))
             ),
         ),
         (
@@ -600,12 +602,12 @@ def named_while_it_runs(line: str, pipeline: PipelineResult) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("prefect_server", "walked")
+@pytest.mark.usefixtures("prefect_server", "pipeline_run")
 def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
-    served: Operated, world: World, monkeypatch: pytest.MonkeyPatch
+    served: Operated, demo_data: DemoData, monkeypatch: pytest.MonkeyPatch
 ):
     root = served.deployments.parent / "root"
-    parameters = tiny_pipeline(world, root)["finetunings"][0] | {
+    parameters = tiny_pipeline(demo_data, root)["finetunings"][0] | {
         "pretraining": "pretrain",
         "evaluate": ["val", "testA"],
     }
@@ -630,11 +632,11 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("prefect_server", "walked")
-def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated, world: World):
+@pytest.mark.usefixtures("prefect_server", "pipeline_run")
+def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated, demo_data: DemoData):
     """Inside the road the next stage detects them, and where nothing is new there is nothing to detect."""
     root = str(served.deployments.parent / "root")
-    parameters = tiny_pipeline(world, Path(root))["datasets"][1]
+    parameters = tiny_pipeline(demo_data, Path(root))["datasets"][1]
     source = {name: value for name, value in parameters.items() if name != "detector"}
     assert collect_flow(root, source).new_shards == 0
     of(root, "held-out").store.delete("held-out/images/00000.parquet")
@@ -650,11 +652,11 @@ def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_that_fails_fails_its_flow_with_the_reason(world: World, tmp_path: Path):
+def test_a_stage_that_fails_fails_its_flow_with_the_reason(demo_data: DemoData, tmp_path: Path):
     broken = tmp_path / "broken.tsv"
     broken.write_text("a caption without an address\n")
     with pytest.raises(ValueError, match="broken.tsv:1: no tab"):
-        collect_flow(str(tmp_path / "root"), captions(world, broken, rows_per_shard=1))
+        collect_flow(str(tmp_path / "root"), captions(demo_data, broken, rows_per_shard=1))
     with get_client(sync_client=True) as client:
         run = newest(client, "collect-captions")
         tasks = tasks_of(client, run)
@@ -663,7 +665,7 @@ def test_a_stage_that_fails_fails_its_flow_with_the_reason(world: World, tmp_pat
     assert not tasks, "a broken list is found before anything is asked for"
     broken.write_text("a caption\tno address\n")
     with pytest.raises(NothingStored, match="nothing was committed"):
-        collect_flow(str(tmp_path / "root"), captions(world, broken, rows_per_shard=1))
+        collect_flow(str(tmp_path / "root"), captions(demo_data, broken, rows_per_shard=1))
     with get_client(sync_client=True) as client:
         assert newest(client, "collect-captions").state_type.value == "FAILED"
     assert not of(str(tmp_path / "root")).shards("images")

@@ -16,7 +16,7 @@ import pytest
 from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_until
 from pydantic import TypeAdapter
 
-from demo.world import World
+from demo.data import DemoData
 from flows.collect import collect_settings
 from flows.settings import Source
 from storage.collect import collect
@@ -36,9 +36,9 @@ TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detec
 
 
 @pytest.fixture(scope="module")
-def pipeline(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def pipeline(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A road of its own root: a training without end on two processes."""
-    parameters = tiny_pipeline(world, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
+    parameters = tiny_pipeline(demo_data, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
     parameters["datasets"][:] = parameters["datasets"][:1]
     parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
     pretraining = parameters["pretraining"]
@@ -47,15 +47,15 @@ def pipeline(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
+def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A root of its own, where no road detects with another detector: more shards of one row than are used up."""
-    return collect_rows(world, tmp_path_factory.mktemp("collected"))
+    return collect_rows(demo_data, tmp_path_factory.mktemp("collected"))
 
 
-def collect_rows(world: World, root: Path) -> str:
-    rows = [row for row in world.train_tsv.read_text().splitlines() if "/broken/" not in row]
+def collect_rows(demo_data: DemoData, root: Path) -> str:
+    rows = [row for row in demo_data.train_tsv.read_text().splitlines() if "/broken/" not in row]
     (root / "rows.tsv").write_text("".join(f"{row}\n" for row in 3 * rows))
-    source = tiny_pipeline(world, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
+    source = tiny_pipeline(demo_data, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
     source = source | {"rows_per_shard": 1, "shards_per_task": 100}
     del source["detector"]
     settings = collect_settings(TypeAdapter(Source).validate_python(source))
@@ -215,10 +215,10 @@ def test_a_stage_that_is_cancelled_takes_the_road_with_it(
 
 @pytest.mark.timeout(900)
 def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends(
-    served: Operated, pipeline: dict, world: World, tmp_path: Path
+    served: Operated, pipeline: dict, demo_data: DemoData, tmp_path: Path
 ):
     """A training on two processes and a detection, longer without a server than signs of life may be missing."""
-    root, before, images = pipeline["root"], set(checkpoints(pipeline["root"])), collect_rows(world, tmp_path)
+    root, before, images = pipeline["root"], set(checkpoints(pipeline["root"])), collect_rows(demo_data, tmp_path)
     training = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
     slower = SLOW | {"short_side": 800, "long_side": 1333, "post_nms": 300}  # it must outlast the outage

@@ -10,7 +10,7 @@ from operated import ENDED, Operated, tiny_pipeline, wait_until
 from places import PROJECT
 from pydantic import TypeAdapter
 
-from demo.world import World
+from demo.data import DemoData
 from flows.collect import collect_settings
 from flows.settings import Source
 from storage.collect import collect
@@ -31,13 +31,13 @@ def manifests(root: Path) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_dropped_them_there(
-    served: Operated, world: World, tmp_path: Path
+    served: Operated, demo_data: DemoData, tmp_path: Path
 ):
     root = tmp_path / "another root"
-    dataset = tiny_pipeline(world, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
+    dataset = tiny_pipeline(demo_data, root)["datasets"][0] | {"name": "photos", "rows_per_shard": 4}
     source = {name: value for name, value in dataset.items() if name != "detector"}
     half = tmp_path / "train.tsv"
-    half.write_text("".join(world.train_tsv.read_text().splitlines(keepends=True)[:12]))
+    half.write_text("".join(demo_data.train_tsv.read_text().splitlines(keepends=True)[:12]))
 
     # Collected, which the flow says in an event: nobody else starts the scheduled run, on what was collected.
     known = scheduled(served)

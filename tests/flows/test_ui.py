@@ -1,4 +1,4 @@
-"""The flow UI in a real browser, after `prefect deployment run pretrain-vlbert/default --watch` on a tiny world."""
+"""The flow UI in a real browser, after `prefect deployment run pretrain-vlbert/default --watch` on a tiny demo data."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def root(served: Operated) -> Path:
 
 
 @pytest.fixture(scope="module")
-def names(walked: subprocess.CompletedProcess, root: Path) -> dict[str, str]:
+def names(pipeline_run: subprocess.CompletedProcess, root: Path) -> dict[str, str]:
     """What each run should be called, from what was written."""
 
     def trained(recipe: str, run: str) -> str:
@@ -93,8 +93,8 @@ def open_artifact(page: Page, run: str, key: str) -> object:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_deployment_that_is_run_and_watched_ends_well(walked: subprocess.CompletedProcess):
-    assert walked.returncode == 0, walked.stdout + walked.stderr
+def test_a_deployment_that_is_run_and_watched_ends_well(pipeline_run: subprocess.CompletedProcess):
+    assert pipeline_run.returncode == 0, pipeline_run.stdout + pipeline_run.stderr
 
 
 def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_own(page: Page, names: dict[str, str]):
@@ -137,10 +137,10 @@ def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, serv
 
 
 def test_what_the_road_has_fine_tuned_is_complete_for_the_deployment_too(
-    walked_again: dict[str, list[str]],
+    pipeline_rerun: dict[str, list[str]],
 ):
     """The deployment names no detector, and `latest`."""
-    assert any(line.startswith("refcoco-with is complete") for line in walked_again["finetune/default"])
+    assert any(line.startswith("refcoco-with is complete") for line in pipeline_rerun["finetune/default"])
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, s
 # --- deployments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("walked")
+@pytest.mark.usefixtures("pipeline_run")
 def test_every_deployment_is_listed(page: Page):
     page.goto("/deployments")
     expect(page.get_by_text("7 Deployments", exact=True)).to_be_visible()

@@ -1,4 +1,4 @@
-"""A caption list or a folder of images, on a tiny drawn world, becomes committed shards: without Prefect."""
+"""A caption list or a folder of images, on a tiny demo data, becomes committed shards: without Prefect."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from places import PROJECT
 from seeded import put_checkpoint
 from web import Web, draw, encode, in_turn, raw, send, silent
 
-from demo.world import World
+from demo.data import DemoData
 from storage.catalog import Catalog
 from storage.collect import (
     SHARDS_AT_ONCE,
@@ -59,12 +59,12 @@ def web() -> Iterator[Web]:
         yield server
 
 
-def captions(world: World, file: Path | None = None, **changes: object) -> CollectSettings:
+def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -> CollectSettings:
     """The captioned scenes as a dataset in shards of 10 rows, two a group."""
     settings = {
-        "captions": str(file or world.train_tsv),
+        "captions": str(file or demo_data.train_tsv),
         "download": DownloadSettings(
-            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{world.port}",)
+            deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)
         ),
         "rows_per_shard": 10,
         "shards_per_group": 2,
@@ -72,8 +72,8 @@ def captions(world: World, file: Path | None = None, **changes: object) -> Colle
     return CollectSettings("captions", **(settings | changes))
 
 
-def refcoco(world: World) -> CollectSettings:
-    return CollectSettings("refcoco+", images=str(world.task_images), rows_per_shard=6)
+def refcoco(demo_data: DemoData) -> CollectSettings:
+    return CollectSettings("refcoco+", images=str(demo_data.task_images), rows_per_shard=6)
 
 
 def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSettings:
@@ -88,10 +88,10 @@ def served(web: Web, file: Path, *lines: str, **changes: object) -> CollectSetti
 
 
 @pytest.fixture(scope="module")
-def collected(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the captioned scenes; to be copied, not changed."""
     root = tmp_path_factory.mktemp("collected")
-    collect(str(root), captions(world), lambda line: None)
+    collect(str(root), captions(demo_data), lambda line: None)
     return root
 
 
@@ -111,8 +111,8 @@ def statuses(root: str) -> list[str]:
     return [status for table in tables for status in table["status"].to_pylist()]
 
 
-def test_shards_are_ranges_of_rows_and_every_row_is_in_one(world: World, root: str):
-    assert [(part.shard, part.start, part.stop) for part in plan(captions(world), {})] == [
+def test_shards_are_ranges_of_rows_and_every_row_is_in_one(demo_data: DemoData, root: str):
+    assert [(part.shard, part.start, part.stop) for part in plan(captions(demo_data), {})] == [
         ("00000", 0, 10),
         ("00001", 10, 20),
         ("00002", 20, 30),
@@ -122,13 +122,13 @@ def test_shards_are_ranges_of_rows_and_every_row_is_in_one(world: World, root: s
     rows = [table["row"].to_pylist() for table in tables]
     assert rows == [list(range(10)), list(range(10, 20)), list(range(20, 30)), [30, 31]]
     urls = [url for table in tables for url in table["url"].to_pylist()]
-    assert urls == [line.split("\t")[1] for line in world.train_tsv.read_text().splitlines()]
+    assert urls == [line.split("\t")[1] for line in demo_data.train_tsv.read_text().splitlines()]
     assert of(root).counts(IMAGES)["ok"] >= 24
 
 
-def test_what_is_committed_is_not_downloaded_again_and_the_stage_says_so(world: World, root: str):
+def test_what_is_committed_is_not_downloaded_again_and_the_stage_says_so(demo_data: DemoData, root: str):
     said, groups = [], []
-    again = collect(root, captions(world), said.append, lambda *arguments: groups.append(arguments))
+    again = collect(root, captions(demo_data), said.append, lambda *arguments: groups.append(arguments))
     assert said == ["captions: nothing to download: 4 of 4 shards are committed"]
     assert groups == []
     assert (again.shards, again.new_shards) == (4, 0)
@@ -144,7 +144,7 @@ def contents(root: str) -> dict[str, tuple]:
     return {s: (h.tar_sha256, t.to_pylist()) for (s, h), t in zip(headers.items(), tables, strict=True)}
 
 
-def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str):
+def test_only_the_missing_shards_are_collected_in_groups(demo_data: DemoData, root: str):
     before = contents(root)
     for shard in ("00000", "00002", "00003"):
         of(root).store.delete(f"captions/images/{shard}.parquet")
@@ -154,20 +154,20 @@ def test_only_the_missing_shards_are_collected_in_groups(world: World, root: str
         groups.append([part.shard for part in group.parts])
         return collect_group(at, settings, group, on_commit)
 
-    result = collect(root, captions(world), said.append, group)
+    result = collect(root, captions(demo_data), said.append, group)
     assert groups == [["00000", "00002"], ["00003"]]
     assert result.new_shards == 3
-    assert said[0] == f"captions: 3 of 4 shards to collect, 32 rows in {world.train_tsv}"
+    assert said[0] == f"captions: 3 of 4 shards to collect, 32 rows in {demo_data.train_tsv}"
     assert said[1].startswith("captions: 2 of 3 shards collected: ")
     assert contents(root) == before
 
 
-def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World, root: str):
+def test_a_group_that_is_tried_again_leaves_committed_shards_alone(demo_data: DemoData, root: str):
     before = contents(root)
     of(root).store.delete("captions/images/00003.parquet")
     said = []
-    group = Group(tuple(plan(captions(world), {})), {"ok": 8}, 40, 4)
-    counts = collect_group(root, captions(world, report_every=0), group, say=said.append)
+    group = Group(tuple(plan(captions(demo_data), {})), {"ok": 8}, 40, 4)
+    counts = collect_group(root, captions(demo_data, report_every=0), group, say=said.append)
     assert counts == of(root).counts(IMAGES)  # of the whole group, whoever committed it
     assert contents(root) == before
     # 30 rows were there: what is told are rows 30 and 31 alone, after the eight of an earlier group.
@@ -175,8 +175,8 @@ def test_a_group_that_is_tried_again_leaves_committed_shards_alone(world: World,
     assert all(line.startswith(("captions: 39 of 40", "captions: 40 of 40")) for line in said)
 
 
-def test_a_list_that_changed_under_committed_shards_is_an_error(world: World, root: str, tmp_path: Path):
-    lines = world.train_tsv.read_text().splitlines(keepends=True)
+def test_a_list_that_changed_under_committed_shards_is_an_error(demo_data: DemoData, root: str, tmp_path: Path):
+    lines = demo_data.train_tsv.read_text().splitlines(keepends=True)
     changed = tmp_path / "changed.tsv"
     for new, what in (
         ([*lines[:15], "another " + lines[15], *lines[16:]], "shard 00001 holds rows 10 to 20"),
@@ -186,19 +186,19 @@ def test_a_list_that_changed_under_committed_shards_is_an_error(world: World, ro
     ):
         changed.write_text("".join(new))
         with pytest.raises(ValueError, match=f"captions: the list changed under committed shards: {what}"):
-            collect(root, captions(world, changed))
+            collect(root, captions(demo_data, changed))
     with pytest.raises(ValueError, match="shard 00000 was collected with other image settings: max_side 1024, now 512"):
-        collect(root, captions(world, download=DownloadSettings(max_side=512)))
+        collect(root, captions(demo_data, download=DownloadSettings(max_side=512)))
     changed.write_text("".join(lines))  # under another name it is the same list
-    assert collect(root, captions(world, changed), lambda line: None).new_shards == 0
+    assert collect(root, captions(demo_data, changed), lambda line: None).new_shards == 0
 
 
-def test_a_list_may_grow_and_its_new_rows_make_new_shards(world: World, tmp_path: Path):
-    lines = world.train_tsv.read_text().splitlines()
+def test_a_list_may_grow_and_its_new_rows_make_new_shards(demo_data: DemoData, tmp_path: Path):
+    lines = demo_data.train_tsv.read_text().splitlines()
     growing, root = tmp_path / "growing.tsv", str(tmp_path / "root")
     for rows, rows_per_shard, new_shards in ((10, 10, 1), (14, 10, 1), (14, 5, 0), (20, 4, 2)):
         growing.write_text("\n".join(lines[:rows]))  # without a newline at the end, which the next round then has
-        dataset = captions(world, growing, rows_per_shard=rows_per_shard)
+        dataset = captions(demo_data, growing, rows_per_shard=rows_per_shard)
         assert collect(root, dataset, lambda line: None).new_shards == new_shards
     tables = [of(root).manifest(IMAGES, shard).table for shard in of(root).shards(IMAGES)]
     assert [table["row"].to_pylist() for table in tables] == [
@@ -209,26 +209,26 @@ def test_a_list_may_grow_and_its_new_rows_make_new_shards(world: World, tmp_path
     ]
 
 
-def test_an_empty_list_or_folder_is_an_error(world: World, tmp_path: Path):
+def test_an_empty_list_or_folder_is_an_error(demo_data: DemoData, tmp_path: Path):
     (tmp_path / "empty.tsv").touch()
     with pytest.raises(ValueError, match="holds nothing to collect for captions"):
-        collect(str(tmp_path / "root"), captions(world, tmp_path / "empty.tsv"))
+        collect(str(tmp_path / "root"), captions(demo_data, tmp_path / "empty.tsv"))
     with pytest.raises(ValueError, match="is no folder of images"):
-        plan(dataclasses.replace(refcoco(world), images=str(tmp_path / "nowhere")), {})
+        plan(dataclasses.replace(refcoco(demo_data), images=str(tmp_path / "nowhere")), {})
 
 
-def test_a_folder_of_images_becomes_shards_whose_rows_count_through(world: World, tmp_path: Path):
+def test_a_folder_of_images_becomes_shards_whose_rows_count_through(demo_data: DemoData, tmp_path: Path):
     root, said = str(tmp_path), []
-    assert collect(root, refcoco(world), said.append).counts == {"ok": 16}
+    assert collect(root, refcoco(demo_data), said.append).counts == {"ok": 16}
     catalog = of(root, "refcoco+")
     tables = [catalog.manifest(IMAGES, shard).table for shard in catalog.shards(IMAGES)]
     assert [table["row"].to_pylist() for table in tables] == [[*range(6)], [*range(6, 12)], [*range(12, 16)]]
-    names = sorted(file.name for file in world.task_images.iterdir())
+    names = sorted(file.name for file in demo_data.task_images.iterdir())
     assert [url for table in tables for url in table["url"].to_pylist()] == names
-    assert collect(root, refcoco(world), said.append).new_shards == 0
+    assert collect(root, refcoco(demo_data), said.append).new_shards == 0
     done = {shard: catalog.manifest(IMAGES, shard).meta for shard in catalog.shards(IMAGES)}
     with pytest.raises(ValueError, match="the list changed"):
-        check_committed(done, plan(refcoco(world), {})[1:], refcoco(world))
+        check_committed(done, plan(refcoco(demo_data), {})[1:], refcoco(demo_data))
 
 
 def test_progress_is_told_now_and_then_with_rows_by_status(web: Web, tmp_path: Path):
@@ -573,14 +573,14 @@ def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_p
     assert of(root).shards(IMAGES) == ["00000"]
 
 
-def test_a_folder_that_is_changed_while_it_is_imported_is_an_error(world: World, tmp_path: Path):
-    folder, root = shutil.copytree(world.task_images, tmp_path / "images"), str(tmp_path / "root")
+def test_a_folder_that_is_changed_while_it_is_imported_is_an_error(demo_data: DemoData, tmp_path: Path):
+    folder, root = shutil.copytree(demo_data.task_images, tmp_path / "images"), str(tmp_path / "root")
 
     def change(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         (folder / "000.jpg").write_bytes(b"")
         return collect_group(at, settings, group, on_commit)
 
-    settings = dataclasses.replace(refcoco(world), images=str(folder))
+    settings = dataclasses.replace(refcoco(demo_data), images=str(folder))
     with pytest.raises(ValueError, match="images was changed while it was collected: rows 0 to 6"):
         collect(root, settings, lambda line: None, change)
 

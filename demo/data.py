@@ -1,6 +1,6 @@
-"""Draw the demo world: captioned scenes, a text corpus, and pictures that RefCOCO+, VQA 2.0 and VCR ask about.
+"""Draw the demo data: captioned scenes, a text corpus, and pictures that RefCOCO+, VQA 2.0 and VCR ask about.
 
-    python -m demo.world OUT --seed 0
+    python -m demo.data OUT --seed 0
 
 All files are in the official formats. Colour and shape of every object are uniform and independent, and each is named
 once in a caption: nothing but the picture tells them. The same settings and port give the same bytes.
@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, task_looks
+from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, task_appearances
+from demo.sentences import caption, document, expression
 from demo.task_files import (
     REFCOCO_NAMES,
     SPLITS,
@@ -31,9 +32,8 @@ from demo.task_files import (
     vqa_files,
     vqa_names,
 )
-from demo.words import caption, document, expression
 
-WORLD_VERSION = 3  # raise it whenever the same settings would give other bytes
+DATA_VERSION = 3  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
 ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
 
@@ -52,12 +52,12 @@ SPLIT_SHAPES = {
     "testB": ("star", "cross", "ring"),
 }
 
-# One stream of random numbers per part of the world, so that a change to one leaves the others as they were.
+# One stream of random numbers per part of the data, so that a change to one leaves the others as they were.
 _CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM = range(6)
 
 
 @dataclass(frozen=True)
-class WorldSettings:
+class DemoDataSettings:
     """Everything that decides what is drawn; the port only stands in the URLs."""
 
     seed: int = 0  # of all random choices
@@ -82,7 +82,7 @@ class WorldSettings:
         if self.width < 112 or self.height < 112:
             raise ValueError(f"pictures of {self.width}x{self.height} pixels are too small; give at least 112x112")
         if self.train_scenes < 1:
-            raise ValueError("train_scenes is 0; a world needs at least one captioned picture")
+            raise ValueError("train_scenes is 0; at least one captioned picture is needed")
         if not 1 <= self.jpeg_quality <= 95:
             raise ValueError(f"jpeg_quality is {self.jpeg_quality}; give 1 to 95")
         # Objects that soon find a place, and that words.py can count, with one more in the text corpus.
@@ -108,11 +108,11 @@ class WorldSettings:
 
 
 @dataclass(frozen=True)
-class World:
-    """A drawn world: where its files are."""
+class DemoData:
+    """Where the files of the demo data are."""
 
     root: Path
-    settings: WorldSettings
+    settings: DemoDataSettings
     port: int
 
     @property
@@ -121,7 +121,7 @@ class World:
 
     @property
     def about(self) -> Path:
-        return self.root / "world.json"
+        return self.root / "demo.json"
 
     @property
     def train_tsv(self) -> Path:
@@ -174,7 +174,7 @@ class World:
         return list(WORDS_OF_THE_PICTURE)
 
     def files(self) -> list[Path]:
-        """Every file of this world, world.json last."""
+        """Every file, demo.json last."""
         scenes = range(self.settings.train_scenes + self.settings.held_out_scenes)
         pictures = self.settings.task_pictures
         return [
@@ -206,7 +206,7 @@ def coco_file() -> dict:
     categories = [
         {"supercategory": name.split()[1], "id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)
     ]
-    about = {"description": "Drawn scenes of coloured shapes", "version": str(WORLD_VERSION)}
+    about = {"description": "Drawn scenes of coloured shapes", "version": str(DATA_VERSION)}
     return {"info": about, "licenses": [], "images": [], "annotations": [], "categories": categories}
 
 
@@ -222,36 +222,40 @@ def draw_into(
     for thing, mask in zip(scene.objects, visible, strict=True):
         columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
         left, top = float(columns[0]), float(rows[0])
-        look = thing.look
+        appearance = thing.appearance
         annotations.append(
             {
                 "id": len(coco["annotations"]) + len(annotations) + 1,
                 "image_id": number,
-                "category_id": CATEGORIES.index(look.category) + 1,
+                "category_id": CATEGORIES.index(appearance.category) + 1,
                 "bbox": [left, top, float(columns[-1]) + 1 - left, float(rows[-1]) + 1 - top],
                 "area": float(mask.sum()),
                 "iscrowd": 0,
                 "segmentation": [],
                 # Beyond COCO: what Visual Genome calls attributes.
-                "attributes": [look.colour, "striped" if look.striped else "solid", "big" if look.big else "small"],
+                "attributes": [
+                    appearance.colour,
+                    "striped" if appearance.striped else "solid",
+                    "big" if appearance.big else "small",
+                ],
             }
         )
     coco["annotations"] += annotations
     return annotations
 
 
-def draw_captioned(world: World) -> None:
+def draw_captioned(data: DemoData) -> None:
     """images/, annotations.json, train.tsv and held_out.tsv."""
-    settings = world.settings
-    world.images.mkdir(parents=True, exist_ok=True)
+    settings = data.settings
+    data.images.mkdir(parents=True, exist_ok=True)
     coco = coco_file()
     for number, scene, _, rng in captioned_scenes(settings):
-        draw_into(coco, world.images, number, scene, rng, settings.jpeg_quality)
-    world.annotations.write_text(json.dumps(coco))
-    write_caption_lists(world)
+        draw_into(coco, data.images, number, scene, rng, settings.jpeg_quality)
+    data.annotations.write_text(json.dumps(coco))
+    write_caption_lists(data)
 
 
-def captioned_scenes(settings: WorldSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
+def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, str, np.random.Generator]]:
     """Number, scene, caption and the generator to draw it with, of the train scenes and then of those held out."""
     for number in range(settings.train_scenes + settings.held_out_scenes):
         rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
@@ -259,13 +263,13 @@ def captioned_scenes(settings: WorldSettings) -> Iterator[tuple[int, Scene, str,
         yield number, scene, caption(rng, scene), rng
 
 
-def write_caption_lists(world: World) -> None:
+def write_caption_lists(data: DemoData) -> None:
     """train.tsv, with the broken rows strewn in, and held_out.tsv: caption TAB url.
 
     A "duplicate" is a copy of a good row of the same shard of ROWS_PER_SHARD rows, or of any where that shard has none.
     """
-    settings = world.settings
-    rows = [f"{words}\t{world.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
+    settings = data.settings
+    rows = [f"{words}\t{data.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
     train, held_out = rows[: settings.train_scenes], rows[settings.train_scenes :]
     rng = np.random.default_rng([settings.seed, _BROKEN_STREAM])
     places = rng.permutation(len(train) + settings.broken_rows)[: settings.broken_rows].tolist()
@@ -279,129 +283,129 @@ def write_caption_lists(world: World) -> None:
         else:
             words = caption(rng, caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size))
             name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
-            listed[place_of_row] = f"{words}\t{world.base_url}/broken/{kind}/{name}\n"
-    world.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
-    world.held_out_tsv.write_text("".join(held_out))
+            listed[place_of_row] = f"{words}\t{data.base_url}/broken/{kind}/{name}\n"
+    data.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
+    data.held_out_tsv.write_text("".join(held_out))
 
 
-def draw_tasks(world: World) -> None:
+def draw_tasks(data: DemoData) -> None:
     """coco/ with the pictures, and what refcoco+/, vqa/ and vcr/ say and ask about them."""
-    settings = world.settings
-    world.task_images.mkdir(parents=True, exist_ok=True)
+    settings = data.settings
+    data.task_images.mkdir(parents=True, exist_ok=True)
     coco, pictures = coco_file(), []
     for picture, (number, split) in enumerate(settings.task_pictures):
         rng = np.random.default_rng([settings.seed, _TASK_STREAM, picture])
         eligible = []
         while not eligible:
             objects = int(rng.integers(settings.task_min_objects, settings.task_max_objects + 1))
-            looks = task_looks(rng, objects)
-            eligible = [i for i, look in enumerate(looks) if look.shape in SPLIT_SHAPES[split]]
+            appearances = task_appearances(rng, objects)
+            eligible = [i for i, appearance in enumerate(appearances) if appearance.shape in SPLIT_SHAPES[split]]
         targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.task_refs]]
-        expressions = {target: expression(rng, looks, target) for target in targets}
-        scene, name = place(rng, looks, settings.size), task_image_name(number, split)
-        annotations = draw_into(coco, world.task_images, number, scene, rng, settings.jpeg_quality, name)
+        expressions = {target: expression(rng, appearances, target) for target in targets}
+        scene, name = place(rng, appearances, settings.size), task_image_name(number, split)
+        annotations = draw_into(coco, data.task_images, number, scene, rng, settings.jpeg_quality, name)
         pictures.append(TaskPicture(number, split, scene, annotations, expressions))
     for folder, files in (
-        (world.refcoco, refcoco_files(coco, pictures)),
-        (world.vqa, vqa_files(pictures, (settings.seed, _VQA_STREAM))),
-        (world.vcr, vcr_files(pictures, (settings.seed, _VCR_STREAM))),
+        (data.refcoco, refcoco_files(coco, pictures)),
+        (data.vqa, vqa_files(pictures, (settings.seed, _VQA_STREAM))),
+        (data.vcr, vcr_files(pictures, (settings.seed, _VCR_STREAM))),
     ):
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
 
-def write_text(world: World) -> None:
-    rng = np.random.default_rng([world.settings.seed, _TEXT_STREAM])
+def write_text(data: DemoData) -> None:
+    rng = np.random.default_rng([data.settings.seed, _TEXT_STREAM])
     lines = [
-        document(rng, world.settings.max_objects, world.settings.size) + "\n" for _ in range(world.settings.text_lines)
+        document(rng, data.settings.max_objects, data.settings.size) + "\n" for _ in range(data.settings.text_lines)
     ]
-    world.text.write_text("".join(lines))
+    data.text.write_text("".join(lines))
 
 
-def write_about(world: World) -> None:
+def write_about(data: DemoData) -> None:
     about = {
-        "version": WORLD_VERSION,
-        "settings": dataclasses.asdict(world.settings),
-        "port": world.port,
-        "base_url": world.base_url,
-        "words_of_the_picture": world.words_of_the_picture,
+        "version": DATA_VERSION,
+        "settings": dataclasses.asdict(data.settings),
+        "port": data.port,
+        "base_url": data.base_url,
+        "words_of_the_picture": data.words_of_the_picture,
     }
-    partial = world.about.with_suffix(".partial")
+    partial = data.about.with_suffix(".partial")
     partial.write_text(json.dumps(about, indent=2) + "\n")
-    partial.replace(world.about)
+    partial.replace(data.about)
 
 
-def command(world: World, port: int | str) -> str:
-    """What draws this world for `port`, as one types it."""
+def command(data: DemoData, port: int | str) -> str:
+    """What draws the data for `port`, as one types it."""
     fields = [
-        (field.name, getattr(world.settings, field.name), field.default) for field in dataclasses.fields(world.settings)
+        (field.name, getattr(data.settings, field.name), field.default) for field in dataclasses.fields(data.settings)
     ]
     given = [f"--{name.replace('_', '-')} {value}" for name, value, default in fields if value != default]
-    return " ".join(["python -m demo.world", shlex.quote(str(world.root)), *given, f"--port {port}"])
+    return " ".join(["python -m demo.data", shlex.quote(str(data.root)), *given, f"--port {port}"])
 
 
-def read_world(out: Path) -> World:
-    """The world that was drawn into `out`. ValueError where there is none, or one of another version."""
-    file = Path(out) / "world.json"
+def read_demo_data(out: Path) -> DemoData:
+    """The data that was drawn into `out`. ValueError where there is none, or one of another version."""
+    file = Path(out) / "demo.json"
     if not file.exists():
-        raise ValueError(f"{out} holds no drawn world (no world.json); draw one: python -m demo.world {out}")
+        raise ValueError(f"{out} holds no demo data (no demo.json); draw them: python -m demo.data {out}")
     about = json.loads(file.read_text())
-    if about.get("version") != WORLD_VERSION:
+    if about.get("version") != DATA_VERSION:
         raise ValueError(
-            f"{file} is of version {about.get('version')}, this code draws {WORLD_VERSION}; remove the folder {out} "
+            f"{file} is of version {about.get('version')}, this code draws {DATA_VERSION}; remove the folder {out} "
             "and draw again"
         )
-    return World(Path(out), WorldSettings(**about["settings"]), about["port"])
+    return DemoData(Path(out), DemoDataSettings(**about["settings"]), about["port"])
 
 
-def is_drawn(world: World) -> bool:
-    """Whether `world` lies in its folder, with these settings, this port and all its files."""
-    return world.about.exists() and read_world(world.root) == world and all(file.exists() for file in world.files())
+def is_drawn(data: DemoData) -> bool:
+    """Whether `data` lie in their folder, with these settings, this port and all files."""
+    return data.about.exists() and read_demo_data(data.root) == data and all(file.exists() for file in data.files())
 
 
-def draw_world(out: Path, settings: WorldSettings, port: int = DEFAULT_PORT) -> World:
-    """Draw a world into the folder `out`, or leave it alone if it is there already, with all its files.
+def draw_demo_data(out: Path, settings: DemoDataSettings, port: int = DEFAULT_PORT) -> DemoData:
+    """Draw demo data into the folder `out`, or leave them alone if they are there already, with all their files.
 
-    A world of other settings is replaced: its files are removed first. Of one with another port only the lists of
-    URLs are written anew. world.json is written last: an interrupted drawing has none, and is done again.
+    Data of other settings are replaced: their files are removed first. With another port, only the lists of URLs
+    are written again. demo.json is written last: an interrupted drawing has none, and is done again.
     """
-    world = World(Path(out), settings, port)
-    if is_drawn(world):
-        return world
-    old = read_world(world.root) if world.about.exists() else None
+    data = DemoData(Path(out), settings, port)
+    if is_drawn(data):
+        return data
+    old = read_demo_data(data.root) if data.about.exists() else None
     if old is not None:
-        world.about.unlink()
-    if old is not None and old.settings == settings and all(file.exists() for file in world.files()[:-1]):
-        write_caption_lists(world)
+        data.about.unlink()
+    if old is not None and old.settings == settings and all(file.exists() for file in data.files()[:-1]):
+        write_caption_lists(data)
     else:
         for file in old.files() if old is not None else []:
             file.unlink(missing_ok=True)
-        draw_captioned(world)
-        write_text(world)
-        draw_tasks(world)
-    write_about(world)
-    return world
+        draw_captioned(data)
+        write_text(data)
+        draw_tasks(data)
+    write_about(data)
+    return data
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.world", description="Draw the demo world.")
+    parser = argparse.ArgumentParser(prog="python -m demo.data", description="Draw the demo data.")
     parser.add_argument("out", type=Path, help="the folder to draw it into")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the server that its URLs name (%(default)s)")
-    for field in dataclasses.fields(WorldSettings):
+    for field in dataclasses.fields(DemoDataSettings):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help="(%(default)s)")
     chosen = vars(parser.parse_args(arguments))
     out, port = chosen.pop("out"), chosen.pop("port")
     try:
-        world = World(out, WorldSettings(**chosen), port)
-        if is_drawn(world):
-            print(f"{out} already holds this world; nothing drawn")
+        data = DemoData(out, DemoDataSettings(**chosen), port)
+        if is_drawn(data):
+            print(f"{out} already holds these data; nothing drawn")
             return
         start = time.perf_counter()
-        draw_world(out, world.settings, port)
+        draw_demo_data(out, data.settings, port)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"drew {len(world.files())} files into {out} in {time.perf_counter() - start:.1f} s, for {world.base_url}")
+    print(f"drew {len(data.files())} files into {out} in {time.perf_counter() - start:.1f} s, for {data.base_url}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A task of the drawn world, and what is compared: a metric of the last validation, beside its `chance`."""
+class DemoTask:
+    """A task of the demo data, and what is compared: a metric of the last validation, beside its `chance`."""
 
     title: str
     task: str  # of flows.settings.FinetuneSettings
@@ -23,27 +23,27 @@ class Trial:
         return f"finetune_{self.task}_demo"
 
 
-TRIALS = {
-    "refcoco": Trial(
+DEMO_TASKS = {
+    "refcoco": DemoTask(
         *("RefCOCO+", "refcoco", "accuracy_published", "loss_regions", "sentence_id"),
         measures="expressions for which the right object was found (IoU ≥ 0.5)",
         question="“The small red star”: which of the boxes is meant?",
         least_gain=0.1,
     ),
-    "vqa": Trial(
+    "vqa": DemoTask(
         *("VQA", "vqa", "accuracy", "loss_answers", "question_id"),
         measures="questions answered right (official accuracy)",
         question="“What color is the star?”",
         least_gain=0.1,
     ),
-    "vcr-answers": Trial(
+    "vcr-answers": DemoTask(
         *("VCR, Q→A", "vcr", "answer_accuracy", "loss_answers", "annot_id"),
         measures="right answers of four",
         question="“How does [0] differ from [1]?” “[0] is red.”",
         least_gain=0.05,
         overrides=("task.question=answer",),
     ),
-    "vcr-rationales": Trial(
+    "vcr-rationales": DemoTask(
         *("VCR, QA→R", "vcr", "rationale_accuracy", "loss_answers", "annot_id"),
         measures="right rationales of four, the right answer given",
         question="“How does [0] differ from [1]?” “[0] is red.” “Because [1] is blue.”",
@@ -55,12 +55,12 @@ OF_DEMO = ("refcoco", "vqa")  # of `make demo`; `make demo-full` has all
 STARTS = {"with": "latest", "without": "none"}  # how a run starts -> FinetuneSettings.checkpoint
 
 
-def run_of(trial: str, start: str) -> str:
+def run_of(task: str, start: str) -> str:
     """Name of the run, to which one of several seeds adds its own."""
-    return f"{trial}-{start}"
+    return f"{task}-{start}"
 
 
-ROLES = {run_of(trial, start): (trial, start) for trial in TRIALS for start in STARTS}
+ROLES = {run_of(task, start): (task, start) for task in DEMO_TASKS for start in STARTS}
 
 
 def joint_folder(root: Path, answers_run: str) -> Path:

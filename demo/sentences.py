@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from demo.scenes import Look, Scene, SceneObject, caption_scene, choose
+from demo.scenes import Appearance, Scene, SceneObject, caption_scene, choose
 
 _SIZE_WORDS = {True: ("big", "large"), False: ("small", "little")}
 _TEXTURE_WORDS = {True: ("striped",), False: ("plain", "solid")}
@@ -47,21 +47,21 @@ def relation_words(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> 
         options += ["above", "over"] if dy < 0 else ["below", "under"]
     if math.hypot(dx, dy) < 1.4 * (a.radius + b.radius):
         options += ["next to", "beside"]
-    if a.look.big != b.look.big:
-        options += ["bigger than" if a.look.big else "smaller than"]
+    if a.appearance.big != b.appearance.big:
+        options += ["bigger than" if a.appearance.big else "smaller than"]
     return choose(rng, options)
 
 
-def noun_phrase(rng: np.random.Generator, look: Look) -> str:
+def noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
     """Article, perhaps size and texture, always colour and shape."""
     words = ["a"]
     if rng.random() < 0.35:
-        words.append(choose(rng, _SIZE_WORDS[look.big]))
+        words.append(choose(rng, _SIZE_WORDS[appearance.big]))
     texture = rng.random()
     if texture < 0.35:
-        words.append(choose(rng, _TEXTURE_WORDS[look.striped]))
-    words += [look.colour, look.shape]
-    if texture > 0.9 and look.striped:
+        words.append(choose(rng, _TEXTURE_WORDS[appearance.striped]))
+    words += [appearance.colour, appearance.shape]
+    if texture > 0.9 and appearance.striped:
         words.append("with stripes")
     return " ".join(words)
 
@@ -72,10 +72,10 @@ def clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
     found = []
     while things:
         thing = things.pop()
-        phrase = noun_phrase(rng, thing.look)
+        phrase = noun_phrase(rng, thing.appearance)
         if things and rng.random() < 0.6:
             other = things.pop()
-            found.append(f"{phrase} {relation_words(rng, thing, other)} {noun_phrase(rng, other.look)}")
+            found.append(f"{phrase} {relation_words(rng, thing, other)} {noun_phrase(rng, other.appearance)}")
         elif rng.random() < 0.75:
             found.append(f"{phrase} {place_words(rng, thing, scene)}")
         else:
@@ -100,22 +100,22 @@ def caption(rng: np.random.Generator, scene: Scene) -> str:
 
 def chain(rng: np.random.Generator, scene: Scene) -> str:
     """One long sentence in which each object is related to the next."""
-    words = [noun_phrase(rng, scene.objects[0].look), "is"]
+    words = [noun_phrase(rng, scene.objects[0].appearance), "is"]
     for a, b in itertools.pairwise(scene.objects):
-        words += [relation_words(rng, a, b), noun_phrase(rng, b.look), ", which is"]
+        words += [relation_words(rng, a, b), noun_phrase(rng, b.appearance), ", which is"]
     return " ".join([*words, place_words(rng, scene.objects[-1], scene)])
 
 
 def summary(rng: np.random.Generator, scene: Scene) -> str:
     """A sentence about the scene as a whole that names no object."""
     number = len(scene.objects)
-    striped = sum(o.look.striped for o in scene.objects)
+    striped = sum(o.appearance.striped for o in scene.objects)
     leftmost = min(scene.objects, key=lambda o: o.x)
     lowest = max(scene.objects, key=lambda o: o.y)
     options = (
         f"{_NUMBERS[striped]} of the {_NUMBERS[number]} shapes {'is' if striped == 1 else 'are'} striped",
-        f"the one furthest to the left is {'striped' if leftmost.look.striped else 'plain'}",
-        f"the lowest one is {'big' if lowest.look.big else 'small'}",
+        f"the one furthest to the left is {'striped' if leftmost.appearance.striped else 'plain'}",
+        f"the lowest one is {'big' if lowest.appearance.big else 'small'}",
         f"the background is {'dark' if scene.dark else 'light'}",
     )
     return choose(rng, options)
@@ -134,28 +134,28 @@ def document(rng: np.random.Generator, max_objects: int, size: tuple[int, int]) 
     return " . ".join(sentences) + " ."
 
 
-def expression(rng: np.random.Generator, looks: Sequence[Look], target: int) -> str:
-    """Words that fit looks[target] and no other look, without a word of location (RefCOCO+ forbids them)."""
+def expression(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> str:
+    """Words that fit objects[target] and no other object, without a word of location (RefCOCO+ forbids them)."""
     fields = ("colour", "shape", "striped", "big")
 
     def fitting(chosen: Sequence[str]) -> int:
-        return sum(all(getattr(look, f) == getattr(looks[target], f) for f in chosen) for look in looks)
+        return sum(all(getattr(one, f) == getattr(objects[target], f) for f in chosen) for one in objects)
 
     subsets = [s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if fitting(s) == 1]
     shortest = [s for s in subsets if len(s) == len(subsets[0])]
     chosen = choose(rng, subsets if rng.random() < 0.3 else shortest)
-    return expression_words(rng, looks[target], chosen)
+    return expression_words(rng, objects[target], chosen)
 
 
-def expression_words(rng: np.random.Generator, look: Look, chosen: Sequence[str]) -> str:
-    """`look` in words, saying of it only the fields `chosen`."""
+def expression_words(rng: np.random.Generator, appearance: Appearance, chosen: Sequence[str]) -> str:
+    """`appearance` in words, saying of it only the fields `chosen`."""
     words = ["the"] if rng.random() < 0.4 else []
-    with_stripes = "striped" in chosen and look.striped and rng.random() < 0.3
+    with_stripes = "striped" in chosen and appearance.striped and rng.random() < 0.3
     if "big" in chosen:
-        words.append(choose(rng, _SIZE_WORDS[look.big]))
+        words.append(choose(rng, _SIZE_WORDS[appearance.big]))
     if "striped" in chosen and not with_stripes:
-        words.append(choose(rng, _TEXTURE_WORDS[look.striped]))
+        words.append(choose(rng, _TEXTURE_WORDS[appearance.striped]))
     if "colour" in chosen:
-        words.append(look.colour)
-    words.append(look.shape if "shape" in chosen else choose(rng, ("one", "shape")))
+        words.append(appearance.colour)
+    words.append(appearance.shape if "shape" in chosen else choose(rng, ("one", "shape")))
     return " ".join([*words, "with stripes"] if with_stripes else words)

@@ -1,4 +1,4 @@
-"""The drawn world: what its words, boxes and files promise, and how its server misbehaves."""
+"""The demo data: what its words, boxes and files promise, and how its server misbehaves."""
 
 import collections
 import dataclasses
@@ -26,16 +26,16 @@ import pytest
 from PIL import Image
 from places import SHARED
 
-from demo import scenes, words, world
-from demo.scenes import COLOURS, SHAPES, Look, Scene, SceneObject
-from demo.serve import WorldServer, free_port
-from demo.world import BROKEN_KINDS, WorldSettings, draw_world, read_world
+from demo import data, scenes, sentences
+from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
+from demo.scenes import COLOURS, SHAPES, Appearance, Scene, SceneObject
+from demo.serve import DemoServer, free_port
 from vlbert.datasets import refcoco, vcr, vqa
 
-PARTS = WorldSettings(
+PARTS = DemoDataSettings(
     train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, task_train=90, task_held_out=30
 )
-TINY = WorldSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
+TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
 OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 LOCATION_WORDS = {
     "left",
@@ -55,12 +55,12 @@ ADJECTIVE = "(?:big|large|small|little|plain|solid|striped)"
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> world.World:
-    return draw_world(tmp_path_factory.mktemp("world"), PARTS)
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> data.DemoData:
+    return draw_demo_data(tmp_path_factory.mktemp("data"), PARTS)
 
 
 @pytest.fixture(scope="module")
-def captions(drawn: world.World) -> dict[str, str]:
+def captions(drawn: data.DemoData) -> dict[str, str]:
     """Caption by file name, of the rows that are not broken."""
     rows = drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()
     pairs = [row.split("\t") for row in rows.splitlines()]
@@ -68,7 +68,7 @@ def captions(drawn: world.World) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def annotations(drawn: world.World) -> dict[str, list[dict]]:
+def annotations(drawn: data.DemoData) -> dict[str, list[dict]]:
     """Annotations by file name, each with its category's name."""
     return by_file_name(drawn.annotations)
 
@@ -83,7 +83,7 @@ def by_file_name(file: Path) -> dict[str, list[dict]]:
     return found
 
 
-def load_references(drawn: world.World) -> list[dict]:
+def load_references(drawn: data.DemoData) -> list[dict]:
     return pickle.loads(drawn.refcoco_refs.read_bytes(), encoding="latin1")
 
 
@@ -97,7 +97,7 @@ def centre(annotation: dict) -> tuple[float, float]:
 
 
 def a_scene(*objects: tuple[str, str, float, float], radius: float = 28, striped: bool = False) -> Scene:
-    things = [SceneObject(Look(c, s, striped, True), x, y, radius, 0.0, 0.5) for c, s, x, y in objects]
+    things = [SceneObject(Appearance(c, s, striped, True), x, y, radius, 0.0, 0.5) for c, s, x, y in objects]
     return Scene(tuple(things), dark=True, width=224, height=168)
 
 
@@ -112,7 +112,7 @@ def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annota
         assert sorted(named) == sorted(a["category"] for a in annotations[name]), (name, caption)
         assert 1 <= len(named) <= 3
         # No word of the picture stands anywhere else: nothing can be copied.
-        told = [word for word in caption.split() if word in world.WORDS_OF_THE_PICTURE]
+        told = [word for word in caption.split() if word in data.WORDS_OF_THE_PICTURE]
         assert len(told) == 2 * len(named), caption
 
 
@@ -168,17 +168,17 @@ def test_size_word_tells_the_drawn_size(annotations):
 
 def test_colours_and_shapes_are_uniform_and_independent():
     rng = np.random.default_rng(7)
-    looks = [o.look for _ in range(3000) for o in words.caption_scene(rng, 2, (224, 168)).objects]
-    counts = np.array([sum(look.category == c for look in looks) for c in world.CATEGORIES])
+    appearances = [o.appearance for _ in range(3000) for o in sentences.caption_scene(rng, 2, (224, 168)).objects]
+    counts = np.array([sum(appearance.category == c for appearance in appearances) for c in data.CATEGORIES])
     assert ((counts - 6000 / 36) ** 2 / (6000 / 36)).sum() < 67  # chi-square, 35 degrees of freedom: p = 0.001
-    pairs = list(zip(looks[::2], looks[1::2], strict=True))
+    pairs = list(zip(appearances[::2], appearances[1::2], strict=True))
     for field, chance in (("colour", 1 / 6), ("shape", 1 / 6), ("striped", 1 / 2), ("big", 1 / 2)):
         same = np.mean([getattr(a, field) == getattr(b, field) for a, b in pairs])
         assert abs(same - chance) < 3.5 * np.sqrt(chance * (1 - chance) / 3000), field
 
 
 def test_words_of_the_picture_are_the_colour_and_shape_words(drawn):
-    assert drawn.words_of_the_picture == sorted({word for name in world.CATEGORIES for word in name.split()})
+    assert drawn.words_of_the_picture == sorted({word for name in data.CATEGORIES for word in name.split()})
     assert json.loads(drawn.about.read_text())["words_of_the_picture"] == drawn.words_of_the_picture
     assert not [word for word in drawn.words_of_the_picture if word[0] in "aeiou"]  # "an" would give them away
 
@@ -200,7 +200,7 @@ def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
     """Found again in the JPEG by colour alone: the background is muted, the object is not."""
     scene = a_scene(("red", shape, 70.3, 101.7), radius=27, striped=striped)
     rng = np.random.default_rng(1)
-    [annotation] = world.draw_into(world.coco_file(), tmp_path, 5, scene, rng, 90)
+    [annotation] = data.draw_into(data.coco_file(), tmp_path, 5, scene, rng, 90)
     picture = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
     assert picture.shape == (168, 224, 3)
     red = picture[..., 0] - picture[..., 1:].max(2) > 45
@@ -226,7 +226,7 @@ def test_no_object_is_hidden_by_half():
     rng = np.random.default_rng(3)
     shares = []
     for _ in range(150):
-        scene = words.caption_scene(rng, 5, (224, 168))
+        scene = sentences.caption_scene(rng, 5, (224, 168))
         _, visible = scenes.draw_scene(rng, scene)
         for thing, seen in zip(scene.objects, visible, strict=True):
             _, _, alpha, _ = scenes.rasterise(thing)
@@ -325,11 +325,11 @@ def test_broken_rows_are_strewn_among_the_train_rows(drawn):
 
 def test_a_duplicate_is_in_the_shard_of_its_original(tmp_path):
     for seed in range(5):
-        settings = WorldSettings(seed=seed, train_scenes=530, broken_rows=160)
-        drawn = world.World(tmp_path, settings, 8791)
-        world.write_caption_lists(drawn)
+        settings = DemoDataSettings(seed=seed, train_scenes=530, broken_rows=160)
+        drawn = data.DemoData(tmp_path, settings, 8791)
+        data.write_caption_lists(drawn)
         rows = drawn.train_tsv.read_text().splitlines()
-        shards = [rows[start : start + world.ROWS_PER_SHARD] for start in range(0, len(rows), world.ROWS_PER_SHARD)]
+        shards = [rows[start : start + data.ROWS_PER_SHARD] for start in range(0, len(rows), data.ROWS_PER_SHARD)]
         assert len(rows) == 690
         assert len(rows) - len(set(rows)) == 20
         assert sum(len(shard) - len(set(shard)) for shard in shards) == 20
@@ -350,7 +350,7 @@ def test_an_expression_fits_its_object_and_no_other(drawn):
     found = by_file_name(drawn.refcoco_instances)
     lengths = collections.Counter()
     for reference in load_references(drawn):
-        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
+        objects = found[data.task_image_name(reference["image_id"], reference["split"])]
         [sentence] = reference["sentences"]
         assert [a["id"] for a in objects if fits(sentence["sent"], a)] == [reference["ann_id"]], sentence
         assert not LOCATION_WORDS & set(sentence["tokens"])
@@ -371,7 +371,7 @@ def test_the_picture_alone_does_not_tell_which_object_is_meant(drawn):
     found = by_file_name(drawn.refcoco_instances)
     ranks = collections.defaultdict(list)
     for reference in load_references(drawn):
-        objects = found[world.task_image_name(reference["image_id"], reference["split"])]
+        objects = found[data.task_image_name(reference["image_id"], reference["split"])]
         target = [a["id"] for a in objects].index(reference["ann_id"])
         categories = [set(a["category"].split()) for a in objects]
         likeness = [sum(len(a & b) for b in categories) for a in categories]
@@ -437,19 +437,19 @@ def field_types(record: dict) -> dict[str, type]:
 
 
 @pytest.fixture(scope="module")
-def things(drawn: world.World) -> dict[str, list[dict]]:
+def things(drawn: data.DemoData) -> dict[str, list[dict]]:
     """By file name, the objects of the pictures that the tasks ask about, in their order."""
     return by_file_name(drawn.refcoco_instances)
 
 
 @pytest.fixture(scope="module")
-def asked(drawn: world.World) -> dict[str, list[vqa.Question]]:
+def asked(drawn: data.DemoData) -> dict[str, list[vqa.Question]]:
     """VQA's questions by split, as the task reads them."""
     return {split: vqa.read_questions(drawn.vqa, split) for split in ("train2014", "val2014", "test2015")}
 
 
 @pytest.fixture(scope="module")
-def items(drawn: world.World) -> dict[str, list[vcr.Item]]:
+def items(drawn: data.DemoData) -> dict[str, list[vcr.Item]]:
     """VCR's items by split, as the task reads them."""
     return {split: vcr.read_items(drawn.vcr / f"{split}.jsonl") for split in ("train", "val", "test")}
 
@@ -640,7 +640,7 @@ def test_the_files_have_the_fields_of_the_official_ones(drawn):
 
 def test_two_runs_write_the_same_bytes(tmp_path):
     for hash_seed, name in enumerate(("a", "b")):
-        command = [sys.executable, "-m", "demo.world", str(tmp_path / name), "--seed", "5"]
+        command = [sys.executable, "-m", "demo.data", str(tmp_path / name), "--seed", "5"]
         for field in dataclasses.fields(TINY):
             if field.name != "seed":
                 command += [f"--{field.name.replace('_', '-')}", str(getattr(TINY, field.name))]
@@ -648,8 +648,8 @@ def test_two_runs_write_the_same_bytes(tmp_path):
         subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)}, capture_output=True)
     a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
     assert a == b
-    assert set(a) == {str(f.relative_to(tmp_path / "a")) for f in read_world(tmp_path / "a").files()}
-    draw_world(tmp_path / "c", dataclasses.replace(TINY, seed=6))
+    assert set(a) == {str(f.relative_to(tmp_path / "a")) for f in read_demo_data(tmp_path / "a").files()}
+    draw_demo_data(tmp_path / "c", dataclasses.replace(TINY, seed=6))
     c = contents(tmp_path / "c")
     assert a.keys() == c.keys()
     # So few questions have no answer nine times.
@@ -657,46 +657,46 @@ def test_two_runs_write_the_same_bytes(tmp_path):
 
 
 def test_a_drawn_world_is_not_drawn_again(tmp_path, capsys):
-    draw_world(tmp_path, TINY)
+    draw_demo_data(tmp_path, TINY)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     options = [f"--{f.name.replace('_', '-')}={getattr(TINY, f.name)}" for f in dataclasses.fields(TINY)]
-    world.main([str(tmp_path), *options])
-    assert "already holds this world" in capsys.readouterr().out
+    data.main([str(tmp_path), *options])
+    assert "already holds these data" in capsys.readouterr().out
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
 
 def test_a_missing_file_is_drawn_again(tmp_path):
-    draw_world(tmp_path, TINY)
+    draw_demo_data(tmp_path, TINY)
     before = contents(tmp_path)
     (tmp_path / "coco" / "COCO_val2014_000000500002.jpg").unlink()
-    draw_world(tmp_path, TINY)
+    draw_demo_data(tmp_path, TINY)
     assert contents(tmp_path) == before
 
 
 def test_another_port_changes_the_lists_only(tmp_path):
-    draw_world(tmp_path, TINY, port=8791)
+    draw_demo_data(tmp_path, TINY, port=8791)
     before = contents(tmp_path)
-    assert draw_world(tmp_path, TINY, port=9001) == read_world(tmp_path)
+    assert draw_demo_data(tmp_path, TINY, port=9001) == read_demo_data(tmp_path)
     after = contents(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"train.tsv", "held_out.tsv", "world.json"}
+    assert {name for name in before if before[name] != after[name]} == {"train.tsv", "held_out.tsv", "demo.json"}
     for name in ("train.tsv", "held_out.tsv"):
         assert after[name] == before[name].replace(b":8791/", b":9001/")
 
 
 def test_other_settings_replace_the_world(tmp_path):
-    draw_world(tmp_path, TINY)
-    smaller = draw_world(tmp_path, dataclasses.replace(TINY, train_scenes=1, task_train=1))
+    draw_demo_data(tmp_path, TINY)
+    smaller = draw_demo_data(tmp_path, dataclasses.replace(TINY, train_scenes=1, task_train=1))
     assert set(contents(tmp_path)) == {str(f.relative_to(tmp_path)) for f in smaller.files()}
 
 
 def test_an_unknown_version_is_refused(tmp_path):
-    draw_world(tmp_path, TINY)
-    about = json.loads((tmp_path / "world.json").read_text())
-    (tmp_path / "world.json").write_text(json.dumps(about | {"version": 0}))
+    draw_demo_data(tmp_path, TINY)
+    about = json.loads((tmp_path / "demo.json").read_text())
+    (tmp_path / "demo.json").write_text(json.dumps(about | {"version": 0}))
     with pytest.raises(ValueError, match=r"version 0.*remove the folder"):
-        draw_world(tmp_path, TINY)
-    with pytest.raises(ValueError, match="draw one: python -m demo.world"):
-        read_world(tmp_path / "elsewhere")
+        draw_demo_data(tmp_path, TINY)
+    with pytest.raises(ValueError, match="draw them: python -m demo.data"):
+        read_demo_data(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -706,27 +706,27 @@ def test_an_unknown_version_is_refused(tmp_path):
 )
 def test_settings_check_themselves(field, value):
     with pytest.raises(ValueError, match=f"{value}"):
-        WorldSettings(**{field: value})
+        DemoDataSettings(**{field: value})
 
 
 def test_the_largest_settings_find_a_place():
     rng = np.random.default_rng(0)
     for _ in range(20):
-        assert len(words.caption_scene(rng, 8, (224, 168)).objects) == 8
-        assert len(words.caption_scene(rng, 3, (112, 112)).objects) == 3
-        assert len(set(scenes.task_looks(rng, 7))) == 7
+        assert len(sentences.caption_scene(rng, 8, (224, 168)).objects) == 8
+        assert len(sentences.caption_scene(rng, 3, (112, 112)).objects) == 3
+        assert len(set(scenes.task_appearances(rng, 7))) == 7
 
 
 # ---- the server ----
 
 
 @pytest.fixture(scope="module")
-def server(drawn: world.World):
-    with WorldServer(drawn.root, port=0) as server:
+def server(drawn: data.DemoData):
+    with DemoServer(drawn.root, port=0) as server:
         yield server
 
 
-def fetch(server: WorldServer, path: str) -> tuple[int, str, bytes]:
+def fetch(server: DemoServer, path: str) -> tuple[int, str, bytes]:
     with urllib.request.urlopen(server.base_url + path, timeout=5) as answer:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
@@ -739,7 +739,7 @@ def test_server_serves_the_pictures(server, drawn):
 
 @pytest.mark.parametrize(
     "path", ["/", "/images/", "/images/999999.jpg", "/images/../train.tsv", "/images/..%2ftrain.tsv"]
-    + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/world.json"],
+    + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/demo.json"],
 )  # fmt: skip
 def test_server_finds_nothing_else(server, path):
     with pytest.raises(urllib.error.HTTPError) as error:
@@ -785,7 +785,7 @@ def test_redirect_leads_into_a_private_network(server):
 
 def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
     threads = set(threading.enumerate())
-    with WorldServer(drawn.root, port=0) as server:
+    with DemoServer(drawn.root, port=0) as server:
         answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)
         assert int(answer.headers["Content-Length"]) > 1000
         assert answer.read(1) == b"\xff"
@@ -804,10 +804,10 @@ def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
 
 def test_every_good_url_of_the_lists_leads_to_its_picture(tmp_path):
     port = free_port(0)
-    drawn = draw_world(tmp_path, TINY, port)
+    drawn = draw_demo_data(tmp_path, TINY, port)
     rows = (drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()).splitlines()
     urls = {row.split("\t")[1] for row in rows if "/broken/" not in row}
-    with WorldServer(tmp_path):
+    with DemoServer(tmp_path):
         for url in urls:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 assert answer.read() == (drawn.images / url.rpartition("/")[2]).read_bytes()
@@ -821,13 +821,13 @@ def test_a_taken_port_is_said_and_avoided(drawn):
         taken = other.getsockname()[1]
         assert free_port(taken) != taken
         with pytest.raises(ValueError, match=f"port {taken} is taken"):
-            WorldServer(drawn.root, taken)
+            DemoServer(drawn.root, taken)
     assert free_port(taken) == taken
 
 
 def test_the_program_serves_quietly_until_it_is_told_to_stop(tmp_path):
     port = free_port(0)
-    draw_world(tmp_path, TINY, port)
+    draw_demo_data(tmp_path, TINY, port)
     command = [sys.executable, "-m", "demo.serve", str(tmp_path)]
     wrong = subprocess.run([*command, "--port", "1"], capture_output=True, text=True, timeout=20, check=False)
     assert wrong.returncode == 1

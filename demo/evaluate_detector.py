@@ -1,4 +1,4 @@
-"""How right a detector is on the held-out scenes of a drawn world, as `python -m detectors.train` reports it."""
+"""How right a detector is on the held-out scenes of demo data, as `python -m detectors.train` reports it."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from demo.world import World
+from demo.data import DemoData
 from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
 from detectors.recipes import detector_demo
@@ -17,29 +17,29 @@ from training import distributed
 FILE = "detector.json"
 
 
-def measure(root: Path, world: World, weights: Path) -> dict:
+def evaluate_detector(root: Path, data: DemoData, weights: Path) -> dict:
     """What ROOT/detector.json holds: the metrics, the classes by average precision, and of which weights and scenes.
 
-    Measured where that file is not there, or is about other weights or another world. On one thread, so that the same
+    Measured where that file is not there, or is about other weights or other data. On one thread, so that the same
     file gives the same numbers again.
     """
     file = root / FILE
-    about = {"weights_sha256": weights_hash(weights), "world": dataclasses.asdict(world.settings)}
+    about = {"weights_sha256": weights_hash(weights), "data": dataclasses.asdict(data.settings)}
     if file.is_file():
         known = json.loads(file.read_text(encoding="utf-8"))
         if {name: known[name] for name in about} == about:
             return known
     recipe = detector_demo()
-    data = dataclasses.replace(
+    images = dataclasses.replace(
         recipe.data,
-        annotations=str(world.annotations),
-        images=(str(world.images),),
-        held_out_last=world.settings.held_out_scenes,
+        annotations=str(data.annotations),
+        images=(str(data.images),),
+        held_out_last=data.settings.held_out_scenes,
     )
-    recipe = dataclasses.replace(recipe, network=read_config(weights), data=data)
+    recipe = dataclasses.replace(recipe, network=read_config(weights), data=images)
     network = FasterRCNN(recipe.network)
     load_weights(network, weights)
-    truth = read_ground_truth(data)
+    truth = read_ground_truth(images)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
