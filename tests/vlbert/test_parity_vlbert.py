@@ -6,8 +6,6 @@ Two cases lie in tests/data/parity; all nine, and the figures of single componen
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from places import DATA, PROJECT, SHARED
+from places import DATA, SHARED
 from torch import nn
 
-from benchmarks.parity_cases import Case, describe, read_case, read_cases, weights
-from benchmarks.parity_vlbert import losses, main, report, run
+from benchmarks.parity.cases import Found, Row, find_cases, weights
+from benchmarks.parity.vlbert import losses, report, run
+from benchmarks.parity.vlbert_cases import VLBertCase, describe
 from detectors.resnet import ResNetConfig
 from vlbert.config import RegionConfig
 from vlbert.convert import plain_name
@@ -33,48 +32,45 @@ from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"
 SHARED = SHARED / "parity" / "vlbert"
-SHARED_CASES = read_cases(SHARED) if SHARED.is_dir() else []
 needs_shared = pytest.mark.skipif(
     not SHARED.is_dir(), reason="the authors' figures lie in ../shared, which is not here"
 )
 WORDS = Vocabulary([*SPECIALS, "word"])
+CASES = find_cases(HERE)
+MORE_CASES = [case for case in find_cases(SHARED) if not (HERE / case.path.name).exists()]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("file", read_cases(HERE), ids=lambda file: file.stem)
-def test_two_models_compute_what_the_authors_code_computes_in_each_precision(file: Path, precision: str):
-    line, passes = report(file, precision)
-    assert passes, line
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    ids=lambda case: case.name,
+)
+def test_our_model_computes_what_the_authors_code_computes_in_each_precision(case: Found, precision: str):
+    row = report(case.path, case.name, precision)
+    assert row.passes, str(row)
 
 
-MORE_CASES = [file for file in SHARED_CASES if not (HERE / file.name).exists()]
+def test_the_two_cases_that_are_here_are_found():
+    assert [(case.format, case.name) for case in CASES] == [
+        ("vlbert", "pretrain_multitask_prec"),
+        ("vlbert", "vqa_prec"),
+    ]
 
 
-@pytest.mark.slow
-@needs_shared
-@pytest.mark.parametrize("file", MORE_CASES, ids=lambda file: file.stem)
-def test_seven_more_models_compute_what_the_authors_code_computes(file: Path):
-    line, passes = report(file)
-    assert passes, line
-
-
-@pytest.mark.slow
-@needs_shared
-@pytest.mark.parametrize("file", MORE_CASES, ids=lambda file: file.stem)
-def test_in_bf16_seven_more_models_compute_it_up_to_rounding(file: Path):
-    line, passes = report(file, "bf16")
-    assert passes, line
+def checked(file: Path, precision: str = "fp32") -> Row:
+    return report(file, file.stem, precision)
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[..., Path]:
-    """A case, that of VQA, with its json and arrays changed by `change(about, arrays)`."""
+    """A case, that of VQA, with its json and arrays changed by `change(metadata, arrays)`."""
 
     def changed(change: Callable[[dict, dict], None], name: str = "vqa_prec") -> Path:
-        about = json.loads((HERE / f"{name}.json").read_text())
+        metadata = json.loads((HERE / f"{name}.json").read_text())
         arrays = dict(np.load(HERE / f"{name}.npz"))
-        change(about, arrays)
-        (tmp_path / "changed.json").write_text(json.dumps(about))
+        change(metadata, arrays)
+        (tmp_path / "changed.json").write_text(json.dumps(metadata))
         np.savez(tmp_path / "changed.npz", **arrays)
         return tmp_path / "changed.json"
 
@@ -82,7 +78,7 @@ def copy(tmp_path: Path) -> Callable[..., Path]:
 
 
 def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], None]:
-    def change(about: dict, arrays: dict) -> None:
+    def change(metadata: dict, arrays: dict) -> None:
         arrays[name] = arrays[name].copy()
         arrays[name][index] += difference
 
@@ -100,10 +96,10 @@ def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], N
         _add("grad/l2", (20,), 1.0),
         _add("grad/dot", (20,), 1.0),
         _add("grad/l2", (20,), np.nan),
-        lambda about, arrays: about.update(seed_offset=1),
-        lambda about, arrays: about["config"]["NETWORK"].update(NO_GROUNDING=True),
-        lambda about, arrays: about["tensors"].pop(),
-        lambda about, arrays: arrays.pop("in/question"),
+        lambda metadata, arrays: metadata.update(seed_offset=1),
+        lambda metadata, arrays: metadata["config"]["NETWORK"].update(NO_GROUNDING=True),
+        lambda metadata, arrays: metadata["tensors"].pop(),
+        lambda metadata, arrays: arrays.pop("in/question"),
     ],
     ids=[
         "logit",
@@ -121,8 +117,8 @@ def _add(name: str, index: tuple, difference: float) -> Callable[[dict, dict], N
     ],
 )
 def test_a_case_that_differs_or_cannot_be_run_does_not_pass(copy: Callable[..., Path], change: Callable):
-    line, passes = report(copy(change))
-    assert not passes, line
+    row = checked(copy(change))
+    assert not row.passes, str(row)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +127,17 @@ def test_a_case_that_differs_or_cannot_be_run_does_not_pass(copy: Callable[..., 
         _add("inter/encoder.input", (2, 3, 5), 0.3),
         _add("out/ans_loss", (), 30.0),
         _add("grad/l2", (20,), 2.0),
-        lambda about, arrays: about.update(seed_offset=1),
+        lambda metadata, arrays: metadata.update(seed_offset=1),
     ],
     ids=["input", "loss", "norm", "seed"],
 )
 def test_in_bf16_a_case_that_differs_by_more_than_rounding_does_not_pass(copy: Callable[..., Path], change: Callable):
-    line, passes = report(copy(change), "bf16")
-    assert " FAIL" in line
-    assert not passes
+    row = checked(copy(change), "bf16")
+    assert "  FAIL" in str(row)
 
 
 def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
-    case = read_case(HERE / "vqa_prec.json")
+    case = VLBertCase.read(HERE / "vqa_prec.json")
     exact, rounded = run(case), run(case, "bf16")
     assert 1e-4 < float((exact.encoded - rounded.encoded).detach().abs().max()) < 0.1
     assert rounded.encoded.dtype == torch.float32
@@ -150,78 +145,10 @@ def test_a_bf16_run_rounds_products_and_keeps_norms_and_losses_in_float32():
     assert {loss.dtype for loss, _ in found.values() if loss.requires_grad} == {torch.float32}
 
 
-def test_the_command_prints_a_line_a_case_and_fails_where_one_fails(tmp_path: Path, copy: Callable[..., Path]):
-    file = copy(_add("out/label_logits", (1, 7), 1.0))
-    for kind in (".json", ".npz"):
-        shutil.copy(HERE / f"vqa_prec{kind}", tmp_path)
-    (tmp_path / "other.json").write_text("[1]")  # no case
-    (tmp_path / "lost.json").write_text("{")  # nor can this one be: no npz lies beside it
-    (tmp_path / "torn.json").write_text("{")
-    (tmp_path / "torn.npz").write_bytes((HERE / "vqa_prec.npz").read_bytes()[:1000])
-    command = [sys.executable, "-m", "benchmarks.parity_vlbert", str(file.parent)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
-    assert ended.returncode == 1, ended.stderr
-    lines = ended.stdout.splitlines()[1:]
-    assert [line.split()[0] for line in lines[:3]] == ["changed", "torn", "vqa_prec"]
-    assert " FAIL " in lines[0]
-    assert " NOT RUN: " in lines[1]
-    assert lines[2].endswith(" pass  zero: 2 self.key.bias")
-    assert lines[3].startswith("1 of 3 pass")
-
-
-def test_the_command_ends_well_where_all_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(sys, "argv", ["parity_vlbert", str(HERE)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert type(ended.value.code) is int  # a shell sees 1 for anything else, even for numpy's False
-    assert ended.value.code == 0
-    assert "2 of 2 pass" in capsys.readouterr().out
-
-
-def _torn(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def _scratched(data: bytes) -> bytes:
-    return data[:300] + bytes(400) + data[700:]
-
-
-@pytest.mark.parametrize(
-    ("kind", "damage"),
-    [
-        (".npz", lambda data: b""),
-        (".npz", lambda data: b"PK\x03\x04 torn"),
-        (".npz", lambda data: b"no archive at all"),
-        (".npz", _torn),
-        (".npz", _scratched),
-        (".npz", None),
-        (".json", lambda data: b""),
-        (".json", lambda data: b"\xff\xfe\x00"),
-        (".json", lambda data: b"[" * 100_000),
-        (".json", _torn),
-    ],
-    ids=["empty npz", "no zip", "no npz", "torn npz", "scratched npz", "gone npz", "empty", "binary", "deep", "torn"],
-)
-def test_a_damaged_case_is_named_in_its_line(tmp_path: Path, kind: str, damage: Callable[[bytes], bytes] | None):
-    for each in (".json", ".npz"):
-        shutil.copy(HERE / f"vqa_prec{each}", tmp_path)
-    file = tmp_path / f"vqa_prec{kind}"
-    if damage is None:
-        file.unlink()
-    else:
-        file.write_bytes(damage(file.read_bytes()))
-    (found,) = read_cases(tmp_path)
-    line, passes = report(found)
-    assert not passes
-    assert line.startswith("vqa_prec ")
-    assert " NOT RUN: " in line
-    assert "\n" not in line
-
-
-def test_a_line_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
-    line, passes = report(copy(lambda about, arrays: about.update(case="of\nno kind")))
-    assert not passes
-    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in line
+def test_a_row_stays_one_line_whatever_the_error_says(copy: Callable[..., Path]):
+    row = checked(copy(lambda metadata, arrays: metadata.update(case="of\nno kind")))
+    assert not row.passes
+    assert "case of no kind begins with none of pretrain, vcr, vqa, refcoco" in str(row)
 
 
 def test_weights_follow_the_rule_beside_them():
@@ -244,12 +171,12 @@ def test_a_weight_whose_rule_is_unknown_is_refused(rule: str | float | None):
 
 def _described(folder: Path, name: str, switches: dict) -> None:
     """Describe a case with other switches; those of VLBERT begin with it."""
-    about = json.loads((folder / f"{name}.json").read_text())
-    network = about["config"]["NETWORK"]
+    metadata = json.loads((folder / f"{name}.json").read_text())
+    network = metadata["config"]["NETWORK"]
     for key, value in switches.items():
         (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
-    shapes = {plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in about["tensors"]}
-    describe(Case(name, about, {}), shapes)
+    shapes = {plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in metadata["tensors"]}
+    describe(VLBertCase(name, metadata, {}), shapes)
 
 
 @pytest.mark.parametrize("name", ["vqa_prec", "pretrain_multitask_prec"])
@@ -326,15 +253,15 @@ def test_switches_that_a_model_does_not_read_may_say_anything(name: str, switche
     ],
 )
 def test_a_loss_that_is_off_is_zero(copy: Callable[..., Path], switch: str, prefix: str, terms: list[str], heads: str):
-    def change(about: dict, arrays: dict) -> None:
-        about["config"]["NETWORK"][switch] = False
+    def change(metadata: dict, arrays: dict) -> None:
+        metadata["config"]["NETWORK"][switch] = False
         if heads == "left out":
-            about["tensors"] = [tensor for tensor in about["tensors"] if not tensor["name"].startswith(prefix)]
+            metadata["tensors"] = [tensor for tensor in metadata["tensors"] if not tensor["name"].startswith(prefix)]
         for term in terms:
             arrays["out/loss"] = arrays["out/loss"] - arrays[f"out/{term}"]
             arrays[f"out/{term}"] = np.zeros((), np.float32)
 
-    case = read_case(copy(change, "pretrain_multitask_prec"))
+    case = VLBertCase.read(copy(change, "pretrain_multitask_prec"))
     ours = run(case)
     for mine, theirs in losses(case, ours):
         assert mine == pytest.approx(theirs, rel=1e-5)
@@ -348,29 +275,29 @@ def test_a_loss_that_is_off_is_zero(copy: Callable[..., Path], switch: str, pref
 def test_words_and_regions_may_be_averaged_by_different_rules(copy: Callable[..., Path], family: str):
     """Of the same inputs there are figures of theirs by either rule."""
 
-    def change(about: dict, arrays: dict) -> None:
-        about["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
+    def change(metadata: dict, arrays: dict) -> None:
+        metadata["config"]["NETWORK"][f"{family}_LOSS_NORM_IN_BATCH_FIRST"] = True
         by_rows = np.load(SHARED / "pretrain_multitask_prec_rel_normfirst.npz")
         for term in [name for name in arrays if name.startswith(f"out/{family.lower()}_loss")]:
             arrays["out/loss"] = arrays["out/loss"] - arrays[term] + by_rows[term]
             arrays[term] = by_rows[term]
 
-    case = read_case(copy(change, "pretrain_multitask_prec"))
+    case = VLBertCase.read(copy(change, "pretrain_multitask_prec"))
     for mine, theirs in losses(case, run(case)):
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable[..., Path]):
-    def no_figure(about: dict, arrays: dict) -> None:
+    def no_figure(metadata: dict, arrays: dict) -> None:
         arrays["out/loss"] = arrays["out/mlm_loss_wvc"] = np.array(np.nan, np.float32)
 
-    def nothing_asked(about: dict, arrays: dict) -> None:
-        no_figure(about, arrays)
+    def nothing_asked(metadata: dict, arrays: dict) -> None:
+        no_figure(metadata, arrays)
         arrays["in/mlm_labels"] = np.full_like(arrays["in/mlm_labels"], -1)
 
-    line, passes = report(copy(no_figure, "pretrain_multitask_prec"))
-    assert not passes, line
-    case = read_case(copy(nothing_asked, "pretrain_multitask_prec"))
+    row = checked(copy(no_figure, "pretrain_multitask_prec"))
+    assert not row.passes, str(row)
+    case = VLBertCase.read(copy(nothing_asked, "pretrain_multitask_prec"))
     ours = run(case)
     assert ours.losses["words"] == 0
     for mine, theirs in losses(case, ours):
@@ -381,16 +308,16 @@ def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable
 @needs_shared
 def test_cases_of_other_networks_and_masking_run(tmp_path: Path):
     """A ResNet-50 without dilation, feature-level masking and frozen res5, of which we have no figures of theirs."""
-    about = json.loads((SHARED / "pretrain_multitask_e2e.json").read_text())
-    about["config"]["NETWORK"] |= {"IMAGE_NUM_LAYERS": 50, "MASK_RAW_PIXELS": False, "IMAGE_C5_DILATED": False}
-    about["config"]["NETWORK"]["IMAGE_FROZEN_BACKBONE_STAGES"] = [1, 2, 5]
+    metadata = json.loads((SHARED / "pretrain_multitask_e2e.json").read_text())
+    metadata["config"]["NETWORK"] |= {"IMAGE_NUM_LAYERS": 50, "MASK_RAW_PIXELS": False, "IMAGE_C5_DILATED": False}
+    metadata["config"]["NETWORK"]["IMAGE_FROZEN_BACKBONE_STAGES"] = [1, 2, 5]
     gone = [f"backbone.layer3.{block}." for block in range(6, 23)]
-    about["tensors"] = [t for t in about["tensors"] if not any(part in t["name"] for part in gone)]
+    metadata["tensors"] = [t for t in metadata["tensors"] if not any(part in t["name"] for part in gone)]
     name = "object_mask_visual_embedding.weight"
-    about["tensors"].append({"name": name, "shape": [1, 2048], "rule": "0.15n"})
-    (tmp_path / "other.json").write_text(json.dumps(about))
+    metadata["tensors"].append({"name": name, "shape": [1, 2048], "rule": "0.15n"})
+    (tmp_path / "other.json").write_text(json.dumps(metadata))
     shutil.copy(SHARED / "pretrain_multitask_e2e.npz", tmp_path / "other.npz")
-    ours = run(read_case(tmp_path / "other.json"))
+    ours = run(VLBertCase.read(tmp_path / "other.json"))
     network = ours.vlbert.fast_rcnn
     assert len(network.backbone.res4) == 6
     parts = {name: getattr(network.backbone, name) for name in ("stem", "res2", "res3", "res4")} | {

@@ -1,20 +1,15 @@
 """Our Faster R-CNN beside figures that detectron2 produced: the same weights and images, the same numbers.
 
-    python -m benchmarks.parity_detector DIR
-
-A model is a folder, DIR or one below it, with a meta.json: the network's configuration, the rule that makes each
-weight, and checksums. Beside it lie images, img*.npz with img*_c4.npz, and perhaps selection.json with selection.npz.
-Every stage gets what detectron2's own stage got, where that is stored in full precision, else what our stage before it
-made of the same. Prints a line for each stage: how far ours is from theirs at worst, relative to the largest value of
-theirs. Exits with 1 where one is past its bound or could not be compared, or where there is nothing to compare.
+A model is a folder with a meta.json: the network's configuration, the rule that makes each weight, and checksums.
+Beside it lie images, img*.npz with img*_c4.npz, and perhaps selection.json with selection.npz. Every stage gets what
+detectron2's own stage got, where that is stored in full precision, else what our stage before it made of the same.
+Differences are shares of the largest value of theirs.
 """
 
-import argparse
 import io
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +21,8 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.detector_cases import build, prepared, read_config, regenerated
+from benchmarks.parity.cases import Row, apart, not_run
+from benchmarks.parity.detector_cases import build, prepared, read_config, regenerated
 from detectors.detect import to_stored_pixels
 from detectors.faster_rcnn import (
     FasterRCNN,
@@ -49,24 +45,8 @@ SAME_BOX = 0.99  # IoU
 DETECTION_SCORE, DETECTION_NMS, DETECTIONS = 0.2, 0.6, 100  # detectron2's inference, for det_*
 
 
-@dataclass(frozen=True)
-class Row:
-    """A stage of a case; a difference of infinity, and the reason as a remark, where it could not be compared."""
-
-    case: str
-    stage: str
-    difference: float
-    bound: float
-    remark: str = ""
-
-    @property
-    def passes(self) -> bool:
-        return bool(self.difference <= self.bound)
-
-    def __str__(self) -> str:
-        verdict = "pass" if self.passes else "FAIL"
-        numbers = f"{self.difference:9.1e} {self.bound:7.0e}"
-        return f"{self.case:24} {self.stage:34} {numbers}  {verdict}  {self.remark}".rstrip()
+def compared(case: str, stage: str, difference: float, bound: float, remark: str = "") -> Row:
+    return Row(case, stage, {"worst": difference}, {"worst": bound}, remark)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -127,21 +107,9 @@ class Arrays:
         return 0 if kind.kind != "f" else HALF_TOLERANCE if kind == np.float16 else TOLERANCE
 
 
-def apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest of theirs; infinite for NaN."""
-    if ours.shape != theirs.shape:
-        raise ValueError(f"ours is {tuple(ours.shape)}, theirs {tuple(theirs.shape)}")
-    if not theirs.numel():
-        return 0.0
-    worst, largest = float((ours.double() - theirs.double()).abs().max()), float(theirs.double().abs().max())
-    if worst == 0:
-        return 0.0
-    return worst / largest if largest and math.isfinite(worst) else math.inf
-
-
 @dataclass(frozen=True, eq=False)
 class Reordered:
-    """Our boxes in their order: what is known about them, by name, how many moved, and what that cost."""
+    """Our boxes in their order: what is known metadata them, by name, how many moved, and what that cost."""
 
     ours: dict[str, Tensor]
     moved: int
@@ -362,7 +330,7 @@ class Stages:
         best = torchvision.ops.batched_nms(boxes, scores, classes, DETECTION_NMS)[:DETECTIONS]
         return {"boxes": boxes[best], "scores": scores[best], "classes": classes[best], "keep": keep[best]}
 
-    # The comparisons: how far apart, and what there is to say about it.
+    # The comparisons: how far apart, and what there is to say metadata it.
 
     def compare(self, name: str) -> tuple[float, str]:
         theirs = self.stored.tensor(name)
@@ -497,11 +465,6 @@ def same_indices(ours: np.ndarray, theirs: np.ndarray, confidence: np.ndarray) -
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _failed(case: str, stage: str, error: Exception) -> Row:
-    words = " ".join(str(error).split())
-    return Row(case, stage, math.inf, 0, words if type(error) is ValueError else f"{type(error).__name__}: {words}")
-
-
 @torch.inference_mode()
 def compare_image(network: FasterRCNN, stored: Arrays, sizes: dict, case: str) -> Iterator[Row | str]:
     """A row for each array that is stored, and a remark for each that is not compared."""
@@ -523,31 +486,31 @@ def compare_image(network: FasterRCNN, stored: Arrays, sizes: dict, case: str) -
             if name == "proposals" and stages.not_fed(name):
                 bound = MISSING
             difference, remark = stages.compare(name)
-            yield Row(case, name, difference, bound, remark)
+            yield compared(case, name, difference, bound, remark)
         except Exception as error:  # noqa: BLE001  one stage must not keep the others from being compared
-            yield _failed(case, name, error)
+            yield not_run(case, name, error)
     if "image_bgr" in stored and "proposals" in stored:
         try:
             difference, remark = stages.end_to_end()
-            yield Row(case, _END_TO_END, difference, MISSING, remark)
+            yield compared(case, _END_TO_END, difference, MISSING, remark)
         except Exception as error:  # noqa: BLE001
-            yield _failed(case, _END_TO_END, error)
+            yield not_run(case, _END_TO_END, error)
 
 
 def compare_selections(folder: Path, case: str) -> Iterator[Row | str]:
     """A row for each case of selection.json: its selections, index for index, and its confidences."""
-    about, stored = json.loads((folder / "selection.json").read_text()), Arrays(folder / "selection.npz")
-    unknown = sorted(about.keys() - {"rule", "iou", "background", "sets", "cases"})
+    metadata, stored = json.loads((folder / "selection.json").read_text()), Arrays(folder / "selection.npz")
+    unknown = sorted(metadata.keys() - {"rule", "iou", "background", "sets", "cases"})
     if unknown:
         raise ValueError(f"selection.json: {', '.join(unknown)} unknown here")
-    if "last" not in about.get("background", "last"):
-        raise ValueError(f"selection.json: background is {about['background']!r}, must be the last column")
+    if "last" not in metadata.get("background", "last"):
+        raise ValueError(f"selection.json: background is {metadata['background']!r}, must be the last column")
     rules = [
-        SelectionSettings(minimum, maximum, threshold, strict=strict, nms_threshold=about["iou"])
-        for threshold, minimum, maximum, strict in about["sets"]
+        SelectionSettings(minimum, maximum, threshold, strict=strict, nms_threshold=metadata["iou"])
+        for threshold, minimum, maximum, strict in metadata["sets"]
     ]
-    compared = set()
-    for entry in about["cases"]:
+    known = set()
+    for entry in metadata["cases"]:
         number = entry["case"]
         names = [f"c{number}_boxes", f"c{number}_probs", *(f"c{number}_keep{k}" for k in range(len(rules)))]
         try:
@@ -556,15 +519,15 @@ def compare_selections(folder: Path, case: str) -> Iterator[Row | str]:
                 raise ValueError(f"selection.npz has no {', '.join(missing)}")
             yield _compare_selection_case(stored, entry, rules, f"{case}/selection")
             if f"c{number}_conf" in stored:
-                overlaps = overlapping(stored[names[0]], SelectionSettings(nms_threshold=about["iou"]))
+                overlaps = overlapping(stored[names[0]], SelectionSettings(nms_threshold=metadata["iou"]))
                 ours = surviving_confidence(overlaps, stored[names[1]][:, :-1])
                 difference = apart(torch.from_numpy(ours), stored.tensor(f"c{number}_conf"))
-                yield Row(f"{case}/selection", f"c{number}_conf", difference, stored.bound(f"c{number}_conf"))
+                yield compared(f"{case}/selection", f"c{number}_conf", difference, stored.bound(f"c{number}_conf"))
         except Exception as error:  # noqa: BLE001
-            yield _failed(f"{case}/selection", f"c{number}", error)
-        compared |= {*names, f"c{number}_conf"}
+            yield not_run(f"{case}/selection", f"c{number}", error)
+        known |= {*names, f"c{number}_conf"}
     for name in stored:
-        if name not in compared:
+        if name not in known:
             yield f"{case}: {stored.where(name)} is unknown here, so it is not compared"
 
 
@@ -580,18 +543,18 @@ def _compare_selection_case(stored: Arrays, entry: dict, rules: list[SelectionSe
         difference, remark = same_indices(chosen.indices, stored[f"c{number}_keep{index}"], chosen.confidence)
         worst = max(worst, difference)
         remarks += [f"keep{index}: {remark}"] * bool(remark)
-    return Row(case, f"c{number}_keep0..{len(rules) - 1}", worst, 0, "; ".join(remarks))
+    return compared(case, f"c{number}_keep0..{len(rules) - 1}", worst, 0, "; ".join(remarks))
 
 
 def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
     """All that lies beside one meta.json."""
     try:
-        about = json.loads((folder / "meta.json").read_text())
-        config, unsaid = read_config(about)
-        network = prepared(build(config, regenerated(about)), plain)
-        sizes = {str(image["index"]): image for image in about.get("images", [])}
+        metadata = json.loads((folder / "meta.json").read_text())
+        config, unsaid = read_config(metadata)
+        network = prepared(build(config, regenerated(metadata)), plain)
+        sizes = {str(image["index"]): image for image in metadata.get("images", [])}
     except Exception as error:  # noqa: BLE001  files may be torn anywhere; one model must not keep the others from running
-        yield _failed(case, "meta.json", error)
+        yield not_run(case, "meta.json", error)
         return
     if unsaid:
         yield f"{case}: meta.json does not say, so it is as in the Visual Genome network: {', '.join(unsaid)}"
@@ -611,40 +574,15 @@ def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
             if not rows:
                 raise ValueError(f"{stem}.npz holds nothing that could be compared")
         except Exception as error:  # noqa: BLE001
-            yield _failed(name, "files", error)
+            yield not_run(name, "files", error)
     selection = [kind for kind in ("json", "npz") if (folder / f"selection.{kind}").exists()]
     if selection:
         try:
             yield from compare_selections(folder, case)
         except Exception as error:  # noqa: BLE001
-            yield _failed(case, "selection", error)
+            yield not_run(case, "selection", error)
     elif not images:
-        yield Row(case, "files", math.inf, 0, "there is no img*.npz and no selection.npz beside meta.json")
+        yield Row(case, "files", remark="there is no img*.npz and no selection.npz beside meta.json")
     for file in sorted(folder.glob("*.npz")):
         if file.stem not in images and file not in maps.values() and file.stem != "selection":
             yield f"{case}: {file.name} is no img*.npz, so it is not compared"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_detector", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--plain", action="store_true", help="the network as it learns, not in its form for inference")
-    arguments = parser.parse_args()
-    folders = sorted(file.parent for file in arguments.folder.rglob("meta.json"))
-    if not folders:
-        sys.exit(f"{parser.prog}: no case in {arguments.folder}: no meta.json there or below")
-    form = "as it learns" if arguments.plain else "as it detects: norms folded, channels last"
-    print(f"our network {form}\n{'case':24} {'stage':34} {'worst':>9} {'bound':>7}")
-    passed = failed = 0
-    for folder in folders:
-        below = folder.relative_to(arguments.folder).as_posix()
-        for row in compare_folder(folder, arguments.folder.resolve().name if below == "." else below, arguments.plain):
-            print(row, flush=True)
-            if isinstance(row, Row):
-                passed, failed = passed + row.passes, failed + (not row.passes)
-    print(f"{passed} of {passed + failed} stages of {len(folders)} models pass")
-    sys.exit(1 if failed or not passed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,14 @@
-"""Cases of parity: what a pair of files holds, as our model, its weights and its batch (see parity_vlbert.py)."""
+"""VL-BERT's cases: what a pair of files holds, as our model, its weights and its batch (see vlbert.py)."""
 
 import dataclasses
-import json
-import re
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.parity.cases import Case
 from vlbert.convert import Published, skeleton, understand
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -76,74 +72,25 @@ _ONLY_FINE_TUNING = {  # pre-training reads none of these
 _CLASSIFIERS = {"1fc": ("linear",), "2fc": ("two_layers",), "mlm": ("words", "regions")}
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One pair of files: `about` is the json, `arrays` the npz."""
-
-    name: str
-    about: dict
-    arrays: dict[str, np.ndarray]
-
-    def tensor(self, name: str) -> Tensor:
-        return torch.from_numpy(self.arrays[name])
+class VLBertCase(Case):
+    """A pair of files of the authors' VL-BERT."""
 
     @property
     def kind(self) -> str:
         """Which of KINDS it is; ValueError where none."""
-        kind = self.about["case"].split("_")[0]
+        kind = self.metadata["case"].split("_")[0]
         if kind not in KINDS:
-            raise ValueError(f"case {self.about['case']} begins with none of {', '.join(KINDS)}")
+            raise ValueError(f"case {self.metadata['case']} begins with none of {', '.join(KINDS)}")
         return kind
 
     @property
     def network(self) -> dict[str, Any]:
         """config.NETWORK, and what stands below its VLBERT as VLBERT.*."""
-        network = self.about["config"]["NETWORK"]
+        network = self.metadata["config"]["NETWORK"]
         return network | {f"VLBERT.{key}": value for key, value in network["VLBERT"].items()}
 
 
-def read_cases(folder: Path) -> list[Path]:
-    """The json files in `folder` that describe a case, in order; one that cannot be read, if an npz lies beside it."""
-    return [file for file in sorted(folder.glob("*.json")) if _is_case(file)]
-
-
-def _is_case(file: Path) -> bool:
-    try:
-        return "param_order_for_grad" in _json(file)
-    except (ValueError, OSError, RecursionError):
-        return file.with_suffix(".npz").exists()
-
-
-def _json(file: Path) -> dict:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}
-
-
-def read_case(file: Path) -> Case:
-    with np.load(file.with_suffix(".npz")) as arrays:
-        return Case(file.stem, _json(file), dict(arrays))
-
-
-def weights(about: dict) -> dict[str, Tensor]:
-    """The parameters and buffers of a case, made by the rule that stands beside each."""
-    return {tensor["name"]: _fill(tensor, about.get("seed_offset", 0)) for tensor in about["tensors"]}
-
-
-def _fill(tensor: dict, seed_offset: int) -> Tensor:
-    """By one of the rules zero, 0.02n, 1+0.02n and 1+|0.02n|, with any number; n is drawn from N(0, 1)."""
-    name, rule = tensor["name"], tensor["rule"]
-    if rule == "zero":
-        return torch.zeros(tensor["shape"], dtype=torch.int64 if name.endswith("num_batches_tracked") else None)
-    parts = re.fullmatch(r"(1\+)?(?:(\d*\.?\d+)\*?n|\|(\d*\.?\d+)\*?n\|)", str(rule).replace(" ", ""))
-    if not parts:
-        raise ValueError(f"{name} is to be filled by the rule {rule!r}; zero, 0.02n, 1+0.02n and 1+|0.02n| are known")
-    one, scale, absolute = parts.groups()
-    values = np.random.default_rng(zlib.crc32(name.encode()) + seed_offset).standard_normal(tensor["shape"])
-    values = np.abs(values * float(absolute)) if absolute else values * float(scale)
-    return torch.from_numpy(np.asarray(1 + values if one else values, np.float32))
-
-
-def describe(case: Case, shapes: dict[str, tuple[int, ...]]) -> Published:
+def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> Published:
     """What the case is, from its tensors and its configuration.
 
     ValueError names a switch that we do not know or have not, or that says other than the tensors.
@@ -152,7 +99,7 @@ def describe(case: Case, shapes: dict[str, tuple[int, ...]]) -> Published:
     _refuse_switches(case)
     if not network.get("WITH_MLM_LOSS", True):
         shapes = shapes | {"vlbert.mlm_head.": ()}  # pre-training is known by this head, which is not there then
-    what = understand(shapes, heads=network["VLBERT.num_attention_heads"])
+    what = understand(shapes, num_heads=network["VLBERT.num_attention_heads"])
     for key, told in _told(case, what, shapes).items():
         if network[key] != told:
             raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {told}")
@@ -176,7 +123,7 @@ def describe(case: Case, shapes: dict[str, tuple[int, ...]]) -> Published:
     return dataclasses.replace(what, model=dataclasses.replace(what.model, regions=regions), task=task)
 
 
-def frozen_stages(case: Case) -> list[int]:
+def frozen_stages(case: VLBertCase) -> list[int]:
     """Which of conv1 (1), layer1 to layer3 (2 to 4) and res5 (5) do not learn: any of them, or 0 for none."""
     stages = case.network["IMAGE_FROZEN_BACKBONE_STAGES"]
     if not set(stages) <= set(range(6)):
@@ -184,7 +131,7 @@ def frozen_stages(case: Case) -> list[int]:
     return [stage for stage in stages if stage]
 
 
-def _refuse_switches(case: Case) -> None:
+def _refuse_switches(case: VLBertCase) -> None:
     network = case.network
     unknown = sorted(network.keys() - _KNOWN)
     if unknown:
@@ -197,7 +144,7 @@ def _refuse_switches(case: Case) -> None:
         raise ValueError("config.NETWORK.VLBERT.object_word_embed_mode is 3 (mean word embedding); ours has 1 and 2")
 
 
-def _told(case: Case, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _told(case: VLBertCase, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Switches that the tensors tell too: those that the model of the case reads, for others may say anything."""
     network, model, task = case.network, what.model, what.task
     looks = model.visual_embedding_size or model.hidden_size
@@ -230,7 +177,7 @@ def _told(case: Case, what: Published, shapes: dict[str, tuple[int, ...]]) -> di
     return told
 
 
-def heads_switched_off(case: Case, what: Published, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def heads_switched_off(case: VLBertCase, what: Published, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Zeros for the heads that their model lacks, their loss being off: ours has them, and nothing reads them."""
     heads = {"WITH_MLM_LOSS": "vlbert.mlm_head.", "WITH_MVRC_LOSS": "vlbert.mvrc_head."}
     off = tuple(head for switch, head in heads.items() if not case.network.get(switch, True))
@@ -245,7 +192,7 @@ def vocabulary(size: int) -> Vocabulary:
     return Vocabulary([special.get(i, f"[unused{i}]") for i in range(size)])
 
 
-def pictures(case: Case, valid: Tensor) -> list[ImageInput]:
+def pictures(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
     """The pictures of a case without what is asked; valid is bool [B, R], a prefix of each row."""
     boxes, info = case.tensor("in/boxes"), case.tensor("in/im_info")
     made = []
@@ -264,7 +211,7 @@ def pictures(case: Case, valid: Tensor) -> list[ImageInput]:
     return made
 
 
-def stored_pixels(case: Case, row: int, height: int, width: int) -> Tensor:
+def stored_pixels(case: VLBertCase, row: int, height: int, width: int) -> Tensor:
     """float [3, height, width], RGB of 0 to 255: a picture before it was normalised, as far as a case tells.
 
     Theirs are B, G, R less their mean, and zero where a masked region hid them: there stands noise, which the network
@@ -276,7 +223,7 @@ def stored_pixels(case: Case, row: int, height: int, width: int) -> Tensor:
     return torch.where((image == 0).all(dim=0), torch.from_numpy(noise), pixels).flip(0)
 
 
-def pretraining_batch(case: Case, task: Pretraining) -> Batch:
+def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
     valid = case.tensor("in/boxes")[..., 0] > -1.5
     labels, soft = case.tensor("in/mlm_labels"), case.tensor("in/mvrc_labels")
     region_asked = ((soft.sum(2) - 1).abs() < 0.1) & valid
@@ -313,14 +260,14 @@ def _words(tokens: Tensor, answers: Tensor) -> TextInput:
     return TextInput(tokens, zeros, zeros, targets={"word_asked": asked}, asked={"words": answers[asked]})
 
 
-def vqa_batch(case: Case, task: VQA) -> Batch:
+def vqa_batch(case: VLBertCase, task: VQA) -> Batch:
     questions, scores = case.tensor("in/question"), case.arrays["in/label"]
     found = pictures(case, case.tensor("in/boxes")[..., 0] > -1.5)
     texts = [task.words(q[q > 0].numpy(), s) for q, s in zip(questions, scores, strict=True)]
     return collate([Example(f"question {i}", *both) for i, both in enumerate(zip(texts, found, strict=True))])
 
 
-def refcoco_batch(case: Case, task: RefCOCO) -> Batch:
+def refcoco_batch(case: VLBertCase, task: RefCOCO) -> Batch:
     valid = case.tensor("in/boxes")[..., 0] > -1.5
     expressions, labels = case.tensor("in/expression"), case.tensor("in/label")
     examples = []
@@ -333,7 +280,7 @@ def refcoco_batch(case: Case, task: RefCOCO) -> Batch:
     return collate(examples)
 
 
-def vcr_batch(case: Case, task: VCR) -> Batch:
+def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
     boxes = case.tensor("in/boxes")
     valid = boxes[..., 3] > -0.5
     examples = []
@@ -359,7 +306,7 @@ def _tagged(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[:, 0], rows[:, 1]
 
 
-BATCHES: dict[type, Callable[[Case, Task], Batch]] = {
+BATCHES: dict[type, Callable[[VLBertCase, Task], Batch]] = {
     Pretraining: pretraining_batch,
     VQA: vqa_batch,
     RefCOCO: refcoco_batch,

@@ -1,18 +1,12 @@
 """Our VL-BERT beside figures that the authors' code produced: the same weights and inputs, the same numbers.
 
-    python -m benchmarks.parity_vlbert DIR [--precision fp32|bf16]
-
-A case is a pair X.json, X.npz in DIR whose json has `param_order_for_grad`: a configuration of theirs, the rule that
-makes each weight, inputs, outputs, intermediates, losses and gradients. Prints a line for each case; exits with 1 where
-one differs by more than TOLERANCES allow, or could not be run. Theirs are of float32; in bf16, ours are what a run in
-that precision computes.
+A case is a pair X.json, X.npz whose json has `param_order_for_grad`: a configuration of theirs, the rule that makes
+each weight, inputs, outputs, intermediates, losses and gradients. Theirs are of float32; in bf16, ours are what a run
+in that precision computes.
 """
 
-import argparse
 import dataclasses
 import math
-import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,16 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parity_cases import (
+from benchmarks.parity.cases import Row, apart, not_run, standard_normal, weights
+from benchmarks.parity.vlbert_cases import (
     BATCHES,
-    Case,
+    VLBertCase,
     describe,
     frozen_stages,
     heads_switched_off,
-    read_case,
-    read_cases,
     vocabulary,
-    weights,
 )
 from detectors.resnet import freeze_module
 from vlbert.checkpoint import load_model
@@ -60,6 +52,11 @@ class Tolerance:
     # round alike, and an exact zero would be as far from theirs. Their names are printed.
     floor: float
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        tensors = dict.fromkeys(("logits", "enc. in", "enc. out"), self.tensors)
+        return tensors | {"losses": self.losses, "grad l2": self.norms, "grad dot": self.projections}
+
 
 # bfloat16 keeps 8 bits: two neighbours are 2^-8 apart, relatively. All that goes into a product is rounded to them, and
 # some ten products with norms between stand one behind the other in these small models. Such errors are random and add
@@ -75,27 +72,6 @@ TOLERANCES = {
 
 
 _ROUNDED = 2**-15  # two units of the last place of a colour, 128 to 255, in float32
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far ours is from theirs; NaN compares as infinitely far."""
-
-    logits: float
-    encoder_input: float
-    encoder_output: float
-    losses: float
-    gradient_norm: float
-    gradient_projection: float
-    zero_gradients: tuple[str, ...]  # of the parameters, in their words, whose gradient is rounding errors with both
-
-    def passes(self, within: Tolerance) -> bool:
-        return bool(
-            max(self.logits, self.encoder_input, self.encoder_output) <= within.tensors
-            and self.losses <= within.losses
-            and self.gradient_norm <= within.norms
-            and self.gradient_projection <= within.projections
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +111,9 @@ def _computing_in(precision: str) -> torch.autocast:
 
 
 @_convolving_as_they_did()
-def run(case: Case, precision: str = "fp32") -> Ours:
+def run(case: VLBertCase, precision: str = "fp32") -> Ours:
     """Build our model, give it their weights and inputs, compute the losses and their gradients."""
-    theirs = weights(case.about)
+    theirs = weights(case.metadata)
     what = describe(case, {plain_name(name): tuple(tensor.shape) for name, tensor in theirs.items()})
     theirs |= heads_switched_off(case, what, theirs)
     task = make_task(what.task, vocabulary(what.vocab_size), num_classes=1600)
@@ -179,7 +155,7 @@ def _freeze(network: FastRCNN, stages: list[int]) -> None:
         freeze_module((backbone.stem, backbone.res2, backbone.res3, backbone.res4, network.res5)[stage - 1])
 
 
-def _totals(case: Case, task: Task, losses: Callable[[Task], dict]) -> dict[str, tuple[Tensor, int]]:
+def _totals(case: VLBertCase, task: Task, losses: Callable[[Task], dict]) -> dict[str, tuple[Tensor, int]]:
     """Our losses as sum and count; in pre-training those that are on, each a mean over what its own switch says."""
     if not isinstance(task, Pretraining):
         return {name: (total, count) for name, (total, count) in losses(task).items() if total.requires_grad}
@@ -194,30 +170,21 @@ def _totals(case: Case, task: Task, losses: Callable[[Task], dict]) -> dict[str,
     return totals
 
 
-def compare(case: Case, ours: Ours) -> Difference:
+def compare(case: VLBertCase, ours: Ours) -> tuple[dict[str, float], tuple[str, ...]]:
+    """How far ours is from theirs, by what `Tolerance.bounds` names; and the parameters, in their words, whose gradient
+    is rounding errors with both. NaN is infinitely far."""
     norm, projection, zeros = gradient_differences(case, ours)
     with _computing_in(ours.precision):
         pairs = logits(case, ours)
-    return Difference(
-        logits=max(_apart(*pair, ours.precision) for pair in pairs),
-        encoder_input=_rows_apart(ours, ours.embedded, case.tensor("inter/encoder.input")),
-        encoder_output=_rows_apart(ours, ours.encoded, case.tensor("inter/encoder.output")),
-        losses=max(_relative(mine, theirs) for mine, theirs in losses(case, ours)),
-        gradient_norm=norm,
-        gradient_projection=projection,
-        zero_gradients=zeros,
-    )
-
-
-def _apart(mine: Tensor, theirs: Tensor, precision: str) -> float:
-    if mine.shape != theirs.shape:
-        raise ValueError(f"ours is {tuple(mine.shape)}, theirs {tuple(theirs.shape)}")
-    if not mine.numel():
-        return 0.0
-    worst = float((mine.detach().double() - theirs.double()).abs().max())
-    if TOLERANCES[precision].of_scale:
-        worst /= max(float(theirs.abs().max()), 1e-12)
-    return math.inf if math.isnan(worst) else worst
+    of_scale = TOLERANCES[ours.precision].of_scale
+    return {
+        "logits": max(apart(*pair, of_scale) for pair in pairs),
+        "enc. in": _rows_apart(ours, ours.embedded, case.tensor("inter/encoder.input")),
+        "enc. out": _rows_apart(ours, ours.encoded, case.tensor("inter/encoder.output")),
+        "losses": max(_relative(mine, theirs) for mine, theirs in losses(case, ours)),
+        "grad l2": norm,
+        "grad dot": projection,
+    }, zeros
 
 
 def _relative(mine: float, theirs: float) -> float:
@@ -232,10 +199,10 @@ def _rows_apart(ours: Ours, mine: Tensor, theirs: Tensor) -> float:
     end = torch.ones(len(batch), 1, dtype=torch.bool)
     mask = torch.cat([batch.text_mask, batch.region_mask, end], dim=1)
     packed = torch.cat([theirs[row][: int(mask[row].sum())] for row in range(len(batch))])
-    return _apart(mine[mask], packed, ours.precision)
+    return apart(mine[mask], packed, TOLERANCES[ours.precision].of_scale)
 
 
-def logits(case: Case, ours: Ours) -> list[tuple[Tensor, Tensor]]:
+def logits(case: VLBertCase, ours: Ours) -> list[tuple[Tensor, Tensor]]:
     """(ours, theirs) of every logit at real words and regions."""
     task, head, batch, output = ours.task, ours.head, ours.batch, ours.output
     if isinstance(task, Pretraining):
@@ -284,7 +251,7 @@ _LOSSES = {
 }
 
 
-def losses(case: Case, ours: Ours) -> list[tuple[float, float]]:
+def losses(case: VLBertCase, ours: Ours) -> list[tuple[float, float]]:
     """(ours, theirs) of each loss and of their sum.
 
     Their mean over no words is NaN, and so is their sum; its gradient is zero. Ours is 0 there, which counts as equal.
@@ -301,7 +268,7 @@ def losses(case: Case, ours: Ours) -> list[tuple[float, float]]:
     return [*pairs, (sum(ours.losses.values()), total)]
 
 
-def gradient_differences(case: Case, ours: Ours) -> tuple[float, float, tuple[str, ...]]:
+def gradient_differences(case: VLBertCase, ours: Ours) -> tuple[float, float, tuple[str, ...]]:
     """The worst relative difference of a gradient's norm, of its projection on a random direction, and the zeros."""
     parameters = {
         f"{part}.{name}": parameter
@@ -311,26 +278,26 @@ def gradient_differences(case: Case, ours: Ours) -> tuple[float, float, tuple[st
     norms, dots = case.arrays["grad/l2"], case.arrays["grad/dot"]
     floor = TOLERANCES[ours.precision].floor * np.nanmax(norms)
     worst, zeros = [0.0, 0.0], []
-    for name, norm, dot in zip(case.about["param_order_for_grad"], norms, dots, strict=True):
+    for name, norm, dot in zip(case.metadata["param_order_for_grad"], norms, dots, strict=True):
         parameter = parameters.get(ours.rename(plain_name(name)) or "")
         gradient = None if parameter is None else parameter.grad
         if math.isnan(norm) or gradient is None:
             if not (math.isnan(norm) and gradient is None):
                 raise ValueError(f"{name} has a gradient with {'us' if gradient is not None else 'them'} alone")
             continue
-        direction = np.random.default_rng(zlib.crc32(name.encode()) + 1000).standard_normal(tuple(gradient.shape))
+        direction = standard_normal(name, 1000, tuple(gradient.shape))
         gradient = gradient.double()
         mine = float(gradient.norm()), float((gradient * torch.from_numpy(direction)).sum())
         if max(mine[0], norm) <= floor:
             zeros.append(name)
             continue
         for which, (found, theirs) in enumerate(zip(mine, (norm, dot), strict=True)):
-            apart = abs(found - theirs) / max(norm, floor)
-            worst[which] = max(worst[which], math.inf if math.isnan(apart) else apart)
+            difference = abs(found - theirs) / max(norm, floor)
+            worst[which] = max(worst[which], math.inf if math.isnan(difference) else difference)
     return worst[0], worst[1], tuple(zeros)
 
 
-def predictions(case: Case, ours: Ours) -> str:
+def predictions(case: VLBertCase, ours: Ours) -> str:
     """RefCOCO+: whether the boxes that we predict are theirs, but where theirs was padding."""
     if "infer/pred_boxes" not in case.arrays:
         return ""
@@ -342,53 +309,32 @@ def predictions(case: Case, ours: Ours) -> str:
     padding = (theirs < 0).all(dim=1)
     if not torch.allclose(mine[~padding], theirs[~padding]):
         raise ValueError("predicted boxes differ")
-    return f"  boxes {int((~padding).sum())} equal, {int(padding.sum())} where theirs is padding"
+    return f"boxes {int((~padding).sum())} equal, {int(padding.sum())} where theirs is padding"
 
 
-def report(file: Path, precision: str = "fp32") -> tuple[str, bool]:
-    """A line about the case, and whether it passes."""
+def report(file: Path, name: str, precision: str = "fp32") -> Row:
+    """The case beside ours."""
     try:
-        case = read_case(file)
+        case = VLBertCase.read(file)
         ours = run(case, precision)
-        found, boxes = compare(case, ours), predictions(case, ours)
+        (differences, zeros), boxes = compare(case, ours), predictions(case, ours)
     except Exception as error:  # noqa: BLE001  files may be torn anywhere; one case must not keep the others from running
-        return f"{file.stem:38} NOT RUN: {type(error).__name__}: {' '.join(str(error).split())}", False
-    *values, zeros = dataclasses.astuple(found)
-    columns = " ".join(f"{value:8.1e}" for value in values)
-    passes = found.passes(TOLERANCES[precision])
-    verdict = "pass" if passes else "FAIL"
-    return f"{file.stem:38} {columns} {len(zeros):5}  {verdict}{boxes}{_named(zeros)}", passes
+        return not_run(name, "", error)
+    remark = "  ".join(filter(None, (boxes, _named(zeros))))
+    return Row(name, "", differences, TOLERANCES[precision].bounds, remark)
 
 
 def _named(zeros: tuple[str, ...]) -> str:
     """What has zero gradients, by the ends of the names, and how often."""
     ends = Counter(".".join(name.split(".")[-3:]) for name in zeros)
-    return f"  zero: {', '.join(f'{count} {end}' for end, count in ends.items())}" if ends else ""
+    return f"zero: {', '.join(f'{count} {end}' for end, count in ends.items())}" if ends else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_vlbert", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--precision", choices=TOLERANCES, default="fp32")
-    options = parser.parse_args()
-    folder, within = options.folder, TOLERANCES[options.precision]
-    files = read_cases(folder)
-    if not files:
-        sys.exit(f"{parser.prog}: no case in {folder}: no X.json with param_order_for_grad beside its X.npz")
-    columns = ("logits", "enc. in", "enc. out", "losses", "grad l2", "grad dot")
-    print(f"{'case':38} " + " ".join(f"{column:>8}" for column in columns) + " zeros")
-    passed = 0
-    for file in files:
-        line, passes = report(file, options.precision)
-        print(line, flush=True)
-        passed += passes
+def summary(precision: str) -> str:
+    """Within what a case must be."""
+    within = TOLERANCES[precision]
     scale = " of its scale" if within.of_scale else ""
-    print(
-        f"{passed} of {len(files)} pass in {options.precision} (a number within {within.tensors:.2g}{scale}, a loss "
-        f"{within.losses:.2g}, a gradient's norm {within.norms:.2g} and projection {within.projections:.2g})"
+    return (
+        f"{precision} (a number within {within.tensors:.2g}{scale}, a loss {within.losses:.2g}, a gradient's norm "
+        f"{within.norms:.2g} and projection {within.projections:.2g})"
     )
-    sys.exit(0 if passed == len(files) else 1)
-
-
-if __name__ == "__main__":
-    main()

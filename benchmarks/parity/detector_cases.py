@@ -1,13 +1,13 @@
-"""The network that a case of benchmarks/parity_detector.py describes: its meta.json, configuration and weights."""
+"""The network that a folder of the detector's figures describes: its meta.json, configuration and weights."""
 
 import math
 import re
-import zlib
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.parity.cases import standard_normal
 from detectors.faster_rcnn import (
     PIXEL_MEAN_BGR,
     STRIDE,
@@ -52,16 +52,16 @@ _FIELDS = {
 }
 
 
-def read_config(about: dict) -> tuple[FasterRCNNConfig, list[str]]:
+def read_config(metadata: dict) -> tuple[FasterRCNNConfig, list[str]]:
     """The network that a meta.json describes, and what it leaves unsaid: that is as in the Visual Genome network.
 
     ValueError for what it says beyond that, and for values that our network does not have.
     """
     for name, kind in {"shapes": dict, "rules": list, "rpn": dict}.items():
-        if not isinstance(about.get(name), kind):
-            raise ValueError(f"meta.json: {name} is {about.get(name)!r}, must be a {kind.__name__}")
-    said = {key: value for key, value in about.items() if key != "rpn"}
-    said |= {f"rpn.{key}": value for key, value in about["rpn"].items()}
+        if not isinstance(metadata.get(name), kind):
+            raise ValueError(f"meta.json: {name} is {metadata.get(name)!r}, must be a {kind.__name__}")
+    said = {key: value for key, value in metadata.items() if key != "rpn"}
+    said |= {f"rpn.{key}": value for key, value in metadata["rpn"].items()}
     known = {*_TOLD, *_READ_ELSEWHERE, *_ONLY, *_FIELDS, *_DESCRIPTIONS}
     unknown = sorted(said.keys() - known)
     if unknown:
@@ -72,7 +72,7 @@ def read_config(about: dict) -> tuple[FasterRCNNConfig, list[str]]:
     for key, only in _ONLY.items():
         if key in said and not np.array_equal(np.float64(said[key]), np.float64(only)):
             raise ValueError(f"meta.json: {key} is {said[key]}, our network has {only} only")
-    changes = _from_shapes(about["shapes"])
+    changes = _from_shapes(metadata["shapes"])
     for key, name in _FIELDS.items():
         if key in said:
             changes[name] = tuple(np.ravel(said[key]).tolist()) if isinstance(said[key], list) else said[key]
@@ -100,7 +100,7 @@ def read_config(about: dict) -> tuple[FasterRCNNConfig, list[str]]:
 
 
 def _from_shapes(shapes: dict[str, list[int]]) -> dict:
-    """What the shapes of the tensors say about the configuration."""
+    """What the shapes of the tensors say metadata the configuration."""
 
     def rows(name: str) -> int:
         if name not in shapes:
@@ -203,10 +203,10 @@ def _stem_pool(key: str, value: object) -> dict:
 _DESCRIPTIONS = {"pooler": _pooler, "res5": _res5, "stem_pool": _stem_pool}
 
 
-def regenerated(about: dict) -> dict[str, Tensor]:
+def regenerated(metadata: dict) -> dict[str, Tensor]:
     """The weights that a meta.json describes by rules on their names; ValueError where a checksum is another."""
-    tensors = {name: _drawn(about, name, tuple(shape)) for name, shape in about["shapes"].items()}
-    for name, total in about.get("checks", {}).items():
+    tensors = {name: _drawn(metadata, name, tuple(shape)) for name, shape in metadata["shapes"].items()}
+    for name, total in metadata.get("checks", {}).items():
         if name not in tensors:
             raise ValueError(f"meta.json: checks has {name}, shapes has not")
         ours = float(tensors[name].double().sum())
@@ -215,9 +215,9 @@ def regenerated(about: dict) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("num_batches_tracked")}
 
 
-def _drawn(about: dict, name: str, shape: tuple[int, ...]) -> Tensor:
-    draw = np.random.default_rng(zlib.crc32((about.get("salt", "") + name).encode())).standard_normal(shape)
-    kind, offset, gain = next((rule for pattern, *rule in about["rules"] if re.search(pattern, name)), (None, 0, 0))
+def _drawn(metadata: dict, name: str, shape: tuple[int, ...]) -> Tensor:
+    draw = standard_normal(metadata.get("salt", "") + name, 0, shape)
+    kind, offset, gain = next((rule for pattern, *rule in metadata["rules"] if re.search(pattern, name)), (None, 0, 0))
     if kind not in ("fan", "lin", "abs"):
         raise ValueError(f"meta.json: the rule for {name} is of kind {kind}, must be one of fan, lin, abs")
     scale = 1 / math.sqrt(math.prod(shape[1:])) if kind == "fan" else 1.0
