@@ -1,9 +1,23 @@
-"""Settings as frozen dataclasses: checked when made, read from field=value and JSON, written back as both."""
+"""Settings as frozen dataclasses: checked when made, read from field=value and JSON, written back as both.
 
+A program lists the fields of its settings in --help, and the flow UI shows them as a form. Both take the words from the
+docstring below a field, or from the comment beside it.
+"""
+
+import argparse
+import ast
 import dataclasses
+import functools
+import inspect
+import io
 import math
+import textwrap
+import tokenize
 import typing
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check(config: Any, holds: Any, name: str, wanted: str) -> None:
@@ -18,50 +32,115 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         numbers = value if isinstance(value, tuple) else (value,)
         check(config, all(math.isfinite(n) for n in numbers if isinstance(n, float)), name, "finite")
-        if typing.get_origin(kind) is Literal:
-            choices = typing.get_args(kind)
-            check(config, getattr(config, name) in choices, name, f"one of {', '.join(map(repr, choices))}")
+        choices = _choices(kind)
+        check(config, not choices or value in choices, name, f"one of {', '.join(map(str, choices))}")
 
 
-def override(config: Any, assignments: list[str]) -> Any:
+def _choices(kind: Any) -> tuple:
+    """The values that an annotation Literal[...], or Literal[...] | None, allows; () for every other."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    inner = typing.get_args(kind)
+    return (*_choices(inner[0]), None) if type(None) in inner and _choices(inner[0]) else ()
+
+
+# --- field=value ------------------------------------------------------------------------------------------------------
+
+
+def override(config: Any, assignments: Sequence[str]) -> Any:
     """The config with every `a.b=value` applied, all at once, so that fields that belong together may change together.
 
     ValueError names a field that does not exist, with those that do.
     """
+    return _apply(type(config), config, _tree(assignments))
+
+
+def from_assignments(kind: type, assignments: Sequence[str], **given: Any) -> Any:
+    """A `kind` of these `a.b=value`; a field that is not named has its default, or its value of `given`."""
+    return _apply(kind, None, _tree(assignments), given)
+
+
+def assignments_of(config: Any, base: Any = None) -> list[str]:
+    """`a.b=value` of each field in which the config differs from `base`, or from its fields' defaults: the inverse of
+    override(base, ...) and of from_assignments. ValueError names a value that field=value cannot give."""
+    found = []
+    for path, value, kind in _changes(config, base):
+        text = as_text(value)
+        if _parse(text, kind, path) != value:
+            raise ValueError(f"{type(config).__name__}.{path} is {value!r}, which field=value cannot give")
+        found.append(f"{path}={text}")
+    return found
+
+
+def changed_fields(config: Any) -> list[str]:
+    """Dotted names of the fields that do not have their defaults."""
+    return [path for path, _, _ in _changes(config)]
+
+
+def _changes(config: Any, base: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value, annotation) of each plain field that differs from `base`, or from its default."""
+    types = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        path, value = f"{prefix}{field.name}", getattr(config, field.name)
+        before = default_of(field) if base is None else getattr(base, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _changes(value, before if dataclasses.is_dataclass(before) else None, f"{path}.")
+        elif value != before:
+            yield path, value, types[field.name]
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a dataclass's field; MISSING where it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def as_text(value: Any) -> str:
+    """A plain value as field=value has it."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _tree(assignments: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for assignment in assignments:
         path, separator, text = assignment.partition("=")
         if not separator:
-            raise ValueError(
-                f"override {assignment!r} has no '='; write field=value, as in optimizer.learning_rate=1e-4"
-            )
+            raise ValueError(f"{assignment!r} has no '='; write field=value, as in optimizer.learning_rate=1e-4")
         *parents, name = path.split(".")
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
             if not isinstance(branch, dict):
-                raise ValueError(f"override {assignment}: {parent} is given a value and fields at once; give one")
+                raise ValueError(f"{assignment}: {parent} is given a value and fields at once; give one")
         branch[name] = (text, path)
-    return _apply(config, tree)
+    return tree
 
 
-def _apply(config: Any, tree: dict[str, Any]) -> Any:
-    types = typing.get_type_hints(type(config))
-    changes = {}
+def _apply(kind: type, config: Any, tree: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
+    types, changes = typing.get_type_hints(kind), dict(given or {})
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     for name, change in tree.items():
-        if name not in types:
+        if name not in types or name in (given or {}):
             first = change
             while isinstance(first, dict):
                 first = next(iter(first.values()))
-            raise ValueError(
-                f"override {first[1]}={first[0]}: {type(config).__name__} has no field {name!r}; it has "
-                f"{', '.join(types)}"
-            )
-        old = getattr(config, name)
+            known = ", ".join(one for one in types if one not in (given or {}))
+            raise ValueError(f"{first[1]}={first[0]}: {kind.__name__} has no field {name!r}; it has {known}")
+        old = defaults[name] if config is None else getattr(config, name)
         if isinstance(change, dict) and not dataclasses.is_dataclass(old):
-            raise ValueError(f"override: {name} of {type(config).__name__} is a plain value and has no fields")
-        changes[name] = _apply(old, change) if isinstance(change, dict) else _parse(change[0], types[name], change[1])
-    return dataclasses.replace(config, **changes)
+            raise ValueError(f"{name} of {kind.__name__} is a plain value and has no fields")
+        changes[name] = (
+            _apply(type(old), old, change) if isinstance(change, dict) else _parse(change[0], types[name], change[1])
+        )
+    if config is not None:
+        return dataclasses.replace(config, **changes)
+    needed = [name for name, value in defaults.items() if value is dataclasses.MISSING and name not in changes]
+    if needed:
+        raise ValueError(f"{kind.__name__}.{needed[0]} is not set; give {needed[0]}=...")
+    return kind(**changes)
 
 
 def _parse(text: str, wanted: Any, whole: str) -> Any:
@@ -70,7 +149,7 @@ def _parse(text: str, wanted: Any, whole: str) -> Any:
     if kind is Literal:
         if text in inner:
             return text
-        raise ValueError(f"override {whole}={text}: it must be one of {', '.join(inner)}")
+        raise ValueError(f"{whole}={text}: it must be one of {', '.join(inner)}")
     if type(None) in inner:
         return None if text in ("none", "None", "") else _parse(text, inner[0], whole)
     if kind is tuple:
@@ -82,10 +161,10 @@ def _parse(text: str, wanted: Any, whole: str) -> Any:
         try:
             return int(float(text)) if wanted is int and float(text).is_integer() else wanted(text)
         except ValueError:
-            raise ValueError(f"override {whole}={text}: {text!r} is no {wanted.__name__}") from None
-    raise ValueError(
-        f"override {whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields"
-    )
+            raise ValueError(f"{whole}={text}: {text!r} is no {wanted.__name__}") from None
+    if wanted is bool:
+        raise ValueError(f"{whole}={text}: it must be true or false")
+    raise ValueError(f"{whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields")
 
 
 def override_values(config: Any, values: dict[str, Any]) -> Any:
@@ -101,6 +180,9 @@ def override_values(config: Any, values: dict[str, Any]) -> Any:
         for name, inner in tree.items()
     }
     return dataclasses.replace(config, **changes)
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
 
 
 def to_json(config: Any) -> dict:
@@ -157,3 +239,89 @@ def flat(values: dict, prefix: str = "") -> dict[str, object]:
 def differing_fields(now: dict[str, object], before: dict[str, object]) -> list[tuple[str, object, object]]:
     """(name, now, before) of the fields that both have and that differ; one that a file lacks is younger than it."""
     return [(name, now[name], before[name]) for name in now if name in before and now[name] != before[name]]
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def field_words(kind: type) -> dict[str, str]:
+    """What the source says about each field of a dataclass, and of its bases: the docstring below it, or the comments
+    above or beside it. A comment that is indented behind its # goes on with the one above."""
+    found = {}
+    for base in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
+        source = textwrap.dedent(inspect.getsource(base))
+        lines = source.splitlines()
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+        own = {number for number in comments if lines[number - 1].lstrip().startswith("#")}  # lines without code
+        goes_on = {number for number in own if comments[number].startswith("#  ")}
+        body = ast.parse(source).body[0].body
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                words = str(following.value.value)
+            else:
+                first, last = statement.lineno, statement.end_lineno
+                while first - 1 in own - goes_on:
+                    first -= 1
+                while last + 1 in goes_on:
+                    last += 1
+                words = " ".join(comments.get(line, "").lstrip("# ") for line in range(first, last + 1))
+            found[statement.target.id] = " ".join(words.split())
+    return found
+
+
+def field_help(config: Any, without: Sequence[str] = ()) -> str:
+    """The fields of a dataclass, or with the values of an instance, as --help lists them."""
+    return "\n".join(_field_lines(config, "", without))
+
+
+def _field_lines(config: Any, prefix: str, without: Sequence[str] = ()) -> Iterator[str]:
+    kind = config if isinstance(config, type) else type(config)
+    types, words = typing.get_type_hints(kind), field_words(kind)
+    for field in dataclasses.fields(kind):
+        value = default_of(field) if config is kind else getattr(config, field.name)
+        if field.name in without:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from textwrap.wrap(f"{prefix}{field.name}.*: {words[field.name]}", 100, subsequent_indent=" " * 6)
+            yield from _field_lines(value, f"{prefix}{field.name}.")
+            continue
+        given = "" if value is dataclasses.MISSING else f"={as_text(value)}"
+        yield f"{prefix}{field.name}{given}  ({_kind(types[field.name])})"
+        yield from textwrap.wrap(words[field.name], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _kind(wanted: Any) -> str:
+    """An annotation, as --help has it."""
+    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if kind is Literal:
+        return " | ".join(inner)
+    if kind is tuple:
+        return ",".join([_kind(inner[0])] * (1 if inner[-1] is ... else len(inner))) + (
+            ",..." if inner[-1] is ... else ""
+        )
+    if inner:
+        return " | ".join("none" if one is type(None) else _kind(one) for one in inner)
+    return {str: "text", bool: "true | false"}.get(wanted, wanted.__name__)
+
+
+def add_fields(parser: argparse.ArgumentParser, config: Any, note: str = "", without: Sequence[str] = ()) -> None:
+    """Have the program take field=value, into `fields`, and list the fields of the config in --help; `note` instead
+    where it is None."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("fields", nargs="*", metavar="field=value", help="settings; lists by comma, or none")
+    listed = textwrap.indent(field_help(config, without), "  ") if config else ""
+    parser.epilog = f"fields:\n{listed}" if config else note
+
+
+def _describe(form: dict[str, Any], kind: type) -> None:
+    for name, words in field_words(kind).items():
+        form["properties"][name]["description"] = words
+
+
+# For pydantic, with which Prefect reads a flow's parameters: a name that is no field is an error, and the form of the
+# flow UI shows the words.
+FORM = {"extra": "forbid", "json_schema_extra": _describe}

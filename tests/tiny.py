@@ -11,6 +11,7 @@ from detectors.resnet import ResNetConfig
 from storage.catalog import Catalog, Row
 from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
+from storage.settings import assignments_of
 from training.optimizer import OptimizerConfig
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.corpus import make_corpus
@@ -144,16 +145,4 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
 
 def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:
     """The command line's overrides that turn the recipe `of` into `recipe` (its name aside)."""
-
-    def differing(now: object, before: object, path: str) -> list[str]:
-        if dataclasses.is_dataclass(now):
-            fields = [field.name for field in dataclasses.fields(now) if not (path == "" and field.name == "name")]
-            return [
-                line
-                for name in fields
-                for line in differing(getattr(now, name), getattr(before, name), f"{path}.{name}" if path else name)
-            ]
-        text = ",".join(map(str, now)) if isinstance(now, tuple) else str(now)
-        return [] if now == before else [f"{path}={text}"]
-
-    return differing(recipe, of, "")
+    return assignments_of(dataclasses.replace(recipe, name=of.name), of)

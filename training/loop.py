@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from storage.object_store import ObjectMissing, StorageUnreachable
-from storage.settings import override
+from storage.settings import add_fields, override
 from training import distributed
 from training.distributed import World
 from training.log import Record, Unreadable
@@ -322,19 +322,29 @@ def run_program(
     arguments: Sequence[str] | None,
 ) -> None:
     """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
-    parser = argparse.ArgumentParser(
-        prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog=program, description=about)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    add_recipe_fields(parser, recipes, arguments)
     options = parser.parse_args(arguments)
     name = f"{program} {options.recipe}"
     try:
-        recipe = override(find_recipe(options.recipe, recipes)(), options.overrides)
+        recipe = override(find_recipe(options.recipe, recipes)(), options.fields)
         check_complete(recipe)
     except ValueError as error:
         sys.exit(f"{name}: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once, not on each rank
     run_in_world(name, lambda world: train(recipe, world))
+
+
+def add_recipe_fields(
+    parser: argparse.ArgumentParser, recipes: Mapping[str, Callable[[], Any]], arguments: Sequence[str] | None
+) -> None:
+    """Have the program take field=value behind RECIPE, into `fields`; RECIPE --help lists those of that recipe."""
+    arguments, recipe = sys.argv[1:] if arguments is None else arguments, None
+    if {"-h", "--help"} & {*arguments}:
+        named = [argument for argument in arguments if not argument.startswith("-")]
+        with contextlib.suppress(ValueError):
+            recipe = find_recipe(named[0], recipes)() if named else None
+    add_fields(parser, recipe, "RECIPE --help lists the fields of that recipe, with its values.")
 
 
 def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]]) -> Callable[[], Any]:

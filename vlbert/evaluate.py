@@ -25,7 +25,7 @@ from typing import Any
 from storage.object_store import ObjectStore, open_store
 from storage.settings import differing_fields, from_json, override
 from training.distributed import World, from_first, gather_on_first
-from training.loop import EXPECTED, find_recipe, run_in_world
+from training.loop import EXPECTED, add_recipe_fields, find_recipe, run_in_world
 from vlbert.checkpoint import Checkpoint, find_checkpoint, load_model, open_checkpoint, take_kept, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import ValidationData
@@ -218,13 +218,11 @@ def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m vlbert.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m vlbert.evaluate", description=__doc__)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
     parser.add_argument("split", metavar="SPLIT", nargs="?", help="as the task's files name it")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    add_recipe_fields(parser, RECIPES, arguments)
     parser.add_argument("--out", metavar="FOLDER", help="where to write; needed where CHECKPOINT belongs to no run")
     parser.add_argument("--again", action="store_true", help="also where it is done already, by the same settings")
     options = parser.parse_intermixed_args(arguments)
@@ -235,10 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not value or re.match(r"[a-z_.]+=", value):
                 raise ValueError(f"{given.upper()} is missing; say RECIPE CHECKPOINT SPLIT, then any field=value")
         recipe = find_recipe(options.recipe, RECIPES)()
-        override(recipe, options.overrides)
+        override(recipe, options.fields)
     except ValueError as error:
         sys.exit(f"{name}: {error}")
-    paths, given = options.checkpoint.split(","), (options.split, options.overrides, options.out)
+    paths, given = options.checkpoint.split(","), (options.split, options.fields, options.out)
     run_in_world(name, lambda world: evaluate(recipe, paths, *given, world, options.again))
 
 

@@ -260,7 +260,7 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         (NO_TEXT | {"vocabulary": "no.txt"}, "pretraining.vocabulary: there is no file no.txt"),
         ({"recipe": "pretrain"}, "pretraining.recipe is 'pretrain'; it must be one of finetune_refcoco_base, "),
         ({"recipe": "finetune_refcoco_demo"}, "pretraining.recipe finetune_refcoco_demo is no pre-training"),
-        ({"overrides": ("step=3",)}, "override step=3: Recipe has no field 'step'"),
+        ({"overrides": ("step=3",)}, "step=3: Recipe has no field 'step'"),
         ({"overrides": ("data.batch=0",)}, "DataConfig.batch is 0"),
         *(
             (

@@ -1,16 +1,29 @@
 import dataclasses
+import json
 import math
 import typing
 
 import pytest
-from tiny import as_overrides, tiny_recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detectors import recipes
+from detectors import train as detectors_train
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
-from storage.settings import from_json, override, to_json
+from storage.settings import (
+    assignments_of,
+    default_of,
+    field_help,
+    field_words,
+    from_assignments,
+    from_json,
+    override,
+    to_json,
+)
 from training.optimizer import OptimizerConfig
+from vlbert import evaluate, train
 from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES
@@ -159,6 +172,105 @@ def test_a_configuration_may_be_older_and_not_newer():
         from_json(ModelConfig, values | {"eyes": 2}, "config.json")
 
 
-def test_as_overrides_is_the_inverse_of_override(tmp_path):
-    base, tiny = RECIPES["pretrain_vlbert_demo"](), tiny_recipe(tmp_path)
-    assert override(base, as_overrides(tiny, base)) == dataclasses.replace(tiny, name=base.name)
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    count: int = 3  # how many
+    share: float = 0.5  # of all, %
+    #                     from 0 to 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Inner):
+    """One field of every kind."""
+
+    # In pixels, where it is known.
+    width: int | None = None
+    strict: bool = True
+    """A docstring,
+    over two lines."""
+    mode: typing.Literal["fast", "exact"] = "exact"  # how
+    folder: str | None = None  # of the files
+    names: tuple[str, ...] = ("a",)  # in order
+    sizes: tuple[float, ...] = ()  # in pixels
+    inner: Inner = Inner(count=7)  # another one
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+INNER = {"count": st.integers(), "share": NUMBERS}
+TEXT = st.text(max_size=5)
+OUTER = st.builds(
+    Outer,
+    **INNER,
+    width=st.none() | st.integers(),
+    strict=st.booleans(),
+    mode=st.sampled_from(["fast", "exact"]),
+    folder=st.none() | TEXT.filter(lambda text: text not in ("", "none", "None")),
+    names=st.lists(TEXT.filter(lambda text: text and "," not in text)).map(tuple),
+    sizes=st.lists(NUMBERS).map(tuple),
+    inner=st.builds(Inner, **INNER),
+)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(OUTER, OUTER)
+def test_field_value_says_every_settings(config: Outer, base: Outer):
+    assert override(base, assignments_of(config, base)) == config
+    assert from_assignments(Outer, assignments_of(config)) == config
+    assert from_json(Outer, json.loads(json.dumps(to_json(config))), "here") == config
+
+
+@pytest.mark.parametrize("changes", [{"folder": "none"}, {"folder": ""}, {"names": ("a,b",)}, {"names": ("",)}])
+def test_a_value_that_field_value_cannot_say_is_refused(changes: dict):
+    with pytest.raises(ValueError, match=rf"Outer.{next(iter(changes))} is "):
+        assignments_of(Outer(**changes))
+
+
+def test_words_come_from_docstrings_and_comments():
+    assert field_words(Outer) == {
+        "count": "how many",
+        "share": "of all, % from 0 to 1",
+        "width": "In pixels, where it is known.",
+        "strict": "A docstring, over two lines.",
+        "mode": "how",
+        "folder": "of the files",
+        "names": "in order",
+        "sizes": "in pixels",
+        "inner": "another one",
+    }
+    listed = field_help(Outer(folder="x"), without=["count"])
+    assert {
+        "folder=x  (text | none)",
+        "inner.count=7  (int)",
+        "strict=true  (true | false)",
+        "sizes=  (float,...)",
+    } <= {*listed.splitlines()}
+    assert "\ncount" not in listed
+
+
+def kinds_below(kind: type) -> set[type]:
+    """The dataclass and those of its fields."""
+    values = [default_of(field) for field in dataclasses.fields(kind)]
+    return {kind}.union(*(kinds_below(type(value)) for value in values if dataclasses.is_dataclass(value)))
+
+
+@pytest.mark.parametrize("kind", {type(config) for config in SETTINGS}, ids=lambda kind: kind.__qualname__)
+def test_every_field_of_every_settings_has_words(kind: type):
+    silent = [name for one in kinds_below(kind) for name, words in field_words(one).items() if not words]
+    assert not silent, f"{kind.__name__}: say what these are for: {silent}"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "config"),
+    [
+        (train.main, ["finetune_vqa_base"], RECIPES["finetune_vqa_base"]()),
+        (evaluate.main, ["finetune_refcoco_demo"], RECIPES["finetune_refcoco_demo"]()),
+        (detectors_train.main, ["detector_demo"], recipes.RECIPES["detector_demo"]()),
+    ],
+)
+def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[str], config, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    for line in field_help(config).splitlines():
+        assert line in printed

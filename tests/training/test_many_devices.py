@@ -331,7 +331,7 @@ def test_the_gradients_of_a_step_cross_between_ranks_once_whatever_its_parts(tmp
 @pytest.mark.parametrize(
     ("given", "said", "lines"),
     [
-        (["data.rot=1"], "override data.rot=1: DataConfig has no field 'rot'", 1),
+        (["data.rot=1"], "data.rot=1: DataConfig has no field 'rot'", 1),
         (["data.text_batch=0", "model.regions.untrained=true", "data.root={root}"], "{root}", 2),
     ],
 )
