@@ -108,12 +108,12 @@ class ValidationConfig:
 class DetectorRecipe:
     """One run, whole."""
 
-    name: str
-    network: FasterRCNNConfig = VG_RESNET101
-    data: DataConfig = DataConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    optimizer: OptimizerConfig = SGD
-    validation: ValidationConfig = ValidationConfig()
+    name: str  # of the recipe; also that of the run where `run` is empty
+    network: FasterRCNNConfig = VG_RESNET101  # the network
+    data: DataConfig = DataConfig()  # what is read, in which batches
+    sampling: SamplingConfig = SamplingConfig()  # which anchors and regions the losses are about
+    optimizer: OptimizerConfig = SGD  # how weights change, and at which rate
+    validation: ValidationConfig = ValidationConfig()  # how detections are made and counted
     root: str = ""  # folder or s3://bucket/prefix; the run's folder is ROOT/runs/<run>
     run: str = ""  # name of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all

@@ -60,11 +60,11 @@ class ModelConfig:
     """VL-BERT's architecture; the defaults are BASE as the authors trained it."""
 
     layers: str = "J" * 12  # one letter a layer; J: joint attention over text and regions
-    hidden_size: int = 768
-    num_heads: int = 12
+    hidden_size: int = 768  # width of the encoder
+    num_heads: int = 12  # attention heads of a layer; they divide hidden_size
     intermediate_size: int = 3072  # width of the feed-forward layers
-    max_positions: int = 512
-    dropout: float = 0.1
+    max_positions: int = 512  # position embeddings: the longest row of text; BERT has 512
+    dropout: float = 0.1  # probability, in the embedding and in each layer
     initializer_range: float = (
         0.02  # standard deviation of new weights. 0.02 belongs to 768 channels: with 96, take 0.06
     )
@@ -76,13 +76,13 @@ class ModelConfig:
     visual_gain_words: float = 0.0  # gain that this norm (or scale) starts with, at words ...
     visual_gain_regions: float = 0.0  # ... and at regions; at 0 the picture is faded in
     geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
-    geometry_channels: int = 2048
+    geometry_channels: int = 2048  # width of the sine and cosine embedding of a box
     special_tokens: Literal["own", "vocabulary"] = "own"  # [IMG] and [END]: apart, or words that can be answers too
     masked_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
     end_visual_embedding: bool = False  # [END] carries the look of the whole image, as words do
     region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # linear layers that fine-tuning adds
-    regions: RegionConfig = RegionConfig()
+    regions: RegionConfig = RegionConfig()  # where the vector of a region comes from
 
     def __post_init__(self):
         check_choices(self)
@@ -147,11 +147,11 @@ class DataConfig:
 class Recipe:
     """One run, whole: `recipes.py` holds functions that return one; the command line may override fields."""
 
-    name: str
+    name: str  # of the recipe; also that of the run where `run` is empty
     task: Any  # the settings of a task; its type decides which (vlbert.tasks.make_task)
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    model: ModelConfig = ModelConfig()  # the architecture
+    data: DataConfig = DataConfig()  # what is read, in which batches
+    optimizer: OptimizerConfig = OptimizerConfig()  # how weights change, and at which rate
     steps: int = 250_000  # optimizer steps in all
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     init_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")

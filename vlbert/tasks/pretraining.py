@@ -34,8 +34,8 @@ GUESSES = 5  # that a prediction tells of each word and region, at most
 
 @dataclass(frozen=True)
 class PretrainingSettings:
-    words: WordMasking = WordMasking()
-    regions: RegionMasking = RegionMasking()
+    words: WordMasking = WordMasking()  # which words are masked, and how
+    regions: RegionMasking = RegionMasking()  # which regions are masked, and how
     max_elements: int | None = 64  # word pieces and regions of a row; beyond it the longer of the two loses its end
     caption_length: int = 508  # word pieces of a caption at most: of BERT's 512 positions, four are others'
     text_length: int = 64  # pieces of a text-only row

@@ -36,7 +36,7 @@ RANKED = 5  # regions that a prediction names
 class RefCOCOSettings:
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits
-    validate_on: str = "val"
+    validate_on: str = "val"  # split of validation, as refs(...).p names it
     regions: Literal["ground_truth", "detected"] = "ground_truth"  # the track: regions are all annotated objects, ...
     detections: str | None = None  # ... or the boxes of MAttNet's file below folder; none: those of the region shards
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the detected ones

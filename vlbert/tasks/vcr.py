@@ -44,7 +44,7 @@ from vlbert.tasks.vcr_text import (
 class VCRSettings:
     folder: str = ""  # holds train.jsonl, val.jsonl and vcr1images/ with the metadata, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits, as the files are named
-    validate_on: str = "val"
+    validate_on: str = "val"  # split of validation, as in the files' names
     question: Literal["answer", "rationale"] = "answer"  # Q->A, or QA->R
     every_answer: bool = False  # held out, rationales are asked for behind each answer, as the leaderboard does, and
     #                             not behind the right one alone; where nobody says which is right, they always are
@@ -61,7 +61,7 @@ class VCRSettings:
     hidden_regions: float = 0.0  # share of regions that training hides, and then asks for; 0: it asks for all, in sight
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # each choice right or wrong by itself, or one of four
     pooled: bool = True  # the score is read at [CLS] behind BERT's tanh pooler, or at [CLS] itself
-    classifier: ClassifierKind = "linear"
+    classifier: ClassifierKind = "linear"  # what scores a choice: one layer, or `two_layers`
     classifier_width: int = 1024  # of its layer in between, for two_layers
     region_loss: Literal["contextual", "appearance", "none"] = "contextual"  # also ask what object each region is: of
     #                                                what the encoder says there, or of the Fast R-CNN's feature alone

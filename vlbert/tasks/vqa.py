@@ -37,7 +37,7 @@ OTHERS = 6  # positions that are not the question's: of [CLS], two [SEP], [MASK]
 class VQASettings:
     folder: str = ""  # holds questions and annotations as the data set ships them, and the answer list
     train_on: tuple[str, ...] = ("train2014",)  # splits, as in the files' names; reported models add val2014
-    validate_on: str = "val2014"
+    validate_on: str = "val2014"  # split of validation, as in the files' names
     answer_list: str = "answers_vqa.txt"  # file in folder: the answers to choose from, one a line, or a JSON list
     answers: int = 3129  # how many those are
     # Word pieces that BERT's 512 positions leave. Longer questions are not learned from, and held out lose their end.
