@@ -70,7 +70,7 @@ def sharpened(network: torch.nn.Module) -> dict:
     """Make the classifier of a random network sure of something; the weights' description."""
     with torch.no_grad():
         network.roi_heads.box_predictor.cls_score.weight.mul_(60)
-    return {"untrained": True, "seed": 0}
+    return {"random_init": True, "seed": 0}
 
 
 def contenders(config: FasterRCNNConfig, weights: Path | None, settings: DetectorSettings) -> dict:
@@ -81,13 +81,13 @@ def contenders(config: FasterRCNNConfig, weights: Path | None, settings: Detecto
         if name == DETECTRON2:
             from detectors.detectron2 import Detectron2FasterRCNN as kind
         try:
-            network = kind.untrained(config, seed=0)
+            network = kind.random_init(config, seed=0)
         except (ImportError, ValueError) as error:
             print(f"not measured: {name}: {' '.join(str(error).split())}")
             continue
-        about = load_weights(network, weights).about if weights else sharpened(network)
+        metadata = load_weights(network, weights).metadata if weights else sharpened(network)
         own = dataclasses.replace(settings, precision=precision)
-        detectors[name] = FasterRCNNDetector(network, about, own, backend=name.split()[0])
+        detectors[name] = FasterRCNNDetector(network, metadata, own, backend=name.split()[0])
     return detectors
 
 

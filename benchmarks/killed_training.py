@@ -84,7 +84,7 @@ def commit(root: Path, dataset: str, shard: int, numbers: range) -> None:
     samples = [scene_sample(number) for number in numbers]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
     catalog = Catalog(open_store(str(root)), dataset)
-    catalog.commit(f"regions/{DETECTOR}", f"{shard:05d}", samples, rows, {"untrained": False})
+    catalog.commit(f"regions/{DETECTOR}", f"{shard:05d}", samples, rows, {"random_init": False})
 
 
 def make_root(root: Path) -> None:

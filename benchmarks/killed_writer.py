@@ -81,7 +81,7 @@ def write_all(root: str, variant: int) -> None:
     for shard in catalog.pending(*STAGES):
         manifest = catalog.manifest(STAGES[0], shard)
         samples = map(with_regions, catalog.read(STAGES[0], shard))
-        meta = {"source": manifest.as_source(), "untrained": False}
+        meta = {"source": manifest.as_source(), "random_init": False}
         catalog.commit(STAGES[1], shard, samples, made_rows(int(shard)), meta)
     for stage in STAGES:
         catalog.pin(stage)

@@ -109,7 +109,7 @@ def commit_drawn(store: ObjectStore, samples: int, per_shard: int) -> int:
     for shard, start in enumerate(range(0, samples, per_shard)):
         part = [drawn(number) for number in range(start, min(start + per_shard, samples))]
         rows = [Row(start + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(part)]
-        Catalog(store, "captions").commit(STAGE, f"{shard:05d}", part, rows, {"untrained": False})
+        Catalog(store, "captions").commit(STAGE, f"{shard:05d}", part, rows, {"random_init": False})
     return sum(map(len, jpegs)) // len(jpegs)
 
 
@@ -244,7 +244,7 @@ def pin_made_up(store: ObjectStore, n: int, per_shard: int = 2000) -> str:
                     "url": [f"http://example.org/{number}.jpg" for number in range(start, start + count)],
                 }
             )
-            yield Header(name, STAGE, tar, digest, count * 166_400, {"ok": count}, {"untrained": False}, digest), rows
+            yield Header(name, STAGE, tar, digest, count * 166_400, {"ok": count}, {"random_init": False}, digest), rows
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "snapshot.parquet"

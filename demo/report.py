@@ -447,7 +447,7 @@ def origin(catalog: Catalog, stage: str) -> dict:
         "backend": config["backend"],
         "minimum": (config.get("selection") or {}).get("minimum"),
         "boxes": config.get("boxes"),
-        "untrained": any(meta["untrained"] for meta in metas),
+        "random_init": any(meta["random_init"] for meta in metas),
         "stage": f"{catalog.dataset}/{stage}",
     }
 

@@ -13,8 +13,8 @@ class Detector(Protocol):
 
     id: str
     """12 hex digits: a hash of everything that decides the output (weights, settings, version of the rules)."""
-    about: dict
-    """JSON-able description, written to every shard's manifest: `backend`, `untrained`, settings, files' hashes."""
+    metadata: dict
+    """JSON-able description, written to every shard's manifest: `backend`, `random_init`, settings, files' hashes."""
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         """Per sample its regions, or `status: detail` saying why there are none."""

@@ -31,8 +31,8 @@ def annotated_id(file: Path, crowd: str = "skip") -> str:
 
 def _id(digest: str, crowd: str) -> str:
     # The file's hash says everything that its name and its contents could.
-    about = {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": digest, "crowd": crowd}
-    return detector_id(about)
+    metadata = {"backend": "annotated", "rules_version": _RULES_VERSION, "annotations_sha256": digest, "crowd": crowd}
+    return detector_id(metadata)
 
 
 class AnnotatedDetector:
@@ -53,9 +53,9 @@ class AnnotatedDetector:
         self._column = {category["id"]: 1 + i for i, category in enumerate(categories)}
         self._images = _index_images(data["images"], file)
         self._boxes, crowd_boxes = _boxes_by_image(data, self._column, crowd, file)
-        self.about = {
+        self.metadata = {
             "backend": "annotated",
-            "untrained": False,
+            "random_init": False,
             "rules_version": _RULES_VERSION,
             "annotations_sha256": digest,
             "crowd": crowd,

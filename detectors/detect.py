@@ -39,11 +39,11 @@ _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Of res5's input, on a CPU as many as its caches like, on a GPU as many as fill it (1 GB in float32).
 _ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
-# What does not change the regions, or what the hash of the weights says already.
-_INDIFFERENT = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
+# Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
+_IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
 # Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
 # coarsely, and one stage may be made on CPUs and GPUs together.
-_INDIFFERENT |= {"threads", "batch"}
+_IGNORED_FIELDS |= {"threads", "batch"}
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,14 @@ class _Seen:
     """float32 [P, D]."""
 
 
-def described(
+def describe_detector(
     network: FasterRCNNConfig, weights: dict, settings: DetectorSettings, given: str | None, backend: str
 ) -> tuple[str, dict]:
-    """The id of a FasterRCNNDetector, and its `about`, for which the network itself is not needed.
+    """The id and the metadata of a FasterRCNNDetector, without building the network.
 
-    weights: their description; given: the id of the detector whose boxes are the regions.
+    weights: metadata of the weights; given: the id of the detector whose boxes are the regions.
     """
-    about = {
+    metadata = {
         "backend": backend,
         "code_version": importlib.metadata.version("vlbert"),
         "rules_version": _RULES_VERSION,
@@ -165,12 +165,14 @@ def described(
         "batch": settings.batch,
         **weights,
     }
-    indifferent = _INDIFFERENT | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
-    return detector_id({name: value for name, value in about.items() if name not in indifferent}), about
+    ignored = _IGNORED_FIELDS | ({"device"} if settings.precision == "fp32" and not settings.tf32 else set())
+    hashed = {name: value for name, value in metadata.items() if name not in ignored}
+    hashed["untrained"] = hashed.pop("random_init")  # the name under which it was first hashed: ids stay what they are
+    return detector_id(hashed), metadata
 
 
 class FasterRCNNDetector:
-    """A network with its weights' description (weights.Loaded.about, or {"untrained": True, "seed": ...}).
+    """A network and the metadata of its weights: `LoadedWeights.metadata`, or {"random_init": True, "seed": ...}.
 
     given: whose boxes are the regions, with DetectorSettings.boxes `given`.
     """
@@ -183,8 +185,8 @@ class FasterRCNNDetector:
         given: Detector | None = None,
         backend: str = "faster_rcnn",
     ):
-        if "untrained" not in weights:
-            raise ValueError(f"the description of the weights must say whether they are `untrained`: {weights}")
+        if "random_init" not in weights:
+            raise ValueError(f"the metadata of the weights have no `random_init`: {weights}")
         if settings.device_type == "cuda" and not torch.cuda.is_available():
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
         if (given is not None) != (settings.boxes == "given"):
@@ -192,7 +194,9 @@ class FasterRCNNDetector:
         rois = _ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings, self.given = settings, given
-        self.id, self.about = described(network.config, weights, settings, given.id if given else None, backend)
+        self.id, self.metadata = describe_detector(
+            network.config, weights, settings, given.id if given else None, backend
+        )
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         with running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():

@@ -37,11 +37,11 @@ class Detectron2FasterRCNN(nn.Module):
         self.roi_heads = _roi_heads(config)
 
     @classmethod
-    def untrained(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
+    def random_init(cls, config: FasterRCNNConfig, seed: int) -> "Detectron2FasterRCNN":
         """The network with the random weights that FasterRCNN has for this seed."""
         with torch.random.fork_rng(devices=[]):
             network = cls(config).eval()
-        network.load_state_dict(FasterRCNN.untrained(config, seed).state_dict())
+        network.load_state_dict(FasterRCNN.random_init(config, seed).state_dict())
         return network
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "Detectron2FasterRCNN":

@@ -340,7 +340,7 @@ class FasterRCNN(nn.Module):
         self.roi_heads = RoIHeads(config)
 
     @classmethod
-    def untrained(cls, config: FasterRCNNConfig, seed: int) -> "FasterRCNN":
+    def random_init(cls, config: FasterRCNNConfig, seed: int) -> "FasterRCNN":
         """The network with random weights, the same for the same seed; it finds nothing meaningful."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

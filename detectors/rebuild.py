@@ -1,4 +1,4 @@
-"""A detector made again from the description that manifests and checkpoints carry of it (Detector.about)."""
+"""A detector built again from its metadata, which manifests and checkpoints record."""
 
 import json
 import warnings
@@ -12,39 +12,42 @@ from detectors.select import SelectionSettings
 from detectors.weights.files import config_from, load_weights, read_config, weights_hash
 
 
-def described_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:
-    """The network of `recorded` ({"id", "about"}) with the weights of `file`, on this machine's CPU.
+def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str) -> FasterRCNNDetector:
+    """The detector of `recorded` ({"id", "metadata"}) with the weights of `file`, on this machine's CPU.
 
-    file: None for a network with random weights alone. `where` is who recorded it, for what is said. ValueError where
-    it was no network, or other weights; a warning where something else gives it another id than the recorded one.
+    file: None only for a network with random weights. where: who recorded it, for messages. ValueError where no network
+    was recorded, or the file holds other weights; a warning where the detector built here has another id.
     """
-    about = (recorded or {}).get("about") or {}
-    if "network" not in about or about["boxes"] == "given":
+    metadata = (recorded or {}).get("metadata") or {}
+    if "network" not in metadata or metadata["boxes"] == "given":
         raise ValueError(f"{where} does not say which network finds regions in a picture of one's own")
-    if not about["untrained"]:
-        _check_weights(file, about, where)
+    if not metadata["random_init"]:
+        _check_weights(file, metadata, where)
     settings = DetectorSettings(
-        SelectionSettings(**about["selection"]),
-        boxes=about["boxes"],
-        keep_features=about["keep_features"],
-        threads=torch.get_num_threads(),  # changes the last bits alone
+        SelectionSettings(**metadata["selection"]),
+        boxes=metadata["boxes"],
+        keep_features=metadata["keep_features"],
+        threads=torch.get_num_threads(),  # changes only the last bits
     )
-    kind = FasterRCNN
-    if about["backend"] == "detectron2":
-        from detectors.detectron2 import Detectron2FasterRCNN as kind
-    network = kind.untrained(config_from(about["network"], where), about.get("seed", 0))
-    weights = {"untrained": True, "seed": about["seed"]} if about["untrained"] else load_weights(network, file).about
-    detector = FasterRCNNDetector(network, weights, settings, backend=about["backend"])
+    network_class = FasterRCNN
+    if metadata["backend"] == "detectron2":
+        from detectors.detectron2 import Detectron2FasterRCNN as network_class
+    network = network_class.random_init(config_from(metadata["network"], where), metadata.get("seed", 0))
+    if metadata["random_init"]:
+        weights = {"random_init": True, "seed": metadata["seed"]}
+    else:
+        weights = load_weights(network, file).metadata
+    detector = FasterRCNNDetector(network, weights, settings, backend=metadata["backend"])
     if detector.id != recorded["id"]:
-        here = json.loads(json.dumps(detector.about))
-        apart = [
-            f"{name} is {here.get(name)} here and {about.get(name)} there"
-            for name in sorted(here.keys() | about.keys())
-            if here.get(name) != about.get(name) and name not in ("threads", "batch", "code_version")
+        here = json.loads(json.dumps(detector.metadata))
+        differences = [
+            f"{name} is {here.get(name)} here and {metadata.get(name)} there"
+            for name in sorted(here.keys() | metadata.keys())
+            if here.get(name) != metadata.get(name) and name not in ("threads", "batch", "code_version")
         ]
         warnings.warn(
             f"the regions may differ from those of detector {recorded['id']}, which {where} learned from: "
-            f"{'; '.join(apart) or 'its description does not tell why'}",
+            f"{'; '.join(differences) or 'the recorded metadata do not say why'}",
             stacklevel=2,
         )
     return detector
@@ -52,18 +55,18 @@ def described_detector(recorded: dict | None, file: str | Path | None, where: st
 
 def detector_of_file(file: str | Path, keep_features: bool) -> FasterRCNNDetector:
     """The network that a weight file describes, with the default selection, on this machine's CPU."""
-    network = FasterRCNN.untrained(read_config(Path(file)), seed=0)
+    network = FasterRCNN.random_init(read_config(Path(file)), seed=0)
     settings = DetectorSettings(keep_features=keep_features, threads=torch.get_num_threads())
-    return FasterRCNNDetector(network, load_weights(network, Path(file)).about, settings)
+    return FasterRCNNDetector(network, load_weights(network, Path(file)).metadata, settings)
 
 
-def _check_weights(file: str | Path | None, about: dict, where: str) -> None:
-    theirs = f"{about['weights_file']} (sha256 {about['weights_sha256'][:12]}...)"
+def _check_weights(file: str | Path | None, metadata: dict, where: str) -> None:
+    expected = f"{metadata['weights_file']} (sha256 {metadata['weights_sha256'][:12]}...)"
     if file is None or not Path(file).is_file():
-        gone = f"and there is no file {file}" if file else "and nothing says where that is"
-        raise ValueError(f"{where} learned from the regions of {theirs}, {gone}; name it: --detector FILE")
-    found = weights_hash(Path(file))
-    if found != about["weights_sha256"]:
+        missing = f"there is no file {file}" if file else "nothing says where that is"
+        raise ValueError(f"{where} learned from the regions of {expected}, and {missing}; name it: --detector FILE")
+    sha256 = weights_hash(Path(file))
+    if sha256 != metadata["weights_sha256"]:
         raise ValueError(
-            f"{file} (sha256 {found[:12]}...) is not what {where} learned from: {theirs}; name that: --detector FILE"
+            f"{file} (sha256 {sha256[:12]}...) is not what {where} learned from: {expected}; name that: --detector FILE"
         )

@@ -118,7 +118,7 @@ class DetectorRecipe:
     run: str = ""  # name of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all
     init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
-    from_scratch: bool = False  # start from random weights: said in so many words, or refused
+    random_init: bool = False  # start from random weights: said in so many words, or refused
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
     spike: float | None = (
@@ -140,7 +140,7 @@ class DetectorRecipe:
         check(self, self.spike is None or self.spike > 1, "spike", "more than 1, or none")
         check(self, 0 <= self.frozen_stages <= 4, "frozen_stages", "0 to 4")
         check(self, self.threads is None or self.threads > 0, "threads", "at least 1")
-        check(self, not (self.from_scratch and self.init_from), "from_scratch", "false with init_from")
+        check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
         if self.network.box_arithmetic != "continuous":
             raise ValueError(
                 f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learnt as x2 - x1 wide; set "
@@ -189,7 +189,7 @@ def detector_demo() -> DetectorRecipe:
             max_grad_norm=10.0,
         ),
         steps=2_000,
-        from_scratch=True,
+        random_init=True,
         frozen_stages=0,
         half=True,
         threads=1,

@@ -85,9 +85,9 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
     meta = {
         "source": manifest.as_source(),
-        "config": detector.about,
+        "config": detector.metadata,
         "config_hash": detector.id,
-        "untrained": detector.about["untrained"],
+        "random_init": detector.metadata["random_init"],
     }
     return catalog.commit(stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
@@ -287,13 +287,13 @@ def identify(options: argparse.Namespace) -> str:
         annotated = annotated_id(options.annotations, **_given(options, _CROWD))
     if options.backend == "annotated":
         return annotated
-    from detectors.detect import described  # here, as below
+    from detectors.detect import describe_detector  # here, as below
     from detectors.weights.files import describe_weights
 
     config, settings = _network_settings(options)
-    untrained = {"untrained": True, "seed": options.seed or 0}
-    weights = untrained if options.untrained else describe_weights(options.weights, config).about
-    return described(config, weights, settings, annotated, options.backend)[0]
+    random = {"random_init": True, "seed": options.seed or 0}
+    weights = random if options.untrained else describe_weights(options.weights, config).metadata
+    return describe_detector(config, weights, settings, annotated, options.backend)[0]
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -345,12 +345,12 @@ def _network_detector(options: argparse.Namespace, given: Detector | None) -> De
     if options.backend == "detectron2":
         from detectors.detectron2 import Detectron2FasterRCNN as kind
     seed = options.seed or 0
-    network = kind.untrained(config, seed)
+    network = kind.random_init(config, seed)
     if options.untrained:
-        weights = {"untrained": True, "seed": seed}
+        weights = {"random_init": True, "seed": seed}
     else:
         loaded = load_weights(network, options.weights)
-        weights = loaded.about
+        weights = loaded.metadata
         for difference in loaded.differences:
             print(f"not the same as in release {loaded.release}: {difference}", file=sys.stderr)
     return FasterRCNNDetector(network, weights, settings, given, options.backend)
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         catalog = Catalog(open_store(options.root), options.dataset)
         detector = make_detector(options)
-        if detector.about["untrained"]:
+        if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         tell = (lambda report: json.dumps(report)) if options.json else Progress(options.dataset).line
         detect_pending(catalog, detector, lambda report: print(tell(report), flush=True), options.shard)

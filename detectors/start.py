@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
-from detectors.weights.files import ANCHORS, COUNTER, read_about, tensor_fault
+from detectors.weights.files import ANCHORS, COUNTER, read_metadata, tensor_fault
 from detectors.weights.safe_pickle import read_tensors
 from storage.safe_json import printable
 
@@ -78,8 +78,8 @@ def _check_meaning(
 ) -> list[str]:
     """Beginnings of the layers of a file of ours whose outputs mean something else here; ValueError where its ResNet is
     wired otherwise."""
-    about = read_about(file)
-    their_network, config = about.get("network") or {}, network.config
+    metadata = read_metadata(file)
+    their_network, config = metadata.get("network") or {}, network.config
     theirs = their_network.get("resnet", {})
     for name in ("stride_in_1x1", "res5_dilated", "stem_pool"):
         ours = getattr(config.resnet, name)
@@ -105,7 +105,7 @@ def _check_meaning(
         "attributes": (attribute_names, ["attr_score"]),
     }
     for kind, (names, layers) in heads.items():
-        if about.get(kind) is not None and names and list(about[kind]) != list(names):
+        if metadata.get(kind) is not None and names and list(metadata[kind]) != list(names):
             foreign += [f"roi_heads.box_predictor.{layer}" for layer in layers]
     return foreign
 

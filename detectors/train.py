@@ -218,7 +218,7 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
     if recipe.half:
         tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
-    about = {
+    metadata = {
         "network": dataclasses.asdict(dataclasses.replace(recipe.network, resnet=resnet)),
         "classes": list(run.truth.classes),
         "trained": {
@@ -231,10 +231,10 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         },
     }
     if recipe.network.num_attributes:
-        about["attributes"] = list(run.truth.attribute_names)
+        metadata["attributes"] = list(run.truth.attribute_names)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.safetensors"
-        sha256 = write_weights(file, tensors, about)
+        sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
         objects.put(_result(recipe), file)
     return f"{objects.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
@@ -271,10 +271,10 @@ def check_complete(recipe: DetectorRecipe) -> None:
         )
     if data.attribute_names and not recipe.network.num_attributes:
         raise ValueError("the network has no attribute head; set network.num_attributes, or data.attribute_names=none")
-    if not recipe.init_from and not recipe.from_scratch:
+    if not recipe.init_from and not recipe.random_init:
         raise ValueError(
             "the network has no weights to start from; give init_from=FILE, an ImageNet ResNet's or a detector's, or "
-            "say that it shall start from random ones: from_scratch=true"
+            "say that it shall start from random ones: random_init=true"
         )
     for name in ("annotations", "objects", "attributes", "image_data", "classes", "attribute_names"):
         _check_file(getattr(data, name), f"data.{name}")

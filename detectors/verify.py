@@ -146,10 +146,10 @@ def red_and_blue_swapped(sample: Sample) -> Sample:
 
 def open_detector(weights: Path, preset: str | None, boxes: str) -> tuple[FasterRCNNDetector, Loaded]:
     """The detector of a weight file: in the network that the file names, or the preset."""
-    network = FasterRCNN.untrained(PRESETS[preset] if preset else read_config(weights), seed=0)
+    network = FasterRCNN.random_init(PRESETS[preset] if preset else read_config(weights), seed=0)
     loaded = load_weights(network, weights)
     selection = SelectionSettings(threshold=0.2)  # bottom-up-attention's: shows less certain regions, too
-    return FasterRCNNDetector(network, loaded.about, DetectorSettings(selection, boxes=boxes)), loaded
+    return FasterRCNNDetector(network, loaded.metadata, DetectorSettings(selection, boxes=boxes)), loaded
 
 
 def _sure(regions: Regions) -> float:

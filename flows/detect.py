@@ -50,7 +50,7 @@ class Detected:
     new_shards: int
     images: int
     regions: int
-    untrained: bool
+    random_init: bool
     seconds: float
     peak_bytes: int
 
@@ -102,7 +102,7 @@ def detect(
         say(f"{dataset}: {size_line(size)}")
     if not progress.shards:
         say(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
-    if detected.untrained:
+    if detected.random_init:
         say(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
     return detected
 
@@ -125,7 +125,7 @@ def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_by
         new_shards=new_shards,
         images=sum(header.ok_rows for header in headers.values()),
         regions=sum(pc.sum(table["num_regions"]).as_py() or 0 for table in catalog.columns(stage, ["num_regions"])),
-        untrained=any(header.meta["untrained"] for header in headers.values()),
+        random_init=any(header.meta["random_init"] for header in headers.values()),
         seconds=seconds,
         peak_bytes=peak_bytes,
     )
@@ -208,7 +208,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
             logger.error("%s: %s", name, error)
             failed.append(error)
             continue
-        if found.untrained:
+        if found.random_init:
             logger.warning("the regions of %s come from an UNTRAINED detector", name)
         name_run(f"detect {', '.join(names)} by {found.detector}", f"detector:{found.detector}")
         publish("regions", name, partial(table_of_counts, Catalog(store, name), found.stage))

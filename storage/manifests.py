@@ -16,7 +16,7 @@ from storage.digests import BLANK, OWN_SHA256, seal
 from storage.sample import Sample
 from storage.shards import SHARD_VERSION, Span
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 OK = "ok"
 SCHEMA = pa.schema(
     [
@@ -54,7 +54,7 @@ class Header:
     tar         path of the tar relative to the root; None where no row is ok
     tar_sha256  of the tar, 64 hex; "" where there is none. tar_bytes its size
     statuses    rows by status
-    meta        what the stage recorded: source, config, config_hash, "untrained", ...
+    meta        what the stage recorded: source, config, config_hash, "random_init", ...
     sha256      of the manifest's own bytes, 64 hex
     revision    1, and one more each time that some rows of the shard were asked again
     """

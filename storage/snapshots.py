@@ -23,7 +23,7 @@ from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
@@ -45,14 +45,14 @@ _GROUP = 2**17  # rows of a row group: what is decoded at a time
 class Snapshot:
     """All shards of a stage at one moment; id is a hash of what the manifests say, so of every sample.
 
-    untrained: whether the detector of one of them had random weights; None where no manifest tells, as of images.
+    random_init: whether the detector of one of them had random weights; None where no manifest tells, as of images.
     """
 
     id: str
     stage: str
     shards: tuple[str, ...]
     ok_rows: int
-    untrained: bool | None
+    random_init: bool | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +98,13 @@ class ShardIndex:
 
 def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
     """The snapshot that these manifests are; headers sorted by shard."""
-    told = [header.meta["untrained"] for header in headers if "untrained" in header.meta]
+    recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return Snapshot(
         id=_id((header.shard, header.sha256) for header in headers),
         stage=stage,
         shards=tuple(header.shard for header in headers),
         ok_rows=sum(header.ok_rows for header in headers),
-        untrained=any(told) if told else None,
+        random_init=any(recorded) if recorded else None,
     )
 
 
@@ -142,7 +142,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
         about = {
             "version": SNAPSHOT_VERSION,
             "stage": stage,
-            "untrained": snapshot.untrained,
+            "random_init": snapshot.random_init,
             "shards": [
                 {
                     "shard": header.shard,
@@ -234,7 +234,7 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
         stage=about["stage"],
         shards=tuple(shard["shard"] for shard in shards),
         ok_rows=sum(shard["rows"] for shard in shards),
-        untrained=about["untrained"],
+        random_init=about["random_init"],
     )
     if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
         raise ValueError(f"{where} says that it is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
@@ -247,7 +247,7 @@ _WAY_OUT = "put it back as it was, or start another run, which pins a new one"
 
 
 class _Opened:
-    """A Parquet file of the storage; what goes wrong while it is open is told as a ValueError that names it."""
+    """A Parquet file of the storage; what goes wrong while it is open is recorded as a ValueError that names it."""
 
     def __init__(self, store: ObjectStore, path: str):
         self._store, self._path = store, path

@@ -70,20 +70,24 @@ def with_bytes(sample: Sample, more: bytes) -> Sample:
 
 
 def commit_samples(
-    root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, untrained: bool = False
+    root: Path, dataset: str, samples: list[Sample], per_shard: int = 8, random_init: bool = False
 ) -> None:
     """Region shards of `samples` under root/dataset."""
     catalog = Catalog(open_store(str(root)), dataset)
     for start in range(0, len(samples), per_shard):
         part = samples[start : start + per_shard]
         rows = [Row(start + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(part)]
-        assert catalog.commit(f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"untrained": untrained})
+        assert catalog.commit(
+            f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
+        )
 
 
-def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, untrained: bool = False) -> Path:
+def tiny_root(folder: Path, samples: int = 24, held_out: int = 8, random_init: bool = False) -> Path:
     """A root with the datasets `captions` and `held-out`, and a text corpus with its vocabulary in root/text."""
     root = folder / "root"
-    commit_samples(root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)], untrained=untrained)
+    commit_samples(
+        root, "captions", [tiny_sample(i, regions=1 + i % 3) for i in range(samples)], random_init=random_init
+    )
     commit_samples(root, "held-out", [tiny_sample(1000 + i, regions=1 + i % 3) for i in range(held_out)])
     lines = folder / "lines.txt"
     lines.write_text("".join(f"{tiny_sample(i).caption} and {tiny_sample(i + 1).caption}\n" for i in range(20)))

@@ -77,7 +77,7 @@ def tiny_recipe(pictures: Path, root: Path, **changes) -> DetectorRecipe:
         optimizer=dataclasses.replace(SGD, learning_rate=2e-3, warmup_steps=2),
         root=str(root),
         steps=6,
-        from_scratch=True,
+        random_init=True,
         frozen_stages=1,
         log_every=1,
         validate_every=100,

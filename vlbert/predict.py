@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from detectors.detect import FasterRCNNDetector
-from detectors.rebuild import described_detector, detector_of_file
+from detectors.rebuild import detector_of_file, rebuild_detector
 from storage.sample import Regions, Sample, check_sample
 from training.loop import find_recipe
 from vlbert.attention_figure import attention_of, chosen_heads, write_attention
@@ -112,7 +112,7 @@ class Predictor:
         started = time.monotonic()
         sample = image if isinstance(image, Sample) else self.see(image)
         seconds = {"detector": time.monotonic() - started}
-        classes = self.detector.about.get("classes")
+        classes = self.detector.metadata.get("classes")
         names = region_names(sample.regions, classes)
         if text is None and not hide:
             return Prediction(sample, names, seconds=seconds)
@@ -147,10 +147,10 @@ def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRC
     file: its weights; where None, those that the model's Fast R-CNN started from, if they are the same.
     """
     recorded = checkpoint.config.get("detector") or {}
-    about = recorded.get("about") or {}
-    if "network" in about and about["boxes"] != "given":
-        return described_detector(recorded, file or _trained_from(checkpoint.config), checkpoint.where)
-    why = f"its regions came from {about['backend']} boxes" if about else "it carries no detector's description"
+    metadata = recorded.get("metadata") or {}
+    if "network" in metadata and metadata["boxes"] != "given":
+        return rebuild_detector(recorded, file or _trained_from(checkpoint.config), checkpoint.where)
+    why = f"its regions came from {metadata['backend']} boxes" if metadata else "it carries no detector's description"
     if file is None:
         raise ValueError(f"{checkpoint.where} finds no regions by itself: {why}; name a detector: --detector FILE")
     warnings.warn(f"{checkpoint.where}: {why}; those of {file} may be of another kind", stacklevel=2)

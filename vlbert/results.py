@@ -158,7 +158,7 @@ def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> t
         "mean_score_unreadable_wrong": sum(scores) / (len(scores) + lost) if scores else None,
         "trained_on": [", ".join(one.learned_from) or None for one in answered],
         "trained_on_this_split": any(one.learned(split) for one in answered),
-        "untrained_detector": any(one.pinned["untrained"] for one in answered),
+        "untrained_detector": any(one.pinned["random_init"] for one in answered),
         "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
         "settings": [to_json(one.recipe.task) for one in answered],
         "submission": list(submission),

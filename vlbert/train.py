@@ -259,7 +259,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
         f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {everything / 1e6:.2f} M parameters, "
         f"{trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
     )
-    if pinned["untrained"]:
+    if pinned["random_init"]:
         say("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not held_out:
         say("there will be no validation: data.held_out names no dataset")
@@ -277,7 +277,7 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
         vocabulary=vocabulary,
         num_classes=num_classes,
         pinned={
-            "data": {name: pinned[name] for name in ("dataset", "stage", "untrained")},
+            "data": {name: pinned[name] for name in ("dataset", "stage", "random_init")},
             "held_out": held_out_pinned,
             "text": corpus.hash if corpus else None,
         },
@@ -318,12 +318,12 @@ def find_complete(name: str, assignments: Sequence[str], processes: int) -> str 
 
 
 def detector_of(store: ObjectStore, dataset: str, samples: ShardSamples) -> dict:
-    """The `id` of the detector whose regions these are, and `about`, its description; None where no manifest has it."""
+    """The `id` of the detector whose regions these are, and its `metadata`: None where no manifest has them."""
     stage = samples.index.snapshot.stage
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
-    about = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None
-    return {"id": stage.partition("/")[2], "about": about}
+    metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None
+    return {"id": stage.partition("/")[2], "metadata": metadata}
 
 
 def stretches_of(resumed: Checkpoint) -> list[SnapshotSpan]:

@@ -25,18 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.out.exists():
             raise ValueError(f"{options.out} is there already; give a new name")
         converted = convert(options.source)
-        about, network = converted.metadata(), converted.network
+        metadata, network = converted.metadata(), converted.network
         counts = {"classes": network.num_classes, "attributes": network.num_attributes}
         for kind, count in counts.items():
             if getattr(options, kind):
-                about[kind] = names_of(getattr(options, kind), kind, 0 if converted.release.resnet_alone else count)
+                metadata[kind] = names_of(getattr(options, kind), kind, 0 if converted.release.resnet_alone else count)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        sha256 = write_weights(options.out, converted.tensors, about)
+        sha256 = write_weights(options.out, converted.tensors, metadata)
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
     print(describe(converted))
     for kind in counts:
-        if kind not in about and not converted.release.resnet_alone:
+        if kind not in metadata and not converted.release.resnet_alone:
             print(f"names of {kind}: none; --{kind} FILE puts them in")
     print(f"{options.out}: {len(converted.tensors)} tensors, sha256 {sha256}")
 

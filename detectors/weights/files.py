@@ -46,10 +46,10 @@ class Loaded:
     """Where the network does not detect as that release did, from `detection`: one sentence each."""
 
     @property
-    def about(self) -> dict:
+    def metadata(self) -> dict:
         """The description that goes into a detector's `about`."""
-        about = {
-            "untrained": False,
+        metadata = {
+            "random_init": False,
             "weights_file": self.file,
             "weights_sha256": self.sha256,
             "attribute_head": self.attributes,
@@ -58,10 +58,10 @@ class Loaded:
         }
         # Younger than the first detectors' ids: files that have none of these keep theirs.
         if self.attribute_names is not None:
-            about["attribute_names"] = list(self.attribute_names)
+            metadata["attribute_names"] = list(self.attribute_names)
         if self.release is not None:
-            about |= {"release": self.release, "differs_from_release": list(self.differences)}
-        return about
+            metadata |= {"release": self.release, "differs_from_release": list(self.differences)}
+        return metadata
 
 
 def weights_hash(file: Path) -> str:
@@ -112,7 +112,7 @@ def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], conf
     )
 
 
-def read_about(file: Path) -> dict[str, Any]:
+def read_metadata(file: Path) -> dict[str, Any]:
     """What a file's metadata say of its `network`, `classes` and `attributes`, as far as they do."""
     _, metadata = _read(file, tensors=False)
     kinds = {"network": dict, "classes": list, "attributes": list}
@@ -125,7 +125,7 @@ def read_about(file: Path) -> dict[str, Any]:
 
 def read_config(file: Path) -> FasterRCNNConfig:
     """The network that a file's weights are of, from its metadata `network`; ValueError where it has none."""
-    fields = read_about(file).get("network")
+    fields = read_metadata(file).get("network")
     if fields is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
     return config_from(fields, str(file))
@@ -153,7 +153,7 @@ def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple
     )
 
 
-def write_weights(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
     """Write a weight file, and return its sha256; the same content gives the same bytes.
 
     `about` is its metadata, each value written as JSON: `classes`, `attributes` (lists of names), `network`
@@ -162,7 +162,7 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     # safetensors writes metadata in another order in each process, which would give the same weights other hashes.
     plain = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
     length = int.from_bytes(plain[:8], "little")
-    texts = {key: json.dumps(value) for key, value in sorted(about.items())}
+    texts = {key: json.dumps(value) for key, value in sorted(metadata.items())}
     header = json.dumps({"__metadata__": texts} | json.loads(plain[8 : 8 + length]), separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     data = memoryview(plain)[8 + length :]
@@ -213,7 +213,7 @@ def _check_wiring(config: ResNetConfig, file: Path) -> None:
 
     Not about the stem's pool: VL-BERT's authors took theirs for weights that were trained with the other.
     """
-    theirs = (read_about(file).get("network") or {}).get("resnet", {})
+    theirs = (read_metadata(file).get("network") or {}).get("resnet", {})
     for name in ("stride_in_1x1", "res5_dilated"):
         ours = getattr(config, name)
         if theirs.get(name, ours) != ours:

@@ -84,7 +84,7 @@ class Release:
     """What a release calls things, and how it meant its weights to be used."""
 
     name: str
-    about: str
+    description: str
     marks: tuple[str, ...]
     """Patterns; a file with a tensor that one of them finds is of this release."""
     names: tuple[tuple[str, str], ...] = ()
@@ -104,7 +104,7 @@ class Release:
 _HEAD = "roi_heads.box_predictor."
 AIRSPLAY = Release(
     name="airsplay",
-    about="airsplay/py-bottom-up-attention (.pkl), or the same under unc-nlp/frcnn-vg-finetuned (pytorch_model.bin)",
+    description="airsplay/py-bottom-up-attention (.pkl), also unc-nlp/frcnn-vg-finetuned (pytorch_model.bin)",
     marks=(r"^(backbone|proposal_generator|roi_heads)\.",),
     detection={"minimum_side": 0.0, "box_arithmetic": "continuous"},
     note="its script resizes to 600/1000, its notebooks and Hugging Face's configuration to 800/1333: choose with "
@@ -112,7 +112,7 @@ AIRSPLAY = Release(
 )
 MILVLG = Release(
     name="milvlg",
-    about="MILVLG/bottom-up-attention.pytorch, bua-caffe-frcn-r101-k36 or -k10-100 (.pth), from Caffe",
+    description="MILVLG/bottom-up-attention.pytorch, bua-caffe-frcn-r101-k36 or -k10-100 (.pth), from Caffe",
     marks=(r"^roi_heads\.box_predictor\.(cls_embed|attr_linear\d)\.",),
     names=(
         (f"{_HEAD}cls_embed.", f"{_HEAD}cls_embedding."),
@@ -137,7 +137,7 @@ MILVLG = Release(
 )
 VLBERT = Release(
     name="vl-bert",
-    about="VL-BERT's resnet101-pt-vgbua-0000.model: a ResNet without a detector",
+    description="VL-BERT's resnet101-pt-vgbua-0000.model: a ResNet without a detector",
     marks=(r"^layer\d\.\d+\.", r"^(conv1|bn1)\."),
     names=(
         ("bn1.", "backbone.stem.conv1.norm."),
@@ -242,12 +242,12 @@ class Converted:
 
     def metadata(self) -> dict:
         """What goes into our file beside names of classes and attributes; every value can be written as JSON."""
-        about = {"release": self.release.name, "source": self.source, "network": dataclasses.asdict(self.network)}
+        metadata = {"release": self.release.name, "source": self.source, "network": dataclasses.asdict(self.network)}
         if self.anchors:
-            about["anchors"] = self.anchors
-            about["detection"] = dict(self.release.detection)
-            about["selection"] = dict(self.release.selection)
-        return about
+            metadata["anchors"] = self.anchors
+            metadata["detection"] = dict(self.release.detection)
+            metadata["selection"] = dict(self.release.selection)
+        return metadata
 
 
 def convert(file: Path) -> Converted:
@@ -369,7 +369,7 @@ def describe(converted: Converted) -> str:
         kind = entry["did"].partition(":")[0]
         counts[kind] = counts.get(kind, 0) + 1
     network, release = converted.network, converted.release
-    lines.append(f"release: {release.name}, {release.about}; a {converted.source['container']}")
+    lines.append(f"release: {release.name}, {release.description}; a {converted.source['container']}")
     lines.append("tensors: " + ", ".join(f"{number} {kind}" for kind, number in counts.items()))
     lines.append(f"ResNet: {' + '.join(map(str, network.resnet.blocks))} blocks, {network.resnet.width} channels")
     if release.resnet_alone:

@@ -493,7 +493,7 @@ def test_regions_of_random_weights_are_said_to_mean_nothing(root: Path, demo_dat
 
     class Untrained:
         id = "0123456789ab"
-        about = {"backend": "faster_rcnn", "untrained": True}
+        metadata = {"backend": "faster_rcnn", "random_init": True}
 
         def detect(self, samples: Sequence[Sample]) -> list:
             return [dataclasses.replace(regions, detector=self.id) for regions in known.detect(samples)]
@@ -520,8 +520,8 @@ def test_regions_are_named_by_the_detector_that_found_them(root: Path, demo_data
 
     class Other:
         id = "0123456789ab"
-        about = {"backend": "faster_rcnn", "untrained": False, "selection": {"minimum": 3}, "boxes": "proposals"}
-        about |= {"classes": classes} if classes else {}
+        metadata = {"backend": "faster_rcnn", "random_init": False, "selection": {"minimum": 3}, "boxes": "proposals"}
+        metadata |= {"classes": classes} if classes else {}
 
         def detect(self, samples: Sequence[Sample]) -> list:
             first = [regions.take(np.array([0])) for regions in known.detect(samples)]

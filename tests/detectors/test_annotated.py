@@ -56,7 +56,7 @@ def test_classes_are_columns_after_the_background_in_order_of_category_id(tmp_pa
     assert regions.labels.tolist() == [3, 1]
     assert regions.class_probs.dtype == np.float16
     assert regions.class_probs.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0]]
-    assert detector.about["classes"] == ["blue disc", "ring", "red star"]
+    assert detector.metadata["classes"] == ["blue disc", "ring", "red star"]
 
 
 def test_an_image_with_a_sample_key_belongs_to_that_sample_alone(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_crowds_are_skipped_or_kept_as_the_setting_says(tmp_path: Path):
     content["annotations"][0]["iscrowd"] = 1
     skipping, keeping = detector_of(tmp_path, content), detector_of(tmp_path, content, crowd="keep")
     assert (len(skipping.detect([a_sample()])[0]), len(keeping.detect([a_sample()])[0])) == (1, 2)
-    assert skipping.about["crowd_boxes"] == keeping.about["crowd_boxes"] == 1
+    assert skipping.metadata["crowd_boxes"] == keeping.metadata["crowd_boxes"] == 1
     assert skipping.id != keeping.id
     with pytest.raises(ValueError, match="crowd is 'drop'"):
         detector_of(tmp_path, content, crowd="drop")
@@ -205,6 +205,6 @@ def test_the_id_follows_the_content_of_the_file_and_not_its_name(tmp_path: Path)
     changed = detector_of(tmp_path, coco(annotations=coco()["annotations"][:1]), name="changed.json")
     assert first.id == renamed.id != changed.id
     assert len(first.id) == 12
-    assert first.about["annotations_file"] == "annotations.json"
-    assert len(first.about["annotations_sha256"]) == 64
-    assert first.about["untrained"] is False
+    assert first.metadata["annotations_file"] == "annotations.json"
+    assert len(first.metadata["annotations_sha256"]) == 64
+    assert first.metadata["random_init"] is False

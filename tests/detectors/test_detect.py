@@ -84,10 +84,10 @@ class CountingDetector(AnnotatedDetector):
         return super().detect(samples)
 
 
-def untrained_demo(**settings) -> FasterRCNNDetector:
+def random_demo(**settings) -> FasterRCNNDetector:
     config = dataclasses.replace(DEMO, short_side=84, long_side=112, post_nms=30)
-    network = FasterRCNN.untrained(config, 0)
-    return FasterRCNNDetector(network, {"untrained": True, "seed": 0}, DetectorSettings(**settings))
+    network = FasterRCNN.random_init(config, 0)
+    return FasterRCNNDetector(network, {"random_init": True, "seed": 0}, DetectorSettings(**settings))
 
 
 def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
@@ -112,21 +112,21 @@ def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
 
 def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
     catalog = collected(tmp_path / "root", [[a_sample(0)]])
-    for detector, untrained in (
+    for detector, random_init in (
         (AnnotatedDetector(annotations(tmp_path / "a.json", [0])), False),
-        (untrained_demo(), True),
+        (random_demo(), True),
     ):
         assert detect_shard(catalog, "00000", detector)
         meta = catalog.manifest(stage_of(detector), "00000").meta
         assert meta["source"] == catalog.manifest("images", "00000").as_source()
-        assert meta["config"] == json.loads(json.dumps(detector.about))
+        assert meta["config"] == json.loads(json.dumps(detector.metadata))
         assert meta["config_hash"] == detector.id
-        assert meta["untrained"] is untrained
+        assert meta["random_init"] is random_init
 
 
 def test_a_broken_image_leaves_the_rest_of_its_shard_detected(tmp_path: Path):
     catalog = collected(tmp_path, [[a_sample(0), a_sample(1, broken=True), a_sample(2)]])
-    detector = untrained_demo()
+    detector = random_demo()
     assert detect_shard(catalog, "00000", detector)
     assert catalog.counts(stage_of(detector)) == {"bad_image": 1, "ok": 2}
     found = list(catalog.read(stage_of(detector), "00000"))
@@ -144,7 +144,7 @@ def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
         lambda key, members: members | {"json": b"[]"} if key == samples[1].key else members,
     ):
         catalog = collected(tmp_path, [samples])
-    detector = untrained_demo()
+    detector = random_demo()
     assert detect_shard(catalog, "00000", detector)
     table = catalog.manifest(stage_of(detector), "00000").table
     assert table["status"].to_pylist() == ["ok", "bad_sample", "ok"]
@@ -188,7 +188,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
         for attempt, number in enumerate((1, 1, 2, 3)):
             torch.set_num_threads(number)
             root = tmp_path / str(attempt)
-            catalog, detector = collected(root, [[a_sample(n) for n in range(4)]]), untrained_demo()
+            catalog, detector = collected(root, [[a_sample(n) for n in range(4)]]), random_demo()
             detect_shard(catalog, "00000", detector)
             folder = root / "captions" / "regions" / detector.id
             contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
@@ -334,7 +334,7 @@ def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
 
     class Forgetful:
         id = "0123456789ab"
-        about = {"untrained": False}
+        metadata = {"random_init": False}
 
         def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
             return ["no_regions: none"] * (len(samples) - 1)
@@ -360,7 +360,7 @@ def test_a_stage_knows_its_size(tmp_path: Path):
 
 NETWORK = ["--backend", "faster_rcnn"]
 TRAINED = [*NETWORK, "--weights", str(SHIPPED_DETECTOR)]
-UNTRAINED = [*NETWORK, "--preset", "demo", "--untrained"]
+RANDOM_INIT = [*NETWORK, "--preset", "demo", "--untrained"]
 
 
 @pytest.mark.parametrize(
@@ -371,9 +371,9 @@ UNTRAINED = [*NETWORK, "--preset", "demo", "--untrained"]
         (TRAINED, ["--boxes", "regressed"]),
         ([*TRAINED, "--maximum", "7", "--minimum", "3", "--post-nms", "9", "--keep-features"], ["--no-keep-features"]),
         ([*TRAINED, "--threads", "2", "--batch", "3"], ["--maximum", "11"]),
-        (UNTRAINED, ["--seed", "3"]),
-        ([*UNTRAINED, "--seed", "3", "--precision", "bf16-res5"], ["--seed", "4"]),
-        ([*UNTRAINED, "--boxes", "given", "--annotations", "FILE"], ["--keep-features"]),
+        (RANDOM_INIT, ["--seed", "3"]),
+        ([*RANDOM_INIT, "--seed", "3", "--precision", "bf16-res5"], ["--seed", "4"]),
+        ([*RANDOM_INIT, "--boxes", "given", "--annotations", "FILE"], ["--keep-features"]),
     ],
 )
 def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], other: list[str], tmp_path: Path, capsys):
@@ -446,7 +446,7 @@ def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_
     pictures = [a_sample(n) for n in range(4)]
     catalog, sizes = collected(tmp_path, [pictures]), {}
     for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
-        detector = untrained_demo(boxes=boxes, keep_features=keep)
+        detector = random_demo(boxes=boxes, keep_features=keep)
         detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
         assert detect_shard(catalog, "00000", detector)
         found = [sample.regions for sample in catalog.read(stage_of(detector), "00000")]
@@ -513,14 +513,14 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
     root = tmp_path / "root"
     catalog = collected(root, [[a_sample(0)]])
     weights = tmp_path / "w.safetensors"
-    save_file(FasterRCNN.untrained(DEMO, 7).state_dict(), weights)
+    save_file(FasterRCNN.random_init(DEMO, 7).state_dict(), weights)
     network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo"]
     for flags in (["--weights", str(weights)], ["--untrained"], ["--untrained", "--no-strict", "--maximum", "12"]):
         main([*network, *flags])
     assert "random weights" in capsys.readouterr().err
     stages = sorted((root / "captions" / "regions").iterdir())
     configs = [catalog.manifest(f"regions/{stage.name}", "00000").meta["config"] for stage in stages]
-    assert sorted((c["untrained"], c["selection"]["maximum"], c["selection"]["strict"]) for c in configs) == [
+    assert sorted((c["random_init"], c["selection"]["maximum"], c["selection"]["strict"]) for c in configs) == [
         (False, 100, True),
         (True, 12, False),
         (True, 100, True),

@@ -275,15 +275,15 @@ def test_a_real_object_in_a_crowd_is_found_first_and_a_second_time_is_wrong():
 
 def ours(folder: Path, config: FasterRCNNConfig = TINY, tensors: Mapping[str, torch.Tensor] | None = None) -> Path:
     """A weight file as a training leaves it, of a network with other numbers than those that start from it."""
-    about = {"network": dataclasses.asdict(config), "classes": CLASSES, "attributes": NAMES}
+    metadata = {"network": dataclasses.asdict(config), "classes": CLASSES, "attributes": NAMES}
     file = folder / "ours.safetensors"
-    write_weights(file, FasterRCNN.untrained(config, 7).state_dict() | (tensors or {}), about)
+    write_weights(file, FasterRCNN.random_init(config, 7).state_dict() | (tensors or {}), metadata)
     return file
 
 
 def taken(file: Path, config: FasterRCNNConfig = TINY, classes: Any = CLASSES, names: Any = NAMES) -> tuple[set, str]:
     """Which layers have the file's numbers afterwards, without the ResNet's; and what is said."""
-    network = FasterRCNN.untrained(config, 1)
+    network = FasterRCNN.random_init(config, 1)
     said = init_from(network, file, classes, names)
     theirs, state = load_file(file), network.state_dict()
     assert torch.equal(state["backbone.res3.0.conv2.weight"], theirs["backbone.res3.0.conv2.weight"])

@@ -78,7 +78,7 @@ def colour_network(**changes: object) -> FasterRCNN:
     Channel 0 carries blue minus its mean, channel 1 red, channel 2 green; what exceeds green's mean overflows. Blue
     moves and scales the anchors. No sum has more than one term, so that batches change no bit.
     """
-    network = FasterRCNN.untrained(dataclasses.replace(COLOURS, **changes), 0)
+    network = FasterRCNN.random_init(dataclasses.replace(COLOURS, **changes), 0)
     heads, rpn = network.roi_heads.box_predictor, network.proposal_generator.rpn_head
     blocks = [stage[0] for stage in (network.backbone.res2, network.backbone.res3, network.backbone.res4)]
     with torch.no_grad():
@@ -101,7 +101,7 @@ def colour_network(**changes: object) -> FasterRCNN:
 
 def noisy_network(**changes: object) -> FasterRCNN:
     """Random weights, norms that do something, and outputs that differ by more than rounding does."""
-    network = FasterRCNN.untrained(dataclasses.replace(SMALL, **changes), 3)
+    network = FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), 3)
     generator = torch.Generator().manual_seed(0)
     for norm in network.modules():
         if isinstance(norm, FrozenNorm):
@@ -117,7 +117,7 @@ def noisy_network(**changes: object) -> FasterRCNN:
 
 
 def detector_of(network: FasterRCNN, given: AnnotatedDetector | None = None, **settings: object) -> FasterRCNNDetector:
-    return FasterRCNNDetector(network, {"untrained": True, "seed": 0}, DetectorSettings(**settings), given)
+    return FasterRCNNDetector(network, {"random_init": True, "seed": 0}, DetectorSettings(**settings), given)
 
 
 def committed(root: Path, *shards: Sequence[Sample]) -> Catalog:
@@ -508,25 +508,6 @@ def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_ima
     }
 
 
-def test_the_id_of_given_boxes_follows_the_annotations_and_the_weights(tmp_path: Path):
-    one, other = (AnnotatedDetector(annotations(tmp_path / f"{n}.json", {0: GIVEN[n:]})) for n in range(2))
-    network, about = noisy_network(), {"untrained": False, "weights_sha256": "a"}
-    settings = DetectorSettings(boxes="given")
-    ids = [
-        FasterRCNNDetector(network, about, settings, one).id,
-        FasterRCNNDetector(network, about, settings, other).id,
-        FasterRCNNDetector(network, about | {"weights_sha256": "b"}, settings, one).id,
-        FasterRCNNDetector(network, about, DetectorSettings()).id,
-        one.id,
-    ]
-    assert len(set(ids)) == 5
-    again = AnnotatedDetector(annotations(tmp_path / "renamed.json", {0: GIVEN}))
-    assert FasterRCNNDetector(network, about, settings, again).id == ids[0]
-    for given, boxes in ((one, "proposals"), (None, "given")):
-        with pytest.raises(ValueError, match="boxes are given by an annotation file, and with"):
-            FasterRCNNDetector(network, about, DetectorSettings(boxes=boxes), given)
-
-
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -560,7 +541,7 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
             "plus_one": False,
         }
         assert (config["network"]["resize"], config["network"]["short_side"]) == ("pil", 84)
-        assert (config["backend"], config["precision"], config["untrained"]) == ("faster_rcnn", "fp32", False)
+        assert (config["backend"], config["precision"], config["random_init"]) == ("faster_rcnn", "fp32", False)
         assert (config["device"], config["threads"], config["batch"]) == ("cpu", 1, 1)
         assert config["code_version"]
     assert [run(*flags) for flags in (["--batch", "2", "--workers", "2"], ["--threads", "2"])] == [(stage, 0)] * 2

@@ -51,7 +51,7 @@ SAMPLING = SamplingConfig(
 
 def lively() -> FasterRCNN:
     """A network whose layers say something else about each anchor and region."""
-    network = FasterRCNN.untrained(NETWORK, 1)
+    network = FasterRCNN.random_init(NETWORK, 1)
     predictor, rpn = network.roi_heads.box_predictor, network.proposal_generator.rpn_head
     spreads = {rpn.objectness_logits: 0.3, rpn.anchor_deltas: 0.05, predictor.cls_score: 0.05}
     spreads |= {predictor.bbox_pred: 0.05, predictor.fc_attr: 0.05, predictor.attr_score: 0.3}
@@ -220,7 +220,7 @@ def start(tmp_path_factory) -> DetectorRecipe:
             coco["annotations"].append(annotation | {"bbox": [x1, y1, x2 - x1, y2 - y1]})
     (folder / "coco.json").write_text(json.dumps(coco))
     (folder / "attributes.txt").write_text("".join(f"{name}\n" for name in ATTRIBUTES))
-    save_file(FasterRCNN.untrained(TINY, 0).state_dict(), folder / "start.safetensors")
+    save_file(FasterRCNN.random_init(TINY, 0).state_dict(), folder / "start.safetensors")
     return DetectorRecipe(
         name="steps",
         network=TINY,
@@ -320,7 +320,7 @@ def saying(
 ) -> FasterRCNN:
     """A network that proposes its anchors at these cells (row, column), moved by dx, dy, dw, dh, in this order, and
     whose heads say so about them: probabilities of classes and background, and (proposal, class) -> dx, dy, dw, dh."""
-    network = FasterRCNN.untrained(SQUARES, 0)
+    network = FasterRCNN.random_init(SQUARES, 0)
 
     def propose(module: torch.nn.Module, given: tuple[Tensor], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, moves = torch.full_like(output[0], -torch.inf), torch.zeros_like(output[1])
@@ -400,7 +400,7 @@ STRIPS = DetectorRecipe(
     network=SQUARES,
     data=DataConfig(workers=0),
     validation=ValidationConfig(iou_threshold=0.9),
-    from_scratch=True,
+    random_init=True,
 )
 
 

@@ -153,7 +153,7 @@ def target(seed: int = 0, classes: tuple[int, ...] = (3, 5)) -> Target:
 
 
 def test_background_is_the_last_column_and_objects_their_own():
-    losses = Losses(FasterRCNN.untrained(TINY, 0), SamplingConfig(rois=16))
+    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16))
     score = losses.network.roi_heads.box_predictor.cls_score
     with torch.no_grad():
         score.weight.zero_()
@@ -170,13 +170,13 @@ def test_background_is_the_last_column_and_objects_their_own():
 
 def test_the_objects_own_boxes_are_regions_whatever_is_proposed():
     sampling = SamplingConfig(pre_nms=1, post_nms=1, rois=16, roi_foreground=1.0)
-    losses = Losses(FasterRCNN.untrained(TINY, 0), sampling)([target()])
+    losses = Losses(FasterRCNN.random_init(TINY, 0), sampling)([target()])
     assert losses["classes"][1] == 3
     assert losses["attributes"][1] >= 3
 
 
 def test_boxes_are_learnt_in_the_columns_of_their_class_alone():
-    losses = Losses(FasterRCNN.untrained(TINY, 0), SamplingConfig(rois=16))
+    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16))
     found = losses([target()])
     found["boxes"][0].backward()
     gradient = losses.network.roi_heads.box_predictor.bbox_pred.weight.grad.reshape(8, 4, -1).abs().amax(dim=(1, 2))
@@ -185,7 +185,7 @@ def test_boxes_are_learnt_in_the_columns_of_their_class_alone():
 
 
 def test_attributes_are_learnt_given_the_true_class_and_an_object_without_any_teaches_that_it_has_none():
-    losses = Losses(FasterRCNN.untrained(TINY, 0), SamplingConfig(rois=16, roi_foreground=1.0))
+    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16, roi_foreground=1.0))
     loss, count = losses([target()])["attributes"]
     predictor = losses.network.roi_heads.box_predictor
     loss.backward()
@@ -200,7 +200,7 @@ def test_attributes_are_learnt_given_the_true_class_and_an_object_without_any_te
 
 
 def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():
-    losses = Losses(FasterRCNN.untrained(TINY, 0).eval(), SamplingConfig(rois=16))
+    losses = Losses(FasterRCNN.random_init(TINY, 0).eval(), SamplingConfig(rois=16))
     other = dataclasses.replace(target(1), pixels=target(1).pixels[:, :, :, :80].contiguous())
 
     def alone(make) -> dict[str, tuple[float, int]]:
@@ -490,9 +490,9 @@ def test_the_result_is_the_network_that_was_trained(root, pictures):
     trained = FasterRCNN(recipe.network)
     trained.load_state_dict(tensors_of(root, "live-half"))
     loaded = FasterRCNN(read_config(file))
-    about = load_weights(loaded, file)
-    assert about.classes == tuple(CLASSES)
-    assert about.attribute_names == ATTRIBUTES
+    metadata = load_weights(loaded, file)
+    assert metadata.classes == tuple(CLASSES)
+    assert metadata.attribute_names == ATTRIBUTES
     assert {tensor.dtype for tensor in load_file(file).values()} >= {torch.float16}
     assert {tensor.dtype for tensor in loaded.state_dict().values()} == {torch.float32}
     pixels = target().pixels
@@ -598,7 +598,7 @@ def test_torchvisions_resnet_gives_the_same_activations_from_our_pixels(tmp_path
     save_file(theirs.state_dict(), tmp_path / "resnet.safetensors")
     torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), stride_in_1x1=False, stem_pool="torch")
-    network = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=resnet), 0)
+    network = FasterRCNN.random_init(dataclasses.replace(TINY, resnet=resnet), 0)
     said = init_from(network, tmp_path / "resnet.safetensors")
     assert "its ResNet; new: proposal_generator.rpn_head.anchor_deltas" in said
 
@@ -614,22 +614,24 @@ def test_torchvisions_resnet_gives_the_same_activations_from_our_pixels(tmp_path
         middle = (..., slice(5, 11), slice(5, 11))
         torch.testing.assert_close(network.backbone(ours)[middle], x[middle], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(network.roi_heads.res5(x).shape[:2], theirs.layer4(x).shape[:2])
-    plain = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, res5_dilated=False)), 0)
+    plain = FasterRCNN.random_init(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, res5_dilated=False)), 0)
     init_from(plain, tmp_path / "resnet.pth")
     with torch.inference_mode():
         torch.testing.assert_close(plain.roi_heads.res5(x), theirs.layer4(x), rtol=1e-4, atol=1e-4)
 
-    caffe = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, stride_in_1x1=True)), 0)
+    caffe = FasterRCNN.random_init(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, stride_in_1x1=True)), 0)
     with pytest.raises(ValueError, match="set network.resnet.stride_in_1x1=false"):
         init_from(caffe, tmp_path / "resnet.pth")
-    deeper = FasterRCNN.untrained(dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, blocks=(1, 1, 2, 1))), 0)
+    deeper = FasterRCNN.random_init(
+        dataclasses.replace(TINY, resnet=dataclasses.replace(resnet, blocks=(1, 1, 2, 1))), 0
+    )
     with pytest.raises(ValueError, match=r"does not fit the ResNet of network.resnet: missing backbone.res4.1.conv1"):
         init_from(deeper, tmp_path / "resnet.pth")
 
 
 def test_a_detector_for_other_classes_starts_from_all_layers_that_fit(root):
     file = root / "runs/whole/weights.safetensors"
-    network = FasterRCNN.untrained(dataclasses.replace(TINY, num_classes=5), 1)
+    network = FasterRCNN.random_init(dataclasses.replace(TINY, num_classes=5), 1)
     said = init_from(network, file)
     assert "its ResNet, proposal_generator.rpn_head.anchor_deltas" in said
     assert "roi_heads.box_predictor.fc_attr; new: roi_heads.box_predictor.bbox_pred, " in said
@@ -650,8 +652,8 @@ def test_a_detector_for_other_classes_starts_from_all_layers_that_fit(root):
         (["data.images="], "data.images is not set"),
         (["data.attribute_names=none"], "the network has 3 attributes; give data.attribute_names"),
         (["network.num_attributes=0"], "the network has no attribute head"),
-        (["from_scratch=false"], "the network has no weights to start from"),
-        (["init_from=absent.pth"], "from_scratch is True; it must be false with init_from"),
+        (["random_init=false"], "the network has no weights to start from"),
+        (["init_from=absent.pth"], "random_init is True; it must be false with init_from"),
         (["optimizer.kind=lion"], "it must be one of adamw, adam, sgd"),
         (["optimizer.schedule=step", "optimizer.decay_at=6"], "optimizer.decay_at names update 6, and the run has 6"),
         (["optimizer.rate=1"], "OptimizerConfig has no field 'rate'"),

@@ -60,7 +60,7 @@ def weights_of(config: FasterRCNNConfig) -> dict[str, torch.Tensor]:
     """Weights with which nothing is neutral: norms that shift and scale, deltas that move, classes that are sure."""
     gains = {"objectness_logits": 0.2, "anchor_deltas": 0.02, "cls_score": 0.5, "bbox_pred": 0.15}
     tensors = {}
-    for name, tensor in FasterRCNN.untrained(config, seed=0).state_dict().items():
+    for name, tensor in FasterRCNN.random_init(config, seed=0).state_dict().items():
         # By its name, so that a tensor's values do not depend on which others there are.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(tensor.shape, generator=generator)
@@ -90,8 +90,8 @@ def found_by_both(
     config: FasterRCNNConfig, weights: dict[str, torch.Tensor], settings: DetectorSettings, samples: list[Sample]
 ) -> list[list[Regions | str]]:
     """What the detectors around our network and around theirs say about the samples."""
-    about = {"untrained": True, "seed": 0}
-    return [FasterRCNNDetector(network, about, settings).detect(samples) for network in networks(config, weights)]
+    metadata = {"random_init": True, "seed": 0}
+    return [FasterRCNNDetector(network, metadata, settings).detect(samples) for network in networks(config, weights)]
 
 
 def pixels(count: int = 1) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
     with pytest.raises(ValueError, match=message):
         module.Detectron2FasterRCNN(DEMO)
     with pytest.raises(ValueError, match=message):
-        module.Detectron2FasterRCNN.untrained(DEMO, seed=0)
+        module.Detectron2FasterRCNN.random_init(DEMO, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_random_weights_are_those_of_our_network_and_leave_the_generator_alone()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    network = Detectron2FasterRCNN.untrained(SMALL, seed=4)
+    network = Detectron2FasterRCNN.random_init(SMALL, seed=4)
     assert torch.equal(torch.rand(3), expected)
     assert not network.training
-    ours, theirs = FasterRCNN.untrained(SMALL, seed=4).state_dict(), network.state_dict()
+    ours, theirs = FasterRCNN.random_init(SMALL, seed=4).state_dict(), network.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -278,7 +278,7 @@ def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: P
     tensors = {name: value for name, value in weights_of(SMALL).items() if not name.startswith(ATTRIBUTE_HEAD)}
     anchors = torch.tensor([[-20.0, -12, 24, 16]]) * torch.arange(1, 7)[:, None] / 2
     save_file(tensors | {ANCHORS: anchors}, tmp_path / "w.safetensors")
-    ours, theirs = FasterRCNN.untrained(SMALL, 0), Detectron2FasterRCNN.untrained(SMALL, 0)
+    ours, theirs = FasterRCNN.random_init(SMALL, 0), Detectron2FasterRCNN.random_init(SMALL, 0)
     generated = theirs.proposal_generator.cell_anchors.clone()
     loaded = load_weights(theirs, tmp_path / "w.safetensors")
     assert loaded == load_weights(ours, tmp_path / "w.safetensors")
@@ -295,7 +295,7 @@ def test_a_weight_file_loads_with_its_anchors_and_without_attributes(tmp_path: P
 
 @needs_detectron2
 def test_a_file_of_other_weights_is_refused_and_changes_nothing(tmp_path: Path):
-    network = Detectron2FasterRCNN.untrained(SMALL, 0)
+    network = Detectron2FasterRCNN.random_init(SMALL, 0)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     tensors = weights_of(SMALL)
     del tensors["backbone.res3.1.conv2.norm.running_var"]
@@ -307,7 +307,7 @@ def test_a_file_of_other_weights_is_refused_and_changes_nothing(tmp_path: Path):
 
 @needs_detectron2
 def test_it_computes_in_single_precision_only():
-    network = Detectron2FasterRCNN.untrained(SMALL, 0)
+    network = Detectron2FasterRCNN.random_init(SMALL, 0)
     assert network.train().for_inference("fp32", 100) is network
     assert not network.training
     with pytest.raises(ValueError, match="precision is 'bf16-res5': backend detectron2 has fp32 only"):

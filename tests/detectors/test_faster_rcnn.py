@@ -14,7 +14,6 @@ from PIL import Image
 from places import SHARED
 from safetensors.torch import save_file
 
-from detectors import detector_id
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running, to_stored_pixels
 from detectors.faster_rcnn import (
     DEMO,
@@ -33,7 +32,6 @@ from detectors.faster_rcnn import (
     to_input,
 )
 from detectors.resnet import RESNET101, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig
-from detectors.select import SelectionSettings
 from detectors.weights.files import load_resnet, load_weights, weights_hash
 from storage.sample import Sample
 
@@ -59,12 +57,12 @@ def a_sample(height: int, width: int, seed: int = 0) -> Sample:
 
 
 def small_network(**changes) -> FasterRCNN:
-    return FasterRCNN.untrained(dataclasses.replace(SMALL, **changes), seed=0)
+    return FasterRCNN.random_init(dataclasses.replace(SMALL, **changes), seed=0)
 
 
-def untrained(config: FasterRCNNConfig = SMALL, seed: int = 0, **settings) -> FasterRCNNDetector:
-    network = FasterRCNN.untrained(config, seed)
-    return FasterRCNNDetector(network, {"untrained": True, "seed": seed}, DetectorSettings(**settings))
+def random_init(config: FasterRCNNConfig = SMALL, seed: int = 0, **settings) -> FasterRCNNDetector:
+    network = FasterRCNN.random_init(config, seed)
+    return FasterRCNNDetector(network, {"random_init": True, "seed": seed}, DetectorSettings(**settings))
 
 
 # --- ResNet -----------------------------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ def test_the_short_side_is_600_unless_the_long_one_would_exceed_1000(size: tuple
 def test_swapping_red_and_blue_changes_what_is_found():
     sample = a_sample(168, 224)
     swapped = dataclasses.replace(sample, image=jpeg(decode_bgr(sample.image)))
-    detector = untrained()
+    detector = random_init()
     ours, theirs = detector.detect([sample, swapped])
     assert not np.array_equal(ours.class_probs[:5], theirs.class_probs[:5])
 
@@ -308,7 +306,7 @@ def test_suppression_counts_both_end_pixels_where_the_boxes_do():
 
 
 def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 11, 14, generator=generator)
     deltas = torch.randn(24, 11, 14, generator=generator)
@@ -331,7 +329,7 @@ def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
 
 
 def test_logits_and_deltas_of_an_anchor_stay_together():
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     logits, deltas = torch.zeros(6, 4, 5), torch.zeros(24, 4, 5)
     logits[4, 2, 3] = 9  # anchor 4: size 48, ratio 1
     deltas[4 * 4, 2, 3] = 0.25  # its dx
@@ -394,7 +392,7 @@ def proposal_of_each(boxes: np.ndarray, proposals: torch.Tensor) -> np.ndarray:
 
 
 def test_regions_are_proposals_in_pixels_of_the_stored_image():
-    detector = untrained(seed=1)
+    detector = random_init(seed=1)
     (regions,) = detector.detect([TURNED])
     proposals, _, outputs = stages(detector.network)
     probs, attribute_probs = outputs.class_logits.softmax(1), outputs.attribute_logits.softmax(1)[:, :3]
@@ -411,8 +409,8 @@ ARRAYS = ("scores", "labels", "class_probs", "attributes", "attribute_scores")
 
 
 def test_kept_features_are_those_of_each_regions_own_proposal_and_change_nothing_else():
-    (plain,) = untrained(seed=1).detect([TURNED])
-    detector = untrained(seed=1, keep_features=True)
+    (plain,) = random_init(seed=1).detect([TURNED])
+    detector = random_init(seed=1, keep_features=True)
     (regions,) = detector.detect([TURNED])
     assert plain.features is None
     assert all(np.array_equal(getattr(plain, name), getattr(regions, name)) for name in ("boxes", *ARRAYS))
@@ -427,7 +425,7 @@ def test_kept_features_are_those_of_each_regions_own_proposal_and_change_nothing
 
 
 def test_features_beyond_float16_matter_only_to_a_detector_that_keeps_them():
-    plain, keeping = untrained(), untrained(keep_features=True)
+    plain, keeping = random_init(), random_init(keep_features=True)
     for detector in (plain, keeping):
         detector.network.roi_heads.res5.register_forward_hook(lambda _, inputs, output: output + 7e4)
     (regions,) = plain.detect([TURNED])
@@ -438,7 +436,7 @@ def test_features_beyond_float16_matter_only_to_a_detector_that_keeps_them():
 
 def moving(shift: float = 0.0, **settings) -> FasterRCNNDetector:
     """A detector whose box head moves boxes far, another way for each class; class 2 by `shift` widths in addition."""
-    detector = untrained(seed=2, **settings)
+    detector = random_init(seed=2, **settings)
     predictor = detector.network.roi_heads.box_predictor
     with torch.no_grad():
         predictor.bbox_pred.weight *= 25
@@ -488,7 +486,7 @@ def test_a_regressed_box_without_area_in_the_image_keeps_its_proposals():
 
 
 def test_box_weights_that_make_no_sense_matter_only_to_a_detector_that_uses_them():
-    plain, regressing = untrained(), untrained(boxes="regressed")
+    plain, regressing = random_init(), random_init(boxes="regressed")
     for detector in (plain, regressing):
         torch.nn.init.constant_(detector.network.roi_heads.box_predictor.bbox_pred.bias, float("nan"))
     (regions,) = plain.detect([TURNED])
@@ -498,7 +496,7 @@ def test_box_weights_that_make_no_sense_matter_only_to_a_detector_that_uses_them
 
 def test_regions_lie_in_the_stored_image_best_first_with_their_whole_distribution():
     for size in ((168, 224), (333, 500), (77, 41)):
-        (regions,) = untrained().detect([a_sample(*size)])
+        (regions,) = random_init().detect([a_sample(*size)])
         assert 10 <= len(regions) <= 100
         assert regions.boxes.min() >= 0
         assert (regions.boxes <= [size[1], size[0]] * 2).all()
@@ -514,7 +512,7 @@ def test_regions_lie_in_the_stored_image_best_first_with_their_whole_distributio
 
 
 def test_an_image_is_found_the_same_alone_and_among_others():
-    detector = untrained()
+    detector = random_init()
     samples = [a_sample(168, 224, 0), a_sample(100, 90, 1), a_sample(168, 224, 2)]
     together = detector.detect(samples)
     for sample, regions in zip(samples, together, strict=True):
@@ -528,7 +526,7 @@ def test_a_bad_image_gets_a_status_and_the_others_their_regions():
     torn = dataclasses.replace(good, image=good.image[: len(good.image) // 2])
     text = dataclasses.replace(good, image=b"<html>not found</html>")
     turned = dataclasses.replace(good, width=good.height, height=good.width)
-    found = untrained().detect([torn, text, turned, good])
+    found = random_init().detect([torn, text, turned, good])
     assert [f if isinstance(f, str) else len(f) > 0 for f in found[3:]] == [True]
     assert found[0].startswith("bad_image: OSError: ")
     assert found[1].startswith("bad_image: UnidentifiedImageError: ")
@@ -539,57 +537,10 @@ def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_generator_a
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first, again, other = (FasterRCNN.untrained(SMALL, seed).state_dict() for seed in (0, 0, 1))
+    first, again, other = (FasterRCNN.random_init(SMALL, seed).state_dict() for seed in (0, 0, 1))
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["backbone.stem.conv1.weight"], other["backbone.stem.conv1.weight"])
-
-
-def test_whether_weights_are_untrained_must_be_said():
-    assert untrained().about["untrained"] is True
-    with pytest.raises(ValueError, match="untrained"):
-        FasterRCNNDetector(FasterRCNN.untrained(SMALL, 0), {}, DetectorSettings())
-
-
-def test_the_id_follows_everything_that_decides_the_output():
-    ids = {
-        untrained().id,
-        untrained(seed=1).id,
-        untrained(selection=SelectionSettings(threshold=0.2)).id,
-        untrained(precision="bf16-res5").id,
-        untrained(dataclasses.replace(SMALL, post_nms=50)).id,
-    }
-    assert len(ids) == 5
-    assert all(re.fullmatch("[0-9a-f]{12}", one) for one in ids)
-    assert untrained().id in ids
-
-
-def test_boxes_and_features_are_in_the_description_and_make_other_detectors():
-    choices = [(boxes, keep) for boxes in ("proposals", "regressed") for keep in (False, True)]
-    detectors = [untrained(boxes=boxes, keep_features=keep) for boxes, keep in choices]
-    assert [(d.about["boxes"], d.about["keep_features"]) for d in detectors] == choices
-    assert len({detector.id for detector in detectors}) == 4
-
-
-def test_the_description_says_device_and_precision_and_only_tf32_makes_another_detector(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    assert {name: untrained().about[name] for name in ("device", "convolutions", "precision")} == {
-        "device": "cpu",
-        "convolutions": "float32",
-        "precision": "fp32",
-    }
-    # Only what is written down is looked at: the network itself stays on this machine's CPU.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(FasterRCNN, "to", lambda network, *_, **__: network)
-    on_gpu, in_tf32 = untrained(device="cuda:1"), untrained(device="cuda", tf32=True)
-    assert (on_gpu.about["device"], on_gpu.about["convolutions"]) == ("cuda", "float32")
-    assert (in_tf32.about["device"], in_tf32.about["convolutions"]) == ("cuda", "tf32")
-    assert on_gpu.id == untrained().id != in_tf32.id
-    half = {"precision": "bf16-res5"}
-    assert untrained(**half, device="cuda").id != untrained(**half).id  # its roundings are a device's own
-    indifferent = ("device", "threads", "batch", "code_version")
-    assert on_gpu.id == detector_id({k: v for k, v in on_gpu.about.items() if k not in indifferent})
 
 
 def test_the_precision_of_gpus_is_set_for_the_detector_and_put_back():
@@ -599,7 +550,7 @@ def test_the_precision_of_gpus_is_set_for_the_detector_and_put_back():
         precisions.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
 
     look()
-    detector = untrained()
+    detector = random_init()
     detector.network.backbone.register_forward_hook(look)
     detector.detect([a_sample(168, 224)])
     with running(DetectorSettings(device="cuda", tf32=True)):
@@ -612,7 +563,7 @@ def test_the_precision_of_gpus_is_set_for_the_detector_and_put_back():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
 def test_a_gpu_finds_what_the_cpu_does_though_torchs_own_default_is_tf32():
     samples = [a_sample(168, 224, seed) for seed in range(3)]
-    for ours, theirs in zip(untrained(device="cuda").detect(samples), untrained().detect(samples), strict=True):
+    for ours, theirs in zip(random_init(device="cuda").detect(samples), random_init().detect(samples), strict=True):
         assert np.allclose(np.sort(ours.scores), np.sort(theirs.scores), atol=1e-5)
 
 
@@ -635,11 +586,11 @@ def test_settings_that_cannot_be_are_refused(wrong: dict, message: str):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="torch finds no GPU here; detect on cpu"):
-        untrained(device="cuda")
+        random_init(device="cuda")
 
 
 def test_numbers_that_overflow_give_the_image_a_status():
-    detector = untrained()
+    detector = random_init()
     torch.nn.init.constant_(detector.network.roi_heads.box_predictor.cls_score.bias, float("nan"))
     probabilities = "not_finite: the network's class probabilities are not all finite numbers"
     assert detector.detect([TURNED, TURNED]) == [probabilities] * 2
@@ -648,7 +599,7 @@ def test_numbers_that_overflow_give_the_image_a_status():
 
 
 def test_half_precision_in_res5_stays_near_single_precision():
-    (single,), (half,) = (untrained(precision=p).detect([a_sample(168, 224)]) for p in ("fp32", "bf16-res5"))
+    (single,), (half,) = (random_init(precision=p).detect([a_sample(168, 224)]) for p in ("fp32", "bf16-res5"))
     assert np.allclose(np.sort(single.scores)[-10:], np.sort(half.scores)[-10:], atol=0.02)
 
 
@@ -677,33 +628,33 @@ def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
 
 
 def test_saved_weights_come_back_and_are_identified_by_their_hash(tmp_path: Path):
-    source = FasterRCNN.untrained(SMALL, seed=3)
+    source = FasterRCNN.random_init(SMALL, seed=3)
     names = json.dumps(["a", "b", "c", "d", "e"])
     file = save(source.state_dict(), tmp_path / "w.safetensors", {"classes": names})
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     loaded = load_weights(network, file)
     assert all(
         torch.equal(a, b) for a, b in zip(source.state_dict().values(), network.state_dict().values(), strict=True)
     )
-    assert loaded.about["untrained"] is False
-    assert loaded.about["weights_sha256"] == weights_hash(file)
+    assert loaded.metadata["random_init"] is False
+    assert loaded.metadata["weights_sha256"] == weights_hash(file)
     assert loaded.classes == ("a", "b", "c", "d", "e")
-    detector = FasterRCNNDetector(network, loaded.about, DetectorSettings())
+    detector = FasterRCNNDetector(network, loaded.metadata, DetectorSettings())
     renamed = save(source.state_dict(), tmp_path / "renamed.safetensors", {"classes": names})
-    again = FasterRCNNDetector(network, load_weights(network, renamed).about, DetectorSettings())
+    again = FasterRCNNDetector(network, load_weights(network, renamed).metadata, DetectorSettings())
     assert detector.id == again.id
-    other = save(FasterRCNN.untrained(SMALL, seed=4).state_dict(), tmp_path / "o.safetensors")
-    assert FasterRCNNDetector(network, load_weights(network, other).about, DetectorSettings()).id != detector.id
+    other = save(FasterRCNN.random_init(SMALL, seed=4).state_dict(), tmp_path / "o.safetensors")
+    assert FasterRCNNDetector(network, load_weights(network, other).metadata, DetectorSettings()).id != detector.id
 
 
 def test_every_tensor_that_does_not_fit_is_named_at_once_and_nothing_is_loaded(tmp_path: Path):
-    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    tensors = FasterRCNN.random_init(SMALL, seed=3).state_dict()
     del tensors["backbone.res2.0.conv1.weight"]
     tensors["backbone.fc.weight"] = torch.zeros(2)
     tensors["roi_heads.box_predictor.cls_score.bias"] = torch.zeros(7)
     tensors["proposal_generator.rpn_head.conv.bias"] = torch.full((8,), float("nan"))
     file = save(tensors, tmp_path / "bad.safetensors")
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.raises(ValueError, match=r"bad\.safetensors does not fit") as error:
         load_weights(network, file)
@@ -718,22 +669,22 @@ def test_every_tensor_that_does_not_fit_is_named_at_once_and_nothing_is_loaded(t
 
 
 def test_a_file_without_attribute_head_gives_regions_without_attributes(tmp_path: Path):
-    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    tensors = FasterRCNN.random_init(SMALL, seed=3).state_dict()
     head = ("cls_embedding", "fc_attr", "attr_score")
     bare = {name: tensor for name, tensor in tensors.items() if not any(layer in name for layer in head)}
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     loaded = load_weights(network, save(bare, tmp_path / "bare.safetensors"))
-    (regions,) = FasterRCNNDetector(network, loaded.about, DetectorSettings()).detect([a_sample(168, 224)])
+    (regions,) = FasterRCNNDetector(network, loaded.metadata, DetectorSettings()).detect([a_sample(168, 224)])
     assert loaded.attributes is False
     assert regions.attributes is None
     assert regions.attribute_scores is None
     half = {name: tensor for name, tensor in tensors.items() if "fc_attr" not in name}
     with pytest.raises(ValueError, match="missing roi_heads.box_predictor.fc_attr.bias"):
-        load_weights(FasterRCNN.untrained(SMALL, 0), save(half, tmp_path / "half.safetensors"))
+        load_weights(FasterRCNN.random_init(SMALL, 0), save(half, tmp_path / "half.safetensors"))
 
 
 def test_a_backbone_alone_does_not_start_region_features_and_what_it_lacks_is_named(tmp_path: Path):
-    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    tensors = FasterRCNN.random_init(SMALL, seed=3).state_dict()
     bare = {name: tensor for name, tensor in tensors.items() if name.startswith("backbone.")}
     file = save(bare, tmp_path / "backbone.safetensors")
     c4 = ResNetC4(TINY)
@@ -746,9 +697,11 @@ def test_a_backbone_alone_does_not_start_region_features_and_what_it_lacks_is_na
 
 
 def test_region_features_refuse_weights_that_were_wired_otherwise(tmp_path: Path):
-    source = FasterRCNN.untrained(dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, stride_in_1x1=False)), 3)
-    about = {"network": json.dumps(dataclasses.asdict(source.config))}
-    file = save(source.state_dict(), tmp_path / "w.safetensors", about)
+    source = FasterRCNN.random_init(
+        dataclasses.replace(SMALL, resnet=dataclasses.replace(TINY, stride_in_1x1=False)), 3
+    )
+    metadata = {"network": json.dumps(dataclasses.asdict(source.config))}
+    file = save(source.state_dict(), tmp_path / "w.safetensors", metadata)
     with pytest.raises(ValueError, match=r"stride_in_1x1 = False.*set model\.regions\.resnet\.stride_in_1x1=false"):
         load_resnet(ResNetC4(TINY), Res5(TINY), file)
     same = dataclasses.replace(TINY, stride_in_1x1=False, stem_pool="torch")
@@ -756,7 +709,7 @@ def test_region_features_refuse_weights_that_were_wired_otherwise(tmp_path: Path
 
 
 def test_region_features_with_live_norms_count_anew(tmp_path: Path):
-    source, live = FasterRCNN.untrained(SMALL, seed=3), dataclasses.replace(TINY, norm="batch")
+    source, live = FasterRCNN.random_init(SMALL, seed=3), dataclasses.replace(TINY, norm="batch")
     counter = {"backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(9)}
     file = save(source.state_dict() | counter, tmp_path / "w.safetensors")
     for norm in (TINY, live):
@@ -771,7 +724,7 @@ def test_region_features_with_live_norms_count_anew(tmp_path: Path):
 
 
 def test_what_files_carry_beside_weights_is_checked_used_or_dropped(tmp_path: Path):
-    tensors = FasterRCNN.untrained(SMALL, seed=3).state_dict()
+    tensors = FasterRCNN.random_init(SMALL, seed=3).state_dict()
     anchors = "proposal_generator.anchor_generator.cell_anchors.0"
     extras = {
         "backbone.stem.conv1.norm.num_batches_tracked": torch.tensor(3),
@@ -779,18 +732,18 @@ def test_what_files_carry_beside_weights_is_checked_used_or_dropped(tmp_path: Pa
         "pixel_std": torch.ones(3, 1, 1),
         anchors: torch.arange(24.0).reshape(6, 4),
     }
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     loaded = load_weights(network, save(tensors | extras, tmp_path / "w.safetensors"))
     assert loaded.anchors == "file"
     assert torch.equal(network.proposal_generator.cell_anchors, extras[anchors])
     for name, wrong in (("pixel_mean", torch.tensor([123.675, 116.28, 103.53])), (anchors, torch.zeros(12, 4))):
         file = save(tensors | {name: wrong}, tmp_path / "wrong.safetensors")
         with pytest.raises(ValueError, match=rf"wrong\.safetensors: {name}"):
-            load_weights(FasterRCNN.untrained(SMALL, seed=0), file)
+            load_weights(FasterRCNN.random_init(SMALL, seed=0), file)
 
 
 def test_files_that_are_no_weights_are_refused_in_words(tmp_path: Path):
-    network = FasterRCNN.untrained(SMALL, seed=0)
+    network = FasterRCNN.random_init(SMALL, seed=0)
     with pytest.raises(ValueError, match="there is no weight file"):
         load_weights(network, tmp_path / "absent.safetensors")
     (tmp_path / "torn.safetensors").write_bytes(b"\x80\x02}q\x00.")

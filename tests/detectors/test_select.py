@@ -84,10 +84,10 @@ def test_every_parity_case_is_matched_index_for_index():
     if not folder.is_dir():
         pytest.skip(f"the parity data {folder} is not here")
     data = np.load(folder / "selection.npz")
-    about = json.loads((folder / "selection.json").read_text())
-    for case in range(len(about["cases"])):
+    metadata = json.loads((folder / "selection.json").read_text())
+    for case in range(len(metadata["cases"])):
         boxes, probs = data[f"c{case}_boxes"], data[f"c{case}_probs"][:, :-1]
-        for number, (threshold, minimum, maximum, strict) in enumerate(about["sets"]):
+        for number, (threshold, minimum, maximum, strict) in enumerate(metadata["sets"]):
             chosen = select_regions(boxes, probs, SelectionSettings(minimum, maximum, threshold, strict))
             assert chosen.indices.tolist() == data[f"c{case}_keep{number}"].tolist(), (case, number)
         exact = surviving_confidence(overlapping(boxes, SelectionSettings()), probs)

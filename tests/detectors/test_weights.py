@@ -66,7 +66,7 @@ def converted(files: dict[str, Path]) -> dict[str, Converted]:
 def loaded_network(converted: Converted, folder: Path, **changes) -> FasterRCNN:
     """The network of a converted file, on its way through a file of ours."""
     write_weights(folder / "ours.safetensors", converted.tensors, converted.metadata())
-    network = FasterRCNN.untrained(dataclasses.replace(read_config(folder / "ours.safetensors"), **changes), seed=0)
+    network = FasterRCNN.random_init(dataclasses.replace(read_config(folder / "ours.safetensors"), **changes), seed=0)
     load_weights(network, folder / "ours.safetensors")
     return network
 
@@ -98,7 +98,7 @@ def test_files_with_detectron2s_names_are_taken_as_they_are(
     assert (ours.network.num_classes, ours.network.num_attributes) == (1600, 400 * attributes)
     write_weights(tmp_path / "w.safetensors", ours.tensors, ours.metadata())
     assert read_config(tmp_path / "w.safetensors") == ours.network
-    network = FasterRCNN.untrained(ours.network, seed=0)
+    network = FasterRCNN.random_init(ours.network, seed=0)
     loaded = load_weights(network, tmp_path / "w.safetensors")
     assert describe_weights(tmp_path / "w.safetensors", ours.network) == loaded
     assert (loaded.release, loaded.anchors, loaded.attributes, loaded.differences) == (
@@ -131,15 +131,15 @@ def test_every_tensor_of_a_file_is_in_the_report_once_and_what_was_done_is_said(
 
 
 def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
-    about = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
+    metadata = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
     first, again = (
         write_weights(tmp_path / name, {"a": torch.ones(3), "b": torch.zeros(2, 2)}, dict(keys))
-        for name, keys in (("a", about.items()), ("b", reversed(about.items())))
+        for name, keys in (("a", metadata.items()), ("b", reversed(metadata.items())))
     )
     assert first == again
     header = (tmp_path / "a").read_bytes()
     keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
-    assert keys == sorted(about)
+    assert keys == sorted(metadata)
     assert torch.equal(load_file(tmp_path / "a")["b"], torch.zeros(2, 2))
 
 
@@ -227,7 +227,7 @@ def test_milvlgs_anchors_are_made_by_caffes_rule_where_the_file_has_none(tmp_pat
 
 @pytest.mark.parametrize("own", [False, True])
 def test_whose_anchors_a_file_of_ours_has_is_seen_by_their_name(own: bool, tmp_path: Path):
-    network = FasterRCNN.untrained(DEMO, seed=0)
+    network = FasterRCNN.random_init(DEMO, seed=0)
     anchors = {ANCHORS: network.proposal_generator.cell_anchors.clone()} if own else {}
     write_weights(tmp_path / "w.safetensors", network.state_dict() | anchors, {"network": dataclasses.asdict(DEMO)})
     assert describe_weights(tmp_path / "w.safetensors", DEMO).anchors == ("file" if own else "generated")
@@ -245,13 +245,14 @@ def test_milvlg_is_told_by_its_objectness_where_it_has_no_attributes(tmp_path: P
 def test_how_a_release_detected_stays_with_its_weights(converted: dict[str, Converted], tmp_path: Path):
     write_weights(tmp_path / "w.safetensors", converted["milvlg"].tensors, converted["milvlg"].metadata())
     assert (
-        load_weights(FasterRCNN.untrained(converted["milvlg"].network, 0), tmp_path / "w.safetensors").differences == ()
+        load_weights(FasterRCNN.random_init(converted["milvlg"].network, 0), tmp_path / "w.safetensors").differences
+        == ()
     )
     ours = {"box_arithmetic": "continuous", "resize": "pil", "minimum_side": 0.0, "short_side": 800}
-    network = FasterRCNN.untrained(dataclasses.replace(converted["milvlg"].network, **ours), seed=0)
-    about = load_weights(network, tmp_path / "w.safetensors").about
-    assert about["release"] == "milvlg"
-    said = "; ".join(about["differs_from_release"])
+    network = FasterRCNN.random_init(dataclasses.replace(converted["milvlg"].network, **ours), seed=0)
+    metadata = load_weights(network, tmp_path / "w.safetensors").metadata
+    assert metadata["release"] == "milvlg"
+    said = "; ".join(metadata["differs_from_release"])
     for difference in (
         "box_arithmetic is continuous, the release's is plus_one",
         "resize is pil, the release's is caffe",
@@ -261,8 +262,8 @@ def test_how_a_release_detected_stays_with_its_weights(converted: dict[str, Conv
         assert difference in said
     assert "long_side" not in said
     assert '"plus_one": true' in describe(converted["milvlg"])
-    detector = FasterRCNNDetector(network, about, DetectorSettings())
-    assert detector.about["differs_from_release"] == about["differs_from_release"]
+    detector = FasterRCNNDetector(network, metadata, DetectorSettings())
+    assert detector.metadata["differs_from_release"] == metadata["differs_from_release"]
 
 
 def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[str, Converted], tmp_path: Path):
@@ -279,7 +280,7 @@ def test_vl_berts_resnet_starts_region_features_and_no_detector(converted: dict[
     assert all(np.array_equal(state[name], value) for name, value in theirs.items())
     assert ours.anchors is None
     with pytest.raises(ValueError, match=r"holds a ResNet alone and no detector: it is for model\.regions\.weights"):
-        load_weights(FasterRCNN.untrained(ours.network, 0), file)
+        load_weights(FasterRCNN.random_init(ours.network, 0), file)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -486,12 +487,12 @@ def test_the_command_writes_one_file_with_names_and_prints_every_tensor(
         found[1] for line in printed if (found := re.match(r"(\S+)( -> \S+)?: (taken|renamed|changed|dropped)", line))
     ]
     assert sorted(named) == sorted(released.milvlg())
-    network = FasterRCNN.untrained(read_config(out), seed=0)
+    network = FasterRCNN.random_init(read_config(out), seed=0)
     loaded = load_weights(network, out)
     assert printed[-1] == f"{out}: 536 tensors, sha256 {loaded.sha256}"
     assert describe_weights(out, network.config) == loaded
     assert loaded.classes == tuple(CLASS_NAMES)
-    assert loaded.attribute_names == tuple(ATTRIBUTE_NAMES) == tuple(loaded.about["attribute_names"])
+    assert loaded.attribute_names == tuple(ATTRIBUTE_NAMES) == tuple(loaded.metadata["attribute_names"])
     assert [file.name for file in out.parent.iterdir()] == ["vg.safetensors"]
     with pytest.raises(SystemExit, match="is there already; give a new name"):
         main([str(files["milvlg"]), str(out)])
@@ -543,9 +544,9 @@ def small_weights(converted: dict[str, Converted], tmp_path_factory: pytest.Temp
     network = dataclasses.replace(
         ours.network, short_side=96, long_side=160, post_nms=12, anchor_sizes=(16, 24, 32, 64)
     )
-    about = ours.metadata() | {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES}
+    metadata = ours.metadata() | {"classes": CLASS_NAMES, "attributes": ATTRIBUTE_NAMES}
     file = tmp_path_factory.mktemp("small") / "small.safetensors"
-    write_weights(file, ours.tensors, about | {"network": dataclasses.asdict(network)})
+    write_weights(file, ours.tensors, metadata | {"network": dataclasses.asdict(network)})
     return file
 
 

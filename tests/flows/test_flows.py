@@ -172,7 +172,7 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
     dataset = captions(demo_data, detector=DetectorSettings("annotated", annotations=str(file)))
     found = detect(root, dataset.name, dataset.detector, said.append)
     assert of(root).counts(found.stage)["no_annotation"] == 1
-    assert (found.shards, found.new_shards, found.untrained) == (4, 4, False)
+    assert (found.shards, found.new_shards, found.random_init) == (4, 4, False)
     assert found.images == of(root).counts(found.stage)["ok"]
     assert found.regions == sum(
         len(sample.regions) for shard in of(root).shards(found.stage) for sample in of(root).read(found.stage, shard)
@@ -341,7 +341,7 @@ def test_an_untrained_detector_is_named_loudly(demo_data: DemoData, root: str):
     said = []
     detector = DetectorSettings("faster_rcnn", preset="demo", untrained=True, maximum=12)
     found = detect(root, "captions", detector, said.append)
-    assert found.untrained
+    assert found.random_init
     assert "captions: the network has random weights: its regions mean nothing" in said
     assert any("WARNING" in line for line in said)
     assert 10 * found.images <= found.regions <= 12 * found.images

@@ -77,7 +77,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     assert [(row["row"], row["status"]) for row in rows] == [(i, "ok") for i in range(19)]
 
     detected = detect(root, dataset.name, dataset.detector)
-    assert detected.untrained
+    assert detected.random_init
     samples = [sample for shard in ("00000", "00001") for sample in catalog.read(detected.stage, shard)]
     assert [sample.caption for sample in samples] == [caption for caption, _ in pairs]
     for sample in samples:

@@ -404,7 +404,7 @@ def test_the_background_fetches_what_is_wanted_now_without_a_pause(tmp_path, wri
         assert store.ranges == []
         more = sample(99)
         rows = [Row(99, more.key, "ok", url=more.url)]
-        Catalog(store, "captions").commit(STAGE, "00099", [more], rows, {"untrained": False})
+        Catalog(store, "captions").commit(STAGE, "00099", [more], rows, {"random_init": False})
 
 
 def test_a_failure_in_the_background_is_told_once_and_reads_go_on(tmp_path, written):

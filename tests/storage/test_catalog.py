@@ -46,7 +46,7 @@ def names(store: ObjectStore) -> list[str]:
 
 def test_a_committed_shard_says_what_became_of_every_row(catalog):
     samples, rows = shard_of(2, regions=True)
-    meta = {"config": {"a": [1, 2.5, None]}, "untrained": True}
+    meta = {"config": {"a": [1, 2.5, None]}, "random_init": True}
     assert catalog.commit(REGIONS, "00002", samples, rows, meta) is True
     manifest = catalog.manifest(REGIONS, "00002")
     assert (manifest.stage, manifest.shard, manifest.meta) == (REGIONS, "00002", meta)
@@ -422,8 +422,8 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
         (sealed_parquet(table, {}), "is no manifest"),
-        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 2: use the code"),
-        (unsealed(table, {**header, "version": 1}), "is of version 1, this code reads 2: use the code"),
+        (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
+        (unsealed(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
         (unsealed(table, header), "is damaged or no manifest"),
         (unsealed(table, {}), "is damaged or no manifest"),
         (b'{"version": 1}', "is damaged or no manifest"),

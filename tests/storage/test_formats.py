@@ -45,7 +45,7 @@ IMAGES_META = {
     },
     "config_hash": "0f71cd04581c",
 }
-SNAPSHOT = f"captions/{STAGE}/snapshots/51445516f5337e0c.parquet"
+SNAPSHOT = f"captions/{STAGE}/snapshots/8f717751d4bc76b9.parquet"
 SOURCE = {"stage": "images", "shard": "00000", "manifest_sha256": "0" * 64}
 
 
@@ -61,7 +61,7 @@ def golden_commit(root: Path) -> None:
         Row(8, failed.key, "http_404", "Not Found", failed.url),
         Row(9, second.key, "ok", "", second.url),
     ]
-    meta = {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    meta = {"source": SOURCE, "config": {"max_regions": 100}, "random_init": False}
     assert Catalog(LocalStore(str(root)), "captions").commit(STAGE, "00000", [first, second], rows, meta)
 
 
@@ -112,7 +112,7 @@ def test_the_golden_manifest_reads_to_these_values():
     assert (manifest.shard, manifest.stage, manifest.tar, manifest.tar_bytes) == ("00000", STAGE, TAR, 10240)
     assert manifest.tar_sha256.startswith("6d277ce0f700")
     assert manifest.statuses == {"http_404": 1, "ok": 2}
-    assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "untrained": False}
+    assert manifest.meta == {"source": SOURCE, "config": {"max_regions": 100}, "random_init": False}
     assert manifest.table.schema.equals(SCHEMA)
     assert [tuple(line.values()) for line in manifest.table.to_pylist()] == [
         (7, "f17f635f1028ec2eb17d", "ok", "", "http://example.org/images/000003.jpg", 0, 3072, 16, 8, 2),
@@ -173,7 +173,7 @@ def test_the_golden_snapshot_reads_to_these_values():
     store = LocalStore(str(GOLDEN))
     index = Catalog(store, "captions").pinned(STAGE, Path(SNAPSHOT).stem)
     snapshot = index.snapshot
-    assert (snapshot.stage, snapshot.shards, snapshot.ok_rows, snapshot.untrained) == (STAGE, ("00000",), 2, False)
+    assert (snapshot.stage, snapshot.shards, snapshot.ok_rows, snapshot.random_init) == (STAGE, ("00000",), 2, False)
     assert (index.tars, index.tar_bytes) == ((TAR,), (10240,))
     assert index.tar_sha256[0].startswith("6d277ce0f700")
     assert (index.shard.tolist(), index.offset.tolist(), index.length.tolist()) == ([0, 0], [0, 3072], [3072, 3072])
@@ -184,9 +184,9 @@ def test_the_golden_snapshot_reads_to_these_values():
     about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]
     assert about == {
-        "version": 2,
+        "version": 3,
         "stage": STAGE,
-        "untrained": False,
+        "random_init": False,
         "shards": [
             {
                 "shard": "00000",

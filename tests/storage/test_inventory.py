@@ -42,7 +42,7 @@ def checkpoint(store: ObjectStore, run: str, step: int, data: dict | str | None,
 
 def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
     entries = [{"epoch": 3 * i, "consumed": 12 * i, "questions": 4, "snapshot": s} for i, s in enumerate(snapshots)]
-    return {"dataset": "captions", "stage": stage, "untrained": False, "snapshots": entries}
+    return {"dataset": "captions", "stage": stage, "random_init": False, "snapshots": entries}
 
 
 def at(store: ObjectStore, path: str, hours_ago: float) -> None:
@@ -58,9 +58,9 @@ def words(lines: list[str]) -> list[list[str]]:
 def test_status_tells_stages_and_snapshots_and_what_each_run_pinned(local, tmp_path):
     for number in range(2):
         commit(local, number)
-    commit(local, 0, REGIONS, untrained=False)
+    commit(local, 0, REGIONS, random_init=False)
     old = local.pin(REGIONS)
-    commit(local, 1, REGIONS, untrained=False)
+    commit(local, 1, REGIONS, random_init=False)
     new = local.pin(REGIONS)
     samples, rows = shard_of(0)
     samples[1] = dataclasses.replace(samples[1], image=samples[1].image + bytes(700_000))

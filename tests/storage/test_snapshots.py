@@ -73,9 +73,9 @@ def test_the_index_finds_every_sample_with_one_ranged_read(catalog):
 
 def test_a_snapshot_holds_what_the_manifests_say_of_the_ok_rows(local):
     for number in (3, 1):
-        commit(local, number, REGIONS, untrained=number == 1)
+        commit(local, number, REGIONS, random_init=number == 1)
     snapshot = local.pin(REGIONS)
-    assert snapshot.untrained is True
+    assert snapshot.random_init is True
     (table,) = read_columns(local.store, file_of(snapshot.id, REGIONS), SNAPSHOT_SCHEMA.names)
     expected = []
     for shard in ("00001", "00003"):
@@ -90,12 +90,12 @@ def test_a_snapshot_holds_what_the_manifests_say_of_the_ok_rows(local):
     assert [shard["manifest_sha256"] for shard in shards] == [header.sha256 for header in headers.values()]
 
 
-def test_whether_the_detector_was_untrained_is_told_where_a_manifest_tells_it(local):
+def test_a_snapshot_says_random_init_where_a_manifest_does(local):
     commit(local, 0)
-    assert local.pin("images").untrained is None
-    commit(local, 1, untrained=False)
-    assert local.pin("images").untrained is False
-    assert local.pinned("images", local.pin("images").id).snapshot.untrained is False
+    assert local.pin("images").random_init is None
+    commit(local, 1, random_init=False)
+    assert local.pin("images").random_init is False
+    assert local.pinned("images", local.pin("images").id).snapshot.random_init is False
 
 
 def test_a_shard_without_an_ok_row_is_in_the_snapshot_and_has_no_tar_in_the_index(local):
@@ -251,8 +251,8 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     table = pq.read_table(io.BytesIO(data))
     about = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
-        ({"version": 1}, "is of version 1, this code reads 2"),
-        ({"untrained": True}, None),
+        ({"version": 1}, "is of version 1, this code reads 3"),
+        ({"random_init": True}, None),
         ({"stage": "regions/x"}, f"says that it is snapshot {snapshot.id} of regions/x"),
         ({"shards": [about["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),
         ({"shards": [about["shards"][0] | {"manifest_sha256": "0" * 64}]}, "says that it is snapshot"),
@@ -263,7 +263,7 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
         pq.write_table(table.replace_schema_metadata(hashed), sink)
         catalog.store.put(path, sink.getvalue())
         if message is None:
-            assert catalog.pinned("images", snapshot.id).snapshot.untrained is True
+            assert catalog.pinned("images", snapshot.id).snapshot.random_init is True
         else:
             with pytest.raises(ValueError, match=rf"{path} {message}"):
                 catalog.pinned("images", snapshot.id)

@@ -186,7 +186,7 @@ def test_samples_read_through_the_index_are_those_that_were_written(root):
     assert pinned == {
         "dataset": "captions",
         "stage": "regions/00000000beef",
-        "untrained": False,
+        "random_init": False,
         "snapshot": samples.index.snapshot.id,
     }
     assert samples.index.snapshot.shards == ("00000", "00001", "00002")
@@ -234,7 +234,7 @@ def test_samples_come_from_a_bucket_too():
         store = open_store("s3://shards/root")
         written = [tiny_sample(i) for i in range(3)]
         rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
-        Catalog(store, "captions").commit("regions/00000000beef", "00000", written, rows, {"untrained": False})
+        Catalog(store, "captions").commit("regions/00000000beef", "00000", written, rows, {"random_init": False})
         samples, _ = open_samples(store, "captions", None, None, ALONE)
         assert isinstance(samples, ShardSamples)
         assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

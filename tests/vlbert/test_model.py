@@ -292,7 +292,7 @@ def test_frozen_stages_and_norms_take_no_gradient():
 
 
 def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
-    network = FasterRCNN.untrained(DEMO, seed=3)
+    network = FasterRCNN.random_init(DEMO, seed=3)
     file = tmp_path / "detector.safetensors"
     save_file(network.state_dict(), file)
     regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file), untrained=False)

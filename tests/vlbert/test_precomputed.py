@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert catalog.commit("images", "00000", samples, rows, {})
     config = dataclasses.replace(DEMO, short_side=64, long_side=96)
     settings = DetectorSettings(keep_features=True)
-    detector = FasterRCNNDetector(FasterRCNN.untrained(config, 0), {"untrained": True, "seed": 0}, settings)
+    detector = FasterRCNNDetector(FasterRCNN.random_init(config, 0), {"random_init": True, "seed": 0}, settings)
     detect_pending(catalog, detector, lambda report: None)
     assert stage_size(catalog, stage_of(detector))["keep_features"]
     return root

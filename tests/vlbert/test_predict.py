@@ -25,7 +25,7 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.examples import BAD_IMAGE, read_bgr
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.ground_truth import LabelledImage
-from detectors.rebuild import described_detector
+from detectors.rebuild import rebuild_detector
 from detectors.run import detect_shard
 from detectors.select import SelectionSettings
 from detectors.weights.files import load_weights, read_config
@@ -80,14 +80,14 @@ FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
 
 def demo_detector(**settings: object) -> FasterRCNNDetector:
     """The demo's, as its stages run it."""
-    network = FasterRCNN.untrained(dataclasses.replace(read_config(WEIGHTS), post_nms=30), seed=0)
+    network = FasterRCNN.random_init(dataclasses.replace(read_config(WEIGHTS), post_nms=30), seed=0)
     selection = SelectionSettings(minimum=3)
-    return FasterRCNNDetector(network, load_weights(network, WEIGHTS).about, DetectorSettings(selection, **settings))
+    return FasterRCNNDetector(network, load_weights(network, WEIGHTS).metadata, DetectorSettings(selection, **settings))
 
 
 def recorded(detector: FasterRCNNDetector) -> dict:
     """What a checkpoint carries of a detector."""
-    return {"id": detector.id, "about": json.loads(json.dumps(detector.about))}
+    return {"id": detector.id, "metadata": json.loads(json.dumps(detector.metadata))}
 
 
 def save_model(root: Path, run: str, task: object, detector: dict | None, **changes: object) -> Path:
@@ -186,7 +186,7 @@ def test_hidden_regions_are_guessed_by_the_names_of_the_detectors_classes(root, 
     said = pretrained(sample, hide=(2,))
     assert said.batch.region_masked.nonzero().tolist() == [[0, 2]], "region 0 is the whole image"
     (masked,) = said.row["hidden_regions"]
-    classes = pretrained.detector.about["classes"]
+    classes = pretrained.detector.metadata["classes"]
     assert masked["detected_name"] == classes[sample.regions.labels_background_first()[1] - 1]
     assert all(g["said"] == ["nothing", *classes][g["class"]] for g in masked["guesses"])
     (box,) = said.row["boxes"]
@@ -341,7 +341,7 @@ def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
 
 
 def test_regions_are_named_by_the_detectors_classes(root, pretrained):
-    regions, classes = pretrained.see(root / "photo.jpg").regions, pretrained.detector.about["classes"]
+    regions, classes = pretrained.see(root / "photo.jpg").regions, pretrained.detector.metadata["classes"]
     named = [f"{number} {classes[label]}" for number, label in enumerate(regions.labels, 1)]
     assert pretrained(root / "photo.jpg").names == named
     order = [36, *range(36)]
@@ -691,13 +691,13 @@ def test_another_weight_file_is_refused_by_its_hash(root, tmp_path):
 
 def test_another_setting_is_told_by_name():
     there = recorded(demo_detector())
-    there["about"] |= {"rules_version": 1}
+    there["metadata"] |= {"rules_version": 1}
     there["id"] = "0" * 12
     with pytest.warns(UserWarning, match="of detector 000000000000, .*: rules_version is 3 here and 1 there$"):
-        described_detector(there, WEIGHTS, "the run")
+        rebuild_detector(there, WEIGHTS, "the run")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        described_detector(recorded(demo_detector(batch=4)), WEIGHTS, "the run")
+        rebuild_detector(recorded(demo_detector(batch=4)), WEIGHTS, "the run")
 
 
 def test_a_run_without_a_weight_file_takes_that_of_the_run_that_it_started_from(root, tmp_path):
@@ -714,7 +714,7 @@ def test_a_run_without_a_weight_file_takes_that_of_the_run_that_it_started_from(
 
 def test_a_model_on_precomputed_features_gets_them_from_the_detector_that_is_named(root):
     settings = TASKS["refcoco"]
-    about = {"id": "beef", "about": {"backend": "annotated", "untrained": False}}
+    about = {"id": "beef", "metadata": {"backend": "annotated", "random_init": False}}
     keeping = dataclasses.replace(TINY_MODEL, regions=RegionConfig(features="precomputed", resnet=DEMO.resnet))
     folder = save_model(root, "on-features", settings, about, model=keeping)
     with pytest.warns(UserWarning, match="may be of another kind"):
@@ -724,7 +724,7 @@ def test_a_model_on_precomputed_features_gets_them_from_the_detector_that_is_nam
 
 def test_a_run_on_annotated_boxes_asks_for_a_detector(root):
     folder = save_model(
-        root, "annotated", TASKS["refcoco"], {"id": "beef", "about": {"backend": "annotated", "untrained": False}}
+        root, "annotated", TASKS["refcoco"], {"id": "beef", "metadata": {"backend": "annotated", "random_init": False}}
     )
     with pytest.raises(ValueError, match="its regions came from annotated boxes; name a detector: --detector FILE"):
         Predictor(str(folder)).see(root / "photo.jpg")
@@ -739,9 +739,9 @@ def test_a_checkpoint_that_names_no_detector_asks_for_one(root):
 
 
 def test_a_detector_with_random_weights_is_made_again(root):
-    network = FasterRCNN.untrained(DEMO, 7)
+    network = FasterRCNN.random_init(DEMO, 7)
     selection = SelectionSettings(minimum=3)
-    untrained = FasterRCNNDetector(network, {"untrained": True, "seed": 7}, DetectorSettings(selection))
+    untrained = FasterRCNNDetector(network, {"random_init": True, "seed": 7}, DetectorSettings(selection))
     folder = save_model(root, "untrained", TASKS["refcoco"], recorded(untrained))
     seen = Predictor(str(folder)).see(root / "photo.jpg")
     (found,) = untrained.detect([seen])

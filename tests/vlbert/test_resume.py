@@ -46,7 +46,7 @@ def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
     """Another region shard, of samples that a root does not hold yet; False where it is there already."""
     samples = [tiny_sample(i, regions=1 + i % 3) for i in numbers]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    return Catalog(open_store(str(root)), "captions").commit(STAGE, shard, samples, rows, {"untrained": False})
+    return Catalog(open_store(str(root)), "captions").commit(STAGE, shard, samples, rows, {"random_init": False})
 
 
 # --- which sample is which --------------------------------------------------------------------------------------------

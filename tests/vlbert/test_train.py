@@ -299,10 +299,10 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
     assert state["data"] == {
         "dataset": "captions",
         "stage": f"regions/{DETECTOR}",
-        "untrained": False,
+        "random_init": False,
         "snapshots": [{"epoch": 0, "consumed": 0, "questions": 24, "snapshot": snapshot}],
     }
-    assert state["held_out"].keys() == {"dataset", "stage", "untrained", "snapshot"}
+    assert state["held_out"].keys() == {"dataset", "stage", "random_init", "snapshot"}
     saved = read_checkpoint(store, folder)
     assert saved.model_config == TINY_MODEL
     assert saved.vocabulary.text() == (root / "text" / "vocab.txt").read_text()
@@ -441,10 +441,10 @@ def test_random_weights_are_used_only_where_the_recipe_says_so(root):
 
 
 def test_regions_of_an_untrained_detector_are_announced(tmp_path, capsys):
-    root = tiny_root(tmp_path, untrained=True)
+    root = tiny_root(tmp_path, random_init=True)
     run(root, "trial", steps=1)
     assert "WARNING: the regions come from an UNTRAINED detector" in capsys.readouterr().out
-    assert open_folder(open_store(str(root)), "runs/trial/step-0000001").state["data"]["untrained"] is True
+    assert open_folder(open_store(str(root)), "runs/trial/step-0000001").state["data"]["random_init"] is True
 
 
 def test_a_run_lives_in_a_bucket(root, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def open_samples(
             found = {
                 "dataset": dataset,
                 "stage": stage,
-                "untrained": bool(snapshot.untrained),
+                "random_init": bool(snapshot.random_init),
                 "snapshot": snapshot.id,
             }
         pinned = from_first(found, world)

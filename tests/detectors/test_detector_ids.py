@@ -1,0 +1,109 @@
+"""Detector ids: the ids of the first release stay, and an id follows everything that changes the regions."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from demo.__main__ import SHIPPED_DETECTOR
+from detectors.annotated import AnnotatedDetector, annotated_id
+from detectors.detect import DetectorSettings, FasterRCNNDetector, describe_detector
+from detectors.faster_rcnn import DEMO, VG_RESNET50, VG_RESNET101, FasterRCNN
+from detectors.select import SelectionSettings
+from detectors.weights.files import describe_weights, read_config
+
+DEFAULT = DetectorSettings()
+RANDOM = {"random_init": True, "seed": 3}
+SHIPPED = read_config(SHIPPED_DETECTOR)
+WEIGHTS = describe_weights(SHIPPED_DETECTOR, SHIPPED).metadata
+OTHER_SELECTION = SelectionSettings(5, 50, 0.2, strict=False, nms_threshold=0.4, plus_one=True)
+HALF = DetectorSettings(precision="bf16-res5", device="cuda:1", tf32=True)
+CAFFE = dataclasses.replace(DEMO, resize="caffe", box_arithmetic="plus_one", minimum_side=16.0, roi_op="align1")
+
+
+def detector_id(network, weights=RANDOM, settings=DEFAULT, given=None, backend="faster_rcnn") -> str:
+    return describe_detector(network, weights, settings, given, backend)[0]
+
+
+def empty_annotations(folder: Path) -> Path:
+    file = folder / "annotations.json"
+    file.write_text(json.dumps({"images": [], "annotations": [], "categories": []}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("expected", "arguments"),
+    [
+        ("73a55a8acd4c", (VG_RESNET50,)),
+        ("39bda8c3330e", (VG_RESNET101, RANDOM | {"seed": 0}, DetectorSettings(), None, "detectron2")),
+        ("fb693b9a235a", (SHIPPED, WEIGHTS)),
+        (
+            "18c5fb9f9c20",
+            (SHIPPED, WEIGHTS, DetectorSettings(OTHER_SELECTION, "regressed", True, threads=4, batch=8, workers=3)),
+        ),
+        ("272c8b38ea9a", (SHIPPED, WEIGHTS, DetectorSettings(boxes="given"), "0123456789ab")),
+        (
+            "91de76530e52",
+            (
+                CAFFE,
+                {
+                    "random_init": False,
+                    "weights_sha256": "ab" * 32,
+                    "attribute_head": False,
+                    "anchors": "generated",
+                },
+                HALF,
+            ),
+        ),
+    ],
+)
+def test_ids_are_those_of_the_committed_stages(expected: str, arguments: tuple):
+    """Another id would make every shard that a detector has done look undone."""
+    assert detector_id(*arguments) == expected
+
+
+def test_ids_of_annotations_are_those_of_the_committed_stages(tmp_path: Path):
+    file = empty_annotations(tmp_path)
+    assert annotated_id(file) == AnnotatedDetector(file).id == "b1e174677353"
+    assert annotated_id(file, "keep") == AnnotatedDetector(file, "keep").id == "f6749149edbe"
+    assert annotated_id(file.rename(tmp_path / "renamed.json")) == "b1e174677353"
+
+
+def test_everything_that_changes_the_regions_changes_the_id():
+    settings = [
+        DetectorSettings(selection=SelectionSettings(threshold=0.2)),
+        DetectorSettings(boxes="regressed"),
+        DetectorSettings(keep_features=True),
+        DetectorSettings(device="cuda", tf32=True),
+        DetectorSettings(precision="bf16-res5"),
+        DetectorSettings(precision="bf16-res5", device="cuda"),  # its roundings are a device's own
+    ]
+    given = DetectorSettings(boxes="given")
+    ids = [detector_id(DEMO), detector_id(dataclasses.replace(DEMO, post_nms=50))]
+    ids += [detector_id(DEMO, weights) for weights in (RANDOM | {"seed": 4}, WEIGHTS, WEIGHTS | {"weights_sha256": ""})]
+    ids += [detector_id(DEMO, RANDOM, each) for each in settings]
+    ids += [detector_id(DEMO, RANDOM, given, annotations) for annotations in ("0" * 12, "1" * 12)]
+    ids += [detector_id(DEMO, backend="detectron2")]
+    assert len(set(ids)) == len(ids)
+
+
+def test_what_does_not_change_the_regions_does_not_change_the_id():
+    weights = WEIGHTS | {"weights_file": "renamed", "classes": ["x"], "attribute_names": ["y"], "release": "z"}
+    running = DetectorSettings(device="cuda:1", threads=4, batch=8, workers=3)
+    assert detector_id(DEMO, WEIGHTS) == detector_id(DEMO, weights, running)
+
+
+def test_metadata_say_how_the_detector_runs_and_whether_its_weights_are_random():
+    network = FasterRCNN.random_init(DEMO, 0)
+    detector = FasterRCNNDetector(network, RANDOM, DetectorSettings(boxes="regressed", keep_features=True))
+    expected = {"device": "cpu", "convolutions": "float32", "precision": "fp32", "random_init": True}
+    expected |= {"boxes": "regressed", "keep_features": True}
+    assert expected.items() <= detector.metadata.items()
+    _, in_tf32 = describe_detector(DEMO, RANDOM, DetectorSettings(device="cuda:1", tf32=True), None, "faster_rcnn")
+    assert (in_tf32["device"], in_tf32["convolutions"]) == ("cuda", "tf32")
+    with pytest.raises(ValueError, match="random_init"):
+        FasterRCNNDetector(network, {}, DetectorSettings())
+    for given, boxes in ((detector, "proposals"), (None, "given")):
+        with pytest.raises(ValueError, match="boxes are given by an annotation file"):
+            FasterRCNNDetector(network, RANDOM, DetectorSettings(boxes=boxes), given)
