@@ -76,7 +76,7 @@ step base-precomputed 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision b
 section losses 110 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --losses "$STEPS" --pairs "$FEW" \
     --workers "$WORKERS" --json "$OUT/losses.json" "${SMALL[@]}"
 section detect 60 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"
-step base-recompute 50 pretrain_vlbert_base "$PAIRS" --recompute --plain none
+step base-activation-checkpointing 50 pretrain_vlbert_base "$PAIRS" --activation-checkpointing --plain none
 step large 60 pretrain_vlbert_large "$HALF" --plain none
 step large-precomputed 40 pretrain_vlbert_large_precomputed "$PAIRS" --plain none
 step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16 --compile --plain none

@@ -107,7 +107,7 @@ def recipe(root: Path, workers: int) -> "Recipe":
     from vlbert.tasks.pretraining import PretrainingSettings
 
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False)
-    regions = RegionConfig(resnet=resnet, short_side=64, long_side=96, roi_size=4, frozen_stages=0, untrained=True)
+    regions = RegionConfig(resnet=resnet, short_side=64, long_side=96, roi_size=4, frozen_stages=0, random_init=True)
     model = ModelConfig("JJ", hidden_size=32, num_heads=4, intermediate_size=64, max_positions=96, geometry_channels=32)
     return Recipe(
         name="killed",
@@ -173,21 +173,21 @@ def batch_digest(batch: "Batch") -> str:
     """Of all tensors of a batch, padding included."""
     values = vars(batch)
     tensors = {name: value for name, value in values.items() if hasattr(value, "numpy")}
-    tensors |= {f"{of}.{name}": value for of in ("targets", "asked") for name, value in values[of].items()}
+    tensors |= {f"{of}.{name}": value for of in ("label_masks", "labels") for name, value in values[of].items()}
     return digest(*(tensors[name] for name in sorted(tensors)))
 
 
 def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
     """(key, digest of all that it became without its padding) of each sample of a batch, in order."""
-    answers = iter(batch.asked["words"].split(batch.targets["word_asked"].sum(1).tolist()))
-    classes = iter(batch.asked["region_classes"].split(batch.targets["region_asked"].sum(1).tolist()))
+    answers = iter(batch.labels["words"].split(batch.label_masks["word_label_mask"].sum(1).tolist()))
+    classes = iter(batch.labels["region_classes"].split(batch.label_masks["region_label_mask"].sum(1).tolist()))
     for row, key in enumerate(batch.keys):
         words, regions = batch.text_mask[row], batch.region_mask[row]
-        parts = [batch.tokens[row][words], batch.targets["word_asked"][row][words], next(answers)]
+        parts = [batch.tokens[row][words], batch.label_masks["word_label_mask"][row][words], next(answers)]
         parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
-        picture = int(batch.picture_of[row])
+        picture = int(batch.image_of[row])
         if picture >= 0:
-            parts.append(batch.picture(picture))
+            parts.append(batch.image(picture))
         yield key, digest(*parts)
 
 

@@ -41,7 +41,7 @@ from storage.snapshots import ShardIndex, write_snapshot
 from training.distributed import World
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.loading import CAPTIONS, TEXT, SnapshotSpan, TrainingData, drawn, generator
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
@@ -188,7 +188,7 @@ def full_speed(samples: ShardSamples, vocabulary: Vocabulary, count: int, rounds
         for number in order.tolist():
             sample = samples.sample(number)
             rng = generator(0, CAPTIONS, 0, sample.key)
-            task.example(sample, view(sample, regions, flip=False), None, rng)
+            task.example(sample, prepare_image(sample, regions, flip=False), None, rng)
         return count
 
     def batched() -> int:

@@ -66,13 +66,13 @@ class PlainBatch:
 
 def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
     """One tensor each, examples with a picture first. ValueError where one has several texts or shares of cells."""
-    if any(e.more or (e.picture and e.picture.cells is not None) for e in examples):
+    if any(e.more or (e.image and e.image.cells is not None) for e in examples):
         raise ValueError("the plain path is of pre-training: one text an example, and no shares of cells")
-    examples = sorted(examples, key=lambda example: example.picture is None)  # a stable order
-    texts, pictures = [e.words for e in examples], [e.picture for e in examples if e.picture is not None]
+    examples = sorted(examples, key=lambda example: example.image is None)  # a stable order
+    texts, pictures = [e.text for e in examples], [e.image for e in examples if e.image is not None]
     n, p, t = len(texts), len(pictures), max(len(words.tokens) for words in texts)
     r = max((len(picture.boxes) for picture in pictures), default=0)
-    classes = max((picture.asked["region_classes"].shape[1] for picture in pictures), default=1)
+    classes = max((picture.labels["region_classes"].shape[1] for picture in pictures), default=1)
     width, height = (max((q.size[side] for q in pictures if q.pixels is not None), default=0) for side in (0, 1))
     batch = PlainBatch(
         tokens=torch.zeros(n, t, dtype=torch.int64),
@@ -94,14 +94,14 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
             tensor[row, :length] = torch.from_numpy(values)
         batch.token_region[row, :length] = torch.from_numpy(words.token_region)
         batch.text_mask[row, :length] = True
-        batch.word_targets[row, :length][words.targets["word_asked"]] = torch.from_numpy(words.asked["words"])
+        batch.word_targets[row, :length][words.label_masks["word_label_mask"]] = torch.from_numpy(words.labels["words"])
     for row, picture in enumerate(pictures):
         count = len(picture.boxes)
         batch.boxes[row, :count] = torch.from_numpy(picture.boxes)
         batch.masked[row, :count] = torch.from_numpy(picture.masked)
         batch.region_mask[row, :count] = True
-        asked = torch.from_numpy(picture.asked["region_classes"])
-        batch.region_targets[row, :count][picture.targets["region_asked"]] = asked
+        asked = torch.from_numpy(picture.labels["region_classes"])
+        batch.region_targets[row, :count][picture.label_masks["region_label_mask"]] = asked
         if picture.features is not None:
             batch.features[row, :count] = torch.from_numpy(picture.features)
         if picture.pixels is not None:
@@ -127,7 +127,7 @@ class PlainPretraining:
         others = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
         others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
         others += [] if regions.masked_pixels == "mean" else ["regions.masked_pixels"]
-        others += [] if regions.features == "precomputed" or regions.hide == "pixels" else ["regions.hide"]
+        others += [] if regions.features == "precomputed" or regions.masking == "pixels" else ["regions.masking"]
         others += [] if model.task.settings.losses_over == "questions" else ["losses_over"]
         if others:
             raise ValueError(f"the plain path has the published model alone, and this one differs: {', '.join(others)}")

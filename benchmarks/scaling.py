@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank-to", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
-    options.compile = options.recompute = False  # settings of the recipe here: compile=true
+    options.compile = options.activation_checkpointing = False  # settings of the recipe here: compile=true
     if options.rank_to:
         world = distributed.start()
         found = measured(options, world)

@@ -131,10 +131,10 @@ def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
     recipe = override(find_recipe(name, RECIPES)(), options.overrides)
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {name} is no pre-training, whose steps are measured here")
-    regions = dataclasses.replace(recipe.model.regions, untrained=True, weights=None, pixel_std=60.0)
+    regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
     model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
     changes = {"compile": True} if options.compile else {}
-    changes |= {"recompute": True} if options.recompute else {}
+    changes |= {"activation_checkpointing": True} if options.activation_checkpointing else {}
     return dataclasses.replace(recipe, model=model, bert=None, **changes)
 
 

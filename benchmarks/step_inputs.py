@@ -20,7 +20,7 @@ from PIL import Image
 from storage.sample import Regions, Sample, sample_key
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.pretraining import Pretraining
 
@@ -131,7 +131,7 @@ def drawn_samples(
 def masked_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample], seed: int = 0) -> list[Example]:
     """The samples as training makes examples of them: decoded, resized, masked."""
     return [
-        task.example(sample, view(sample, config, False), None, np.random.default_rng((2, seed, number)))
+        task.example(sample, prepare_image(sample, config, False), None, np.random.default_rng((2, seed, number)))
         for number, sample in enumerate(samples)
     ]
 

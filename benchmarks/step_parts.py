@@ -115,7 +115,7 @@ def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: 
     padding, no kernel and no fusion changes them. A backward pass takes the forward pass's once for the gradient of the
     input and once for that of the weights, where these are wanted. What is computed twice to save memory counts once.
     """
-    pictures = [example.picture for example in examples if example.picture is not None]
+    pictures = [example.image for example in examples if example.image is not None]
     flops = Counter(dict.fromkeys(("encoder", "embedding", "heads"), 0))
     if config.regions.features == "end_to_end":
         frozen, resnet = config.regions.frozen_stages, config.regions.resnet
@@ -131,11 +131,11 @@ def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: 
     flops["embedding"] += 2 * regions * (config.geometry_channels + config.regions.channels) * looks
     for example in examples:
         for words in example.texts:
-            length = len(words.tokens) + (0 if example.picture is None else len(example.picture.boxes)) + 1
+            length = len(words.tokens) + (0 if example.image is None else len(example.image.boxes)) + 1
             layer = 2 * length * (4 * c * c + 2 * c * config.intermediate_size) + 2 * 2 * length**2 * c
             flops["encoder"] += layer * len(config.layers)
-            flops["heads"] += 2 * len(words.asked["words"]) * (c * c + c * config.word_rows(vocabulary))
-    asked = sum(len(picture.asked["region_classes"]) for picture in pictures)
+            flops["heads"] += 2 * len(words.labels["words"]) * (c * c + c * config.word_rows(vocabulary))
+    asked = sum(len(picture.labels["region_classes"]) for picture in pictures)
     flops["heads"] += 2 * asked * (c * c + c * (1 + classes))
     for part in ("embedding", "encoder", "heads"):
         flops[f"{part}, backward"] = 2 * flops[part]

@@ -95,7 +95,7 @@ def shown(table: Table, markdown: bool) -> str:
 
 def step_tables(report: dict[str, Any], markdown: bool) -> str:
     where, recipe = report["machine"], report["recipe"]
-    settings = [name for name in ("compile", "recompute") if recipe[name]]
+    settings = [name for name in ("compile", "activation_checkpointing") if recipe[name]]
     lines = [
         f"{recipe['name']}: {report['pairs']} pairs and {report['texts']} text rows a step"
         + (f", with {' and '.join(settings)}" if settings else ""),

@@ -329,7 +329,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
     parser.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
     parser.add_argument("--compile", action="store_true", help="as the recipe's compile=true")
-    parser.add_argument("--recompute", action="store_true", help="as the recipe's recompute=true")
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="as the recipe's activation_checkpointing=true"
+    )
     parser.add_argument(
         "--plain",
         choices=("each", "joint", "none"),

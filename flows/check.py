@@ -144,7 +144,7 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
         fields.append("init_from=ROOT/runs/RUN/step-0")
     recipe = _recipe(where, settings.recipe_name, [*settings.overrides, *fields])
     if settings.checkpoint == "none" and not recipe.bert:
-        recipe = override(recipe, ["from_scratch=true"])
+        recipe = override(recipe, ["random_init=true"])
     _check_run(where, recipe, settings.processes)
     files = getattr(recipe.task, "files", ())
     if files and not settings.folder:

@@ -21,7 +21,7 @@ SETTINGS = {
     "data.detector": "the setting detector",
     "task.folder": "the setting folder",
     "init_from": "the settings pretraining and checkpoint",
-    "from_scratch": "the setting checkpoint",
+    "random_init": "the setting checkpoint",
     "vocabulary": "the pre-training's vocabulary",
 }
 
@@ -48,7 +48,7 @@ def finetune(
     }
     fields = data | {
         "init_from": None if fresh else checkpoint,
-        "from_scratch": True if fresh and not starts_from_bert(settings) else None,
+        "random_init": True if fresh and not starts_from_bert(settings) else None,
         "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
     recipe, overrides, processes = settings.recipe_name, settings.overrides, settings.processes

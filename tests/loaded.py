@@ -37,13 +37,13 @@ def captions(batch: Batch) -> list[str]:
 
 def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
     """The key of each sample, and everything that it became apart from padding."""
-    rows, picture_of = [], {row: i for i, row in enumerate(batch.picture_rows.tolist())}
+    rows, image_of = [], {row: i for i, row in enumerate(batch.image_rows.tolist())}
     for i, key in enumerate(batch.keys):
         words, regions = batch.text_mask[i], batch.region_mask[i]
-        pixels = batch.picture(picture_of[i]).sum().item() if i in picture_of else 0
+        pixels = batch.image(image_of[i]).sum().item() if i in image_of else 0
         row = (
             batch.tokens[i][words].tolist(),
-            batch.targets["word_asked"][i][words].tolist(),
+            batch.label_masks["word_label_mask"][i][words].tolist(),
             batch.boxes[i][regions].tolist(),
             batch.region_masked[i][regions].tolist(),
             pixels,

@@ -112,7 +112,7 @@ TINY_MODEL = ModelConfig(
         long_side=96,
         roi_size=4,
         frozen_stages=0,
-        untrained=True,
+        random_init=True,
         pixel_std=60.0,
     ),
 )

@@ -21,12 +21,12 @@ class RegionConfig:
     roi_size: int = 14  # RoIAlign gives roi_size x roi_size cells a region
     frozen_stages: int = 2  # 2: conv1 and res2 get no gradient, as in the authors' code; 0: all is trained
     weights: str | None = None  # safetensors file of a detector whose ResNet (backbone and res5) to start from
-    untrained: bool = False  # start from random weights: said in so many words, or refused
+    random_init: bool = False  # start from random weights: said in so many words, or refused
     pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0..255: the VG detector's
     pixel_std: float = 1.0  # pixels are divided by it after the mean is taken off
     # Masked regions lose their raw pixels (paper 3.3) or, as precomputed features must, nothing but their own vector,
     # which one learned vector replaces: then regions that overlap them still show what is asked for.
-    hide: Literal["pixels", "features"] = "pixels"
+    masking: Literal["pixels", "features"] = "pixels"
     masked_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
     # How pictures of several sizes are padded with zeros: `groups` of similar shape, at most two a batch, each to its
     # largest height and width; the whole `batch` to its largest, as the authors' code does; or `fixed`, each to
@@ -41,7 +41,7 @@ class RegionConfig:
         check(self, self.roi_size > 0, "roi_size", "at least 1")
         check(self, len(self.pixel_mean) == 3, "pixel_mean", "three numbers, of blue, green and red")
         check(self, self.pixel_std > 0, "pixel_std", "positive")
-        check(self, not (self.weights and self.untrained), "untrained", "false where weights are named")
+        check(self, not (self.weights and self.random_init), "random_init", "false where weights are named")
         check(self, self.features == "end_to_end" or not self.weights, "weights", "None where features are precomputed")
 
     @property
@@ -52,7 +52,7 @@ class RegionConfig:
     @property
     def masks_features(self) -> bool:
         """Whether a masked region's vector is replaced by a learned one."""
-        return self.features == "precomputed" or self.hide == "features"
+        return self.features == "precomputed" or self.masking == "features"
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,15 @@ class Recipe:
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     init_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
     bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, its pooler alone
-    from_scratch: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
+    random_init: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
     vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
     vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
     # What matrix products and convolutions are computed in, on any device: fp32; tf32, which rounds what goes into them
     # to 10 bits (GPUs; CPUs compute fp32); or bf16, with weights, norms, losses and RoIAlign in fp32 (CPUs want AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
-    recompute: bool = False  # keep no activations but compute them again in the backward pass: half the memory
+    activation_checkpointing: bool = (
+        False  # keep no activations but compute them again in the backward pass: half the memory
+    )
     compile: bool = False  # torch.compile: takes minutes at the start, and does not pay on CPUs
     spike: float | None = (
         5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
@@ -187,9 +189,14 @@ class Recipe:
             self, not (self.compile and self.precision == "tf32"), "compile", "false with tf32: torch refuses the two"
         )
         live = self.model.regions.features == "end_to_end" and self.model.regions.resnet.norm == "batch"
-        check(self, not (self.compile and self.recompute and live), "compile", "false with recompute and live norms")
+        check(
+            self,
+            not (self.compile and self.activation_checkpointing and live),
+            "compile",
+            "false with activation_checkpointing and live norms",
+        )
         check_decay(self.optimizer, self.steps)
-        check(self, not (self.from_scratch and (self.init_from or self.bert)), "from_scratch", "false with a start")
+        check(self, not (self.random_init and (self.init_from or self.bert)), "random_init", "false with a start")
 
     @property
     def run_name(self) -> str:
@@ -201,7 +208,7 @@ _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regio
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.masked_pixels"}
 _FREE |= {"regions.padding"}
-_FREE |= {"regions.weights", "regions.untrained"}
+_FREE |= {"regions.weights", "regions.random_init"}
 
 
 def architecture(config: ModelConfig) -> dict[str, object]:

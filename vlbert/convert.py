@@ -123,7 +123,7 @@ _TEXT_ONLY = ("vlbert.embedding.no_image_embedding.weight",)
 _ONLY_PRETRAINING = tuple(f"vlbert.embedding.{name}.weight" for name in ("masked_region_token", "masked_appearance"))
 _COUNTER = ".num_batches_tracked"  # a frozen norm counts nothing
 # Fields that no tensor tells, and that their configuration has too.
-_IN_THEIR_CONFIGURATION = {"num_heads", "regions.features", "regions.hide", "regions.roi_size"}
+_IN_THEIR_CONFIGURATION = {"num_heads", "regions.features", "regions.masking", "regions.roi_size"}
 _IN_THEIR_CONFIGURATION |= {"regions.pixel_mean", "regions.pixel_std"}
 
 
@@ -203,7 +203,7 @@ def understand(shapes: dict[str, tuple[int, ...]], num_heads: int | None = None)
     regions = RegionConfig(
         features="end_to_end" if from_pixels else "precomputed",
         resnet=ResNetConfig(blocks=blocks if from_pixels else (3, 4, 23, 3), width=width, stem_pool="torch"),
-        hide="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
+        masking="features" if from_pixels and "object_mask_visual_embedding.weight" in shapes else "pixels",
         padding="batch",
     )
     task = _task(shapes)

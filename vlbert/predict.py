@@ -34,7 +34,7 @@ from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read
 from vlbert.config import Recipe
 from vlbert.data.batch import collate
 from vlbert.data.image_file import read_image
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.evaluate import load_task_model
 from vlbert.prediction import Prediction
 from vlbert.recipes import RECIPES
@@ -118,7 +118,7 @@ class Predictor:
             return Prediction(sample, names, seconds=seconds)
         started = time.monotonic()
         ask = self.task.ask(text or "", choices, answer, hide)
-        seen = view(sample, self.recipe.model.regions, flip=False)
+        seen = prepare_image(sample, self.recipe.model.regions, flip=False)
         batch = collate([self.task.example(sample, seen, ask, np.random.default_rng(0))])
         self._check_room(batch.tokens.shape[1])
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""One function a run; each returns the whole configuration. A name tells task, architecture, size and rule book.
+"""One function a run; each returns the whole configuration. A name tells task, architecture, size and variant.
 
 Those without a suffix are the runs of the authors' code, with its rules (vlbert/variants.py) and its numbers; `_paper`
 are those of the paper's appendix A.2. Steps are epochs of the data set over the batch: 3.3 M captions, 213 k questions
@@ -393,5 +393,5 @@ RECIPES = {
 }
 
 
-if __name__ == "__main__":  # the tables of docs/rules.md
+if __name__ == "__main__":  # the tables of docs/variants.md
     print(table(), numbers(RECIPES), sep="\n\n")

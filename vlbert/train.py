@@ -415,15 +415,15 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
         )
     regions = recipe.model.regions
     from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.untrained or recipe.init_from or resumed):
+    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from or resumed):
         raise ValueError(
             "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
-            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.untrained=true"
+            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.random_init=true"
         )
-    if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.from_scratch):
+    if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.random_init):
         raise ValueError(
             "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
-            "shall start from random weights: from_scratch=true"
+            "shall start from random weights: random_init=true"
         )
     held_out = validation_split(recipe.task) if recipe.data.held_out else None
     learned = {part for split in getattr(recipe.task, "train_on", ()) for part in splits_of(recipe.task, split)}

@@ -127,7 +127,7 @@ def run(case: VLBertCase, precision: str = "fp32") -> Ours:
         _freeze(vlbert.fast_rcnn, frozen_stages(case))
         vlbert.fast_rcnn.to(memory_format=torch.contiguous_format)
         own_input, theirs = vlbert.fast_rcnn.network_input, case.tensor("in/image")
-        in_order = theirs[batch.picture_rows // (len(batch) // len(batch.keys))]  # ours stand group by group
+        in_order = theirs[batch.image_rows // (len(batch) // len(batch.keys))]  # ours stand group by group
         vlbert.fast_rcnn.network_input = lambda batch: [_up_to_rounding(*own_input(batch), in_order)]
     seen = {}
     vlbert.embedding.register_forward_hook(lambda *call: seen.update(embedded=call[2][0]))
@@ -206,7 +206,7 @@ def logits(case: VLBertCase, ours: Ours) -> list[tuple[Tensor, Tensor]]:
     """(ours, theirs) of every logit at real words and regions."""
     task, head, batch, output = ours.task, ours.head, ours.batch, ours.output
     if isinstance(task, Pretraining):
-        captions = batch.picture_of >= 0
+        captions = batch.image_of >= 0
         parts = []  # array of theirs, ours, which are real, which rows
         if case.network["WITH_MLM_LOSS"]:
             words = head.words(ours.vlbert, output.text)

@@ -164,7 +164,7 @@ def _told(case: VLBertCase, what: Published, shapes: dict[str, tuple[int, ...]])
     if end_to_end:
         told["IMAGE_NUM_LAYERS"] = 3 * sum(model.regions.resnet.blocks) + 2  # as ResNets are named
     if case.kind == "pretrain" and end_to_end:
-        told["MASK_RAW_PIXELS"] = model.regions.hide == "pixels"
+        told["MASK_RAW_PIXELS"] = model.regions.masking == "pixels"
     if case.kind == "pretrain" and network["WITH_REL_LOSS"]:
         told["WITH_REL_LOSS"] = task.relationship
     if case.kind == "vcr":
@@ -226,19 +226,19 @@ def stored_pixels(case: VLBertCase, row: int, height: int, width: int) -> Tensor
 def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
     valid = case.tensor("in/boxes")[..., 0] > -1.5
     labels, soft = case.tensor("in/mlm_labels"), case.tensor("in/mvrc_labels")
-    region_asked = ((soft.sum(2) - 1).abs() < 0.1) & valid
+    region_label_mask = ((soft.sum(2) - 1).abs() < 0.1) & valid
     examples = []
     for row, picture in enumerate(pictures(case, valid)):
         text = _words(case.tensor("in/text")[row], labels[row])
         if task.settings.relationship:
             related = case.arrays["in/relationship_label"][row : row + 1]
-            text = dataclasses.replace(text, asked=text.asked | {"related": related})
-        keep, asked = valid[row], region_asked[row]
+            text = dataclasses.replace(text, labels=text.labels | {"related": related})
+        keep, asked = valid[row], region_label_mask[row]
         picture = dataclasses.replace(
             picture,
             masked=(case.tensor("in/mvrc_ops")[row][keep] == 1).numpy(),
-            targets={"region_asked": asked[keep].numpy()},
-            asked={"region_classes": soft[row][asked].numpy()},
+            label_masks={"region_label_mask": asked[keep].numpy()},
+            labels={"region_classes": soft[row][asked].numpy()},
         )
         examples.append(Example(f"caption {row}", text, picture))
     if "in/aux_text" in case.arrays:
@@ -247,7 +247,7 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
         ):
             text = _words(tokens, answers)
             if task.settings.relationship:
-                text = dataclasses.replace(text, asked=text.asked | {"related": np.zeros(0, np.int64)})
+                text = dataclasses.replace(text, labels=text.labels | {"related": np.zeros(0, np.int64)})
             examples.append(Example(f"text {row}", text))
     return collate(examples)
 
@@ -257,7 +257,7 @@ def _words(tokens: Tensor, answers: Tensor) -> TextInput:
     count = int((tokens > 0).sum())
     tokens, answers = tokens[:count].numpy(), answers[:count].numpy()
     zeros, asked = np.zeros(count, np.int64), answers >= 0
-    return TextInput(tokens, zeros, zeros, targets={"word_asked": asked}, asked={"words": answers[asked]})
+    return TextInput(tokens, zeros, zeros, label_masks={"word_label_mask": asked}, labels={"words": answers[asked]})
 
 
 def vqa_batch(case: VLBertCase, task: VQA) -> Batch:
@@ -276,7 +276,7 @@ def refcoco_batch(case: VLBertCase, task: RefCOCO) -> Batch:
         targets = {"candidate": np.ones(len(right), bool), "right": right}
         text = task.words(expressions[row][expressions[row] > 0].numpy())
         about = {"expression": Expression(row, row, ""), "split": "", "boxes": picture.boxes, "to_stored": np.ones(4)}
-        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, targets=targets), about))
+        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, label_masks=targets), about))
     return collate(examples)
 
 

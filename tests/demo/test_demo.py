@@ -260,7 +260,7 @@ def test_the_models_start_from_the_network_that_finds_their_regions():
     features = FastRCNN(theirs)
     load_resnet(features.backbone, features.res5, demo.SHIPPED_DETECTOR)
     for name in ("pretrain_vlbert_demo", *(task.recipe for task in DEMO_TASKS.values())):
-        recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "from_scratch=true"])
+        recipe = override(RECIPES[name](), ["data.root=r", "data.text_corpus=t", "random_init=true"])
         assert recipe.model == DEMO
         with pytest.raises(ValueError, match="the Fast R-CNN has no weights to start from"):
             check_complete(recipe)

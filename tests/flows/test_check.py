@@ -109,7 +109,7 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
 def as_json(demo_data: DemoData) -> dict:
     """A small road as its JSON file has it."""
     detector = {"backend": "annotated", "annotations": str(demo_data.annotations)}
-    untrained = ["model.regions.untrained=true"]
+    random_init = ["model.regions.random_init=true"]
     return {
         "root": "r",
         "work": "w",
@@ -121,13 +121,13 @@ def as_json(demo_data: DemoData) -> dict:
                 "download": {"deadline": 3, "allowed_hosts": ["127.0.0.1:8791"]},
             }
         ],
-        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}, "overrides": untrained},
+        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}, "overrides": random_init},
         "finetunings": [
             {
                 "recipe": "finetune_refcoco_demo",
                 "folder": str(demo_data.refcoco),
                 "dataset": "captions",
-                "overrides": untrained,
+                "overrides": random_init,
             }
         ],
     }
@@ -274,7 +274,7 @@ BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
         ({"overrides": ("bert=bert-base-uncased",)}, BERT),
         ({"run": "refcoco-with"}, "two runs are named refcoco-with"),
         (
-            {"overrides": ("model.layers=JJ", "model.regions.untrained=true")},
+            {"overrides": ("model.layers=JJ", "model.regions.random_init=true")},
             "has another architecture than the pre-training",
         ),
     ],
@@ -288,23 +288,23 @@ def test_a_pre_training_that_cannot_work_is_refused(demo_data: DemoData, changes
 def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(demo_data: DemoData, tmp_path: Path):
     datasets, pretraining, _ = a_pipeline(demo_data)
     (tmp_path / "vocab.txt").write_text("[PAD]\n")
-    untrained = ("model.regions.untrained=true",)
+    random_init = ("model.regions.random_init=true",)
     base = dataclasses.replace(
         pretraining,
         recipe="pretrain_vlbert_base",
         vocabulary_size=None,
         vocabulary_captions=(),
-        overrides=untrained,
+        overrides=random_init,
         processes=Processes(),
     )
     check(datasets, dataclasses.replace(base, vocabulary=str(tmp_path / "vocab.txt")), [])
-    check(datasets, dataclasses.replace(base, overrides=("bert=none", *untrained)), [])
+    check(datasets, dataclasses.replace(base, overrides=("bert=none", *random_init)), [])
     check(datasets, dataclasses.replace(base, text=()), [])
 
 
 def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(demo_data: DemoData):
     datasets, pretraining, finetunings = a_pipeline(demo_data)
-    bare = dataclasses.replace(pretraining, overrides=("model.regions.untrained=false",))
+    bare = dataclasses.replace(pretraining, overrides=("model.regions.random_init=false",))
     with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
         check(datasets, bare, [])
     alone = dataclasses.replace(finetunings[0], checkpoint="none", overrides=bare.overrides)
@@ -340,7 +340,7 @@ def vcr(demo_data: DemoData, tmp_path: Path) -> tuple[list[Dataset], PretrainSet
         vocabulary=str(tmp_path / "vocab.txt"),
         vocabulary_size=None,
         vocabulary_captions=(),
-        overrides=("model.regions.untrained=true",),
+        overrides=("model.regions.random_init=true",),
         processes=Processes(),
     )
     return datasets, pretraining, FinetuneSettings("vcr", folder=str(tmp_path))

@@ -111,14 +111,14 @@ def test_training_is_told_the_checkpoint_or_else_the_vocabulary_of_the_run_that_
 
     fresh = told(root, tmp_path / "work", FinetuneSettings(**settings, checkpoint="none"))
     file = tmp_path / "work" / "vocabularies" / "x.txt"
-    alone = ["task.folder=refs", "from_scratch=True", f"vocabulary={file}", "steps=4"]
+    alone = ["task.folder=refs", "random_init=True", f"vocabulary={file}", "steps=4"]
     assert fresh == ["finetune_refcoco_base", *base, *alone]
     assert file.read_bytes() == b"[PAD]\nstep-0000020\n"
 
     alone = told(root, tmp_path / "work", FinetuneSettings(checkpoint="none", recipe="finetune_refcoco_demo"))
     assert alone == [
         *("finetune_refcoco_demo", f"data.root={root}", "run=finetune_refcoco_demo"),
-        *("data.dataset=refcoco+", "data.held_out=refcoco+", "from_scratch=True"),
+        *("data.dataset=refcoco+", "data.held_out=refcoco+", "random_init=True"),
     ]
 
 

@@ -100,7 +100,10 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of updates"),
         ("optimizer.momentum=1", "OptimizerConfig.momentum is 1"),
         ("compile=true precision=tf32", "Recipe.compile is True; it must be false with tf32"),
-        ("compile=true recompute=true model.regions.resnet.norm=batch", "false with recompute and live norms"),
+        (
+            "compile=true activation_checkpointing=true model.regions.resnet.norm=batch",
+            "false with activation_checkpointing and live norms",
+        ),
         ("spike=1", "Recipe.spike is 1.0; it must be more than 1, or none"),
         ("most_skipped=0", "Recipe.most_skipped is 0"),
         ("task.text_specials=true task.text_length=2", "text_length is 2; it must be at least 1, and 3 with"),

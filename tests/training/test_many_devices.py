@@ -332,7 +332,7 @@ def test_the_gradients_of_a_step_cross_between_ranks_once_whatever_its_parts(tmp
     ("given", "said", "lines"),
     [
         (["data.rot=1"], "data.rot=1: DataConfig has no field 'rot'", 1),
-        (["data.text_batch=0", "model.regions.untrained=true", "data.root={root}"], "{root}", 2),
+        (["data.text_batch=0", "model.regions.random_init=true", "data.root={root}"], "{root}", 2),
     ],
 )
 def test_the_launcher_ends_with_what_the_ranks_say_and_their_status(tmp_path, given, said, lines):

@@ -23,7 +23,7 @@ from vlbert.attention_figure import (
     write_attention,
 )
 from vlbert.data.batch import collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.drawing import colour_of
 from vlbert.model.vlbert import VLBert
@@ -40,7 +40,7 @@ def asked(text: str, regions: int = 2, beside: str | None = None) -> Prediction:
     model = VLBert(TINY_MODEL, len(WORDS)).eval()
     sample, other = tiny_sample(1, regions), tiny_sample(2, 3)
     examples = [
-        task.example(of, view(of, TINY_MODEL.regions, flip=False), task.ask(words), np.random.default_rng(0))
+        task.example(of, prepare_image(of, TINY_MODEL.regions, flip=False), task.ask(words), np.random.default_rng(0))
         for of, words in ((sample, text), (other, beside))
         if words
     ]

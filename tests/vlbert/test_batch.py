@@ -11,14 +11,16 @@ from vlbert.data.batch import Example, ImageInput, TextInput, collate, placehold
 def words(length: int, asked: list[int]) -> TextInput:
     zeros = np.zeros(length, np.int64)
     mask = np.isin(np.arange(length), asked)
-    return TextInput(np.arange(1, length + 1), zeros, zeros, {"word_asked": mask}, {"words": np.array(asked, np.int64)})
+    return TextInput(
+        np.arange(1, length + 1), zeros, zeros, {"word_label_mask": mask}, {"words": np.array(asked, np.int64)}
+    )
 
 
 def picture(regions: int, height: int, width: int) -> ImageInput:
     boxes = np.arange(4 * regions, dtype=np.float32).reshape(regions, 4)
     masked = np.arange(regions) == 1
     pixels = torch.full((3, height, width), regions, dtype=torch.uint8)
-    return ImageInput(boxes, masked, (width, height), pixels, targets={"region_asked": masked})
+    return ImageInput(boxes, masked, (width, height), pixels, label_masks={"region_label_mask": masked})
 
 
 def precomputed(regions: int, channels: int = 2) -> ImageInput:
@@ -36,21 +38,21 @@ def test_rows_keep_their_content_and_padding_is_marked():
         ]
     )
     assert batch.keys == ["a", "text", "b"]
-    assert batch.about == [{"n": 1}, {}, {}]
+    assert batch.metadata == [{"n": 1}, {}, {}]
     assert batch.text_mask.sum(1).tolist() == [3, 5, 2]
     assert batch.tokens[0].tolist() == [1, 2, 3, 0, 0]
     assert batch.region_mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert batch.boxes[2, 2].tolist() == [8, 9, 10, 11]
-    assert batch.picture_rows.tolist() == [2, 0], "the tall picture is of the first group"
-    assert batch.picture_of.tolist() == [1, -1, 0]
+    assert batch.image_rows.tolist() == [2, 0], "the tall picture is of the first group"
+    assert batch.image_of.tolist() == [1, -1, 0]
     assert batch.region_classes.tolist() == [[0, 0, 0]] * 3
     assert (batch.features.numel(), batch.cells.numel()) == (0, 0)
-    assert batch.picture_sizes.tolist() == [[2, 5], [6, 4]], "(width, height)"
+    assert batch.image_sizes.tolist() == [[2, 5], [6, 4]], "(width, height)"
     assert [tuple(group.shape) for group in batch.pixels] == [(1, 3, 5, 2), (1, 3, 4, 6)]
-    assert (batch.picture(0).unique().tolist(), batch.picture(1).unique().tolist()) == ([3], [2])
-    assert batch.targets["word_asked"].nonzero().tolist() == [[0, 1], [1, 0], [1, 4]]
-    assert batch.asked["words"].tolist() == [1, 0, 4], "in the order of the rows, as the mask finds them"
-    assert batch.targets["region_asked"].nonzero().tolist() == [[0, 1], [2, 1]]
+    assert (batch.image(0).unique().tolist(), batch.image(1).unique().tolist()) == ([3], [2])
+    assert batch.label_masks["word_label_mask"].nonzero().tolist() == [[0, 1], [1, 0], [1, 4]]
+    assert batch.labels["words"].tolist() == [1, 0, 4], "in the order of the rows, as the mask finds them"
+    assert batch.label_masks["region_label_mask"].nonzero().tolist() == [[0, 1], [2, 1]]
 
 
 def test_a_batch_of_text_alone_has_no_pictures():
@@ -58,19 +60,19 @@ def test_a_batch_of_text_alone_has_no_pictures():
     assert batch.pixels == ()
     assert tuple(batch.region_mask.shape) == (2, 0)
     assert tuple(batch.boxes.shape) == (2, 0, 4)
-    assert (batch.picture_of.tolist(), len(batch.picture_rows), len(batch.features)) == ([-1, -1], 0, 0)
+    assert (batch.image_of.tolist(), len(batch.image_rows), len(batch.features)) == ([-1, -1], 0, 0)
 
 
 def test_pictures_of_similar_shape_share_a_tensor_padded_with_zeros():
     sizes = [(8, 12), (12, 8), (9, 12), (12, 7), (7, 11)]  # height, width
     batch = collate([Example(str(n), words(1, []), picture(n + 1, *size)) for n, size in enumerate(sizes)])
     assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 12, 8), (3, 3, 9, 12)]
-    assert batch.picture_rows.tolist() == [1, 3, 0, 2, 4], "in each group in the order of the rows"
-    assert batch.picture_of.tolist() == [2, 0, 3, 1, 4]
+    assert batch.image_rows.tolist() == [1, 3, 0, 2, 4], "in each group in the order of the rows"
+    assert batch.image_of.tolist() == [2, 0, 3, 1, 4]
     for row, (height, width) in enumerate(sizes):
-        number = batch.picture_of[row]
-        assert batch.picture_sizes[number].tolist() == [width, height]
-        assert torch.equal(batch.picture(number), torch.full((3, height, width), row + 1, dtype=torch.uint8))
+        number = batch.image_of[row]
+        assert batch.image_sizes[number].tolist() == [width, height]
+        assert torch.equal(batch.image(number), torch.full((3, height, width), row + 1, dtype=torch.uint8))
     assert sum(int(group.sum()) for group in batch.pixels) == 3 * sum((n + 1) * h * w for n, (h, w) in enumerate(sizes))
 
 
@@ -105,22 +107,24 @@ def test_pictures_are_in_two_groups_only_where_that_saves_a_tenth_of_the_pixels(
 def test_pictures_without_pixels_stay_in_the_order_of_the_rows():
     pictures = [dataclasses.replace(precomputed(2), size=size) for size in ((9, 6), (6, 9))]
     batch = collate([Example(str(n), words(1, []), p) for n, p in enumerate(pictures)])
-    assert (batch.pixels, batch.picture_rows.tolist()) == ((), [0, 1])
+    assert (batch.pixels, batch.image_rows.tolist()) == ((), [0, 1])
 
 
 def test_texts_about_one_picture_are_rows_that_share_it():
     choices = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
     batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), picture(3, 5, 2))])
     assert len(batch) == 5
-    assert (batch.keys, batch.about) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
+    assert (batch.keys, batch.metadata) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
     assert batch.text_mask.sum(1).tolist() == [2, 3, 2, 4, 1]
-    assert batch.picture_of.tolist() == [-1, 1, 1, 1, 0]
-    assert batch.picture_rows.tolist() == [4, 1]
-    assert sum(len(group) for group in batch.pixels) == len(batch.picture_sizes) == 2
+    assert batch.image_of.tolist() == [-1, 1, 1, 1, 0]
+    assert batch.image_rows.tolist() == [4, 1]
+    assert sum(len(group) for group in batch.pixels) == len(batch.image_sizes) == 2
     assert batch.region_mask.sum(1).tolist() == [0, 2, 2, 2, 3]
     assert torch.equal(batch.boxes[1], batch.boxes[3])
-    assert batch.targets["region_asked"].sum(1).tolist() == [0, 1, 1, 1, 1], "what a picture asks is asked of each text"
-    assert batch.asked["words"].tolist() == [1, 0, 3]
+    assert batch.label_masks["region_label_mask"].sum(1).tolist() == [0, 1, 1, 1, 1], (
+        "what a picture asks is asked of each text"
+    )
+    assert batch.labels["words"].tolist() == [1, 0, 3]
 
 
 def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_order():
@@ -139,20 +143,20 @@ def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_o
 def test_pictures_of_one_batch_all_have_it_or_none(name):
     whole = dataclasses.replace(picture(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
     without = dataclasses.replace(whole, **{name: None})
-    with pytest.raises(ValueError, match=f"1 of 2 pictures of one batch have no {name}"):
+    with pytest.raises(ValueError, match=f"1 of 2 images of one batch have no {name}"):
         collate([Example("a", words(3, []), whole), Example("b", words(3, []), without)])
 
 
 def test_examples_that_ask_for_different_things_do_not_mix():
     other = TextInput(np.ones(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="carry different targets"):
+    with pytest.raises(ValueError, match="carry different label_masks"):
         collate([Example("a", words(3, [1])), Example("b", other)])
 
 
 def test_moving_a_batch_keeps_pixels_as_bytes():
     batch = collate([Example("a", words(3, [1]), picture(2, 4, 6))]).to(torch.device("cpu"))
     assert [group.dtype for group in batch.pixels] == [torch.uint8]
-    assert batch.asked["words"].tolist() == [1]
+    assert batch.labels["words"].tolist() == [1]
 
 
 def test_a_place_holder_keeps_its_shapes_asks_nothing_and_is_not_counted():
@@ -161,12 +165,12 @@ def test_a_place_holder_keeps_its_shapes_asks_nothing_and_is_not_counted():
     batch = collate([placeholder(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])
     assert batch.counted.tolist() == [False, False, True]
     assert batch.unreadable == (missing,)
-    assert batch.targets["word_asked"].nonzero().tolist() == [[2, 0], [2, 2]]
-    assert batch.asked["words"].tolist() == [0, 2]
-    assert batch.targets["region_asked"].nonzero().tolist() == [[2, 1]]
+    assert batch.label_masks["word_label_mask"].nonzero().tolist() == [[2, 0], [2, 2]]
+    assert batch.labels["words"].tolist() == [0, 2]
+    assert batch.label_masks["region_label_mask"].nonzero().tolist() == [[2, 1]]
     assert batch.region_masked.sum(1).tolist() == [1, 1, 1], "what is hidden in it stays so"
     whole = collate([example])
     assert batch.tokens[:2, :3].tolist() == whole.tokens.tolist()
     assert whole.counted.all(), "the example itself is as it was"
-    assert whole.asked["words"].tolist() == [1, 0]
+    assert whole.labels["words"].tolist() == [1, 0]
     assert batch.to(torch.device("cpu")).unreadable == (missing,)

@@ -41,7 +41,7 @@ RECIPE = Recipe(
         intermediate_size=8,
         max_positions=8,
         geometry_channels=8,
-        regions=RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=1), untrained=True, frozen_stages=0),
+        regions=RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=1), random_init=True, frozen_stages=0),
     ),
     data=DataConfig(root="somewhere"),
 )

@@ -400,7 +400,7 @@ def test_fine_tuning_takes_vl_bert_and_one_transform_and_all_else_is_new(convert
     _, folder, _ = converted(pretrained)
     start = read_model(folder)
     model = dataclasses.replace(
-        start.model_config, regions=dataclasses.replace(start.model_config.regions, untrained=True)
+        start.model_config, regions=dataclasses.replace(start.model_config.regions, random_init=True)
     )
     recipe = Recipe(name="finetune", task=settings, model=model, init_from=str(folder))
     task = make_task(settings, WORDS, 1600)

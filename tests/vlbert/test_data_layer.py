@@ -15,7 +15,7 @@ from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, collate
 from vlbert.data.corpus import TextCorpus, make_corpus
-from vlbert.data.images import resized, view
+from vlbert.data.images import prepare_image, resized
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.vcr import instance_mask
 from vlbert.datasets.vqa import without_punctuation
@@ -114,7 +114,7 @@ def example(kind: str, flip: int, number: int) -> Example:
     theirs = of(kind, flip, number)
     task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
     draws = Draws(theirs("in_u_words"), theirs("in_u_boxes"))
-    return task.example(sample(number), view(sample(number), config(kind), bool(flip)), None, draws)
+    return task.example(sample(number), prepare_image(sample(number), config(kind), bool(flip)), None, draws)
 
 
 def of(kind: str, flip: int, number: int) -> functools.partial:
@@ -129,10 +129,10 @@ every_record = pytest.mark.parametrize(
 
 @every_record
 def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number):
-    theirs, words = of(kind, flip, number), example(kind, flip, number).words
+    theirs, words = of(kind, flip, number), example(kind, flip, number).text
     np.testing.assert_array_equal(words.tokens, theirs("text"))
     labels = np.full(len(words.tokens), -1)
-    labels[words.targets["word_asked"]] = words.asked["words"]
+    labels[words.label_masks["word_label_mask"]] = words.labels["words"]
     np.testing.assert_array_equal(labels, theirs("mlm_labels"))
     assert not words.segments.any()
     assert not words.token_region.any()
@@ -140,12 +140,12 @@ def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number
 
 @every_record
 def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
-    theirs, picture = of(kind, flip, number), example(kind, flip, number).picture
+    theirs, picture = of(kind, flip, number), example(kind, flip, number).image
     np.testing.assert_allclose(picture.boxes, theirs("boxes"), atol=1e-4)
     np.testing.assert_array_equal(picture.masked, theirs("mvrc_ops") == 1)
-    asked = picture.targets["region_asked"]
+    asked = picture.label_masks["region_label_mask"]
     np.testing.assert_array_equal(asked, theirs("mvrc_labels_sum") > 0.5)
-    classes = picture.asked["region_classes"]
+    classes = picture.labels["region_classes"]
     np.testing.assert_array_equal(classes.argmax(axis=1), theirs("mvrc_labels_argmax")[asked])
     # Class distributions are kept as float16.
     np.testing.assert_allclose(classes.max(axis=1), theirs("mvrc_labels_max")[asked], atol=5e-4)
@@ -155,7 +155,7 @@ def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, fli
 @every_record
 def test_pictures_are_resized_as_by_the_authors(kind, flip, number):
     width, height, *ratios = of(kind, flip, number)("im_info")[:4]
-    picture, record = example(kind, flip, number).picture, sample(number)
+    picture, record = example(kind, flip, number).image, sample(number)
     assert picture.size == (width, height)
     assert resized(record.height, record.width, 120, 200) == (height, width)
     assert [width / record.width, height / record.height] == pytest.approx(ratios)
@@ -164,7 +164,7 @@ def test_pictures_are_resized_as_by_the_authors(kind, flip, number):
 @pytest.mark.parametrize("number", range(RECORDS))
 @pytest.mark.parametrize("flip", [0, 1])
 def test_precomputed_features_follow_their_boxes(flip, number):
-    theirs, features = of("prec", flip, number), example("prec", flip, number).picture.features
+    theirs, features = of("prec", flip, number), example("prec", flip, number).image.features
     # Kept as float16.
     np.testing.assert_allclose(features[1:, :8], theirs("features_first8")[1:], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(features[1:].sum(axis=1), theirs("features_sum")[1:], rtol=1e-3, atol=2e-3)
@@ -173,7 +173,7 @@ def test_precomputed_features_follow_their_boxes(flip, number):
 @pytest.mark.parametrize("number", range(RECORDS))
 @pytest.mark.parametrize("flip", [0, 1])
 def test_the_whole_images_feature_is_the_mean_of_what_is_not_hidden(flip, number):
-    found, theirs = example("prec", flip, number).picture.features[0], of("prec", flip, number)
+    found, theirs = example("prec", flip, number).image.features[0], of("prec", flip, number)
     np.testing.assert_allclose(found[:8], theirs("features_first8")[0], rtol=1e-3, atol=2e-4)
     assert found.sum() == pytest.approx(theirs("features_sum")[0], rel=1e-3)
 
@@ -207,11 +207,11 @@ def test_rows_of_the_text_corpus_are_the_authors(corpus, line):
     theirs = {name: figures()[f"gc/{line}/{name}"] for name in ("in_u_words", "ids", "mlm_labels")}
     task = Pretraining(PretrainingSettings(), vocabulary(), num_classes=1600)
     row = task.text_example(f"text-{line}", corpus.passages(np.array([line]), 64)[0], Draws(theirs["in_u_words"]))
-    np.testing.assert_array_equal(row.words.tokens, theirs["ids"])
+    np.testing.assert_array_equal(row.text.tokens, theirs["ids"])
     labels = np.full(64, -1)
-    labels[row.words.targets["word_asked"]] = row.words.asked["words"]
+    labels[row.text.label_masks["word_label_mask"]] = row.text.labels["words"]
     np.testing.assert_array_equal(labels, theirs["mlm_labels"])
-    assert row.picture is None
+    assert row.image is None
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -128,7 +128,7 @@ def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
         AS_WORDS | {"end_visual_embedding": True},
         OWN_BY_CLASS | {"masked_region_token": False, "visual_norm": "scale", "visual_gain_words": 0.5},
         {"visual_embedding_size": 12, "visual_norm": "none", "visual_activation": "none"},
-        {"regions": dataclasses.replace(TINY_MODEL.regions, hide="features")},
+        {"regions": dataclasses.replace(TINY_MODEL.regions, masking="features")},
     ],
 )
 def test_every_weight_gets_a_gradient_whatever_the_rules_even_without_text_alone(rules):
@@ -221,7 +221,7 @@ def test_geometry_stands_in_front_of_appearance(geometry):
     model.embedding.visual.bias.data.zero_()
     given = batch()
     looks = model.embedding.region_visual_embeddings(given, model.appearance(given))[0]
-    sizes = given.picture_sizes.expand(4, 2)
+    sizes = given.image_sizes.expand(4, 2)
     torch.testing.assert_close(looks, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
 
 

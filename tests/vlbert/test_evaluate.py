@@ -73,7 +73,7 @@ def a_recipe(folder: Path, run: str = "tuned", **task: object) -> Recipe:
         vocabulary_size=60,
         steps=2,
         save_every=2,
-        from_scratch=True,
+        random_init=True,
     )
 
 
@@ -422,7 +422,7 @@ def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vcr_recipe(folder: Path, kind: str) -> Recipe:
     settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_pieces=40, question=kind)
     data = DataConfig(root=str(folder / "storage"), dataset="vcr", held_out=None, batch=4, workers=0)
-    fresh = {"vocabulary": None, "vocabulary_size": 90, "steps": 1, "save_every": 1, "from_scratch": True}
+    fresh = {"vocabulary": None, "vocabulary_size": 90, "steps": 1, "save_every": 1, "random_init": True}
     return tiny_recipe(folder / "storage", run=kind, task=settings, data=data, **fresh)
 
 
@@ -537,7 +537,7 @@ def vqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vqa_recipe(folder: Path, **changes: object) -> Recipe:
     settings = VQASettings(str(folder / "vqa"), answers=len(LISTED), question_length=40)
     data = DataConfig(root=str(folder / "storage"), dataset="vqa", held_out=None, batch=4, workers=0)
-    fresh = {"vocabulary": None, "vocabulary_size": 60, "steps": 1, "save_every": 1, "from_scratch": True}
+    fresh = {"vocabulary": None, "vocabulary_size": 60, "steps": 1, "save_every": 1, "random_init": True}
     return tiny_recipe(folder / "storage", **fresh | {"run": "tuned", "task": settings, "data": data} | changes)
 
 
@@ -568,7 +568,7 @@ def test_training_goes_on_and_starts_anew_only_with_the_list_that_the_head_was_t
     told = f"{start}/task.json has other answers than {folder}/vqa now: number 2 is 'left' there and 'on the left' here"
     with pytest.raises(ValueError, match=re.escape(told)):
         train(vqa_recipe(folder, steps=2), ALONE)
-    started = {"run": "more", "init_from": start, "from_scratch": False}
+    started = {"run": "more", "init_from": start, "random_init": False}
     with pytest.raises(ValueError, match=re.escape(told)):
         train(vqa_recipe(folder, **started), ALONE)
     (folder / "vqa" / "answers_vqa.txt").write_text("\n".join(LISTED))

@@ -14,7 +14,7 @@ from training.distributed import World
 from training.loop import copied_ahead
 from training.precision import autocast, in_precision_of
 from vlbert.data.batch import Batch, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.execution import blocks, compiled_graphs, execute_as
 from vlbert.model.vlbert import VLBert
@@ -31,7 +31,7 @@ def ragged(number: int) -> Batch:
     """Two to four pictures and one or two texts, of other lengths in every batch."""
     rng = np.random.default_rng(number)
     samples = [tiny_sample(10 * number + i, 1 + (number + i) % 3) for i in range(2 + number % 3)]
-    pairs = [TASK.example(sample, view(sample, TINY_MODEL.regions, False), None, rng) for sample in samples]
+    pairs = [TASK.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, rng) for sample in samples]
     texts = ["abc defghij klm nop"[: 8 + number + i] for i in range(1 + number % 2)]
     return collate([*pairs, *(TASK.text_example(text, LETTERS.encode(text), rng) for text in texts)])
 
@@ -76,7 +76,7 @@ def kept_bytes(model: TaskModel, batch: Batch) -> int:
 @pytest.mark.parametrize("norm", ["frozen", "batch"])
 def test_recomputed_is_kept_to_the_bit_dropout_and_live_norms_included(norm: str, precision: str):
     plain, again = a_model(norm), a_model(norm)
-    execute_as(tiny_recipe(Path(), recompute=True), again.vlbert)
+    execute_as(tiny_recipe(Path(), activation_checkpointing=True), again.vlbert)
     for number in range(2):
         (loss, gradients), (other_loss, others) = (learned(m, ragged(number), precision) for m in (plain, again))
         assert other_loss == loss
@@ -89,7 +89,7 @@ def test_recomputed_is_kept_to_the_bit_dropout_and_live_norms_included(norm: str
 
 def test_recomputing_keeps_less_and_leaves_evaluation_alone():
     plain, again = a_model(layers="JJJJ"), a_model(layers="JJJJ")
-    execute_as(tiny_recipe(Path(), recompute=True), again.vlbert)
+    execute_as(tiny_recipe(Path(), activation_checkpointing=True), again.vlbert)
     assert kept_bytes(again, ragged(0)) < 0.7 * kept_bytes(plain, ragged(0))
     with torch.no_grad():
         assert torch.equal(again.eval().vlbert(ragged(1)).text, plain.eval().vlbert(ragged(1)).text)
@@ -149,7 +149,9 @@ def test_precision_of_a_run_is_set_for_gpus_and_put_back_after_an_error():
 
 def test_in_bf16_in_parts_and_recomputed_every_parameter_learns(tmp_path: Path):
     root = tiny_root(tmp_path, samples=8, held_out=2)
-    recipe = tiny_recipe(root, precision="bf16", recompute=True, steps=2, save_every=1, keep_checkpoints=2)
+    recipe = tiny_recipe(
+        root, precision="bf16", activation_checkpointing=True, steps=2, save_every=1, keep_checkpoints=2
+    )
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, gradient_accumulation=2))
     parts = []
     train(recipe, ALONE, observe=lambda step, given: parts.append(len(given)))

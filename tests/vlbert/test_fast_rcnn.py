@@ -13,14 +13,14 @@ from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.model.fast_rcnn import FastRCNN
 
-CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, untrained=True)
+CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, random_init=True)
 SIZES = [(96, 64), (64, 112), (90, 60), (48, 96), (96, 64)]  # width, height
-HIDES = pytest.mark.parametrize("hide", ["pixels", "features"])
+BY_MASKING = pytest.mark.parametrize("masking", ["pixels", "features"])
 
 
-def network(hide: str = "pixels", **changes: object) -> FastRCNN:
+def network(masking: str = "pixels", **changes: object) -> FastRCNN:
     torch.manual_seed(0)
-    made = FastRCNN(dataclasses.replace(CONFIG, hide=hide, **changes))
+    made = FastRCNN(dataclasses.replace(CONFIG, masking=masking, **changes))
     for name, tensor in made.named_buffers():
         if name.endswith("running_mean"):
             tensor.normal_(generator=torch.Generator().manual_seed(1))
@@ -53,13 +53,13 @@ def examples() -> list[Example]:
 
 def of_each_row(seen: Tensor, batch: Batch) -> list[Tensor]:
     """The regions of each row with a picture, from those of all pictures in picture order."""
-    pictures = seen.split(batch.region_mask[batch.picture_rows].sum(1).tolist())
-    return [pictures[number] for number in batch.picture_of.tolist() if number >= 0]
+    pictures = seen.split(batch.region_mask[batch.image_rows].sum(1).tolist())
+    return [pictures[number] for number in batch.image_of.tolist() if number >= 0]
 
 
-@HIDES
-def test_a_region_looks_the_same_in_a_group_and_alone(hide):
-    sight, given = network(hide).eval(), examples()
+@BY_MASKING
+def test_a_region_looks_the_same_in_a_group_and_alone(masking):
+    sight, given = network(masking).eval(), examples()
     batch = collate(given)
     assert [len(group) for group in batch.pixels] == [2, 3]
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_a_region_looks_the_same_in_a_group_and_alone(hide):
     for example in given[1:]:
         row = batch.keys.index(example.key) * 2 - 1
         own = sight.network_input(collate([example]))[0][0]
-        seen = pictures[batch.picture_of[row]]
+        seen = pictures[batch.image_of[row]]
         height, width = own.shape[1:]
         assert torch.equal(seen[:, :height, :width], own), "with the same pixels hidden"
         assert not seen[:, height:].any()
@@ -85,10 +85,10 @@ def test_a_region_looks_the_same_in_a_group_and_alone(hide):
         assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
 
 
-@HIDES
-def test_one_tensor_of_a_batch_has_its_largest_height_and_width(hide):
+@BY_MASKING
+def test_one_tensor_of_a_batch_has_its_largest_height_and_width(masking):
     """A region looks as it does where its picture stands alone in so many zeros: nothing else of the batch shows."""
-    given, groups, one = examples(), network(hide).eval(), network(hide, padding="batch").eval()
+    given, groups, one = examples(), network(masking).eval(), network(masking, padding="batch").eval()
     batch = collate(given)
     (pixels,) = one.network_input(batch)
     assert pixels.shape == (5, 3, 112, 96)
@@ -104,9 +104,9 @@ def test_one_tensor_of_a_batch_has_its_largest_height_and_width(hide):
     assert max(apart) > 0.01, "another padding, another look near the border"
 
 
-@HIDES
-def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(hide):
-    sight = network(hide, padding="fixed", short_side=96, long_side=128).eval()
+@BY_MASKING
+def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(masking):
+    sight = network(masking, padding="fixed", short_side=96, long_side=128).eval()
     batch = collate(examples())
     shapes = [tuple(group.shape[2:]) for group in sight.network_input(batch)]
     assert set(shapes) == {(96, 128), (128, 96)}, "wide and upright pictures"
@@ -114,8 +114,8 @@ def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(hide):
         together = of_each_row(sight(batch), batch)
         for row, example in enumerate(e for e in examples()[1:] for _ in e.texts):
             alone = collate([example])
-            (own,) = network(hide).eval().network_input(alone)
-            height, width = (128, 96) if example.picture.size[1] > example.picture.size[0] else (96, 128)
+            (own,) = network(masking).eval().network_input(alone)
+            height, width = (128, 96) if example.image.size[1] > example.image.size[0] else (96, 128)
             own = F.pad(own, (0, width - own.shape[3], 0, height - own.shape[2]))
             (found,) = sight.network_input(alone)
             assert torch.equal(found, own)
@@ -130,7 +130,7 @@ def test_a_picture_that_is_larger_than_its_fixed_padding_is_refused():
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
-    given = [example for example in examples() if example.picture is None or example.picture.size == (96, 64)]
+    given = [example for example in examples() if example.image is None or example.image.size == (96, 64)]
     batch = collate(given)
     assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
     apart = dataclasses.replace(batch, pixels=tuple(batch.pixels[0].split(1)))
@@ -163,12 +163,12 @@ def test_live_norms_take_statistics_of_all_pictures_at_once():
     assert int(norm.num_batches_tracked) == 1
     torch.testing.assert_close(norm.running_mean, expected, rtol=1e-4, atol=1e-4)
     alone = of_each_row(made.eval()(batch), batch)
-    for row, example in zip(alone[::2], (e for e in examples() if e.picture), strict=True):
+    for row, example in zip(alone[::2], (e for e in examples() if e.image), strict=True):
         same = [e for e in examples() if e.key == example.key]
         assert row.shape == made(collate(same)).shape
 
 
 def test_a_batch_without_pixels_is_refused_by_name():
-    given = [dataclasses.replace(e, picture=dataclasses.replace(e.picture, pixels=None)) for e in examples()[1:]]
+    given = [dataclasses.replace(e, image=dataclasses.replace(e.image, pixels=None)) for e in examples()[1:]]
     with pytest.raises(ValueError, match=r"the batch with sample 0 has pixels of 0 of its 5 pictures, .*end_to_end"):
         network()(collate(given))

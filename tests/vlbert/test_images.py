@@ -10,16 +10,16 @@ from tiny import TINY_MODEL, tiny_sample
 
 from storage.sample import Regions, Sample
 from vlbert.config import RegionConfig
-from vlbert.data.images import resized, view
+from vlbert.data.images import prepare_image, resized
 
 AS_STORED = TINY_MODEL.regions
-PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", untrained=False)
+PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", random_init=False)
 LARGER = RegionConfig(short_side=128, long_side=400)
 
 
 def test_a_picture_of_the_right_size_is_only_decoded():
     sample = tiny_sample(3)
-    seen = view(sample, AS_STORED, flip=False)
+    seen = prepare_image(sample, AS_STORED, flip=False)
     pillow = np.asarray(Image.open(io.BytesIO(sample.image)).convert("RGB")).transpose(2, 0, 1)
     assert seen.pixels.dtype == torch.uint8
     assert np.abs(seen.pixels.numpy().astype(int) - pillow).max() <= 3, "another JPEG decoder may round differently"
@@ -29,11 +29,11 @@ def test_a_picture_of_the_right_size_is_only_decoded():
 
 def test_boxes_grow_with_the_picture():
     sample = tiny_sample(3)
-    seen = view(sample, LARGER, flip=False)
+    seen = prepare_image(sample, LARGER, flip=False)
     assert tuple(seen.pixels.shape) == (3, 128, 192)
     np.testing.assert_allclose(seen.boxes[1:], sample.regions.boxes * 2)
     assert seen.boxes[0].tolist() == [0, 0, 190, 126], "the whole image grows as they do"
-    assert view(sample, LARGER, flip=True).boxes[0].tolist() == [1, 0, 191, 126]
+    assert prepare_image(sample, LARGER, flip=True).boxes[0].tolist() == [1, 0, 191, 126]
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
 
 
@@ -46,7 +46,7 @@ def test_a_red_square_stays_under_its_box_when_the_picture_is_mirrored():
     regions = Regions(np.array([[8, 16, 40, 48]], np.float32), np.ones(1, np.float32), np.ones(1, np.int32), "x", 0)
     sample = dataclasses.replace(sample, image=data.getvalue(), regions=regions)
     for flip, x in ((False, 8), (True, 96 - 1 - 40)):
-        seen = view(sample, AS_STORED, flip)
+        seen = prepare_image(sample, AS_STORED, flip)
         assert seen.boxes[1].tolist() == [x, 16, x + 32, 48]
         inside = seen.pixels[:, 20:44, x + 4 : x + 28].float().mean((1, 2))
         assert inside[0] > 230, "RGB: red is the first channel"
@@ -63,49 +63,49 @@ def with_features(number: int, regions: int) -> Sample:
 def test_precomputed_the_whole_image_is_the_mean_of_what_is_not_hidden():
     sample = with_features(1, regions=3)
     features = sample.regions.features.astype(np.float32)
-    seen = view(dataclasses.replace(sample, image=b"never decoded"), PRECOMPUTED, flip=False)
-    everything = seen.picture()
+    seen = prepare_image(dataclasses.replace(sample, image=b"never decoded"), PRECOMPUTED, flip=False)
+    everything = seen.to_input()
     assert everything.pixels is None
     assert everything.size == (96, 64)
     assert everything.features.dtype == np.float32
     np.testing.assert_allclose(everything.features, [features.mean(0), *features], rtol=1e-6)
     # Regions 0 and 1 fit into the row, 0 is hidden: what did not fit still counts ...
-    part = seen.picture(np.array([False, True, False, False]), count=2)
+    part = seen.to_input(np.array([False, True, False, False]), count=2)
     np.testing.assert_allclose(part.features, [features[1:].mean(0), *features[:2]], atol=2e-5)
     assert (part.masked.tolist(), len(part.boxes), len(part.covered)) == ([False, True, False], 3, 0)
     # ... and what did not fit and is hidden covers its pixels.
-    part = seen.picture(np.array([False, True, False, True]), count=2)
+    part = seen.to_input(np.array([False, True, False, True]), count=2)
     np.testing.assert_allclose(part.features[0], features[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(part.covered, everything.boxes[3:])
-    assert np.isfinite(seen.picture(np.array([False, True, True, True])).features).all()
+    assert np.isfinite(seen.to_input(np.array([False, True, True, True])).features).all()
 
 
 def test_mirroring_moves_precomputed_boxes_and_leaves_the_features():
-    straight, mirrored = (view(with_features(1, 2), PRECOMPUTED, flip).picture() for flip in (False, True))
+    straight, mirrored = (prepare_image(with_features(1, 2), PRECOMPUTED, flip).to_input() for flip in (False, True))
     np.testing.assert_array_equal(mirrored.features, straight.features)
     np.testing.assert_array_equal(mirrored.boxes[:, [2, 0]], 95 - straight.boxes[:, [0, 2]])
     np.testing.assert_array_equal(mirrored.boxes[:, 1::2], straight.boxes[:, 1::2])
 
 
 def test_boxes_of_a_task_stand_behind_those_of_the_detector():
-    seen = view(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
-    np.testing.assert_array_equal(seen.picture().boxes[3], [191 - 6, 4, 191 - 2, 8])
+    seen = prepare_image(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
+    np.testing.assert_array_equal(seen.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
     with pytest.raises(ValueError, match="cannot join precomputed features"):
-        view(with_features(1, 2), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
+        prepare_image(with_features(1, 2), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
 def test_what_a_task_adds_to_a_picture_goes_along():
     classes = np.array([0, 3, 4])
-    assert view(tiny_sample(1), AS_STORED, flip=False).picture(classes=classes).classes is classes
+    assert prepare_image(tiny_sample(1), AS_STORED, flip=False).to_input(classes=classes).classes is classes
 
 
 def test_samples_without_features_or_with_those_of_another_width_are_named():
     sample = tiny_sample(1)
     with pytest.raises(ValueError, match=f"sample {sample.key} carry no features, .* --keep-features, or train from"):
-        view(sample, PRECOMPUTED, flip=False)
+        prepare_image(sample, PRECOMPUTED, flip=False)
     wide = dataclasses.replace(sample.regions, features=np.zeros((2, 7), np.float16))
     with pytest.raises(ValueError, match="carry features of 7 channels, the model takes 128"):
-        view(dataclasses.replace(sample, regions=wide), PRECOMPUTED, flip=False)
+        prepare_image(dataclasses.replace(sample, regions=wide), PRECOMPUTED, flip=False)
 
 
 def test_a_long_picture_is_bounded_by_its_long_side():
@@ -133,6 +133,6 @@ def test_a_resized_picture_has_the_integer_part_of_the_exact_ratio(long_side: in
 def test_a_sample_that_cannot_be_seen_is_named():
     sample = tiny_sample(1)
     with pytest.raises(ValueError, match=f"sample {sample.key} has no regions; run the detection stage"):
-        view(dataclasses.replace(sample, regions=None), AS_STORED, False)
+        prepare_image(dataclasses.replace(sample, regions=None), AS_STORED, False)
     with pytest.raises(ValueError, match=f"sample {sample.key}: its JPEG does not decode"):
-        view(dataclasses.replace(sample, image=b"<html>"), AS_STORED, False)
+        prepare_image(dataclasses.replace(sample, image=b"<html>"), AS_STORED, False)

@@ -23,7 +23,7 @@ from training.distributed import World
 from training.optimizer import OptimizerConfig, make_optimizer, set_learning_rate
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.loading import TrainingData
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -159,8 +159,8 @@ def means(held_out: Drawn, training: list[Batch]) -> dict[tuple[str, str], dict[
     task = Pretraining(LEARNS, WORDS, len(COLOURS))
     print()
     means = {}
-    for hide, names in {"pixels": list(ASKED), "features": ["as usual", "without a word"]}.items():
-        config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, hide=hide))
+    for masking, names in {"pixels": list(ASKED), "features": ["as usual", "without a word"]}.items():
+        config = dataclasses.replace(MODEL, regions=dataclasses.replace(MODEL.regions, masking=masking))
         recipe = Recipe("learns", LEARNS, config, DATA, precision="fp32", validation_samples=None)
         runs = {name: [] for name in names}
         for seed in SEEDS:
@@ -173,8 +173,8 @@ def means(held_out: Drawn, training: list[Batch]) -> dict[tuple[str, str], dict[
                 runs[name].append(validate(model, recipe, held_out, questions, ALONE)[0])
         for name in names:
             mean = {metric: float(np.mean([run[metric] for run in runs[name]])) for metric in runs[name][0]}
-            print(f"{hide} hidden, {name}: {', '.join(f'{metric} {value:.3f}' for metric, value in mean.items())}")
-            means[hide, name] = mean
+            print(f"{masking} hidden, {name}: {', '.join(f'{metric} {value:.3f}' for metric, value in mean.items())}")
+            means[masking, name] = mean
     return means
 
 
@@ -210,9 +210,12 @@ def test_ten_samples_are_memorised():
         )
         caption = " ".join(rng.choice(list(COLOURS), size=8))
         sample = dataclasses.replace(sample, caption=caption, regions=regions)
-        examples.append(task.example(sample, view(sample, config.regions, False), None, rng))
+        examples.append(task.example(sample, prepare_image(sample, config.regions, False), None, rng))
     batch = collate(examples)
-    asked = {"words": int(batch.targets["word_asked"].sum()), "regions": int(batch.targets["region_asked"].sum())}
+    asked = {
+        "words": int(batch.label_masks["word_label_mask"].sum()),
+        "regions": int(batch.label_masks["region_label_mask"].sum()),
+    }
     assert min(asked.values()) >= 15
     model = TaskModel(VLBert(config, len(WORDS)), task)
     learn(model, [batch], steps=150, rate=5e-3)
@@ -240,7 +243,7 @@ def test_a_word_is_told_by_the_region_it_looks_at():
     def text(region: int, answer: int) -> TextInput:
         tokens = np.array([WORDS.cls, WORDS.mask, WORDS.sep])
         token_region = np.array([0, region, 0])
-        asked = {"word_asked": np.array([False, True, False])}
+        asked = {"word_label_mask": np.array([False, True, False])}
         return TextInput(tokens, np.zeros(3, np.int64), token_region, asked, {"words": np.array([answer])})
 
     examples = []
@@ -254,7 +257,7 @@ def test_a_word_is_told_by_the_region_it_looks_at():
     learn(model, [batch], steps=80, rate=5e-3)
     with torch.no_grad():
         words, _ = model.head(model.vlbert, model.vlbert(batch), batch)
-    assert (words.argmax(1) == batch.asked["words"]).tolist() == [True] * 10
+    assert (words.argmax(1) == batch.labels["words"]).tolist() == [True] * 10
 
 
 def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden():
@@ -292,7 +295,7 @@ def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
 @pytest.mark.slow
 def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_that_overlap(means, commonest):
     """The paper's argument for masking raw pixels (3.3). No word is left to tell the class."""
-    pixels, features = (means[hide, "without a word"]["regions_accuracy"] for hide in ("pixels", "features"))
+    pixels, features = (means[masking, "without a word"]["regions_accuracy"] for masking in ("pixels", "features"))
     print(f"\nmasked regions without a word: pixels hidden {pixels:.3f}, features hidden {features:.3f}, chance 0.333")
     assert pixels < commonest + 0.08
     assert features > 0.8

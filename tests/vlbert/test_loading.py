@@ -163,18 +163,18 @@ def test_without_a_limit_every_question_is_asked_once(root):
 
 
 def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
-    picture_of, others = {}, []
+    image_of, others = {}, []
     for right, _ in validation(root):
         for i, key in enumerate(right.keys):
-            picture_of[key] = right.boxes[i][right.region_mask[i]].tolist()
+            image_of[key] = right.boxes[i][right.region_mask[i]].tolist()
     for right, other in validation(root):
         assert other.keys == right.keys
         assert torch.equal(other.tokens, right.tokens)
         for i, key in enumerate(other.keys):
             boxes = other.boxes[i][other.region_mask[i]].tolist()
-            assert boxes != picture_of[key]
+            assert boxes != image_of[key]
             others.append(boxes)
-    assert sorted(others) == sorted(picture_of.values()), "each picture is shown once"
+    assert sorted(others) == sorted(image_of.values()), "each picture is shown once"
 
 
 def test_samples_read_through_the_index_are_those_that_were_written(root):

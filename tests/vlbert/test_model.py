@@ -12,7 +12,7 @@ from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_sample
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.heads import count_parameters
 from vlbert.model.layers import Packing
@@ -29,7 +29,7 @@ TASK = Pretraining(PretrainingSettings(), LETTERS, len(CLASSES))
 
 def example(number: int, regions: int = 2) -> Example:
     sample = tiny_sample(number, regions)
-    return TASK.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+    return TASK.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_padding_changes_nothing(model):
     for row, alone in enumerate((small, large, text_only)):
         single, its_text, its_regions = encode(model, alone)
         close(text[row][batch.text_mask[row]], its_text[0][single.text_mask[0]])
-        if alone.picture:
+        if alone.image:
             close(regions[row][batch.region_mask[row]], its_regions[0][single.region_mask[0]])
 
 
@@ -66,9 +66,7 @@ def test_the_order_of_regions_changes_no_text_and_only_the_order_of_regions(mode
     order = np.array([0, 3, 1, 2])
     shuffled = dataclasses.replace(
         given,
-        picture=dataclasses.replace(
-            given.picture, boxes=given.picture.boxes[order], masked=given.picture.masked[order]
-        ),
+        image=dataclasses.replace(given.image, boxes=given.image.boxes[order], masked=given.image.masked[order]),
     )
     _, text, regions = encode(model, given)
     _, other_text, other_regions = encode(model, shuffled)
@@ -78,28 +76,24 @@ def test_the_order_of_regions_changes_no_text_and_only_the_order_of_regions(mode
 
 def test_the_order_of_words_does_matter(model):
     given = example(5)
-    tokens = given.words.tokens.copy()
+    tokens = given.text.tokens.copy()
     tokens[1], tokens[4] = tokens[4], tokens[1]
     assert tokens[1] != tokens[4]
-    swapped = dataclasses.replace(given, words=dataclasses.replace(given.words, tokens=tokens))
+    swapped = dataclasses.replace(given, text=dataclasses.replace(given.text, tokens=tokens))
     assert float((encode(model, given)[2] - encode(model, swapped)[2]).abs().max()) > 1e-3
 
 
 def test_what_lies_in_a_hidden_region_cannot_be_seen_anywhere(model):
     given = example(5, regions=2)
-    masked = dataclasses.replace(
-        given, picture=dataclasses.replace(given.picture, masked=np.array([False, True, False]))
-    )
-    x1, y1, x2, y2 = given.picture.boxes[1].astype(int)
-    painted = masked.picture.pixels.clone()
+    masked = dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.array([False, True, False])))
+    x1, y1, x2, y2 = given.image.boxes[1].astype(int)
+    painted = masked.image.pixels.clone()
     painted[:, y1 : y2 + 1, x1 : x2 + 1] = torch.randint(0, 255, painted[:, y1 : y2 + 1, x1 : x2 + 1].shape).byte()
-    other = dataclasses.replace(masked, picture=dataclasses.replace(masked.picture, pixels=painted))
+    other = dataclasses.replace(masked, image=dataclasses.replace(masked.image, pixels=painted))
     for a, b in zip(encode(model, masked)[1:], encode(model, other)[1:], strict=True):
         assert torch.equal(a, b)
-    seen = dataclasses.replace(
-        given, picture=dataclasses.replace(given.picture, masked=np.zeros(3, bool), pixels=painted)
-    )
-    original = dataclasses.replace(given, picture=dataclasses.replace(given.picture, masked=np.zeros(3, bool)))
+    seen = dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.zeros(3, bool), pixels=painted))
+    original = dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.zeros(3, bool)))
     assert float((encode(model, seen)[1] - encode(model, original)[1]).abs().max()) > 1e-4
 
 
@@ -124,11 +118,11 @@ def test_hidden_pixels_show_the_mean_or_black(model):
 
 
 def test_features_may_be_hidden_instead_of_pixels_and_then_the_picture_stays():
-    regions = dataclasses.replace(TINY_MODEL.regions, hide="features")
+    regions = dataclasses.replace(TINY_MODEL.regions, masking="features")
     model = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS)).eval()
     given = example(5, regions=2)
     masked, seen = (
-        collate([dataclasses.replace(given, picture=dataclasses.replace(given.picture, masked=np.array(which)))])
+        collate([dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.array(which)))])
         for which in ([False, True, False], [False, False, False])
     )
     assert torch.equal(model.fast_rcnn.network_input(masked)[0], model.fast_rcnn.network_input(seen)[0])
@@ -152,7 +146,7 @@ def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
     with torch.no_grad():
         plain = network(collate([given]))
         found = {
-            name: network(collate([Example("x", given.words, dataclasses.replace(given.picture, cells=cells))]))
+            name: network(collate([Example("x", given.text, dataclasses.replace(given.image, cells=cells))]))
             for name, cells in covered.items()
         }
     hook.remove()
@@ -165,15 +159,15 @@ def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
 
 def test_texts_about_one_picture_are_read_as_each_alone_and_it_is_looked_at_once(model):
     other, given = example(1, regions=3), example(5, regions=2)
-    more = other.words, example(2).words
+    more = other.text, example(2).text
     rois = []
     hook = model.vlbert.fast_rcnn.res5.register_forward_hook(lambda *call: rois.append(len(call[2])))
     batch, text, regions = encode(model, other, dataclasses.replace(given, more=more))
     hook.remove()
     assert rois == [4 + 3], "the regions of two pictures, though four texts are about them"
     assert len(batch) == 4
-    for row, words in enumerate((given.words, *more), start=1):
-        alone, its_text, its_regions = encode(model, dataclasses.replace(given, words=words))
+    for row, words in enumerate((given.text, *more), start=1):
+        alone, its_text, its_regions = encode(model, dataclasses.replace(given, text=words))
         close(text[row][batch.text_mask[row]], its_text[0][alone.text_mask[0]])
         close(regions[row][batch.region_mask[row]], its_regions[0][alone.region_mask[0]])
 
@@ -206,9 +200,9 @@ def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothi
 
 def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
     given = example(5, regions=2)
-    looks = np.zeros_like(given.words.token_region)
+    looks = np.zeros_like(given.text.token_region)
     looks[2] = 2
-    tied = dataclasses.replace(given, words=dataclasses.replace(given.words, token_region=looks))
+    tied = dataclasses.replace(given, text=dataclasses.replace(given.text, token_region=looks))
     batch = collate([given, tied])
     with torch.no_grad():
         appearance = model.vlbert.fast_rcnn(batch)
@@ -221,13 +215,13 @@ def test_a_hidden_region_has_a_token_of_its_own(model):
     given = example(5, regions=2)
     batches = []
     for masked in ([False, False, False], [False, True, False]):
-        picture = dataclasses.replace(given.picture, masked=np.array(masked))
-        batches.append(collate([dataclasses.replace(given, picture=picture)]))
+        picture = dataclasses.replace(given.image, masked=np.array(masked))
+        batches.append(collate([dataclasses.replace(given, image=picture)]))
     with torch.no_grad():
         same_look = model.vlbert.fast_rcnn(batches[0])
         seen, masked = (model.vlbert.embedding(batch, same_look)[0][0] for batch in batches)
     differs = (seen - masked).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == [given.words.tokens.size + 1]
+    assert differs.nonzero().flatten().tolist() == [given.text.tokens.size + 1]
 
 
 def test_all_regions_share_the_position_behind_the_text_and_end_follows():
@@ -252,9 +246,9 @@ def test_the_picture_is_silent_at_first_where_its_gain_is_zero():
     config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
     model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()
     a, b = example(1), example(2)
-    unmasked = [dataclasses.replace(e.picture, masked=np.zeros(3, bool)) for e in (a, b)]
-    with_its_own = encode(model, Example("x", a.words, unmasked[0]))[1]
-    with_another = encode(model, Example("x", a.words, unmasked[1]))[1]
+    unmasked = [dataclasses.replace(e.image, masked=np.zeros(3, bool)) for e in (a, b)]
+    with_its_own = encode(model, Example("x", a.text, unmasked[0]))[1]
+    with_another = encode(model, Example("x", a.text, unmasked[1]))[1]
     close(with_its_own, with_another)
 
 
@@ -274,7 +268,9 @@ def test_nothing_asked_is_a_loss_of_zero_and_not_nan(model):
         len(CLASSES),
     )
     sample = tiny_sample(1)
-    batch = collate([silent.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(0))])
+    batch = collate(
+        [silent.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(0))]
+    )
     names = ("words", "text_words", "regions")
     assert {name: (float(loss.detach()), count) for name, (loss, count) in model(batch).items()} == dict.fromkeys(
         (*names, *(f"{name}_accuracy" for name in names)), (0.0, 0)
@@ -295,7 +291,7 @@ def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
     network = FasterRCNN.random_init(DEMO, seed=3)
     file = tmp_path / "detector.safetensors"
     save_file(network.state_dict(), file)
-    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file), untrained=False)
+    regions = dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, weights=str(file), random_init=False)
     recipe = dataclasses.replace(tiny_recipe(tmp_path), model=dataclasses.replace(TINY_MODEL, regions=regions))
     started = make_model(recipe, TASK, LETTERS, None, None, print).vlbert.fast_rcnn
     for name, tensor in network.backbone.state_dict().items():

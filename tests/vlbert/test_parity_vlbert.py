@@ -346,7 +346,7 @@ def test_the_geometry_embedding_has_the_published_values(components: dict):
 def test_regions_are_cut_from_the_map_as_published(components: dict):
     maps, rois = (torch.from_numpy(components[f"roi_align/in_{name}"]) for name in ("feat", "rois"))
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=8, stem_pool="torch")
-    network = FastRCNN(RegionConfig(resnet=resnet, untrained=True))
+    network = FastRCNN(RegionConfig(resnet=resnet, random_init=True))
     seen = []
     network.backbone = nn.Identity()
     network.res5 = nn.Sequential()

@@ -18,7 +18,7 @@ from storage.reading import ShardSamples
 from training.distributed import World
 from training.log import read_metrics
 from vlbert.config import RegionConfig
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -62,10 +62,10 @@ def test_what_the_model_sees_of_a_region_is_what_the_detector_kept(root: Path):
     config = RegionConfig(features="precomputed", resnet=DEMO.resnet)
     masked = np.zeros(1 + len(sample.regions), bool)
     masked[2] = True
-    picture = view(sample, config, flip=True).picture(masked)
+    picture = prepare_image(sample, config, flip=True).to_input(masked)
     assert picture.pixels is None
     np.testing.assert_array_equal(picture.features[1:], sample.regions.features.astype(np.float32))
     others = np.delete(sample.regions.features.astype(np.float32), 1, axis=0)
     np.testing.assert_allclose(picture.features[0], others.mean(axis=0), rtol=1e-4)
     with pytest.raises(ValueError, match=r"carry features of \d+ channels, the model takes 2048"):
-        view(sample, RegionConfig(features="precomputed"), flip=False)
+        prepare_image(sample, RegionConfig(features="precomputed"), flip=False)

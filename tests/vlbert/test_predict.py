@@ -40,7 +40,7 @@ from vlbert.config import RegionConfig
 from vlbert.data.batch import Example, TextInput, collate
 from vlbert.data.corpus import make_corpus
 from vlbert.data.image_file import read_image
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.drawing import colour_of
 from vlbert.model.vlbert import VLBert
@@ -165,7 +165,7 @@ def test_masked_words_are_filled_in(root, pretrained):
 
 def test_the_guess_is_the_models_own(root, pretrained):
     sample = pretrained.see(root / "photo.jpg")
-    seen = view(sample, pretrained.recipe.model.regions, flip=False)
+    seen = prepare_image(sample, pretrained.recipe.model.regions, flip=False)
     ask = pretrained.task.ask("a [MASK] square")
     batch = collate([pretrained.task.example(sample, seen, ask, np.random.default_rng(0))])
     assert batch.tokens[0].tolist() == [WORDS.ids[w] for w in ("[CLS]", "a", "[MASK]", "square", "[SEP]")]
@@ -267,7 +267,7 @@ def test_the_regions_of_a_ranking_are_drawn_thinly_in_the_colours_of_their_numbe
     assert (named["said"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": boxes[2], "region": 3}])
     assert with_class_names(row, ["1", "2", "3", "4"], None)["said"] == "region 3"
     sample = plain_picture(boxes)
-    batch = collate([Example("k", WORDLESS, view(sample, TINY_MODEL.regions, flip=False).picture())])
+    batch = collate([Example("k", WORDLESS, prepare_image(sample, TINY_MODEL.regions, flip=False).to_input())])
     said = Prediction(sample, ["1 a", "2 b", "3 c", "4 d"], named, batch, [["[CLS]"]])
     drawn = said.draw()
     for number in (1, 3, 4):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
 from vlbert.data.batch import Example, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
@@ -24,18 +24,22 @@ def task(settings: PretrainingSettings = ALL) -> Pretraining:
 
 def example(task: Pretraining, number: int = 1, regions: int = 2) -> Example:
     sample = tiny_sample(number, regions)
-    return task.example(sample, view(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+    return task.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
 
 
 def test_what_is_asked_for_is_what_was_hidden():
     sample, asked = tiny_sample(1), example(task())
     inner = slice(1, -1)
-    assert asked.words.tokens[[0, -1]].tolist() == [WORDS.cls, WORDS.sep]
-    assert (asked.words.tokens[inner] == WORDS.mask).all()
-    assert WORDS.decode(asked.words.asked["words"]) == sample.caption
-    assert asked.words.targets["word_asked"].tolist() == [False, *[True] * len(asked.words.asked["words"]), False]
-    assert asked.picture.masked.tolist() == [False, True, True]
-    np.testing.assert_array_equal(asked.picture.asked["region_classes"].argmax(1), sample.regions.labels)
+    assert asked.text.tokens[[0, -1]].tolist() == [WORDS.cls, WORDS.sep]
+    assert (asked.text.tokens[inner] == WORDS.mask).all()
+    assert WORDS.decode(asked.text.labels["words"]) == sample.caption
+    assert asked.text.label_masks["word_label_mask"].tolist() == [
+        False,
+        *[True] * len(asked.text.labels["words"]),
+        False,
+    ]
+    assert asked.image.masked.tolist() == [False, True, True]
+    np.testing.assert_array_equal(asked.image.labels["region_classes"].argmax(1), sample.regions.labels)
 
 
 def test_targets_are_background_first_whatever_the_detectors_order():
@@ -48,28 +52,26 @@ def test_targets_are_background_first_whatever_the_detectors_order():
         labels=sample.regions.labels - 1,
     )
     rng = np.random.default_rng(0)
-    seen = view(sample, TINY_MODEL.regions, False)
+    seen = prepare_image(sample, TINY_MODEL.regions, False)
     theirs = task().example(dataclasses.replace(sample, regions=last), seen, None, rng)
-    np.testing.assert_array_equal(
-        theirs.picture.asked["region_classes"], example(task()).picture.asked["region_classes"]
-    )
+    np.testing.assert_array_equal(theirs.image.labels["region_classes"], example(task()).image.labels["region_classes"])
 
 
 def test_text_only_rows_have_neither_special_tokens_nor_a_picture():
     tokens = WORDS.encode("a red square and a blue circle")
     row = task().text_example("text-3", tokens, np.random.default_rng(0))
-    assert row.picture is None
-    assert (row.words.tokens == WORDS.mask).all()
-    assert row.words.asked["words"].tolist() == tokens.tolist()
+    assert row.image is None
+    assert (row.text.tokens == WORDS.mask).all()
+    assert row.text.labels["words"].tolist() == tokens.tolist()
 
 
 def test_text_only_rows_may_stand_between_special_tokens_and_lose_their_end_to_them():
     tokens = WORDS.encode("a red square and a blue circle")
     tagged = task(dataclasses.replace(ALL, text_specials=True, text_length=7))
-    row = tagged.text_example("text-3", tokens, np.random.default_rng(0)).words
+    row = tagged.text_example("text-3", tokens, np.random.default_rng(0)).text
     assert row.tokens.tolist() == [WORDS.cls, *[WORDS.mask] * 5, WORDS.sep]
-    assert row.targets["word_asked"].tolist() == [False, *[True] * 5, False]
-    assert row.asked["words"].tolist() == tokens[:5].tolist()
+    assert row.label_masks["word_label_mask"].tolist() == [False, *[True] * 5, False]
+    assert row.labels["words"].tolist() == tokens[:5].tolist()
     with pytest.raises(ValueError, match="text_length is 2; it must be at least 1, and 3 with text_specials"):
         PretrainingSettings(text_specials=True, text_length=2)
 
@@ -80,11 +82,11 @@ def test_a_masked_region_is_asked_for_as_the_detector_says_or_as_its_likeliest_c
     probs[:, 0] = 0.5  # the background, likelier than any class
     probs[[0, 1], sample.regions.labels] = 0.2
     doubtful = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=probs))
-    seen = view(sample, TINY_MODEL.regions, False)
+    seen = prepare_image(sample, TINY_MODEL.regions, False)
     asked = {
         target: task(dataclasses.replace(ALL, region_target=target))
         .example(doubtful, seen, None, np.random.default_rng(0))
-        .picture.asked["region_classes"]
+        .image.labels["region_classes"]
         for target in ("distribution", "class")
     }
     np.testing.assert_array_equal(asked["distribution"], probs.astype(np.float32))
@@ -94,10 +96,10 @@ def test_a_masked_region_is_asked_for_as_the_detector_says_or_as_its_likeliest_c
 def test_long_rows_lose_the_end_of_the_longer_half():
     cut = example(task(dataclasses.replace(ALL, max_elements=8)), regions=2)
     # 7 words and 2 + 1 regions: words go until both fit into 8 with [CLS] and [SEP].
-    assert len(cut.words.tokens) + len(cut.picture.boxes) == 8
-    assert cut.words.tokens[-1] == WORDS.sep
+    assert len(cut.text.tokens) + len(cut.image.boxes) == 8
+    assert cut.text.tokens[-1] == WORDS.sep
     whole = example(task(), regions=2)
-    assert cut.words.asked["words"].tolist() == whole.words.asked["words"][: len(cut.words.tokens) - 2].tolist()
+    assert cut.text.labels["words"].tolist() == whole.text.labels["words"][: len(cut.text.tokens) - 2].tolist()
 
 
 def test_words_of_captions_and_of_text_alone_are_counted_apart():
@@ -139,11 +141,11 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
     text = task().text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
     silent = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
     batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(silent, 3), text])
-    words, regions = (torch.randn(len(batch.asked[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
-    words[torch.arange(18), batch.asked["words"]] = torch.tensor([9.0, -9.0]).repeat(9)  # every second one is guessed
+    words, regions = (torch.randn(len(batch.labels[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
+    words[torch.arange(18), batch.labels["words"]] = torch.tensor([9.0, -9.0]).repeat(9)  # every second one is guessed
     head = Oracle(lambda _: words, lambda _: regions)
-    each = F.cross_entropy(words, batch.asked["words"], reduction="none")
-    each_region = F.cross_entropy(regions, batch.asked["region_classes"], reduction="none")
+    each = F.cross_entropy(words, batch.labels["words"], reduction="none")
+    each_region = F.cross_entropy(regions, batch.labels["region_classes"], reduction="none")
     # Words: 3 of row 0, 2 of row 1 (text), 11 of row 2, none of row 3, 2 of row 4 (text). Regions: 1, then 3.
     captions, texts = torch.cat([each[:3], each[5:16]]), torch.cat([each[3:5], each[16:]])
     losses = {name: task(s).losses(None, head, None, batch) for name, s in (("questions", ALL), ("rows", settings))}
@@ -171,7 +173,7 @@ def test_whether_caption_and_picture_belong_together_is_asked_of_rows_with_a_pic
     text = asking.text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
     batch = collate([example(asking, 1), text, example(asking, 2)])
     assert "relationship" not in model(batch), "no data asks it"
-    batch.asked["related"] = torch.tensor([1, 0])
+    batch.labels["related"] = torch.tensor([1, 0])
     at_cls = model.vlbert(batch).text[[0, 2], 0]
     logits = model.head.relationship(model.head.pooler.dense(at_cls).tanh())
     loss, count = model(batch)["relationship"]
@@ -198,10 +200,10 @@ def test_accuracy_counts_words_watched_words_and_hidden_regions():
     settings = dataclasses.replace(ALL, regions=RegionMasking(1.0, masked=0.5), monitored_words=("red", "square"))
     counting = task(settings)
     batch = collate([example(counting, number, 3) for number in range(30)])
-    truth = batch.asked["words"]
+    truth = batch.labels["words"]
     right_but_squares = torch.where(truth == WORDS.ids["square"], WORDS.ids["circle"], truth)
-    classes = batch.asked["region_classes"].argmax(1)
-    masked = batch.region_masked[batch.targets["region_asked"]]
+    classes = batch.labels["region_classes"].argmax(1)
+    masked = batch.region_masked[batch.label_masks["region_label_mask"]]
     wrong_where_hidden = torch.where(masked, (classes + 1) % 9, classes)
     head = Oracle(lambda batch: one_hot(right_but_squares, len(WORDS)), lambda batch: one_hot(wrong_where_hidden, 9))
     metrics = counting.metrics(counting.predictions(None, head, None, batch))

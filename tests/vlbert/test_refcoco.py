@@ -16,7 +16,7 @@ from tiny import TINY_MODEL, tiny_sample
 
 from storage.sample import Regions, Sample
 from vlbert.data.batch import Example, collate
-from vlbert.data.images import swap_sides, view
+from vlbert.data.images import prepare_image, swap_sides
 from vlbert.datasets.refcoco import (
     CONVENTIONS,
     Expression,
@@ -316,7 +316,7 @@ def tuned(task: RefCOCO, **settings: object) -> RefCOCO:
 
 
 def example(task: RefCOCO, sample: Sample, question: Question, flip: bool = False) -> Example:
-    return task.example(sample, view(sample, TINY_MODEL.regions, flip), question, np.random.default_rng(0))
+    return task.example(sample, prepare_image(sample, TINY_MODEL.regions, flip), question, np.random.default_rng(0))
 
 
 def predict(task: RefCOCO, examples: list[Example], scores: list[list[float]]) -> list[dict]:
@@ -396,10 +396,10 @@ def test_a_split_of_which_nothing_can_be_asked_is_an_error(tmp_path, samples):
 def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(task, samples):
     question = task.questions(urls(samples), None).asks[0]
     found = example(task, samples[1], question)
-    assert found.picture.targets["right"].tolist() == [False, False, False, True], "the last box of sample 1"
-    assert found.picture.targets["candidate"].tolist() == [False, True, True, True]
-    assert not found.picture.masked.any()
-    assert example(tuned(task, whole_image_competes=True), samples[1], question).picture.targets["candidate"].all()
+    assert found.image.label_masks["right"].tolist() == [False, False, False, True], "the last box of sample 1"
+    assert found.image.label_masks["candidate"].tolist() == [False, True, True, True]
+    assert not found.image.masked.any()
+    assert example(tuned(task, whole_image_competes=True), samples[1], question).image.label_masks["candidate"].all()
 
 
 def test_ground_truth_regions_are_the_annotated_objects_whatever_was_detected(task, samples):
@@ -408,9 +408,9 @@ def test_ground_truth_regions_are_the_annotated_objects_whatever_was_detected(ta
     regions = samples[1].regions
     other = Regions(regions.boxes[:1] / 2, regions.scores[:1], regions.labels[:1], "another", class_probs=None)
     after = example(task, dataclasses.replace(samples[1], regions=other), question)
-    np.testing.assert_array_equal(before.picture.boxes, after.picture.boxes)
-    np.testing.assert_array_equal(before.about["boxes"][1:], question.expression.objects)
-    assert after.picture.boxes[0].tolist() == [0, 0, 95, 63], "in front of them the whole image"
+    np.testing.assert_array_equal(before.image.boxes, after.image.boxes)
+    np.testing.assert_array_equal(before.metadata["boxes"][1:], question.expression.objects)
+    assert after.image.boxes[0].tolist() == [0, 0, 95, 63], "in front of them the whole image"
 
 
 def test_detected_regions_are_the_shards_own_or_those_of_mattnets_file(tmp_path, task, samples):
@@ -422,8 +422,8 @@ def test_detected_regions_are_the_shards_own_or_those_of_mattnets_file(tmp_path,
     ):
         detected = tuned(task, regions="detected", **settings)
         found = example(detected, samples[1], detected.questions(urls(samples), None).asks[0])
-        np.testing.assert_array_equal(found.about["boxes"][1:], boxes)
-        np.testing.assert_allclose(found.picture.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
+        np.testing.assert_array_equal(found.metadata["boxes"][1:], boxes)
+        np.testing.assert_allclose(found.image.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
 
 
 def test_an_image_without_detections_is_not_learned_from_and_wrong_where_it_is_held_out(tmp_path, task, samples):
@@ -472,12 +472,12 @@ def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, tas
     write_detections(tmp_path / "refcoco+", {i: [[0, 0, 9, 9]] for i in range(4)})
     detected = tuned(task, regions="detected", detections="dets.json", adds_ground_truth=True)
     learned, held_out = (detected.questions(urls(samples), split).asks[0] for split in (None, "val"))
-    found = example(detected, samples[1], learned).picture
+    found = example(detected, samples[1], learned).image
     assert len(found.boxes) == 1 + 1 + 3
-    assert found.targets["right"].tolist() == [False, False, False, False, True]
-    assert len(example(detected, samples[0], held_out).picture.boxes) == 1 + 1
+    assert found.label_masks["right"].tolist() == [False, False, False, False, True]
+    assert len(example(detected, samples[0], held_out).image.boxes) == 1 + 1
     same = detected.questions(urls(samples), "train").asks[0]
-    assert len(example(detected, samples[1], same).picture.boxes) == 1 + 1, "train may be measured, too"
+    assert len(example(detected, samples[1], same).image.boxes) == 1 + 1, "train may be measured, too"
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -504,11 +504,11 @@ def test_precomputed_features_are_for_the_shards_own_regions(task):
 def test_mirroring_swaps_the_sides_in_words_and_boxes(task, samples):
     question = task.questions(urls(samples), None).asks[0]
     straight, mirrored = (example(task, samples[1], question, flip=flip) for flip in (False, True))
-    assert WORDS.decode(straight.words.tokens) == "[CLS] the left one [SEP]"
-    assert WORDS.decode(mirrored.words.tokens) == "[CLS] the right one [SEP]"
-    assert mirrored.picture.targets["right"].tolist() == [False, False, False, True]
-    x1, x2 = straight.picture.boxes[3, [0, 2]].tolist()
-    assert mirrored.picture.boxes[3, [0, 2]].tolist() == pytest.approx([95 - x2, 95 - x1])
+    assert WORDS.decode(straight.text.tokens) == "[CLS] the left one [SEP]"
+    assert WORDS.decode(mirrored.text.tokens) == "[CLS] the right one [SEP]"
+    assert mirrored.image.label_masks["right"].tolist() == [False, False, False, True]
+    x1, x2 = straight.image.boxes[3, [0, 2]].tolist()
+    assert mirrored.image.boxes[3, [0, 2]].tolist() == pytest.approx([95 - x2, 95 - x1])
     for text, swapped in (
         ("left of the leftmost right", "right of the leftmost left"),
         ("Left, LEFT-most; the right's", "right, right-most; the left's"),
@@ -523,7 +523,7 @@ def test_a_region_is_right_to_learn_from_above_one_half_of_the_convention(task, 
     regions = dataclasses.replace(samples[0].regions, boxes=np.array([[10, 10, 20, 20], [0, 0, 5, 5]], np.float32))
     expression = Expression(1, 1, "one", (10.0, 10.0, 30.0, 20.0), (96, 64))
     found = example(counted, dataclasses.replace(samples[0], regions=regions), Question(expression, None, False))
-    assert found.picture.targets["right"].tolist() == [False, right, False]
+    assert found.image.label_masks["right"].tolist() == [False, right, False]
 
 
 # --- what is predicted ------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_what_is_said_is_scored_in_pixels_of_the_image_that_was_shipped(tmp_path
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
     question = task.questions(urls(samples), "val").asks[2]
     box = samples[2].regions.boxes[1].astype(float) * shrunk
-    rights = example(task, samples[2], question, flip).picture.targets["right"].tolist()
+    rights = example(task, samples[2], question, flip).image.label_masks["right"].tolist()
     assert rights == [False, False, True]
     own = dataclasses.replace(question, regions=None)  # the sample's, which lie in the stored picture
     (row,) = predict(tuned(task, regions="detected"), [example(task, samples[2], own, flip)], [[0.0, -1, 2]])
@@ -636,7 +636,7 @@ def test_objects_without_area_are_no_regions_and_the_others_keep_their_places(tm
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
     question = task.questions(urls(samples), None).asks[0]
     found = example(task, samples[1], question)
-    assert found.picture.targets["right"].tolist() == [False, False, True]
+    assert found.image.label_masks["right"].tolist() == [False, False, True]
     (row,) = predict(task, [found], [[0.0, 1, 5]])
     assert (row["region"], row["exact"], row["hit"]) == (1, True, True)
 

@@ -84,12 +84,12 @@ def test_live_norms_may_start_from_frozen_ones_and_the_other_way(root: Path, pre
 
 def test_a_finetuning_must_say_what_it_starts_from(root: Path):
     recipe = tiny_recipe(root, task=RefCOCOSettings(folder="refs"))
-    with pytest.raises(ValueError, match="no model to start from; give init_from=.* from_scratch=true"):
+    with pytest.raises(ValueError, match="no model to start from; give init_from=.* random_init=true"):
         check_complete(recipe)
-    check_complete(dataclasses.replace(recipe, from_scratch=True))
+    check_complete(dataclasses.replace(recipe, random_init=True))
     check_complete(dataclasses.replace(recipe, bert="bert-base-uncased"))
-    with pytest.raises(ValueError, match="Recipe.from_scratch is True; it must be false with a start"):
-        dataclasses.replace(recipe, from_scratch=True, bert="bert-base-uncased")
+    with pytest.raises(ValueError, match="Recipe.random_init is True; it must be false with a start"):
+        dataclasses.replace(recipe, random_init=True, bert="bert-base-uncased")
 
 
 def test_a_rate_that_would_fall_after_the_end_is_refused(root: Path):

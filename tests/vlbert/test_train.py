@@ -216,7 +216,7 @@ def test_a_finished_run_says_so_and_does_nothing(root, six_steps, capsys):
         (["optimizer.no_such=1"], 1),
         (["data.root="], 1),
         (["data.text_corpus=none"], 1),
-        (["model.regions.untrained=false"], 1),  # refused before any checkpoint is looked at
+        (["model.regions.random_init=false"], 1),  # refused before any checkpoint is looked at
         ([], 3),  # cannot share the batch
         (["run=nobody"], 1),
     ],
@@ -435,7 +435,7 @@ def test_a_run_goes_on_with_its_own_text_corpus(root, six_steps, tmp_path):
 
 
 def test_random_weights_are_used_only_where_the_recipe_says_so(root):
-    regions = dataclasses.replace(TINY_MODEL.regions, untrained=False)
+    regions = dataclasses.replace(TINY_MODEL.regions, random_init=False)
     with pytest.raises(ValueError, match="no weights to start from; give model.regions.weights=FILE"):
         run(root, "unsaid", model=dataclasses.replace(TINY_MODEL, regions=regions))
 

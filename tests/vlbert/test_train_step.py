@@ -24,7 +24,7 @@ from training.optimizer import OptimizerConfig, make_optimizer
 from training.precision import autocast
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.batch import Example, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.execution import compiled_graphs, execute_as
@@ -45,7 +45,7 @@ END_TO_END = dataclasses.replace(
     regions=dataclasses.replace(TINY_MODEL.regions, frozen_stages=2, roi_size=5),
 )
 PRECOMPUTED = dataclasses.replace(
-    END_TO_END, regions=dataclasses.replace(END_TO_END.regions, features="precomputed", untrained=False)
+    END_TO_END, regions=dataclasses.replace(END_TO_END.regions, features="precomputed", random_init=False)
 )
 SMALL = [
     "model.layers=JJ",
@@ -88,7 +88,7 @@ def ragged_examples(config: ModelConfig) -> list[Example]:
             features = rng.normal(0, 1, (1 + number % 3, config.regions.channels)).astype(np.float16)
             sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
         rng = np.random.default_rng(10 + number)
-        examples.append(TASK.example(sample, view(sample, config.regions, number == 2), None, rng))
+        examples.append(TASK.example(sample, prepare_image(sample, config.regions, number == 2), None, rng))
     for place, text in ((1, "the dog ran"), (4, "over the hills and far away " * 2), (7, "abc")):
         rng = np.random.default_rng(place)
         examples.insert(place, TASK.text_example(text, VOCABULARY.encode(text), rng))
@@ -131,7 +131,7 @@ def test_losses_and_gradients_are_those_of_a_plain_program(config, rows):
 
 @pytest.mark.parametrize("config", [END_TO_END, PRECOMPUTED], ids=["end_to_end", "precomputed"])
 def test_recomputing_and_accumulating_change_nothing(config):
-    recipe = recipe_of(config, recompute=True)
+    recipe = recipe_of(config, activation_checkpointing=True)
     model, examples = small_model(recipe), ragged_examples(config)
     losses, gradients = apart(recipe, model, PlainPretraining(model), [examples[:5], examples[5:]])
     assert max(losses.values()) < 1e-5, losses
@@ -139,10 +139,10 @@ def test_recomputing_and_accumulating_change_nothing(config):
 
 
 @pytest.mark.parametrize("config", [END_TO_END, PRECOMPUTED], ids=["end_to_end", "precomputed"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_in_bfloat16_losses_and_gradients_are_near_those_of_a_plain_program(config, recompute):
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_in_bfloat16_losses_and_gradients_are_near_those_of_a_plain_program(config, activation_checkpointing):
     """8 bits leave each product 2^-9 off; errors of a dozen products in a row add up to a few percent of a gradient."""
-    recipe = recipe_of(config, "bf16", recompute=recompute)
+    recipe = recipe_of(config, "bf16", activation_checkpointing=activation_checkpointing)
     model = small_model(recipe)
     losses, gradients = apart(recipe, model, PlainPretraining(model), [ragged_examples(config)])
     assert max(losses.values()) < 1e-2, losses
@@ -220,7 +220,9 @@ def equal_rows(config: ModelConfig) -> list[Example]:
         if config.regions.features == "precomputed":
             features = np.ones((3, config.regions.channels), np.float16)
             sample = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
-        examples.append(task.example(sample, view(sample, config.regions, False), None, np.random.default_rng(0)))
+        examples.append(
+            task.example(sample, prepare_image(sample, config.regions, False), None, np.random.default_rng(0))
+        )
     return examples
 
 
@@ -259,9 +261,11 @@ def options(*arguments: str) -> object:
     return train_step.parsed([*arguments, *SMALL])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_parts_of_a_step_follow_each_other_and_leave_the_model_as_it_was(recompute):
-    recipe = dataclasses.replace(measured_recipe(options(), "pretrain_vlbert_base"), recompute=recompute)
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_the_parts_of_a_step_follow_each_other_and_leave_the_model_as_it_was(activation_checkpointing):
+    recipe = dataclasses.replace(
+        measured_recipe(options(), "pretrain_vlbert_base"), activation_checkpointing=activation_checkpointing
+    )
     model = new_model(recipe, CPU.device)
     before = [*model.state_dict()]
     pairs = masked_pairs(model.task, recipe.model.regions, drawn_samples(recipe.model.regions, range(2)))
@@ -292,21 +296,21 @@ def test_inputs_are_ragged_seeded_and_never_zero():
     task = new_model(measured_recipe(options(), "pretrain_vlbert_base"), CPU.device).task
     samples = drawn_samples(recipe.model.regions, range(16))
     pairs, again = (masked_pairs(task, recipe.model.regions, samples[:count]) for count in (16, 3))
-    sizes = {pair.picture.size for pair in pairs}
+    sizes = {pair.image.size for pair in pairs}
     assert {(800, 600), (900, 600), (600, 900)} <= sizes
-    pieces = [len(pair.words.tokens) - 2 for pair in pairs]
+    pieces = [len(pair.text.tokens) - 2 for pair in pairs]
     assert 10 < np.mean(pieces) < 14
     assert max(pieces) > 1.4 * np.mean(pieces)
-    regions = [len(pair.picture.boxes) for pair in pairs]
+    regions = [len(pair.image.boxes) for pair in pairs]
     assert 30 < np.mean(regions) < 50
-    assert max(len(pair.words.tokens) + len(pair.picture.boxes) for pair in pairs) == 64
+    assert max(len(pair.text.tokens) + len(pair.image.boxes) for pair in pairs) == 64
     for pair, same in zip(pairs, again, strict=False):
-        assert torch.equal(pair.picture.pixels, same.picture.pixels)
-        assert pair.words.tokens.tolist() == same.words.tokens.tolist()
-        assert float(pair.picture.pixels.float().std()) > 20
+        assert torch.equal(pair.image.pixels, same.image.pixels)
+        assert pair.text.tokens.tolist() == same.text.tokens.tolist()
+        assert float(pair.image.pixels.float().std()) > 20
     assert len(made_up_vocabulary()) == 30_522
     (text,) = drawn_texts(task, range(1))
-    assert len(text.words.tokens) == 64
+    assert len(text.text.tokens) == 64
 
 
 @pytest.mark.slow

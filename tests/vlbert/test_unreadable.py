@@ -28,7 +28,7 @@ from training.metrics import Line
 from training.writer import Writer
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch, Example, collate, placeholder
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.loading import TrainingData, ValidationData, drawn
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.samples import MOST_UNREADABLE, any_readable, captions, open_samples
@@ -117,7 +117,7 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
     """A task and three examples of it, of pictures with different regions."""
     samples = [tiny_sample(i, regions=1 + i) for i in range(3)]
     rngs = [np.random.default_rng(i) for i in range(3)]
-    views = [view(sample, STILL.regions, flip=False) for sample in samples]
+    views = [prepare_image(sample, STILL.regions, flip=False) for sample in samples]
     if which == "pretraining":
         task = Pretraining(ASKS, WORDS, 8)
         asks = [None] * 3
@@ -179,7 +179,9 @@ def test_a_place_holder_changes_no_loss_no_count_and_no_gradient(which, tmp_path
 
 def test_beside_text_alone_a_place_holder_is_the_only_picture():
     task = Pretraining(ASKS, WORDS, 8)
-    example = task.example(*(f := tiny_sample(0), view(f, STILL.regions, False)), None, np.random.default_rng(0))
+    example = task.example(
+        *(f := tiny_sample(0), prepare_image(f, STILL.regions, False)), None, np.random.default_rng(0)
+    )
     text = task.text_example("text-0", WORDS.encode("a red square and a blue circle"), np.random.default_rng(1))
     torch.manual_seed(0)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)

@@ -1,4 +1,4 @@
-"""The two rule books, and the recipes of both: every row of the authors' table, and the paper's appendix A.2."""
+"""The two variants, and the recipes of both: every row of the authors' table, and the paper's appendix A.2."""
 
 import pytest
 from places import PROJECT
@@ -8,7 +8,7 @@ from vlbert.recipes import RECIPES
 from vlbert.variants import RULES, numbers, paper, published, rules_of, table
 
 PADDING = "model.regions.padding"
-DOCUMENT = PROJECT / "docs" / "rules.md"
+DOCUMENT = PROJECT / "docs" / "variants.md"
 OF_PAPER = [name for name in RECIPES if name.endswith("_paper")]
 OF_CODE = [name for name in RECIPES if not name.endswith(("_paper", "_demo"))]
 
@@ -128,5 +128,5 @@ def test_the_document_holds_the_tables():
     for lines in (table().splitlines(), numbers(RECIPES).splitlines()):
         assert len({line.count("|") for line in lines}) == 1, "a row has more or fewer cells than the head"
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert table() in text, "docs/rules.md is behind: python -m vlbert.recipes prints its tables"
-    assert numbers(RECIPES) in text, "docs/rules.md is behind: python -m vlbert.recipes prints its tables"
+    assert table() in text, "docs/variants.md is behind: python -m vlbert.recipes prints its tables"
+    assert numbers(RECIPES) in text, "docs/variants.md is behind: python -m vlbert.recipes prints its tables"

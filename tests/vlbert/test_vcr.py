@@ -14,7 +14,7 @@ from vcr_files import BOXES, WORDS, urls, write_vcr
 from training.distributed import World
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch, Example, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.vcr import CLASSES, hits, instance_mask, read_submission
 from vlbert.model.vlbert import Encoded, VLBert
@@ -46,7 +46,7 @@ def asked(
 ) -> Example:
     questions = task.questions(urls(samples), "val" if held_out else None)
     sample = samples[questions.samples[number]]
-    seen = view(sample, TINY_MODEL.regions, flip)
+    seen = prepare_image(sample, TINY_MODEL.regions, flip)
     return task.example(sample, seen, questions.asks[number], np.random.default_rng(seed))
 
 
@@ -63,11 +63,11 @@ def test_the_choices_of_a_question_are_four_texts_about_one_picture(task, sample
     question = "[CLS] why is person and dog holding cup ? [SEP]"
     choices = ["no", "person is nearby", "the dog", "person"]
     assert texts(example) == [f"{question} {choice} [SEP]" for choice in choices]
-    assert [bool(words.asked["right"][0]) for words in example.texts] == [False, False, True, False]
+    assert [bool(words.labels["right"][0]) for words in example.texts] == [False, False, True, False]
     assert example.texts[1].segments.tolist() == [0] * 11 + [1] * 5
     # A name carries the look of its object, whose region is its number + 1; `and` and all else that of the whole image.
     assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 3, 0, 0, 0, 0]
-    about = {name: example.about[name] for name in ("annot_id", "question", "conditioned_on", "label")}
+    about = {name: example.metadata[name] for name in ("annot_id", "question", "conditioned_on", "label")}
     assert about == {"annot_id": "a-0", "question": "answer", "conditioned_on": -1, "label": 2}
 
 
@@ -76,8 +76,8 @@ def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task,
     question = "[CLS] why is person and dog holding cup ? the dog [SEP]"
     choices = ["because dog is nearby", "no", "no no", "because"]
     assert texts(example) == [f"{question} {choice} [SEP]" for choice in choices]
-    assert [bool(words.asked["right"][0]) for words in example.texts] == [True, False, False, False]
-    assert example.words.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
+    assert [bool(words.labels["right"][0]) for words in example.texts] == [True, False, False, False]
+    assert example.text.token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0]
 
 
 def test_every_item_is_asked_about_its_own_picture(task, samples):
@@ -167,24 +167,24 @@ def test_a_recipe_says_whose_question_a_long_choice_shortens(task, samples):
 @pytest.mark.parametrize("scale", [1, 2.5])
 def test_the_regions_are_the_annotated_objects_whatever_the_shard_holds(task, samples, tmp_path, scale):
     write_vcr(tmp_path / "vcr", samples, scale)
-    picture = asked(task, samples).picture
+    picture = asked(task, samples).image
     assert picture.boxes.tolist() == [[0, 0, 95, 63], *BOXES]
     assert picture.classes.tolist() == [0, 1, 17, 1, 42], "COCO's, from 1 on"
-    mirrored = asked(task, samples, flip=True).picture
+    mirrored = asked(task, samples, flip=True).image
     assert mirrored.boxes[1].tolist() == [75, 0, 95, 40]
     assert not picture.masked.any()
 
 
 def test_instance_masks_follow_their_objects_through_a_mirror(task, samples):
-    cells = asked(changed(task, mask_size=14), samples).picture.cells
+    cells = asked(changed(task, mask_size=14), samples).image.cells
     assert cells.shape == (5, 14, 14)
     assert cells[0].all(), "the whole image is all covered"
     assert cells[1][0, :13].all(), "the triangle's upper edge"
     assert cells[1][:13, 0].all(), "and its left one"
     assert not cells[1][8:, 8:].any()
-    mirrored = asked(changed(task, mask_size=14), samples, flip=True).picture.cells
+    mirrored = asked(changed(task, mask_size=14), samples, flip=True).image.cells
     np.testing.assert_array_equal(mirrored, cells[:, :, ::-1])
-    assert asked(changed(task, instance_masks=False), samples).picture.cells is None
+    assert asked(changed(task, instance_masks=False), samples).image.cells is None
 
 
 @pytest.mark.parametrize("swapped", [True, False])
@@ -197,10 +197,10 @@ def test_the_texts_of_a_mirrored_picture_have_their_sides_swapped_or_not(task, s
     (ask,) = task.questions(urls(samples), "val").asks
     texts = {}
     for flip in (False, True):
-        seen = view(samples[2], TINY_MODEL.regions, flip)
+        seen = prepare_image(samples[2], TINY_MODEL.regions, flip)
         example = task.example(samples[2], seen, ask, np.random.default_rng(0))
         texts[flip] = [task.vocabulary.decode(one.tokens) for one in example.texts]
-        assert "Left" in example.about["asked"], "what is written of it stays as it is asked"
+        assert "Left" in example.metadata["asked"], "what is written of it stays as it is asked"
     assert "left" in texts[False][1]
     assert texts[False][1].endswith("right [SEP]")
     swap = {"left": "right", "right": "left"} if swapped else {}
@@ -239,13 +239,13 @@ def test_mentions_look_at_the_whole_image_by_the_papers_rule(task, samples):
 
 def test_hidden_regions_are_asked_for_in_training_and_none_is_in_validation(task, samples):
     hiding = changed(task, hidden_regions=0.5)
-    found = [asked(hiding, samples, seed=seed).picture for seed in range(40)]
+    found = [asked(hiding, samples, seed=seed).image for seed in range(40)]
     share = np.mean([picture.masked[1:] for picture in found])
     assert 0.35 < share < 0.65
     for picture in found:
         assert not picture.masked[0], "the whole image is never hidden"
-        np.testing.assert_array_equal(picture.targets["region_asked"], picture.masked)
-    assert not asked(changed(task, hidden_regions=1.0), samples, held_out=True).picture.masked.any()
+        np.testing.assert_array_equal(picture.label_masks["region_label_mask"], picture.masked)
+    assert not asked(changed(task, hidden_regions=1.0), samples, held_out=True).image.masked.any()
     batch = batch_of(changed(task, hidden_regions=1.0), samples)
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, hidden_regions=1.0))
     assert model(batch)["regions"][1] == 2 * 4 * 4, "four objects in four texts of two pictures"
@@ -271,7 +271,7 @@ def test_losses_are_finite_over_what_they_count(task, samples, settings, answers
     assert losses["answers"][1] == answers
     assert ("regions" in losses) == (regions != 0)
     if regions is None:
-        regions = int(batch.region_masked[batch.picture_rows].sum())
+        regions = int(batch.region_masked[batch.image_rows].sum())
     assert losses.get("regions", (0, 0))[1] == regions
     sum(loss for loss, _ in losses.values()).backward()
     assert all(torch.isfinite(loss) for loss, _ in losses.values())
@@ -298,7 +298,7 @@ def test_every_region_that_is_asked_for_is_asked_for_its_own_class(task, samples
     task = changed(task, region_loss=region_loss, hidden_regions=masked)
     batch = batch_of(task, samples)
     sure = 100 * torch.nn.functional.one_hot(batch.region_classes, CLASSES).float()  # (rows, regions, classes)
-    encoded = Encoded(torch.zeros(8, 5, 1), sure, sure[batch.picture_rows].flatten(0, 1))
+    encoded = Encoded(torch.zeros(8, 5, 1), sure, sure[batch.image_rows].flatten(0, 1))
     loss, count = task.losses(None, First(), encoded, batch)["regions"]
     assert count > 0
     assert float(loss) == pytest.approx(0, abs=1e-6)
@@ -344,7 +344,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     recipe = tiny_recipe(
         root,
-        from_scratch=True,
+        random_init=True,
         task=dataclasses.replace(task.settings, names="neutral"),
         data=DataConfig(root=str(root), dataset="vcr", held_out="vcr", batch=2, workers=0, flip=0.5),
         vocabulary=str(tmp_path / "vocab.txt"),
@@ -428,7 +428,7 @@ def without_labels(folder: Path, split: str, of: str) -> None:
 def examples_of(task: VCR, samples: list, split: str | None, seed: int = 0) -> list[Example]:
     questions = task.questions(urls(samples), split)
     return [
-        task.example(samples[i], view(samples[i], TINY_MODEL.regions, False), ask, np.random.default_rng(seed))
+        task.example(samples[i], prepare_image(samples[i], TINY_MODEL.regions, False), ask, np.random.default_rng(seed))
         for i, ask in zip(questions.samples, questions.asks, strict=True)
     ]
 
@@ -448,17 +448,17 @@ def test_rationales_are_asked_for_behind_every_answer_where_the_leaderboard_want
     every = changed(rationales, **VCR.evaluation)
     assert [ask.answer for ask in every.questions(urls(samples), None).asks] == [2, 2], "training learns from these"
     found = examples_of(every, samples, "val")
-    assert [example.about["conditioned_on"] for example in found] == [0, 1, 2, 3]
+    assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     question = "[CLS] why is person and dog holding cup ?"
     for example, answer in zip(found, ANSWERS, strict=True):
         assert texts(example)[1] == f"{question} {answer} [SEP] no [SEP]"
-    assert [example.about["label"] for example in found] == [None, None, 0, None]
-    right = [[bool(words.asked["right"][0]) for words in example.texts] for example in found]
+    assert [example.metadata["label"] for example in found] == [None, None, 0, None]
+    right = [[bool(words.labels["right"][0]) for words in example.texts] for example in found]
     assert right == [[False] * 4, [False] * 4, [True, False, False, False], [False] * 4]
     without_labels(tmp_path / "vcr", "test", of="val")
     assert [ask.answer for ask in rationales.questions(urls(samples), "test").asks] == [0, 1, 2, 3]
     (example,) = examples_of(task, samples, "test")
-    assert (example.about["label"], texts(example)) == (None, texts(asked(task, samples, held_out=True)))
+    assert (example.metadata["label"], texts(example)) == (None, texts(asked(task, samples, held_out=True)))
 
 
 def test_a_row_says_in_words_what_was_asked_and_what_was_said(task, samples):
@@ -617,7 +617,7 @@ def test_an_object_without_area_is_not_learnt_from_and_held_out_it_is_one_pixel(
     with pytest.raises(ValueError, match="000000.json: the box of object 1 has no area"):
         asked(task, samples, 0)
     example = asked(task, samples, held_out=True)
-    assert example.picture.boxes[2].tolist() == [30, 10, 31, 11]
+    assert example.image.boxes[2].tolist() == [30, 10, 31, 11]
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
     assert np.isfinite(model.predict(collate([example]))[0]["probabilities"]).all()
 
@@ -654,7 +654,9 @@ def test_held_out_all_questions_about_a_picture_use_the_same_names_wherever_they
 
 
 def own(task: VCR, sample: object, *question: object) -> Example:
-    return task.example(sample, view(sample, TINY_MODEL.regions, False), task.ask(*question), np.random.default_rng(0))
+    return task.example(
+        sample, prepare_image(sample, TINY_MODEL.regions, False), task.ask(*question), np.random.default_rng(0)
+    )
 
 
 def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
@@ -665,10 +667,10 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     decoded = [words.decode(text.tokens) for text in example.texts]
     assert decoded[1] == "[CLS] why is object near object and object ? [SEP] object is [SEP]"
     assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 3, 0, 0, 3, 0, 0]
-    assert example.picture.boxes.shape == (4, 4)
-    np.testing.assert_array_equal(example.picture.boxes[1:], view(sample, TINY_MODEL.regions, False).boxes[1:])
-    assert example.picture.cells.all()
-    assert not any(text.asked["right"].any() for text in example.texts)
+    assert example.image.boxes.shape == (4, 4)
+    np.testing.assert_array_equal(example.image.boxes[1:], prepare_image(sample, TINY_MODEL.regions, False).boxes[1:])
+    assert example.image.cells.all()
+    assert not any(text.labels["right"].any() for text in example.texts)
     (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
     assert (row["asked"], row["said"], row["truth"]) == (
         "Why is object 1 near object 2 and object 3?",
@@ -684,8 +686,8 @@ def test_a_model_of_rationales_is_asked_behind_an_answer(task):
     rationales = changed(task, question="rationale")
     example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
     assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
-    assert (example.about["question"], example.about["asked"]) == ("rationale", "Why? no object 1")
-    assert example.words.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert (example.metadata["question"], example.metadata["asked"]) == ("rationale", "Why? no object 1")
+    assert example.text.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from storage.settings import override
 from training.distributed import World
 from vlbert.config import DataConfig
 from vlbert.data.batch import Example, collate
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question, read_answers, read_questions, soft_score
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.recipes import RECIPES
@@ -43,7 +43,7 @@ def changed(task: VQA, **settings: object) -> VQA:
 def asked(task: VQA, samples: list, number: int = 0, flip: bool = False) -> Example:
     questions = task.questions(urls(samples), None)
     sample = samples[questions.samples[number]]
-    seen = view(sample, TINY_MODEL.regions, flip)
+    seen = prepare_image(sample, TINY_MODEL.regions, flip)
     return task.example(sample, seen, questions.asks[number], np.random.default_rng(0))
 
 
@@ -70,19 +70,19 @@ def test_every_question_of_the_splits_is_asked_about_its_own_image(task, samples
 
 def test_the_answer_is_asked_for_at_a_mask_behind_the_question(task, samples):
     example = asked(task, samples)
-    assert WORDS.decode(example.words.tokens).startswith("[CLS] is it on the left [UNK] [UNK] ? [SEP] [MASK] [SEP]")
-    assert example.words.segments.tolist() == [0] * 10 + [1, 1]
-    assert example.words.tokens[example.words.targets["answer_here"]].tolist() == [WORDS.mask]
-    assert example.words.asked["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 1, 0.9, 0.6])
-    assert not example.picture.masked.any()
-    assert len(example.picture.boxes) == 1 + len(samples[1].regions)
+    assert WORDS.decode(example.text.tokens).startswith("[CLS] is it on the left [UNK] [UNK] ? [SEP] [MASK] [SEP]")
+    assert example.text.segments.tolist() == [0] * 10 + [1, 1]
+    assert example.text.tokens[example.text.label_masks["answer_here"]].tolist() == [WORDS.mask]
+    assert example.text.labels["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 1, 0.9, 0.6])
+    assert not example.image.masked.any()
+    assert len(example.image.boxes) == 1 + len(samples[1].regions)
 
 
 def test_mirroring_swaps_the_sides_in_question_and_answers(task, samples):
     example = asked(task, samples, flip=True)
-    assert "on the right [UNK]" in WORDS.decode(example.words.tokens)
+    assert "on the right [UNK]" in WORDS.decode(example.text.tokens)
     # "on the right" is no answer of the list, so the two of ten who said "on the left" now said nothing.
-    assert example.words.asked["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 0.9, 1, 0])
+    assert example.text.labels["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 0.9, 1, 0])
 
 
 def test_a_soft_score_leaves_each_annotator_out_in_turn():
@@ -110,7 +110,7 @@ def test_the_answer_list_is_normalised_and_its_first_of_two_that_meet_counts(tas
 def test_losses_are_finite_and_those_of_the_rule_that_is_set(task, samples):
     torch.manual_seed(0)
     batch = collate(everything(task, samples))
-    logits, scores = torch.randn(4, 6), batch.asked["scores"]
+    logits, scores = torch.randn(4, 6), batch.labels["scores"]
     encoded = Encoded(logits[:, None].expand(4, batch.tokens.shape[1], 6), torch.zeros(4, 3, 6), torch.zeros(0))
     loss, count = task.losses(None, torch.nn.Identity(), encoded, batch)["answers"]
     each = torch.nn.functional.binary_cross_entropy_with_logits(logits, scores, reduction="none")
@@ -199,7 +199,7 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     pictures = coco([tiny_sample(i) for i in range(4)], "test2015")
     questions = task.questions(urls(pictures), "test-dev2015")
     assert questions.samples.tolist() == [1, 1, 2, 3], "its pictures are named as those of test2015"
-    seen = view(pictures[1], TINY_MODEL.regions, False)
+    seen = prepare_image(pictures[1], TINY_MODEL.regions, False)
     examples = [task.example(pictures[1], seen, ask, np.random.default_rng(0)) for ask in questions.asks]
     rows = predicted(task, examples, [1, 2, 3, 4])
     assert {(row["truth"], row["score"], row["soft_score"], row["reachable"]) for row in rows} == {(None,) * 4}
@@ -251,17 +251,17 @@ def test_empty_and_endless_questions_are_left_out_of_training_and_asked_where_al
         ValueError, match="none of the 4 questions of train2014 of .* question 10 of train2014: it has no"
     ):
         task.questions(urls(samples), None)
-    seen = view(samples[1], TINY_MODEL.regions, False)
+    seen = prepare_image(samples[1], TINY_MODEL.regions, False)
     empty, endless = (task.example(samples[1], seen, held_out.asks[i], np.random.default_rng(0)) for i in (1, 2))
-    assert WORDS.decode(empty.words.tokens) == "[CLS] [SEP] [MASK] [SEP]"
-    assert len(endless.words.tokens) == ROOM + 4
-    assert WORDS.decode(endless.words.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
-    assert endless.words.targets["answer_here"].tolist() == [False] * (ROOM + 2) + [True, False]
+    assert WORDS.decode(empty.text.tokens) == "[CLS] [SEP] [MASK] [SEP]"
+    assert len(endless.text.tokens) == ROOM + 4
+    assert WORDS.decode(endless.text.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
+    assert endless.text.label_masks["answer_here"].tolist() == [False] * (ROOM + 2) + [True, False]
 
 
 def test_the_longest_question_fits_and_a_model_with_less_room_is_refused_at_once(task, samples):
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
-    seen = view(samples[1], TINY_MODEL.regions, False)
+    seen = prepare_image(samples[1], TINY_MODEL.regions, False)
     endless = task.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
     assert model.predict(collate([endless]))[0]["said"] in ANSWERS
     with pytest.raises(ValueError, match="task.question_length is 59, the model has room for 58: set that"):
@@ -272,9 +272,9 @@ def test_the_longest_question_fits_and_a_model_with_less_room_is_refused_at_once
 
 
 def test_a_persons_own_question_is_asked_like_any(task, samples):
-    seen = view(samples[1], TINY_MODEL.regions, False)
+    seen = prepare_image(samples[1], TINY_MODEL.regions, False)
     example = task.example(samples[1], seen, task.ask("Is it left?", answer="left"), np.random.default_rng(0))
-    assert WORDS.decode(example.words.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
+    assert WORDS.decode(example.text.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
     (row,) = predicted(task, [example], [3])
     assert (row["asked"], row["said"], row["truth"]) == ("Is it left?", "left", "left")
     (row,) = predicted(task, [task.example(samples[1], seen, task.ask("Is it?"), np.random.default_rng(0))], [3])
@@ -287,14 +287,14 @@ def test_a_persons_own_question_is_asked_like_any(task, samples):
 
 
 def test_recipes_learn_from_train2014_alone_and_no_run_validates_on_what_it_learned_from():
-    both = ["task.train_on=train2014,val2014", "data.root=/nowhere", "from_scratch=true", "bert=none"]
+    both = ["task.train_on=train2014,val2014", "data.root=/nowhere", "random_init=true", "bert=none"]
     for name in ("finetune_vqa_base", "finetune_vqa_large", "finetune_vqa_base_paper", "finetune_vqa_large_paper"):
         recipe = RECIPES[name]()
         assert recipe.task.train_on == ("train2014",)
         assert recipe.task.validate_on == "val2014"
         epoch = -(-443_757 // recipe.data.batch)
         assert (recipe.validate_every, recipe.steps % epoch) == (epoch, 0)
-        both_splits = override(recipe, [*both, "model.regions.untrained=true"])
+        both_splits = override(recipe, [*both, "model.regions.random_init=true"])
         with pytest.raises(ValueError, match="task.validate_on=val2014 is one of task.train_on"):
             check_complete(both_splits)
         check_complete(override(both_splits, ["data.held_out=none"]))
@@ -333,7 +333,7 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     recipe = tiny_recipe(
         root,
-        from_scratch=True,
+        random_init=True,
         task=task.settings,
         data=DataConfig(root=str(root), dataset="vqa", held_out="vqa", batch=4, workers=0, flip=0.5),
         vocabulary=str(tmp_path / "vocab.txt"),

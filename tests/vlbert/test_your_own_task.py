@@ -71,7 +71,7 @@ def trained(folder: Path) -> str:
         steps=60,
         validate_every=60,
         save_every=60,
-        from_scratch=True,
+        random_init=True,
     )
     ended = program(folder, "vlbert.train", "colours:finetune_colours", *as_overrides(tiny, recipe))
     assert ended.returncode == 0, ended.stderr

@@ -17,10 +17,10 @@ from vlbert.data.boxes import flip_horizontally
 
 
 @dataclass(frozen=True, eq=False)
-class View:
-    """One sample's picture as a model sees it.
+class PreparedImage:
+    """The image of a sample, resized for the model, and its boxes.
 
-    size      (width, height)     of the resized picture
+    size      (width, height)     of the resized image
     boxes     float32 [1 + r, 4]  in its pixels; row 0 is the whole image, then the sample's regions in their order
     pixels    uint8 [3, h, w]     RGB; None where features are precomputed
     features  float32 [r, D]      precomputed, of the sample's regions; None end to end
@@ -28,25 +28,25 @@ class View:
 
     size: tuple[int, int]
     boxes: np.ndarray
-    scale: tuple[float, float]  # view pixels per stored pixel, across and down
+    scale: tuple[float, float]  # resized pixels per stored pixel, across and down
     flipped: bool
     pixels: Tensor | None = None
     features: np.ndarray | None = None
 
     def place(self, boxes: np.ndarray) -> np.ndarray:
-        """Boxes [n, 4] in stored pixels -> float32 [n, 4] in view pixels, clipped to the picture."""
+        """Boxes [n, 4] in stored pixels -> float32 [n, 4] in resized pixels, clipped to the image."""
         return _place(boxes, self.scale, self.flipped, *self.size)
 
-    def with_boxes(self, boxes: np.ndarray) -> "View":
-        """The view with more regions behind its own: boxes [n, 4] in stored pixels. Not precomputed."""
+    def with_boxes(self, boxes: np.ndarray) -> "PreparedImage":
+        """The image with more regions behind its own: boxes [n, 4] in stored pixels. Not precomputed."""
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; train from pixels: model.regions.features")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
 
-    def picture(
+    def to_input(
         self, masked: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None
     ) -> ImageInput:
-        """The Picture of the whole image and the first `count` of r regions; `masked`, bool [1 + r], says which are.
+        """The ImageInput of the whole image and the first `count` of r regions; `masked`, bool [1 + r], says which are.
 
         As published, those behind the first `count` matter too: their pixels are hidden where they are, and,
         precomputed, the whole image's vector is the mean over all that are not. `more`: further fields of ImageInput.
@@ -72,7 +72,7 @@ class View:
         )
 
 
-def view(sample: Sample, config: RegionConfig, flip: bool) -> View:
+def prepare_image(sample: Sample, config: RegionConfig, flip: bool) -> PreparedImage:
     """Decode, resize (short side to config.short_side unless the long side would pass its limit), mirror if `flip`.
 
     With precomputed features nothing is decoded: boxes are placed as if it were, and features stay as they are.
@@ -98,7 +98,7 @@ def view(sample: Sample, config: RegionConfig, flip: bool) -> View:
     # The whole image is a box of the stored one, resized and mirrored as all are: as the authors' code has it.
     whole_image = np.array([[0, 0, stored[0] - 1, stored[1] - 1]], np.float32)
     boxes = _place(np.concatenate([whole_image, sample.regions.boxes]), scale, flip, width, height)
-    return View((width, height), boxes, scale, flip, pixels, features)
+    return PreparedImage((width, height), boxes, scale, flip, pixels, features)
 
 
 def _features(sample: Sample, config: RegionConfig) -> np.ndarray:
@@ -121,7 +121,7 @@ def _decode(sample: Sample) -> Tensor:
 
 
 def swap_sides(text: str) -> str:
-    """The text for the mirrored picture: left for right and right for left."""
+    """The text for the mirrored image: left for right and right for left."""
     sides = {"left": "right", "right": "left"}
     return re.sub(r"\b(left|right)\b", lambda word: sides[word[0].lower()], text, flags=re.IGNORECASE)
 

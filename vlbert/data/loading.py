@@ -22,7 +22,7 @@ from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.corpus import TextCorpus
-from vlbert.data.images import view
+from vlbert.data.images import prepare_image
 from vlbert.data.samples import MOST_UNREADABLE, spread
 from vlbert.tasks.base import Questions, Task
 
@@ -137,7 +137,7 @@ class Asked:
             ask = None if self.questions.asks is None else self.questions.asks[number]
             rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if ask is None else number)
             flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
-            return self.task.example(sample, view(sample, self.regions, flip), ask, rng)
+            return self.task.example(sample, prepare_image(sample, self.regions, flip), ask, rng)
         except ValueError as error:
             reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
             return Unreadable(step, sample.key, reason)
@@ -257,8 +257,8 @@ class ValidationData(Dataset):
         count = len(self.numbers)
         following = ((0, int(self.numbers[place % count])) for place in range(stop, stop + count))
         after = self.asked.first_readable(following)
-        pictures = [example.picture for example in [*examples[1:], after]]
-        others = [dataclasses.replace(e, picture=picture) for e, picture in zip(examples, pictures, strict=True)]
+        pictures = [example.image for example in [*examples[1:], after]]
+        others = [dataclasses.replace(e, image=picture) for e, picture in zip(examples, pictures, strict=True)]
         return [collate(examples), collate(others)], numbers, unreadable
 
 

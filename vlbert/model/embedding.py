@@ -95,16 +95,16 @@ class VisualLinguisticEmbedding(nn.Module):
 
     def region_visual_embeddings(self, batch: Batch, appearance: Tensor) -> Tensor:
         """The visual feature of every region, geometry beside appearance: [N, R, L], zero where there is no region."""
-        mask = batch.region_mask[batch.picture_rows]  # (P, R)
+        mask = batch.region_mask[batch.image_rows]  # (P, R)
         if not len(appearance):
             return appearance.new_zeros(*batch.region_mask.shape, self.visual.out_features)
         pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
         if self.config.regions.masks_features:
-            masked = batch.region_masked[batch.picture_rows][mask][:, None]
+            masked = batch.region_masked[batch.image_rows][mask][:, None]
             appearance = torch.where(masked, self.masked_appearance.weight[0].to(appearance.dtype), appearance)
         geometry = geometry_embedding(
-            batch.boxes[batch.picture_rows][mask],
-            batch.picture_sizes[pictures],
+            batch.boxes[batch.image_rows][mask],
+            batch.image_sizes[pictures],
             self.config.geometry_channels,
             corners=self.config.geometry == "corners",
         )
@@ -114,7 +114,7 @@ class VisualLinguisticEmbedding(nn.Module):
         # One more picture, without regions, for the rows that have none: -1 finds it at the end.
         looks = features.new_zeros(len(mask) + 1, mask.shape[1], features.shape[1])
         looks = looks.masked_scatter(F.pad(mask, (0, 0, 0, 1))[:, :, None], features)
-        return looks.index_select(0, batch.picture_of % len(looks))
+        return looks.index_select(0, batch.image_of % len(looks))
 
 
 class VisualProjection(nn.Module):

@@ -28,10 +28,10 @@ def blocks(model: VLBert) -> list[nn.Module]:
 
 
 def execute_as(recipe: Recipe, model: VLBert) -> None:
-    """Compute the model as the recipe's `recompute` and `compile` say."""
+    """Compute the model as the recipe's `activation_checkpointing` and `compile` say."""
     for block in blocks(model):
-        if recipe.recompute:
-            recompute(block)
+        if recipe.activation_checkpointing:
+            activation_checkpointing(block)
         if recipe.compile:
             compile_block(block)
     if recipe.compile:
@@ -39,7 +39,7 @@ def execute_as(recipe: Recipe, model: VLBert) -> None:
         torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
 
 
-def recompute(block: nn.Module) -> None:
+def activation_checkpointing(block: nn.Module) -> None:
     """From now on, keep of the block's forward pass only what went in, and compute it again in the backward pass.
 
     The second pass draws the same dropout, and live norms do not count it. The block cannot be copied or pickled then.

@@ -38,9 +38,9 @@ class FastRCNN(nn.Module):
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
         """The same from pixels that are normalised already: float [p, 3, H, W] of each group -> [K, D]."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
-        mask = batch.region_mask[batch.picture_rows]  # (P, R)
+        mask = batch.region_mask[batch.image_rows]  # (P, R)
         pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
-        boxes = batch.boxes[batch.picture_rows][mask]  # (K, 4)
+        boxes = batch.boxes[batch.image_rows][mask]  # (K, 4)
         rois = torch.cat([pictures[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
         # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 pictures.
         cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(computed_in(self.pixel_mean))
@@ -55,7 +55,7 @@ class FastRCNN(nn.Module):
         One tensor a group of pictures, as RegionConfig.padding says; with live norms one of all. ValueError where the
         batch has no pixels, and where a picture is larger than a fixed padding.
         """
-        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.picture_sizes)
+        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
         if shown != pictures:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
@@ -68,14 +68,14 @@ class FastRCNN(nn.Module):
         if padding == "batch" or self.config.resnet.norm == "batch":
             height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
             groups = [torch.cat([_padded(group, height, width) for group in groups])]
-        numbers = torch.arange(len(batch.picture_sizes), device=batch.picture_sizes.device)
+        numbers = torch.arange(len(batch.image_sizes), device=batch.image_sizes.device)
         own = numbers.split([len(group) for group in groups])
         return [self._normalised(*group, batch) for group in zip(groups, own, strict=True)]
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
         """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; picture order stays."""
         short, long = self.config.short_side, self.config.long_side
-        sizes, groups, first = batch.picture_sizes.tolist(), [], 0
+        sizes, groups, first = batch.image_sizes.tolist(), [], 0
         for group in batch.pixels:
             own, first = sizes[first : first + len(group)], first + len(group)
             begin = 0
@@ -97,8 +97,8 @@ class FastRCNN(nn.Module):
         """One group of pictures, given with their numbers [p]."""
         pixels = (pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
         height, width = pixels.shape[2:]
-        if self.config.hide == "pixels":
-            rows = batch.picture_rows[numbers]
+        if self.config.masking == "pixels":
+            rows = batch.image_rows[numbers]
             boxes = torch.cat([batch.boxes[rows], batch.covered[numbers]], dim=1)
             masked = torch.cat([batch.region_masked[rows], batch.covered_mask[numbers]], dim=1)
             hole = masked_pixels(boxes, masked, height, width)[:, None]
@@ -106,7 +106,7 @@ class FastRCNN(nn.Module):
             pixels = torch.where(hole, blank, pixels)
         # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
         # where a picture ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.
-        sizes = batch.picture_sizes[numbers]  # (p, 2)
+        sizes = batch.image_sizes[numbers]  # (p, 2)
         inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
         inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
         pixels = pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])

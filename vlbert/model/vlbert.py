@@ -77,11 +77,11 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
 
     def appearance(self, batch: Batch) -> Tensor:
         """What is seen in the K real regions of the batch's pictures, in picture order: [K, D]."""
-        if not len(batch.picture_rows):
+        if not len(batch.image_rows):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
             return self.fast_rcnn(batch)
-        wanted = (int(batch.region_mask[batch.picture_rows].sum()), self.config.regions.channels)
+        wanted = (int(batch.region_mask[batch.image_rows].sum()), self.config.regions.channels)
         if tuple(batch.features.shape) != wanted:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model takes "

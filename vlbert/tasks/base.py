@@ -11,7 +11,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example
-from vlbert.data.images import View
+from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.files import find_samples
 from vlbert.model.vlbert import Encoded, VLBert
@@ -88,7 +88,7 @@ class Task(Protocol):
     def questions(self, samples: Samples, split: str | None) -> Questions:
         """The questions of a split on these samples (vlbert.data.loading); None: all that there are to learn from."""
 
-    def example(self, sample: Sample, view: View, ask: Any, rng: np.random.Generator) -> Example:
+    def example(self, sample: Sample, image: PreparedImage, ask: Any, rng: np.random.Generator) -> Example:
         """What one question becomes: its words and picture, what is hidden in them and what is asked for."""
 
     def head(self, config: ModelConfig) -> nn.Module:

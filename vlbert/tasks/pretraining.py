@@ -21,7 +21,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput
-from vlbert.data.images import View
+from vlbert.data.images import PreparedImage
 from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.heads import HeadTransform, Pooler, initialise
@@ -102,7 +102,7 @@ class Pretraining:
             raise ValueError(f"{text!r} asks nothing: write [MASK] for a word to be guessed, or name regions to hide")
         return Masks(text, tuple(sorted(set(hide))))
 
-    def example(self, sample: Sample, view: View, ask: Masks | None, rng: np.random.Generator) -> Example:
+    def example(self, sample: Sample, image: PreparedImage, ask: Masks | None, rng: np.random.Generator) -> Example:
         if sample.regions.num_classes != self.num_classes:
             raise ValueError(
                 f"the regions of sample {sample.key} are of {sample.regions.num_classes} classes, those of others of "
@@ -128,10 +128,10 @@ class Pretraining:
         answers = regions.class_probs_background_first()[asked_regions[1:]]
         if self.settings.region_target == "class":  # that of the foreground: a region is one because of it
             answers = np.eye(answers.shape[1], dtype=np.float32)[regions.labels_background_first()[asked_regions[1:]]]
-        picture = view.picture(
-            hidden_regions, count, targets={"region_asked": asked_regions}, asked={"region_classes": answers}
+        picture = image.to_input(
+            hidden_regions, count, label_masks={"region_label_mask": asked_regions}, labels={"region_classes": answers}
         )
-        return Example(sample.key, words, picture, {"own": ask is not None, "scale": view.scale})
+        return Example(sample.key, words, picture, {"own": ask is not None, "scale": image.scale})
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
         """A row of the text-only corpus."""
@@ -145,7 +145,7 @@ class Pretraining:
     def _words(self, tokens: Sequence[int], asked: np.ndarray, answers: np.ndarray) -> TextInput:
         zeros = np.zeros(len(tokens), np.int64)
         return TextInput(
-            np.array(tokens, np.int64), zeros, zeros, targets={"word_asked": asked}, asked={"words": answers}
+            np.array(tokens, np.int64), zeros, zeros, label_masks={"word_label_mask": asked}, labels={"words": answers}
         )
 
     def _cut(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
@@ -168,13 +168,13 @@ class Pretraining:
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         words, regions = head(vlbert, encoded, batch)
-        word_losses = F.cross_entropy(words.float(), batch.asked["words"], reduction="none")  # (M,)
-        word_right = words.argmax(1) == batch.asked["words"]
-        word_row, _ = batch.targets["word_asked"].nonzero(as_tuple=True)
-        with_picture = batch.picture_of[word_row] >= 0
-        region_classes, region_asked = self._regions(batch, regions)
+        word_losses = F.cross_entropy(words.float(), batch.labels["words"], reduction="none")  # (M,)
+        word_right = words.argmax(1) == batch.labels["words"]
+        word_row, _ = batch.label_masks["word_label_mask"].nonzero(as_tuple=True)
+        with_picture = batch.image_of[word_row] >= 0
+        region_classes, region_label_mask = self._regions(batch, regions)
         region_losses = F.cross_entropy(regions.float(), region_classes, reduction="none")  # soft targets
-        region_row, _ = region_asked.nonzero(as_tuple=True)
+        region_row, _ = region_label_mask.nonzero(as_tuple=True)
         losses = {
             "words": self._total(word_losses[with_picture], word_row[with_picture], len(batch)),
             "text_words": self._total(word_losses[~with_picture], word_row[~with_picture], len(batch)),
@@ -183,15 +183,15 @@ class Pretraining:
             "text_words_accuracy": accuracy(word_right[~with_picture]),
             "regions_accuracy": accuracy(regions.argmax(1) == region_classes.argmax(1)),  # also of those in sight
         }
-        if self.settings.relationship and "related" in batch.asked:
-            related = F.cross_entropy(head.related(encoded, batch).float(), batch.asked["related"], reduction="sum")
-            losses["relationship"] = (related, len(batch.asked["related"]))
+        if self.settings.relationship and "related" in batch.labels:
+            related = F.cross_entropy(head.related(encoded, batch).float(), batch.labels["related"], reduction="sum")
+            losses["relationship"] = (related, len(batch.labels["related"]))
         return losses
 
     def _regions(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
         """What the regions asked for are, [M', 1 + classes], and which they are, bool [N, R]; none without pictures."""
-        if "region_asked" in batch.targets:
-            return batch.asked["region_classes"], batch.targets["region_asked"]
+        if "region_label_mask" in batch.label_masks:
+            return batch.labels["region_classes"], batch.label_masks["region_label_mask"]
         return logits.new_zeros(logits.shape).float(), batch.region_mask
 
     def _total(self, losses: Tensor, row: Tensor, rows: int) -> tuple[Tensor, int]:
@@ -213,17 +213,17 @@ class Pretraining:
         words, words_right, monitored, monitored_right, regions, regions_right   counts of what was asked and known
         """
         words, regions = head(vlbert, encoded, batch)
-        right = words.argmax(1) == batch.asked["words"]
-        monitored = torch.isin(batch.asked["words"], self.monitored.to(right.device))
-        region_classes, region_asked = self._regions(batch, regions)
+        right = words.argmax(1) == batch.labels["words"]
+        monitored = torch.isin(batch.labels["words"], self.monitored.to(right.device))
+        region_classes, region_label_mask = self._regions(batch, regions)
         region_right = regions.argmax(1) == region_classes.argmax(1)
-        masked = batch.region_masked[region_asked]
+        masked = batch.region_masked[region_label_mask]
         word_rows, region_rows = (
-            asked.nonzero()[:, 0].tolist() for asked in (batch.targets["word_asked"], region_asked)
+            asked.nonzero()[:, 0].tolist() for asked in (batch.label_masks["word_label_mask"], region_label_mask)
         )
         kinds = ("words", "words_right", "monitored", "monitored_right", "regions", "regions_right")
         rows = [Counter(dict.fromkeys(kinds, 0)) for _ in range(len(batch))]
-        own = [about.get("own", False) for about in batch.about]
+        own = [about.get("own", False) for about in batch.metadata]
         for row, is_right, is_monitored in zip(word_rows, right.tolist(), monitored.tolist(), strict=True):
             if not own[row]:
                 rows[row].update(words=1, words_right=int(is_right))
@@ -231,27 +231,27 @@ class Pretraining:
         for row, is_right, is_hidden in zip(region_rows, region_right.tolist(), masked.tolist(), strict=True):
             if not own[row]:
                 rows[row].update(regions=int(is_hidden), regions_right=int(is_hidden and is_right))
-        told = self._told(words, regions, region_classes, region_asked, batch)
+        told = self._told(words, regions, region_classes, region_label_mask, batch)
         return [{"key": k} | one | dict(row) for k, one, row in zip(batch.keys, told, rows, strict=True)]
 
     def _told(
-        self, words: Tensor, regions: Tensor, region_classes: Tensor, region_asked: Tensor, batch: Batch
+        self, words: Tensor, regions: Tensor, region_classes: Tensor, region_label_mask: Tensor, batch: Batch
     ) -> Iterator[dict]:
         """What each row of the batch asks and what is guessed there, in words."""
         word_guesses = _likeliest(words[:, : len(self.vocabulary)])
-        word_row, word_place = (found.tolist() for found in batch.targets["word_asked"].nonzero(as_tuple=True))
-        masked = batch.region_masked[region_asked]
+        word_row, word_place = (found.tolist() for found in batch.label_masks["word_label_mask"].nonzero(as_tuple=True))
+        masked = batch.region_masked[region_label_mask]
         region_guesses = _likeliest(regions[masked])
-        region_row, region_number = (found[masked].tolist() for found in region_asked.nonzero(as_tuple=True))
+        region_row, region_number = (found[masked].tolist() for found in region_label_mask.nonzero(as_tuple=True))
         detected = region_classes[masked].argmax(1).tolist()
-        truths, tokens, lengths = batch.asked["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
+        truths, tokens, lengths = batch.labels["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
         boxes = batch.boxes.cpu().numpy()
         masks, hides = ([[] for _ in tokens] for _ in range(2))
         for row, place, truth, guesses in zip(word_row, word_place, truths, word_guesses, strict=True):
             masks[row].append((place, truth, guesses))
         for row, number, seen, guesses in zip(region_row, region_number, detected, region_guesses, strict=True):
             hides[row].append((number, seen, guesses))
-        for row, about in enumerate(batch.about):
+        for row, about in enumerate(batch.metadata):
             to_stored = np.array((*about.get("scale", (1, 1)),) * 2)
             drawn = [
                 (number, f"{number}: class {g[0][0]}", boxes[row][number] / to_stored) for number, _, g in hides[row]
@@ -346,9 +346,9 @@ class PretrainingHead(nn.Module):
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits at the words asked for [M, V], at the regions asked for [M', 1 + classes]."""
-        region_asked = batch.targets.get("region_asked")
-        regions = encoded.regions[region_asked] if region_asked is not None else encoded.text[:0, 0]
-        return self.words(vlbert, encoded.text[batch.targets["word_asked"]]), self.regions(regions)
+        region_label_mask = batch.label_masks.get("region_label_mask")
+        regions = encoded.regions[region_label_mask] if region_label_mask is not None else encoded.text[:0, 0]
+        return self.words(vlbert, encoded.text[batch.label_masks["word_label_mask"]]), self.regions(regions)
 
     def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
         """[M, C] -> logits [M, V], tied to the word embeddings."""
@@ -360,4 +360,4 @@ class PretrainingHead(nn.Module):
 
     def related(self, encoded: Encoded, batch: Batch) -> Tensor:
         """Logits [rows with a picture, 2]: column 1 says that caption and picture belong together."""
-        return self.relationship(self.pooler(encoded.text)[batch.picture_of >= 0])
+        return self.relationship(self.pooler(encoded.text)[batch.image_of >= 0])

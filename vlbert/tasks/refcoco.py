@@ -21,7 +21,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput
-from vlbert.data.images import View, swap_sides
+from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import refcoco
 from vlbert.datasets.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
@@ -129,27 +129,27 @@ class RefCOCO:
             raise ValueError(f"the expression {text[:60]!r} cannot be asked: {flaw}")
         return Question(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
-    def example(self, sample: Sample, view: View, ask: Question, rng: np.random.Generator) -> Example:
+    def example(self, sample: Sample, image: PreparedImage, ask: Question, rng: np.random.Generator) -> Example:
         one, regions, shipped = ask.expression, ask.regions, ask.expression.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
         if regions is None:
             regions = sample.regions.boxes / to_stored
         else:
             regions = np.array(regions, np.float64).reshape(-1, 4)
-            view = replace(view, boxes=view.boxes[:1]).with_boxes(regions * to_stored)
+            image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)
         if self.settings.adds_ground_truth and not ask.held_out:
             objects = np.array(one.objects, np.float64).reshape(-1, 4)
-            view, regions = view.with_boxes(objects * to_stored), np.concatenate([regions, objects])
-        candidate = np.full(len(view.boxes), not ask.flaw)
+            image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
+        candidate = np.full(len(image.boxes), not ask.flaw)
         candidate[0] &= self.settings.whole_image_competes
-        right = np.zeros(len(view.boxes), bool)
+        right = np.zeros(len(image.boxes), bool)
         if one.box:
-            seen = view.place(np.array([one.box]) * to_stored)[0]
-            right = candidate & (overlap(self.settings.iou, view.boxes, seen) > 0.5)
+            seen = image.place(np.array([one.box]) * to_stored)[0]
+            right = candidate & (overlap(self.settings.iou, image.boxes, seen) > 0.5)
         boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
         about = {"expression": one, "split": ask.split, "boxes": boxes, "to_stored": to_stored}
-        text = "" if ask.flaw else swap_sides(one.text) if view.flipped else one.text
-        picture = view.picture(targets={"candidate": candidate, "right": right})
+        text = "" if ask.flaw else swap_sides(one.text) if image.flipped else one.text
+        picture = image.to_input(label_masks={"candidate": candidate, "right": right})
         return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
 
     def words(self, expression: np.ndarray) -> TextInput:
@@ -169,7 +169,7 @@ class RefCOCO:
         return Classifier(config, outputs=1, kind="regions", dropout=0.0)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        candidate, right = batch.targets["candidate"], batch.targets["right"]
+        candidate, right = batch.label_masks["candidate"], batch.label_masks["right"]
         scores = head(encoded.regions[candidate])[:, 0].float()
         ranked = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         ranked[candidate] = scores.detach()
@@ -185,13 +185,13 @@ class RefCOCO:
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Beside the columns of all tasks: region, as in the regions, -1 the whole image or none; and what it is worth
         (vlbert.datasets.refcoco.judge). Regions are named from 1 on; probabilities are each region's own."""
-        candidate = batch.targets["candidate"]
+        candidate = batch.label_masks["candidate"]
         # Only candidates can win: neither padding nor, unless it competes, the whole image. The first wins a tie.
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         scores[candidate] = head(encoded.regions[candidate])[:, 0].float()
         orders = scores.argsort(dim=1, descending=True, stable=True)[:, :RANKED].tolist()
         columns = zip(
-            batch.keys, batch.about, orders, scores.sigmoid().tolist(), candidate.sum(1).tolist(), strict=True
+            batch.keys, batch.metadata, orders, scores.sigmoid().tolist(), candidate.sum(1).tolist(), strict=True
         )
         return [self._row(*row) for row in columns]
 

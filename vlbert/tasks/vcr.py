@@ -20,7 +20,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput
-from vlbert.data.images import View, swap_sides
+from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
@@ -121,21 +121,21 @@ class VCR:
             raise ValueError("VCR's regions are all in sight; name none to be hidden")
         return own_question(self.settings.question, text, choices, answer)
 
-    def example(self, sample: Sample, view: View, ask: Ask, rng: np.random.Generator) -> Example:
+    def example(self, sample: Sample, image: PreparedImage, ask: Ask, rng: np.random.Generator) -> Example:
         scene, asked, choices = ask.read(sample)
         names = scene.names
         if self.settings.names == "neutral":
             # Held out, all questions about a picture use the same names, in every process and on every machine.
             first = zlib.crc32(ask.item.image.encode()) if ask.held_out else int(rng.integers(len(PEOPLE)))
             names = neutral_names(names, first)
-        before, most = [self.tagged(text, names, view.flipped) for text in asked], self.settings.max_pieces
-        behind = [self.tagged(choice, names, view.flipped) for choice in choices]
+        before, most = [self.tagged(text, names, image.flipped) for text in asked], self.settings.max_pieces
+        behind = [self.tagged(choice, names, image.flipped) for choice in choices]
         if ask.own:
             check_fits(before, behind, most)
         rows = cut(before, behind, most, shared=self.settings.truncation == "shared")
         texts = [self.words(*row, right=number == ask.label) for number, row in enumerate(rows)]
         boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
-        picture = self._picture(scene, boxes, view, None if ask.held_out else rng)
+        picture = self._picture(scene, boxes, image, None if ask.held_out else rng)
         about = ask.about(scene, asked, choices, boxes)
         return Example(sample.key, texts[0], picture, about, more=tuple(texts[1:]))
 
@@ -146,19 +146,21 @@ class VCR:
         pieces, regions = tag(text, names, self.vocabulary)
         return pieces, regions * (self.settings.mention_visual_embedding == "object")
 
-    def _picture(self, scene: Scene, boxes: np.ndarray, view: View, rng: np.random.Generator | None) -> ImageInput:
-        view = replace(view, boxes=view.boxes[:1]).with_boxes(boxes)
+    def _picture(
+        self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
+    ) -> ImageInput:
+        image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
         more = {"classes": np.array([0, *scene.classes], np.int64)}
         if self.settings.instance_masks:
             side = self.settings.mask_size
             masks = np.concatenate([np.ones((1, side, side), np.float32), scene.masks(side)])
-            more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if view.flipped else masks
+            more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if image.flipped else masks
         if not self.settings.hidden_regions:
-            return view.picture(**more)
-        masked = np.zeros(len(view.boxes), bool)
+            return image.to_input(**more)
+        masked = np.zeros(len(image.boxes), bool)
         if rng is not None:
             masked[1:] = rng.random(len(boxes)) < self.settings.hidden_regions
-        return view.picture(masked, targets={"region_asked": masked}, **more)
+        return image.to_input(masked, label_masks={"region_label_mask": masked}, **more)
 
     def words(self, question: Tagged, choice: Tagged, right: bool) -> TextInput:
         """[CLS] question [SEP] choice [SEP], and whether it is the right choice."""
@@ -167,7 +169,7 @@ class VCR:
         token_region = [zero, question[1], zero, choice[1], zero]
         segments = np.repeat([0, 1], [len(question[0]) + 2, len(choice[0]) + 1])
         tokens, token_region = (np.concatenate(parts).astype(np.int64) for parts in (tokens, token_region))
-        return TextInput(tokens, segments.astype(np.int64), token_region, asked={"right": np.array([right])})
+        return TextInput(tokens, segments.astype(np.int64), token_region, labels={"right": np.array([right])})
 
     def head(self, config: ModelConfig) -> nn.Module:
         regions, side = config.regions, self.settings.mask_size
@@ -199,7 +201,7 @@ class VCR:
         """Of questions whose right choice is known."""
         logits = self.logits(head, encoded, batch)
         counted = batch.counted.clone()
-        right = batch.asked["right"].view(-1, CHOICES)
+        right = batch.labels["right"].view(-1, CHOICES)
         known = right.any(1)
         counted[batch.counted] = known.repeat_interleave(CHOICES)
         logits, right = logits[counted.view(logits.shape)[:, 0]], right[known]
@@ -211,10 +213,10 @@ class VCR:
         if self.settings.region_loss == "none":
             return {"answers": answers} | monitored
         classes = batch.region_classes
-        asked = batch.targets.get("region_asked", batch.region_mask) & counted[:, None]
+        asked = batch.label_masks.get("region_label_mask", batch.region_mask) & counted[:, None]
         mask = batch.region_mask
         if self.settings.region_loss == "appearance":  # once a picture, not once a choice
-            asked, mask, classes = (x[batch.picture_rows] for x in (asked, mask, classes))
+            asked, mask, classes = (x[batch.image_rows] for x in (asked, mask, classes))
             seen = encoded.appearance[asked[mask]]
         else:
             seen = encoded.regions[asked]
@@ -224,7 +226,7 @@ class VCR:
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         found = []
         probabilities = self.logits(head, encoded, batch).double().softmax(1).tolist()
-        for key, about, row in zip(batch.keys, batch.about, probabilities, strict=True):
+        for key, about, row in zip(batch.keys, batch.metadata, probabilities, strict=True):
             said, label = about["choices"], about["label"]
             order = sorted(range(CHOICES), key=lambda i: -row[i])  # of equals the first leads, as officially
             ranking = [{"said": said[i], "probability": row[i]} for i in order]

@@ -21,7 +21,7 @@ from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput
-from vlbert.data.images import View, swap_sides
+from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
@@ -106,12 +106,12 @@ class VQA:
             raise ValueError(f"the question {text[:60]!r} cannot be asked: {flaw}")
         return Question(0, "", text, "", (answer,) * bool(answer), answer or None)
 
-    def example(self, sample: Sample, view: View, ask: Question, rng: np.random.Generator) -> Example:
+    def example(self, sample: Sample, image: PreparedImage, ask: Question, rng: np.random.Generator) -> Example:
         question, answers = ask.text, ask.answers
-        if view.flipped:
+        if image.flipped:
             question, answers = swap_sides(question), [swap_sides(answer) for answer in answers]
         tokens = self.vocabulary.encode(question)[: self.settings.question_length]
-        return Example(sample.key, self.words(tokens, self.scores(answers)), view.picture(), ask.columns())
+        return Example(sample.key, self.words(tokens, self.scores(answers)), image.to_input(), ask.columns())
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
         """float32 [answers]: each class's soft score, given what the annotators said."""
@@ -130,7 +130,9 @@ class VQA:
         segments = np.zeros(len(tokens), np.int64)
         segments[len(question) + 2 :] = 1
         asked = {"scores": scores[None].astype(np.float32)}
-        return TextInput(tokens, segments, np.zeros(len(tokens), np.int64), targets={"answer_here": here}, asked=asked)
+        return TextInput(
+            tokens, segments, np.zeros(len(tokens), np.int64), label_masks={"answer_here": here}, labels=asked
+        )
 
     def head(self, config: ModelConfig) -> nn.Module:
         room = config.max_positions - OTHERS
@@ -160,10 +162,10 @@ class VQA:
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
         """[N, answers], read at the [MASK] that stands for the answer."""
-        return head(encoded.text[batch.targets["answer_here"]]).float()
+        return head(encoded.text[batch.label_masks["answer_here"]]).float()
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        logits, scores = self.logits(head, encoded, batch), batch.asked["scores"]
+        logits, scores = self.logits(head, encoded, batch), batch.labels["scores"]
         monitored = {"accuracy": accuracy(scores.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.loss == "bce":
             loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
@@ -175,12 +177,12 @@ class VQA:
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """Beside the columns of all tasks: score is the official accuracy, soft_score what training gives the answer,
         reachable what the best answer of the list would have got of that."""
-        logits, scores = self.logits(head, encoded, batch), batch.asked["scores"]
+        logits, scores = self.logits(head, encoded, batch), batch.labels["scores"]
         sure = logits.sigmoid() if self.settings.loss == "bce" else logits.softmax(1)
         likeliest = logits.topk(min(RANKED, logits.shape[1]))
         columns = zip(
             batch.keys,
-            batch.about,
+            batch.metadata,
             likeliest.indices.tolist(),
             sure.gather(1, likeliest.indices).tolist(),
             scores.gather(1, likeliest.indices)[:, 0].tolist(),
