@@ -13,8 +13,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
 from storage.sample import Sample
-from vlbert.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
 
 MOST_BOXES, MOST_NAMES = 12, 6  # drawn in one scene: a network finds up to 100 regions
 # Colours of lines in charts: matplotlib draws with these, the page replaces them by CSS variables (light and dark).

@@ -25,6 +25,7 @@ from demo.pictures import MOST_BOXES, Line, NotThereYet, chart, draw_answer, dra
 from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, joint_folder, run_of
 from demo.tasks import ROLES as FINE_TUNINGS
+from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
 from storage.catalog import OK, Catalog
 from storage.download import STATUSES
 from storage.object_store import ObjectStore, open_store
@@ -32,7 +33,6 @@ from storage.runs import CONFIG, checkpoints, open_folder
 from storage.sample import Sample
 from training.log import read_metrics
 from vlbert.data.samples import region_stage
-from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
 from vlbert.recipes import RECIPES
 from vlbert.tasks import task_of
 

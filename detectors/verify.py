@@ -1,11 +1,11 @@
-"""Look at what a weight file finds: boxes with names and scores, drawn on pictures.
+"""Draw what the weights of a file detect: boxes with names and scores, on images of your own.
 
     python -m detectors.verify WEIGHTS IMAGE... [--out DIR] [--classes objects_vocab.txt] [--attributes ...]
 
-WEIGHTS is a safetensors file (weights.py makes one of a published file). Each image goes the way that images take
-before detection, and to the network as detection gives it, in blue, green, red. Right weights name what one sees, with
-scores near 1; a wrong order of classes gives confident nonsense, wrong tensors no confidence at all. Where the same
-image with red and blue swapped is recognised better, colours are swapped somewhere.
+WEIGHTS is a safetensors file (`python -m detectors.weights` makes one of a published file). Each image is normalised as
+in a collection and detected as in detectors.run. Correct weights name what is there, with scores near 1. Classes in a
+wrong order give confident nonsense; wrong tensors give low scores. If the image with red and blue swapped scores
+higher, the channels are swapped somewhere.
 Exit status: 0 when every image was drawn, else 1.
 """
 
@@ -18,37 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.drawing import colour_of, draw_boxes, write_below
 from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
-from detectors.weights.files import Loaded, load_weights, names_of, read_config
+from detectors.weights.files import LoadedWeights, load_weights, read_config, read_names_of
 from storage.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
 from storage.sample import Regions, Sample
 
-# Told apart by people with any colour vision, and dark enough for white text.
-_COLOURS = (
-    "#b2182b",
-    "#2166ac",
-    "#1b7837",
-    "#762a83",
-    "#b35806",
-    "#01665e",
-    "#c51b7d",
-    "#4d4d4d",
-    "#543005",
-    "#3f007d",
-)
-_LONGER_SIDE = 900
-_PANEL_WIDTH = 470
-_TEXT_SIZE = 16
-_LINE_HEIGHT = 24
+_LONGER_SIDE = 900  # pixels of a drawing
 
 
 @dataclass(frozen=True)
-class Found:
-    """One region, in words: `name` (the attribute before the class), both scores, and its box in the image's pixels."""
+class NamedRegion:
+    """One region: `name` (attribute and class), both scores, and its box, xyxy in pixels of the image."""
 
     name: str
     score: float
@@ -61,82 +46,50 @@ class Found:
         return f"{self.score:.2f} {self.name}{attribute}, x {x1}-{x2}, y {y1}-{y2}"
 
 
-def found(regions: Regions, classes: Sequence[str] | None, attributes: Sequence[str] | None) -> list[Found]:
-    """The regions in words, most probable first; a class without name is `class 7`."""
-    rows = []
+def name_regions(
+    regions: Regions, classes: Sequence[str] | None, attributes: Sequence[str] | None
+) -> list[NamedRegion]:
+    """The regions with their names, most probable first; a class without a name is `class 7`."""
+    named = []
     for index, label in enumerate(regions.labels):
         name, score = classes[label] if classes else f"class {label}", None
         if regions.attributes is not None:
             attribute = regions.attributes[index]
             name = f"{attributes[attribute] if attributes else f'attribute {attribute},'} {name}"
             score = float(regions.attribute_scores[index])
-        rows.append(Found(name, float(regions.scores[index]), score, tuple(map(float, regions.boxes[index]))))
-    return rows
+        named.append(NamedRegion(name, float(regions.scores[index]), score, tuple(map(float, regions.boxes[index]))))
+    return named
 
 
-def draw(image: Image.Image, rows: Sequence[Found]) -> Image.Image:
-    """The image, its longer side 900 pixels, with numbered boxes, and beside it what each number is."""
-    scale = _LONGER_SIDE / max(image.size)
-    shown, height = (max(1, round(side * scale)) for side in image.size)
-    page_height = max(height, (len(rows) + 1) * _LINE_HEIGHT)
-    page = Image.new("RGB", (shown + _PANEL_WIDTH, page_height), "white")
-    page.paste(image.convert("RGB").resize((shown, height), Image.Resampling.LANCZOS))
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(_TEXT_SIZE)
-    boxes = [tuple(side * scale for side in row.box) for row in rows]
-    # Small boxes last, and all labels after all boxes, so that nothing hides what is smaller or said.
-    by_size = sorted(range(len(rows)), key=lambda i: -(boxes[i][2] - boxes[i][0]) * (boxes[i][3] - boxes[i][1]))
-    for index in by_size:
-        x1, y1, x2, y2 = boxes[index]
-        pen.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline="white", width=5)
-        pen.rectangle(boxes[index], outline=_colour(index), width=3)
-    taken = []
-    for index, row in enumerate(rows):
-        text = f"{index + 1} {row.name}"
-        width = pen.textlength(text, font=font) + 8
-        place = _free_place(boxes[index], width, (shown, height), taken)
-        taken.append(place)
-        pen.rectangle(place, fill=_colour(index))
-        pen.text((place[0] + 4, place[1] + 2), text, fill="white", font=font)
-    for index, row in enumerate(rows):
-        y = index * _LINE_HEIGHT + 6
-        pen.rectangle((shown + 10, y, shown + 40, y + _LINE_HEIGHT - 3), fill=_colour(index))
-        pen.text((shown + 14, y + 2), str(index + 1), fill="white", font=font)
-        attribute = "" if row.attribute_score is None else f"  (attribute {row.attribute_score:.2f})"
-        pen.text((shown + 48, y + 2), f"{row.score:.2f}  {row.name}{attribute}", fill="black", font=font)
-    return page
+def draw(sample: Sample, regions: Sequence[NamedRegion]) -> Image.Image:
+    """The image with numbered boxes, its longer side 900 pixels, and below it the regions with their scores."""
+    numbered = [(region, colour_of(number), number) for number, region in enumerate(regions, start=1)]
+    numbered.sort(key=lambda one: -_area(one[0].box))  # small boxes on top of large ones
+    boxes = [(np.array(region.box), colour, f"{number} {region.name}") for region, colour, number in numbered]
+    lines = []
+    for number, region in enumerate(regions, start=1):
+        attribute = "" if region.attribute_score is None else f" (attribute {region.attribute_score:.2f})"
+        lines.append((f"{number} {region.name}{attribute}", region.score))
+    return write_below(draw_boxes(sample, boxes, side=_LONGER_SIDE), lines)
 
 
-def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
-
-
-def _free_place(box: tuple, width: float, shown: tuple[int, int], taken: Sequence[tuple]) -> tuple:
-    """Where a label of this width goes: on its box's upper side, or as near as leaves earlier labels readable."""
-    tall = _LINE_HEIGHT - 3
-    lowest = max(0, shown[1] - tall)
-    x = max(0, min(box[0], shown[0] - width))
-    start = min(box[1] - tall if box[1] >= tall else max(0, box[1]), lowest)
-    for step in sorted(range(-100, 101), key=abs):
-        y = start + step * (tall + 1)
-        clear = all(x + width <= t[0] or t[2] <= x or y + tall <= t[1] or t[3] <= y for t in taken)
-        if clear and 0 <= y <= lowest:
-            return x, y, x + width, y + tall
-    return x, start, x + width, start + tall
+def _area(box: tuple[float, float, float, float]) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
 
 
 def read_sample(file: Path) -> Sample:
-    """An image file as collecting would store it. ValueError where it would not."""
+    """An image file as a collection would store it; ValueError where it would not."""
     try:
-        picture = normalise(file.read_bytes(), ImageSettings())
+        image = normalise(file.read_bytes(), ImageSettings())
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     except Refused as error:
         raise ValueError(f"{file} is no image for the detector: {error.status}: {error.detail}") from error
-    return Sample(file.stem, picture.image, "", "", picture.width, picture.height, picture.sha256, picture.flags)
+    return Sample(file.stem, image.image, "", "", image.width, image.height, image.sha256, image.flags)
 
 
-def red_and_blue_swapped(sample: Sample) -> Sample:
-    """The same picture in false colours, without loss."""
+def swap_red_and_blue(sample: Sample) -> Sample:
+    """The same image with its red and blue channels swapped, stored without loss."""
     with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
         swapped = Image.fromarray(np.array(image.convert("RGB"))[:, :, ::-1].copy())
     stream = io.BytesIO()
@@ -144,15 +97,15 @@ def red_and_blue_swapped(sample: Sample) -> Sample:
     return dataclasses.replace(sample, image=stream.getvalue())
 
 
-def open_detector(weights: Path, preset: str | None, boxes: str) -> tuple[FasterRCNNDetector, Loaded]:
-    """The detector of a weight file: in the network that the file names, or the preset."""
+def open_detector(weights: Path, preset: str | None, boxes: str) -> tuple[FasterRCNNDetector, LoadedWeights]:
+    """The detector of a weight file, with the network that the preset or, without one, the file names."""
     network = FasterRCNN.random_init(PRESETS[preset] if preset else read_config(weights), seed=0)
     loaded = load_weights(network, weights)
     selection = SelectionSettings(threshold=0.2)  # bottom-up-attention's: shows less certain regions, too
     return FasterRCNNDetector(network, loaded.metadata, DetectorSettings(selection, boxes=boxes)), loaded
 
 
-def _sure(regions: Regions) -> float:
+def _mean_of_best(regions: Regions) -> float:
     """The mean score of the ten most probable regions."""
     return float(np.sort(regions.scores)[-10:].mean())
 
@@ -164,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("verified"), help="folder of the drawings (verified)")
     parser.add_argument("--classes", type=Path, help="objects_vocab.txt, where the weights name no classes")
     parser.add_argument("--attributes", type=Path, help="attributes_vocab.txt, where the weights name no attributes")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="the network, where the weights do not say it")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="the network, where the weights do not name it")
     parser.add_argument("--regions", type=int, default=15, help="draw so many, the most probable (15)")
     parser.add_argument("--boxes", choices=["proposals", "regressed"], default="proposals", help="which (proposals)")
     return parser
@@ -180,9 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = detector.network.config
         classes, attributes = loaded.classes, loaded.attribute_names
         if options.classes:
-            classes = names_of(options.classes, "classes", config.num_classes)
+            classes = read_names_of(options.classes, "classes", config.num_classes)
         if options.attributes:
-            attributes = names_of(options.attributes, "attributes", config.num_attributes if loaded.attributes else 0)
+            count = config.num_attributes if loaded.attributes else 0
+            attributes = read_names_of(options.attributes, "attributes", count)
         options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
@@ -194,22 +148,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for file in options.images:
         try:
             sample = read_sample(file)
-            regions, swapped = detector.detect([sample, red_and_blue_swapped(sample)])
+            regions, swapped = detector.detect([sample, swap_red_and_blue(sample)])
             if isinstance(regions, str):
                 raise ValueError(f"{file}: {regions}")
         except ValueError as error:
             print(f"{parser.prog}: {error}", file=sys.stderr)
             failed = True
             continue
-        rows = found(regions, classes, attributes)[: options.regions]
-        print(f"{file.name}: {sample.width}x{sample.height}, {len(regions)} regions, the first {len(rows)}:")
-        for number, row in enumerate(rows, start=1):
-            print(f"  {number:2} {row}")
-        print(f"  the ten surest score {_sure(regions):.2f}", end="")
-        print("" if isinstance(swapped, str) else f"; with red and blue swapped {_sure(swapped):.2f}")
-        with Image.open(io.BytesIO(sample.image), formats=STORED_FORMATS) as image:
-            target = options.out / f"{file.name}.png"
-            draw(image, rows).save(target)
+        named = name_regions(regions, classes, attributes)[: options.regions]
+        print(f"{file.name}: {sample.width}x{sample.height}, {len(regions)} regions, the first {len(named)}:")
+        for number, region in enumerate(named, start=1):
+            print(f"  {number:2} {region}")
+        print(f"  mean score of the best ten: {_mean_of_best(regions):.2f}", end="")
+        print("" if isinstance(swapped, str) else f"; with red and blue swapped {_mean_of_best(swapped):.2f}")
+        target = options.out / f"{file.name}.png"
+        draw(sample, named).save(target)
         print(f"  drawn in {target}")
     if failed:
         sys.exit(1)

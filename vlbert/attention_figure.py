@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlbert.drawing import colour_of, draw_boxes
+from detectors.drawing import colour_of, draw_boxes
 from vlbert.prediction import Prediction
 
 if TYPE_CHECKING:

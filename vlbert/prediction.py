@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
+from detectors.drawing import colour_of, draw_boxes, write_below
 from storage.safe_json import shown
 from storage.sample import Sample
 from vlbert.data.batch import Batch
-from vlbert.drawing import colour_of, draw_boxes, write_below
 from vlbert.model.vlbert import Encoded
 
 SIDE = 800  # pixels of the longer side of what is drawn

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from vlbert.drawing import BOX_COLOURS, data_uri, draw_boxes
+from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
 from vlbert.results import Answered, warnings
 
 _DRAWN = 12  # samples of each kind

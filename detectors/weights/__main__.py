@@ -2,7 +2,7 @@
 
     python -m detectors.weights IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
-It says of every tensor what became of it; docs/detector.md tells more.
+Prints what became of every tensor. See docs/detector.md.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from detectors.weights.files import names_of, write_weights
+from detectors.weights.files import read_names_of, write_weights
 from detectors.weights.releases import convert, describe
 
 
@@ -27,9 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         converted = convert(options.source)
         metadata, network = converted.metadata(), converted.network
         counts = {"classes": network.num_classes, "attributes": network.num_attributes}
+        if converted.release.resnet_alone:
+            counts = {"classes": 0, "attributes": 0}
         for kind, count in counts.items():
             if getattr(options, kind):
-                metadata[kind] = names_of(getattr(options, kind), kind, 0 if converted.release.resnet_alone else count)
+                metadata[kind] = read_names_of(getattr(options, kind), kind, count)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         sha256 = write_weights(options.out, converted.tensors, metadata)
     except (ValueError, OSError) as error:

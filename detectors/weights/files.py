@@ -26,7 +26,7 @@ PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedWeights:
     """What was found in a weight file."""
 
     file: str
@@ -70,7 +70,7 @@ def weights_hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def load_weights(network: FasterRCNN, file: Path) -> Loaded:
+def load_weights(network: FasterRCNN, file: Path) -> LoadedWeights:
     """Put the file's weights into the network, all or none.
 
     ValueError names the file and every tensor that is missing, unexpected or of a wrong shape. Only the whole attribute
@@ -93,14 +93,14 @@ def load_weights(network: FasterRCNN, file: Path) -> Loaded:
     return found
 
 
-def describe_weights(file: Path, config: FasterRCNNConfig) -> Loaded:
+def describe_weights(file: Path, config: FasterRCNNConfig) -> LoadedWeights:
     """What load_weights returns for a network of this configuration, without a look at any tensor."""
     return _found(file, *_read(file, tensors=False), config)
 
 
-def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig) -> Loaded:
+def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig) -> LoadedWeights:
     attributes = any(name.startswith(ATTRIBUTE_HEAD) for name in names)
-    return Loaded(
+    return LoadedWeights(
         file=Path(file).name,
         sha256=weights_hash(file),
         attributes=attributes,
@@ -223,7 +223,7 @@ def _check_wiring(config: ResNetConfig, file: Path) -> None:
             )
 
 
-def names_of(file: Path, kind: str, count: int) -> list[str]:
+def read_names_of(file: Path, kind: str, count: int) -> list[str]:
     """The `count` names in a file; kind: `classes` or `attributes`. ValueError where there are fewer or more."""
     names = read_names(file)
     if not count:

@@ -22,6 +22,7 @@ from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from demo.report import annotated_boxes, main, write_report
 from demo.tasks import STARTS, joint_folder
 from detectors.annotated import AnnotatedDetector
+from detectors.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
 from detectors.run import detect_shard, stage_of
 from storage.catalog import OK, Catalog, Row
 from storage.download import read_captions
@@ -30,7 +31,6 @@ from storage.runs import sealed_json
 from storage.sample import Sample, sample_key
 from vlbert.datasets.refcoco import overlap, read_expressions
 from vlbert.datasets.vqa import read_questions
-from vlbert.drawing import BOX_COLOURS, GREEN, RED, draw_boxes
 
 TINY = DemoDataSettings(
     train_scenes=3, held_out_scenes=10, broken_rows=0, text_lines=2, task_train=1, task_held_out=6, task_refs=1

@@ -1,6 +1,7 @@
 """Published weight files become ours: nothing lost, nothing accepted unseen, nothing run, and the same arithmetic."""
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from detectors import verify
 from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.drawing import colour_of
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig, decode_bgr, to_input
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
 from detectors.weights.__main__ import main
@@ -570,7 +572,7 @@ def test_verify_draws_each_image_and_says_its_top_regions_in_words(
     assert "broken.jpg is no image for the detector: not_image" in printed.err
     detector, _ = verify.open_detector(small_weights, None, "proposals")
     (regions,) = detector.detect([verify.read_sample(image)])
-    for number, row in enumerate(verify.found(regions, CLASS_NAMES, ATTRIBUTE_NAMES)[:4], start=1):
+    for number, row in enumerate(verify.name_regions(regions, CLASS_NAMES, ATTRIBUTE_NAMES)[:4], start=1):
         label, attribute = regions.labels[number - 1], regions.attributes[number - 1]
         assert row.name == f"like {attribute} class of {label}"
         assert f"{number:2} {regions.scores[number - 1]:.2f} like {attribute} class of {label}" in printed.out
@@ -578,39 +580,28 @@ def test_verify_draws_each_image_and_says_its_top_regions_in_words(
     assert len(re.findall("with red and blue swapped [01][.]", printed.out)) == 2
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.jpg.png", "a.png.png"]
     with Image.open(tmp_path / "out" / "a.jpg.png") as drawn:
-        assert drawn.height == 675
+        assert drawn.height == 675 + 2 * 12 + 4 * 26
 
 
-def test_boxes_are_drawn_where_they_are_on_a_picture_in_its_own_colours():
-    image = Image.new("RGB", (300, 200), (250, 120, 10))
-    rows = [
-        verify.Found("red car", 0.5, 0.5, (100.0, 50.0, 200.0, 150.0)),
-        verify.Found("line", 0.4, None, (10.0, 180.0, 290.0, 180.2)),
+def test_boxes_are_drawn_where_they_are_and_small_ones_on_top():
+    stream = io.BytesIO()
+    Image.new("RGB", (300, 200), (250, 120, 10)).save(stream, "png")
+    sample = Sample("key", stream.getvalue(), "", "", 300, 200, "")
+    regions = [
+        verify.NamedRegion("car", 0.5, 0.5, (100.0, 50.0, 200.0, 150.0)),
+        verify.NamedRegion("street", 0.4, None, (60.0, 50.0, 290.0, 190.0)),
     ]
-    page = np.asarray(verify.draw(image, rows)).astype(int)
-    first = np.array([0xB2, 0x18, 0x2B])
-    assert page.shape == (600, 900 + 470, 3)
-    for x, y in ((301, 300), (599, 300), (450, 449)):
-        assert np.abs(page[y, x] - first).max() < 10, (x, y)
-    for x, y in ((450, 300), (100, 100), (880, 20)):
-        assert page[y, x].tolist() == [250, 120, 10], (x, y)
-    assert (page[:100, 910:] < 100).all(axis=2).any()
-
-
-def test_labels_of_boxes_in_one_place_do_not_hide_each_other():
-    taken: list[tuple] = []
-    for _ in range(12):
-        taken.append(verify._free_place((10, 10, 50, 50), 80, (300, 400), taken))
-    assert len(set(taken)) == 12
-    for index, (x1, y1, x2, y2) in enumerate(taken):
-        assert 0 <= x1 < x2 <= 300
-        assert 0 <= y1 < y2 <= 400
-        assert all(y2 <= other[1] or other[3] <= y1 for other in taken[:index])
+    page = np.asarray(verify.draw(sample, regions)).astype(int)
+    assert page.shape == (600 + 2 * 12 + 2 * 26, 900, 3)
+    for x, y, colour in ((300, 300, 1), (600, 300, 1), (450, 450, 1), (450, 150, 1), (180, 300, 2), (700, 570, 2)):
+        assert np.abs(page[y, x] - colour_of(colour)).max() < 10, (x, y)
+    assert page[300, 450].tolist() == page[10, 880].tolist() == [250, 120, 10]
+    assert (page[600:] < 100).all(axis=2).any(), "the names below"
 
 
 def test_red_and_blue_change_places_and_nothing_else(tmp_path: Path):
     sample = verify.read_sample(picture(tmp_path / "a.jpg"))
-    swapped = verify.red_and_blue_swapped(sample)
+    swapped = verify.swap_red_and_blue(sample)
     assert isinstance(swapped, Sample)
     assert np.array_equal(decode_bgr(swapped.image)[:, :, ::-1], decode_bgr(sample.image))
 
@@ -625,7 +616,7 @@ def test_the_network_gets_blue_first_and_red_first_makes_other_regions(small_wei
     blue, green, red = (inputs[0][0].mean(dim=(1, 2)) + torch.tensor([102.9801, 115.9465, 122.7717])).tolist()
     assert blue < 30 < 100 < green < 140 < 230 < red
     sample = verify.read_sample(picture(tmp_path / "a.jpg"))
-    ours, theirs = detector.detect([sample, verify.red_and_blue_swapped(sample)])
+    ours, theirs = detector.detect([sample, verify.swap_red_and_blue(sample)])
     assert not np.array_equal(ours.class_probs[:5], theirs.class_probs[:5])
 
 

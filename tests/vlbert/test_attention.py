@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from tiny import CLASSES, TINY_MODEL, tiny_sample
 
+from detectors.drawing import colour_of
 from vlbert.attention_figure import (
     MOST_REGIONS,
     Attention,
@@ -25,7 +26,6 @@ from vlbert.attention_figure import (
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.drawing import colour_of
 from vlbert.model.vlbert import VLBert
 from vlbert.prediction import Prediction
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings

@@ -22,6 +22,7 @@ from tiny import TINY_MODEL, tiny_recipe, tiny_sample
 
 import vlbert.tasks
 from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.drawing import colour_of
 from detectors.examples import BAD_IMAGE, read_bgr
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.ground_truth import LabelledImage
@@ -42,7 +43,6 @@ from vlbert.data.corpus import make_corpus
 from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.drawing import colour_of
 from vlbert.model.vlbert import VLBert
 from vlbert.predict import (
     Prediction,
