@@ -8,30 +8,63 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
+from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
+from storage.sample import Sample
 from vlbert.results import Answered, warnings
 
 _DRAWN = 12  # samples of each kind
+_MOST_CANDIDATES = 12  # regions drawn beside the chosen one
 Place = tuple[int, int]  # which of the checkpoints, which of its rows
 
 
 def page(about: dict[str, Any], answered: Sequence[Answered]) -> bytes:
     """index.html, whole in itself."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     worst, best = worst_and_best(answered)
     scored = bool(worst) and _row(answered, worst[0])["score"] is not None
     galleries = [
         ("Worst" if scored else "Least sure", [_drawn(answered, place) for place in worst]),
         ("Best" if scored else "Surest", [_drawn(answered, place) for place in best]),
     ]
-    template = environment.get_template("results.html.j2")
-    return template.render(about=about, warnings=warnings(about), galleries=galleries).encode()
+    whole, parts = [], []
+    for name, value in about["metrics"].items():
+        (parts if "/" in name else whole).append((name, value))
+    values = {"about": about, "warnings": warnings(about), "galleries": galleries, "whole": whole, "parts": parts}
+    return render(Path(__file__).parent / "results.html.j2", values).encode()
+
+
+def render(template: Path, values: dict[str, Any], **filters: Any) -> str:
+    """The page of a template that extends page.html.j2; every value is escaped, and one that is missing is an error."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters
+    return environment.get_template(template.name).render(values)
+
+
+def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
+    """The image with the boxes of a prediction as the src of an img; None where it does not decode.
+
+    A chosen region is green where it is right, and red where it is wrong: then the true box is green. All other
+    candidates are thin. Boxes that are no choice (objects that a text mentions) have turning colours.
+    """
+    right, drawn = (row["score"] or 0) >= 0.5, []
+    if "candidates" in row:
+        drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:_MOST_CANDIDATES]]
+    for number, one in enumerate(row["boxes"]):
+        name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
+        if name == "truth" and right:
+            continue  # the chosen box is good enough
+        if row["score"] is not None and name in (row["said"], "truth"):
+            colour = GREEN if right or name == "truth" else RED
+        drawn.append((np.array(one["box"], np.float32), colour, name))
+    try:
+        return data_uri(draw_boxes(sample, drawn))
+    except (OSError, ValueError):  # precomputed features need no image that decodes
+        return None
 
 
 def worst_and_best(answered: Sequence[Answered], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
@@ -59,15 +92,9 @@ def _row(answered: Sequence[Answered], place: Place) -> dict[str, Any]:
 
 
 def _drawn(answered: Sequence[Answered], place: Place) -> dict[str, Any]:
-    """A row, and its picture with its boxes as the src of an img; none where it does not decode."""
     one, row = answered[place[0]], _row(answered, place)
-    boxes = [
-        (np.array(box["box"], np.float32), BOX_COLOURS[number % len(BOX_COLOURS)], box["name"])
-        for number, box in enumerate(row["boxes"])
-    ]
     try:
-        sample = one.samples.sample(int(one.questions.samples[one.numbers[place[1]]]))
-        picture = data_uri(draw_boxes(sample, boxes))
-    except (OSError, ValueError):  # precomputed features need no picture that decodes
-        picture = None
-    return {"row": row, "picture": picture}
+        image = draw_answer(one.samples.sample(int(one.questions.samples[one.numbers[place[1]]])), row)
+    except (OSError, ValueError):  # the sample cannot be read
+        image = None
+    return {"row": row, "image": image}

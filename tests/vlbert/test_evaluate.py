@@ -255,7 +255,7 @@ def test_the_page_is_whole_in_itself_escaped_and_draws_the_worst_and_the_best(wo
     for name in about["metrics"]:
         assert f"<th>{name}</th>" in page
     assert "79.88 base, 80.31 large" in page
-    shown = [float(score) for score in re.findall(r">score ([\d.]+)<", page)]
+    shown = [float(score) for score in re.findall(r">[✓✗] score ([\d.]+)<", page)]
     assert sorted(shown[:6]) == shown[:6]
     assert sorted(shown[6:], reverse=True) == shown[6:]
     assert max(shown[:6]) <= min(shown[6:])
