@@ -66,7 +66,7 @@ def scene_sample(number: int) -> Sample:
     pixels, _ = draw_scene(rng, scene)
     picture = io.BytesIO()
     Image.fromarray(pixels).save(picture, "JPEG", quality=90)
-    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.store])
+    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.objects])
     count, text, url = len(boxes), caption(rng, scene), f"http://example.org/{number:06d}.jpg"
     regions = Regions(
         boxes=np.clip(boxes, 0, [*SIZE, *SIZE]).astype(np.float32),

@@ -229,7 +229,7 @@ def check(
             report = _Part(kind, folder, environment, random.Random(f"{seed} {kind}"))
             faults += [f"{kind}: {fault}" for fault in report.run(part)]
             say(
-                f"{kind}: {report.killed} kills ({report.at_border} at a system call) over {report.roots} roots, "
+                f"{kind}: {report.killed} kills ({report.at_boundary} at a system call) over {report.roots} roots, "
                 f"{report.looks} looks, {report.orphans} orphan tars and {report.halves} broken-off puts collected, "
                 f"{len(faults) - before} faults, {time.monotonic() - started:.0f} s"
             )

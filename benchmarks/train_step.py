@@ -294,7 +294,7 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
     texts = options.texts if options.texts is not None else (pairs if base.data.text_batch else 0)
     own = [one for one in options.overrides if one.startswith("optimizer.learning_rate=")]
     rate = base.optimizer.learning_rate if own else LEARNING_RATE
-    rates = dataclasses.replace(base.optimizer, learning_rate=rate, warm_up=options.losses // 10)
+    rates = dataclasses.replace(base.optimizer, learning_rate=rate, warmup_steps=options.losses // 10)
     base = dataclasses.replace(base, optimizer=rates)
     samples = drawn_samples(base.model.regions, range(pairs * options.batches))
     curves = {}
