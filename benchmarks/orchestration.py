@@ -1,11 +1,10 @@
-"""What Prefect costs: the whole road over as many shards as Conceptual Captions has, with next to no work in them.
+"""What Prefect costs: the whole pipeline over as many shards as Conceptual Captions has, with next to no work in them.
 
     python -m benchmarks.orchestration [--shards 331] [--shards-per-task 1] [--json FILE]
 
 Real flows, server, worker, downloads, detector and torchrun; a shard holds two small pictures, a training is one step.
-Prints what Prefect adds to each stage, how many task runs it keeps and how large its database is, and what a training
-of 36 hours would add to that. Exits with 1 where the road is over the bars, or has other task runs or artifacts than
-its shards account for.
+Prints what Prefect adds to each stage, how many task runs it keeps and how large its database is. Exits with 1 where
+that is over the bars, or where there are other task runs or artifacts than the shards account for.
 """
 
 import argparse
@@ -25,38 +24,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
-import numpy as np
 
 from demo.__main__ import RUN_PIPELINE, flow_parameters, write_deployments
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from demo.serve import DemoServer, free_port
-from flows.serve import HEARTBEAT, end_of, serving
+from flows.serve import end_of, serving
 from flows.supervisor import ChildFailed, run_child
 
 if TYPE_CHECKING:
-    from flows.artifacts import Live
     from flows.pipeline import PipelineResult
-    from vlbert.config import Recipe
 
 SHARDS = 331  # of Conceptual Captions: 3.3 million rows, 10,000 a shard
 ROWS = 2  # of a shard here: more than one, so that a task for each row would be seen
 MOST_TASK_RUNS = 1_500
 MOST_BYTES = 40_000_000
-HOURS = 36.0  # of a pre-training on real data
 # A training of one step on as little as it takes.
 SHORT = ("steps=1", "log_every=1", "validate_every=1", "validation_samples=2", "data.batch=2")
 STAGES = {"collect-captions": "collect", "detect-regions": "detect", "pretrain": "pretrain", "finetune": "finetune"}
-# What a progress line of pre-training says, and what its curves show.
-SAID = "regions 3.213  text_words 2.401  words 2.112"
-LOSSES = ("loss_regions", "loss_text_words", "loss_words")
-VALIDATED = tuple(f"{name}_accuracy{of}" for name in ("words", "regions") for of in ("", "_shuffled", "_grounding"))
-_BESIDE = 2.5  # bytes of indexes and pages for each of a row, where SQLite cannot tell
 _SETTLED = 8.0  # seconds without a new row after which the server has written all; it writes events every 5 s
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the road: its flow and task runs, its flows' seconds, and those of the work within.
+    """One stage of the pipeline: its flow and task runs, its flows' seconds, and those of the work within.
 
     task_runs counts those of its flows, and one that Prefect keeps for each of these flows; work_seconds is that of
     tasks between their start and their end, or of child processes.
@@ -83,36 +73,21 @@ class Stage:
 class Database:
     """Prefect's database after its server has ended.
 
-    bytes: of all its files; bytes_before: of its content before the road; artifacts: those that the UI shows; rows and
-    bytes_of: by table, an index being part of its table (bytes_of is empty where this SQLite cannot tell).
+    bytes: of all its files; bytes_before: of its content before the pipeline; artifacts: those that the UI shows; rows:
+    by table.
     """
 
     bytes: int
     bytes_before: int
     artifacts: int
     rows: dict[str, int]
-    bytes_of: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Rows that a long training adds to the database, and the bytes that each takes there."""
-
-    what: str
-    rows: int
-    each: float
-
-    @property
-    def bytes(self) -> float:
-        return self.rows * self.each
 
 
 @dataclass(frozen=True)
 class Measured:
     """All that a run of this benchmark finds.
 
-    waited: seconds from asking for the road to its first stage; seconds: to its end; bytes_a_shard: that one more shard
-    with a task of its own adds; training: what HOURS of it would add.
+    waited: seconds from asking for the pipeline to its first stage; seconds: to its end.
     """
 
     shards: int
@@ -123,20 +98,13 @@ class Measured:
     waited: float
     seconds: float
     database: Database
-    bytes_a_shard: float
-    training: list[Kept]
-
-    @property
-    def training_bytes(self) -> float:
-        """What a training of HOURS would add."""
-        return sum(kept.bytes for kept in self.training)
 
 
-# --- the road ---------------------------------------------------------------------------------------------------------
+# --- the pipeline -----------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
-    """Run the road once in `folder`, which is empty, and measure it."""
+    """Run the pipeline once in `folder`, which is empty, and measure it."""
     settings = DemoDataSettings(
         width=112,
         height=112,
@@ -161,25 +129,13 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         try:
             run_child([sys.executable, "-m", "prefect", *RUN_PIPELINE], lambda line: None)
         except ChildFailed as error:
-            raise RuntimeError(f"the road failed: {end_of(home / 'worker.log')}") from error
+            raise RuntimeError(f"the pipeline failed: {end_of(home / 'worker.log')}") from error
         seconds = time.monotonic() - started
         settle(lambda: rows_of(home))
         ask = Server(f"http://127.0.0.1:{port}/api")
         task_runs, flow_runs = ask.count("task_runs"), ask.count("flow_runs")
         stages, waited = stages_of(ask)
-    database = look(home, before)
-    return Measured(
-        shards,
-        shards_per_task,
-        task_runs,
-        flow_runs,
-        stages,
-        waited,
-        seconds,
-        database,
-        bytes_a_shard(home, database),
-        project(home, database),
-    )
+    return Measured(shards, shards_per_task, task_runs, flow_runs, stages, waited, seconds, look(home, before))
 
 
 def parameters(root: Path, demo_data: DemoData, shards_per_task: int) -> dict:
@@ -193,19 +149,19 @@ def parameters(root: Path, demo_data: DemoData, shards_per_task: int) -> dict:
 
 
 def expected_task_runs(shards: int, shards_per_task: int) -> int:
-    """Of this road: a task for each group of shards of captions, and for the other two datasets' only group; a task for
-    the detection of each of the three; and what Prefect keeps for each of the eight flows within the road."""
+    """A task for each group of shards of captions, and for the other two datasets' only group; a task for the detection
+    of each of the three; and what Prefect keeps for each of the eight flows within the pipeline."""
     return math.ceil(shards / shards_per_task) + 2 + 3 + 8
 
 
 def expected_artifacts() -> int:
-    """Of this road, whatever its size: progress and result of collecting and of detecting for each of three datasets;
-    progress, curves and result of each training; and the road's own."""
+    """Whatever the size: progress and result of collecting and of detecting for each of three datasets; progress,
+    curves and result of each training; and the pipeline's own."""
     return 3 * (2 + 2) + 2 * 3 + 1
 
 
 def stages_of(ask: "Server") -> tuple[list[Stage], float]:
-    """What each stage of the only road took, and the seconds from asking for it to the first of them."""
+    """What each stage of the only pipeline took, and the seconds from asking for it to the first of them."""
     flows = {flow["id"]: flow["name"] for flow in ask.all("flows")}
     runs = ask.all("flow_runs")
     pipeline = next(run for run in runs if flows[run["flow_id"]] == "pretrain-vlbert")
@@ -285,50 +241,9 @@ def size_of(home: Path) -> int:
 def look(home: Path, before: int) -> Database:
     """The database, its server having ended."""
     files = sum(file.stat().st_size for file in home.glob("prefect.db*"))  # before SQLite tidies its journal up
-    sizes = """SELECT tables.tbl_name, sum(pages.pgsize) FROM dbstat AS pages
-               JOIN sqlite_master AS tables ON tables.name = pages.name GROUP BY 1 ORDER BY 2 DESC"""
     with closing(_open(home)) as opened:
-        try:
-            bytes_of = dict(opened.execute(sizes).fetchall())
-        except sqlite3.OperationalError:  # a SQLite without dbstat
-            bytes_of = {}
         (artifacts,) = opened.execute("SELECT count(*) FROM artifact WHERE key IS NOT NULL").fetchone()
-    return Database(files, before, artifacts, rows_of(home), bytes_of)
-
-
-def bytes_a_shard(home: Path, database: Database) -> float:
-    """Of the task run that collects it, its states, events and result, and of the lines that name it."""
-    states = database.rows["task_run_state"] / database.rows["task_run"]
-    with closing(_open(home)) as opened:
-        parts = [
-            (1, mean_bytes(opened, database, "task_run")),
-            (states, mean_bytes(opened, database, "task_run_state")),
-            (states, mean_bytes(opened, database, "events", "event LIKE 'prefect.task-run.%'")),
-            (1, mean_bytes(opened, database, "artifact", "key IS NULL")),
-            (2, mean_bytes(opened, database, "log")),  # one where it is collected, one where it is detected
-        ]
-    return sum(number * mean for number, mean in parts)
-
-
-def mean_bytes(opened: sqlite3.Connection, database: Database, table: str, where: str = "TRUE") -> float:
-    """Of the rows of a table that these are: their content, what belongs to them, and what SQLite needs beside it.
-
-    0 where there are none.
-    """
-
-    def content(table: str, where: str = "TRUE") -> int:
-        rows = opened.execute(f"SELECT * FROM {table} WHERE {where}")
-        return sum(len(str(value).encode()) for row in rows for value in row)
-
-    tables = ["events", "event_resources"] if table == "events" else [table]
-    beside = _BESIDE
-    if database.bytes_of:
-        beside = sum(database.bytes_of[name] for name in tables) / sum(map(content, tables))
-    own = content(table, where)
-    if table == "events":
-        own += content("event_resources", f"event_id IN (SELECT id FROM events WHERE {where})")
-    (rows,) = opened.execute(f"SELECT count(*) FROM {table} WHERE {where}").fetchone()
-    return beside * own / rows if rows else 0.0
+    return Database(files, before, artifacts, rows_of(home))
 
 
 def settle(state: Callable[[], object]) -> None:
@@ -343,88 +258,6 @@ def settle(state: Callable[[], object]) -> None:
 
 def _open(home: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{(home / 'prefect.db').as_uri()}?mode=ro", uri=True)
-
-
-# --- a long training --------------------------------------------------------------------------------------------------
-
-
-def project(home: Path, database: Database) -> list[Kept]:
-    """What a pre-training of HOURS adds: 250,000 steps of pretrain_vlbert_base, at an even pace.
-
-    Each kind of row as large as it is in this database, as often as the flows' own code lets it through.
-    """
-    from flows.training import Watch, paced  # here, because Prefect reads its settings when it is imported
-    from vlbert.recipes import pretrain_vlbert_base
-
-    recipe, seconds, clock = pretrain_vlbert_base(), HOURS * 3600, Clock()
-    logged, steps = [], range(recipe.log_every, recipe.steps + 1, recipe.log_every)
-    times = [step / recipe.steps * seconds for step in steps]
-    log = paced(logged.append, clock=clock)
-    for step, clock.now in zip(steps, times, strict=True):
-        log(f"step {step}/{recipe.steps}  {SAID}  242.1 samples/s  data wait 1 %  0:05 gone  31:12:11 left")
-    watch = Watch("pretrain", "", recipe.name, "")
-    tables, pictures = moments(watch.progress, times), moments(watch.curves, times)
-    # Of twenty at even distances in their order; the last is the largest.
-    drawn = [len(picture_after(recipe, moment / seconds)) for moment in pictures[:: -(len(pictures) // 20 or 1)]]
-    with closing(_open(home)) as opened:
-        line = mean_bytes(opened, database, "log")
-        sign = mean_bytes(opened, database, "events", "event = 'prefect.flow-run.heartbeat'")
-        # Of a table; of a picture, there is its payload on top.
-        change = mean_bytes(opened, database, "events", "event = 'prefect.artifact.updated' AND length(payload) < 2000")
-    return [
-        Kept("log lines", len(logged), line),
-        Kept("signs of life", round(2 * min(seconds, kept_seconds()) / HEARTBEAT), sign),  # of the road and its stage
-        Kept("tables of progress", len(tables), change),
-        Kept("pictures of curves", len(pictures), change + sum(drawn) / len(drawn)),
-    ]
-
-
-def kept_seconds() -> float:
-    """How old a sign of life grows before the server removes it, at most."""
-    from prefect.settings import get_current_settings  # here, because Prefect reads its settings when it is imported
-
-    vacuum = get_current_settings().server.services.db_vacuum
-    return vacuum.event_retention_overrides["prefect.flow-run.heartbeat"].total_seconds() + vacuum.loop_seconds
-
-
-class Clock:
-    """A clock that is set by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def moments(live: "Live", lines: Sequence[float]) -> list[float]:
-    """At which of these progress lines, seconds after its start, a live artifact changes: its own rule is asked."""
-    shown = []
-    for seconds in lines:
-        now = time.monotonic()
-        live.started, live.shown = now - seconds, now - (seconds - shown[-1]) if shown else None
-        if live.due:
-            shown.append(seconds)
-    return shown
-
-
-def picture_after(recipe: "Recipe", share: float) -> str:
-    """What flows.curves draws after so much of a run; its numbers fall, with noise."""
-    from flows.curves import curves
-    from storage.object_store import open_store
-
-    rng, steps = np.random.default_rng(0), int(share * recipe.steps)
-    lines = [
-        {"kind": kind, "step": step} | {name: 2 + 6 / (1 + step / 5000) + float(rng.normal(0, 0.1)) for name in names}
-        for kind, every, names in (
-            ("training", recipe.log_every, LOSSES),
-            ("validation", recipe.validate_every, VALIDATED),
-        )
-        for step in range(every, max(steps, every) + 1, every)
-    ]
-    with tempfile.TemporaryDirectory() as root:
-        store = open_store(root)
-        store.put("runs/long/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-        return curves(store, "long")
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -444,27 +277,19 @@ def report(measured: Measured) -> str:
         for stage in measured.stages
     ]
     lines += [
-        f"\ndatabase: {database.bytes / 1e6:.1f} MB, {database.bytes_before / 1e6:.1f} MB of it before the road; "
-        f"{measured.bytes_a_shard / 1e3:.1f} kB a shard",
-        f"\n{'table':<24}{'rows':>9}{'MB':>8}",
+        f"\ndatabase: {database.bytes / 1e6:.1f} MB, {database.bytes_before / 1e6:.1f} MB of it before the pipeline",
+        f"\n{'table':<24}{'rows':>9}",
     ]
-    largest = sorted(database.rows, key=lambda name: (-database.bytes_of.get(name, 0), -database.rows[name]))[:8]
-    lines += [f"{name:<24}{database.rows[name]:>9,}{database.bytes_of.get(name, 0) / 1e6:>8.2f}" for name in largest]
-    lines.append(f"\n{f'{HOURS:g} h of training add':<24}{'rows':>9}{'MB':>8}{'bytes each':>12}")
-    lines += [
-        f"{kept.what:<24}{kept.rows:>9,}{kept.bytes / 1e6:>8.2f}{kept.each:>12,.0f}" for kept in measured.training
-    ]
-    lines.append(f"{'together':<33}{measured.training_bytes / 1e6:>8.2f}")
+    lines += [f"{name:<24}{rows:>9,}" for name, rows in [*database.rows.items()][:8]]
     return "\n".join(lines) + "\n"
 
 
 def over(measured: Measured) -> list[str]:
     """The bars that it is over, and what is not as many as it should be; one line each."""
     database, planned = measured.database, expected_task_runs(measured.shards, measured.shards_per_task)
-    kept = database.bytes + measured.training_bytes
     checks = [
         (measured.task_runs <= MOST_TASK_RUNS, f"OVER THE BAR: {measured.task_runs:,} task runs of {MOST_TASK_RUNS:,}"),
-        (kept <= MOST_BYTES, f"OVER THE BAR: {kept:,.0f} bytes of {MOST_BYTES:,}, with {HOURS:g} hours of training"),
+        (database.bytes <= MOST_BYTES, f"OVER THE BAR: {database.bytes:,} bytes of {MOST_BYTES:,}"),
         (measured.task_runs == planned, f"NOT AS PLANNED: {measured.task_runs:,} task runs, not {planned:,}"),
         (
             database.artifacts == expected_artifacts(),
@@ -481,8 +306,6 @@ def as_json(measured: Measured) -> str:
         "machine": f"{len(os.sched_getaffinity(0))} cores, CPU",
         "prefect": importlib.metadata.version("prefect"),
         "bars": {"task_runs": MOST_TASK_RUNS, "bytes": MOST_BYTES},
-        "training_hours": HOURS,
-        "training_bytes": measured.training_bytes,
     }
     facts["stages"] = [
         asdict(stage) | {"overhead_seconds": stage.overhead, "milliseconds_a_task_run": stage.milliseconds}

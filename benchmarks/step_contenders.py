@@ -54,14 +54,13 @@ class Fast:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def run(self, steps: int, learn: bool = True) -> None:
+    def run(self, steps: int) -> None:
         """The next so many steps, over the prepared batches in turn."""
         with in_precision_of(self.recipe):
             for _ in range(steps):
                 batch = next(self.ahead)[0].to(self.world.device)
                 total(self.losses(batch)).backward()
-                if learn:
-                    self.update()
+                self.update()
 
     def parts(self, step: int, clock: Clock) -> dict[str, float]:
         """Milliseconds of each part of one step."""
@@ -88,18 +87,17 @@ class Plain:
         self.recipe, self.plain, self.world = recipe, plain, world
         self.optimizer, self.ahead = plain_optimizer(plain, recipe.optimizer), itertools.cycle(prepared)
 
-    def run(self, steps: int, learn: bool = True) -> None:
+    def run(self, steps: int) -> None:
         """As that of Fast."""
         with in_precision_of(dataclasses.replace(self.recipe, precision="fp32")):
             for _ in range(steps):
                 parts = next(self.ahead)
                 for part in parts:
                     (total(self.plain(part.to(self.world.device))) / len(parts)).backward()
-                if learn:
-                    clip = self.recipe.optimizer.max_grad_norm or torch.inf
-                    torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
-                    self.optimizer.step()
-                    self.optimizer.zero_grad(set_to_none=True)
+                clip = self.recipe.optimizer.max_grad_norm or torch.inf
+                torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
 
 
 class Prepared(Dataset):
@@ -155,7 +153,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def in_turns(
-    contenders: Sequence[Fast | Plain], device: torch.device, rounds: int, steps: int, learn: bool = True
+    contenders: Sequence[Fast | Plain], device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Name -> seconds a step, one a round."""
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -163,15 +161,15 @@ def in_turns(
         for contender in contenders:
             synchronise(device)
             start = time.perf_counter()
-            contender.run(steps, learn)
+            contender.run(steps)
             synchronise(device)
             times[contender.name].append((time.perf_counter() - start) / steps)
     return times
 
 
-def warm_up(contender: Fast | Plain, steps: int, learn: bool = True) -> None:
+def warm_up(contender: Fast | Plain, steps: int) -> None:
     """Whatever is done once: kernels chosen and compiled, moments made."""
-    contender.run(steps, learn)
+    contender.run(steps)
     print(f"{contender.name}: warm", file=sys.stderr, flush=True)
 
 

@@ -109,22 +109,6 @@ def step_tables(report: dict[str, Any], markdown: bool) -> str:
     return "\n".join([*lines, "", *other_lines(report)])
 
 
-def authors_table(report: dict[str, Any]) -> Table:
-    names = list(report["shapes"][0]["seconds"])
-    table = [["forward and backward, s", "authors' code, fp32", *names]]
-    for shape in report["shapes"]:
-        kind = "precomputed" if shape["recipe"].endswith("precomputed") else "end to end"
-        seconds = [statistics.median(shape["seconds"][name]) for name in names]
-        table.append(
-            [
-                f"{kind}, {shape['pairs']} pairs, {shape['texts']} text rows",
-                f"{shape['theirs']:.2f}",
-                *(f"{each:.2f} ({shape['theirs'] / each:.1f} x)" for each in seconds),
-            ]
-        )
-    return table
-
-
 def check_table(report: dict[str, Any]) -> Table:
     table = [["against plain fp32, relative", "losses", "at most", "gradients", "at most", "", "the worst"]]
     for precision, found in report["apart"].items():

@@ -1,7 +1,6 @@
 """How long a step of pre-training takes, and what of: the fast path part by part, beside plain fp32 in the same run.
 
     python -m benchmarks.train_step [--device cuda] [--recipe RECIPE] [--precision bf16,fp32] [field=value]
-    python -m benchmarks.train_step --as-the-authors        their four shapes on a CPU, beside their times
     python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
@@ -40,7 +39,7 @@ from benchmarks.step_contenders import (
 )
 from benchmarks.step_inputs import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
-from benchmarks.step_tables import authors_table, check_table, losses_table, shown, step_tables
+from benchmarks.step_tables import check_table, losses_table, shown, step_tables
 from storage.sample import Sample
 from storage.settings import to_json
 from training.distributed import World
@@ -52,15 +51,6 @@ from vlbert.data.batch import Example, collate
 from vlbert.model.execution import compiled_graphs
 
 PRECISIONS = ("bf16", "tf32", "fp32")
-# Seconds that the authors' code takes for a forward and a backward pass, fp32, on two threads of a CPU that others used
-# too (10 % more or less): recipe, pairs, text rows of 64 pieces. Pairs have 20 pieces and 36 regions, 800 x 600 pixels.
-AUTHORS = {
-    ("pretrain_vlbert_base_precomputed", 8, 0): 1.66,
-    ("pretrain_vlbert_base_precomputed", 8, 8): 3.9,
-    ("pretrain_vlbert_base", 1, 1): 5.2,
-    ("pretrain_vlbert_base", 2, 1): 10.0,
-}
-THEIR_SHAPE = {"shape": (800, 600), "regions": 36, "words": 18}  # with [CLS] and [SEP] 20 pieces
 LEARNING_RATE = 1e-4  # of --losses, where none is given: a few hundred steps from random weights show something
 # How far losses, and any parameter's gradient, may be from the plain path's, relative. fp32: the order of sums. bf16
 # keeps 8 bits, and a ReLU that falls on the other side of zero takes its gradient with it.
@@ -190,10 +180,6 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         fast = next(one for one in contenders if isinstance(one, Fast))
         steps = max(10, options.steps * options.rounds)
         report["with a loader"] = with_loader(fast, samples, pairs, texts, steps, options.workers)
-    if options.profile:
-        with torch.profiler.profile() as profile:
-            contenders[0].run(1)
-        profile.export_chrome_trace(str(options.profile))
     return report
 
 
@@ -225,30 +211,6 @@ def warm_plain(
 def _means(marks: Sequence[dict[str, float]]) -> dict[str, float]:
     """Part -> milliseconds: of each part the median of all steps."""
     return {part: statistics.median(found.get(part, 0.0) for found in marks) for part in PARTS}
-
-
-def authors_report(options: argparse.Namespace) -> dict[str, Any]:
-    """Forward and backward passes over the authors' four shapes."""
-    device = torch.device(options.device)
-    world, found = World(0, 1, device), []
-    for (name, pairs, texts), theirs in AUTHORS.items():
-        recipe = measured_recipe(options, name)
-        task = task_of(recipe)
-        samples = drawn_samples(recipe.model.regions, range(pairs), **THEIR_SHAPE)
-        examples = masked_pairs(task, recipe.model.regions, samples) + drawn_texts(task, range(texts))
-        model, batch = new_model(recipe, device), collate(examples)
-        contenders: list[Fast | Plain] = [
-            Fast(dataclasses.replace(recipe, precision=precision), model, world, [batch])
-            for precision in ("bf16", "fp32")
-        ]
-        contenders.append(
-            Plain(recipe, PlainPretraining(model, options.plain), world, [[padded(examples, recipe.model)]])
-        )
-        for contender in contenders:
-            warm_up(contender, 1, learn=False)
-        times = in_turns(contenders, device, options.rounds, options.steps, learn=False)
-        found.append({"recipe": name, "pairs": pairs, "texts": texts, "theirs": theirs, "seconds": times})
-    return {"machine": machine(device), "plain rows": options.plain, "shapes": found}
 
 
 def check_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -342,10 +304,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=0, help="loading processes; 0: leave the loader out (%(default)s)"
     )
-    parser.add_argument("--as-the-authors", action="store_true", help="the four shapes whose times are known")
     parser.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
     parser.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
     parser.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
     parser.add_argument("overrides", nargs="*", metavar="field=value")
@@ -355,8 +315,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--precision {unknown[0]}: it is one or more of {','.join(PRECISIONS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here")
-    if options.as_the_authors and options.plain == "none":
-        parser.error("--as-the-authors compares with the plain path; leave --plain none out")
     options.steps = options.steps or (8 if options.device.startswith("cuda") else 1)
     return options
 
@@ -364,11 +322,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     kinds: dict[str, tuple[bool, Callable, Callable[[dict], str]]] = {
-        "authors": (
-            options.as_the_authors,
-            authors_report,
-            lambda report: shown(authors_table(report), options.markdown),
-        ),
         "check": (options.check, check_report, lambda report: shown(check_table(report), options.markdown)),
         "losses": (bool(options.losses), losses_report, lambda report: shown(losses_table(report), options.markdown)),
         "step": (True, step_report, lambda report: step_tables(report, options.markdown)),

@@ -63,12 +63,6 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert requests["S3, chunks of 8"] < requests["S3, chunks of 1"]
 
 
-def scaled(report: dict[str, Any], printed: str) -> None:
-    assert report["found"].keys() == {"one", "weak", "strong"}
-    assert all(found["step"] > 0 for found in report["found"].values())
-    assert "| 2, strong | 1 |" in printed
-
-
 def compared_steps(report: dict[str, Any], printed: str) -> None:
     assert report["seconds a step"].keys() == {"fp32", "plain fp32"}
 
@@ -92,7 +86,6 @@ PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
         + ["--bucket", "192", "--rounds", "1"],
         loaded,
     ),
-    "scaling": (["--pairs", "2", "--texts", "2", "--steps", "1", *MODEL], scaled),
     "kill": (["--kills", "2", "--training-kills", "0"], killed),
 }
 # A bar that a busy machine, or so small a run, does not meet ends these with status 1.
