@@ -29,7 +29,7 @@ import numpy as np
 from PIL import Image
 
 from storage.catalog import Catalog
-from storage.inventory import Inventory, collect, verify
+from storage.inventory import Inventory, collect_garbage, verify
 from storage.manifests import Row
 from storage.object_store import LocalStore, ObjectMissing, ObjectStore, open_store
 from storage.sample import Regions, Sample, sample_key
@@ -341,7 +341,7 @@ class _Part:
                 faults.append(f"{stage} has rows {rows} in the end")
         if catalog.pending(*STAGES):
             faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
-        found = collect(store, -60, delete=True)
+        found = collect_garbage(store, -60, delete=True)
         self.orphans += sum(line.startswith("orphan tar") for line in found)
         self.halves += sum(line.startswith("broken-off put") for line in found)
         left = [info.path for info in store.list()]

@@ -85,7 +85,7 @@ def read_sample(file: Path) -> Sample:
         raise ValueError(f"{file} cannot be read: {error}") from error
     except Refused as error:
         raise ValueError(f"{file} is no image for the detector: {error.status}: {error.detail}") from error
-    return Sample(file.stem, image.image, "", "", image.width, image.height, image.sha256, image.flags)
+    return Sample(file.stem, image.jpeg, "", "", image.width, image.height, image.sha256, image.flags)
 
 
 def swap_red_and_blue(sample: Sample) -> Sample:

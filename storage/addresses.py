@@ -1,7 +1,7 @@
-"""Which addresses may be asked: http and https, ports 80 and 443, public addresses, and what an allow-list names.
+"""Which addresses may be requested: http and https, ports 80 and 443, public addresses, and those of an allow-list.
 
-A caption list is written by strangers. Every address is checked where the connection is made, so that neither a
-redirect nor a name that resolves anew can lead into a private network.
+A caption list is untrusted. Every address is checked when the connection is made, so that neither a redirect nor a name
+that resolves to another address can lead into a private network.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import yarl
 
 _PORTS = {80, 443}
-# A URL of nothing but these is sent as the list has it; any other is quoted first.
+# A URL of only these characters is sent as it is in the list; any other is quoted first.
 _PLAIN_URL = re.compile(r"(?:[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=]|%[0-9A-Fa-f]{2})*")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Not public although the ipaddress module of some Python 3.11 takes them for it, or although they are routed.
+# Not public, though the ipaddress module of some Python 3.11 says so, or though they are routed.
 _REFUSED_NETWORKS: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -46,46 +46,46 @@ _COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 class AddressGuard:
-    """Which URLs and addresses may be asked: http and https, ports 80 and 443, public addresses, and the allow-list."""
+    """Checks URLs and addresses: http and https, ports 80 and 443, public addresses, and the allow-list."""
 
     def __init__(self, allowed_hosts: Iterable[str]):
         self.allowed = {entry.lower().replace("[", "").replace("]", "") for entry in allowed_hosts}
-        self.led_to: set[str] = set()  # address:port of allowed names, as the resolver found them
+        self.allowed_addresses: set[str] = set()  # address:port of allowed names, as the resolver found them
 
     def check_url(self, url: str) -> "yarl.URL":
-        """The URL as it is sent; Refused where its form, its port or an address written in it is not admitted."""
+        """The URL as it is sent; Refused if its form, its port or an address written in it is not allowed."""
         parsed = parse_url(url)
         host, port = parsed.host, parsed.port
         if f"{host}:{port}" in self.allowed:
             return parsed
         if port not in _PORTS:
-            raise Refused("blocked_address", f"port {port} is neither 80 nor 443, and {host}:{port} is not allowed")
+            raise Refused("blocked_address", f"port {port} is not 80 or 443, and {host}:{port} is not allowed")
         try:
             address = ipaddress.ip_address(host)
         except ValueError as error:
-            if ":" in host:  # not all that aiohttp connects to as an IPv6 address is one
-                raise Refused("bad_url", f"[{host[:200]}] is no address: {error}") from error
-            return parsed  # a name: the resolver and open_socket see what it leads to
+            if ":" in host:  # aiohttp connects to some texts that are not IPv6 addresses
+                raise Refused("bad_url", f"[{host[:200]}] is not an address: {error}") from error
+            return parsed  # a name: the resolver and open_socket check its addresses
         self.check_address(host, port, address)
         return parsed
 
     def check_address(self, host: str, port: int, address: Address) -> None:
-        """Refused where `address`, to which `host` leads, is neither public nor host:port in the allow-list."""
+        """Refused if `address`, which `host` resolves to, is not public and host:port is not in the allow-list."""
         if f"{host.lower()}:{port}" in self.allowed:
-            self.led_to.add(f"{address}:{port}")
+            self.allowed_addresses.add(f"{address}:{port}")
         elif not is_public(address):
             raise Refused("blocked_address", f"{host} is {address}, which is not a public address")
 
     def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """The socket of one connection; the last look at the address that is really connected to."""
+        """The socket of one connection; the last check of the address that is really connected to."""
         family, kind, protocol, _, (host, port, *_) = address_info
-        if f"{host}:{port}" not in self.led_to:
+        if f"{host}:{port}" not in self.allowed_addresses:
             self.check_address(host, port, ipaddress.ip_address(host))
         return socket.socket(family, kind, protocol)
 
 
 def is_public(address: Address) -> bool:
-    """Whether anybody on the internet may be asked at this address; forms that wrap an IPv4 address go by that."""
+    """Whether this is an address of the public internet; forms that contain an IPv4 address are judged by that."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:  # it picks one of this machine's interfaces
             return False
@@ -104,8 +104,8 @@ def is_public(address: Address) -> bool:
 
 
 async def system_lookup(host: str, port: int) -> list[str]:
-    # A thread for each, and a daemon: a look-up that gets no answer cannot be ended. asyncio's few shared threads would
-    # be full of dead names, while names that live wait; and neither a deadline nor the program's end would be kept.
+    # A daemon thread for each look-up, because one without an answer cannot be ended. In asyncio's few shared threads,
+    # dead names would keep living names waiting, and the program could not end before them.
     answer: concurrent.futures.Future[list[tuple[Any, ...]]] = concurrent.futures.Future()
     threading.Thread(target=_look_up, args=(host, port, answer), name=f"look up {host}", daemon=True).start()
     return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in await asyncio.wrap_future(answer)))
@@ -122,7 +122,7 @@ def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
 def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable[list[str]]]) -> Any:
     """aiohttp's resolver of names, which checks every answer of `lookup`.
 
-    aiohttp keeps an answer for ten seconds; what is connected to, each time, is checked again in `open_socket`.
+    aiohttp caches an answer for ten seconds; `open_socket` checks the address of each connection again.
     """
     from aiohttp.abc import AbstractResolver
 
@@ -131,7 +131,7 @@ def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable
             try:
                 addresses = [ipaddress.ip_address(address) for address in await lookup(host, port)]
             except UnicodeError as error:  # a label that is empty or over 63 characters
-                raise Refused("bad_url", f"host {host!r} is no name: {error}") from error
+                raise Refused("bad_url", f"host {host!r} is not a name: {error}") from error
             for address in addresses:
                 guard.check_address(host, port, address)
             return [
@@ -153,7 +153,7 @@ def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable
 
 
 def _unquoted(error: Exception) -> str:
-    """The words of an error up to what it quotes, which may be a part of a password."""
+    """The text of an error up to its first quote, which may hold a part of a password."""
     return re.split("['\"]", str(error), maxsplit=1)[0].rstrip(" :")
 
 
@@ -179,7 +179,7 @@ def parse_url(url: str) -> "yarl.URL":
     except ValueError as error:  # UnicodeError among them
         raise Refused("bad_url", f"{shown}: {_unquoted(error)}") from error
     try:
-        # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check sees it.
+        # 2130706433, 0x7f.1 and 0177.0.0.1 are 127.0.0.1 to the system; written out, every check recognises it.
         dotted = socket.inet_ntoa(socket.inet_aton(host))
     except OSError:
         return parsed

@@ -1,8 +1,8 @@
-"""Collect: a caption list, a folder of images or one of img2dataset becomes committed shards of the stage `images`.
+"""Collect: turn a caption list, a folder of images or a folder of img2dataset into shards of the stage `images`.
 
-Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. What is committed is not
-asked for again. A list may grow: its new rows make new shards. A list that changed under its committed shards is an
-error, for it would mix two lists in one dataset. `python -m storage.collect ROOT DATASET --captions LIST` does it all.
+Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
+downloaded again. A list may grow: its new rows make new shards. If rows of committed shards changed in the list, that
+is an error, because one dataset would mix two lists.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from storage.download import (
 )
 from storage.img2dataset import StoredRow, import_rows, read_rows, shard_names
 from storage.manifests import Manifest
-from storage.normalise import Picture
+from storage.normalise import NormalisedImage
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.redact import shown_url
@@ -51,10 +51,10 @@ from storage.sample import sample_key
 from storage.spool import PartialShard, remove_partial
 
 IMAGES = "images"
-SHARDS_AT_ONCE = 5  # of one group: while slow servers and the second pass keep one shard waiting, the others go on
-UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # what rows end in, too, while this machine has no network
-_UNASKED = {"duplicate", "bad_url", "blocked_address"}  # rows for which no server was asked
-# Fewer rows of fewer hosts may all be gone; from here on it is rather our own network, or a server that is not up yet.
+SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
+UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # also while this machine has no network
+_NOT_REQUESTED = {"duplicate", "bad_url", "blocked_address"}  # statuses of rows that need no request
+# Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _HOST = re.compile(r"https?://(?:[^/?#@]*@)?([^/?#@]+:\d+)", re.IGNORECASE)  # with its port
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
@@ -129,13 +129,13 @@ class CollectSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """One shard to be: rows [start, stop) of the list, and what they are.
+    """One shard to collect: rows [start, stop) of the list.
 
     source      file and sha256 of those rows
-    offset      of the first of these lines in the list, in bytes; 0 for images
-    file        of img2dataset: its shard that holds them; there, offset counts rows
+    offset      of the first of these lines in the list, in bytes; 0 for images; for img2dataset the row in `file`
+    file        img2dataset's shard that holds the rows
     duplicates  (row, first row with the same URL and caption) for rows that repeat an earlier one of the list
-    replaces    sha256 of the committed manifest, some of whose rows are asked again; "" for a shard that is not there
+    replaces    sha256 of the committed manifest if some of its rows are requested again; "" if it is not committed yet
     """
 
     shard: str
@@ -150,10 +150,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Shards that are collected together; of the whole run: rows by status before this group, all rows, all shards.
+    """Shards that are collected together.
 
-    has_images  whether the dataset has an ok row somewhere: until then, a shard without one is not committed
-    started     of the whole run, by time.monotonic
+    before      rows by status of the run's earlier groups
+    rows        of the whole run, as `shards` and `started` (by time.monotonic)
+    has_images  whether the dataset has an ok row; until then, a shard without one is not committed
     """
 
     parts: tuple[Part, ...]
@@ -166,7 +167,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a dataset's images are now, and how many shards this run committed; counts are rows by status.
+    """A dataset's shards and rows by status, and how many shards this run committed.
 
     asked_again, newly_ok: rows of shards that were there before, by CollectSettings.again.
     """
@@ -181,24 +182,24 @@ class Collected:
 
 
 class NothingStored(ValueError):
-    """No row of the whole dataset is ok, so nothing was committed; the message names the way out."""
+    """No row of the whole dataset is ok, so nothing was committed; the message says what to do."""
 
 
-OnCommit = Callable[[str], object]  # told the name of each shard that this run commits
+OnCommit = Callable[[str], object]  # called with the name of each shard that this run commits
 
 
 def collect(
     root: str,
     settings: CollectSettings,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     run_group: Callable[[str, CollectSettings, Group, OnCommit], dict[str, int]] | None = None,
 ) -> Collected:
-    """Download or import what is missing of the dataset; `run_group` may wrap `collect_group`, as the flow does.
+    """Download or import the missing shards of the dataset; `run_group` may wrap `collect_group`, as the flow does.
 
-    NothingStored where no row of the dataset, committed ones included, is ok.
+    NothingStored if no row of the dataset is ok, committed ones included.
     """
     started = time.monotonic()
-    run_group = run_group or functools.partial(collect_group, say=say)
+    run_group = run_group or functools.partial(collect_group, log=log)
     new_shards = set()
     catalog = Catalog(open_store(root), settings.name)
     headers = catalog.headers(IMAGES)
@@ -208,14 +209,14 @@ def collect(
     missing = [part for part in parts if part.shard not in done]
     if missing:
         where = settings.origin
-        say(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {where}")
+        log(f"{settings.name}: {len(missing)} of {len(parts)} shards to collect, {parts[-1].stop} rows in {where}")
         if settings.captions and not settings.download.contact and not settings.download.allowed_hosts:
-            say(
+            log(
                 f"{settings.name}: warning: no contact is set, so the servers' owners cannot ask what this is; set "
                 "`contact` (--contact) to a URL or a mail address"
             )
     else:
-        say(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
+        log(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
     wanted = settings.asked_again
     asked = {
         part.shard: sum(headers[part.shard].statuses.get(one, 0) for one in wanted)
@@ -225,27 +226,27 @@ def collect(
     again = [dataclasses.replace(part, replaces=headers[part.shard].sha256) for part in parts if asked.get(part.shard)]
     if wanted:
         rows = sum(asked.values())
-        say(f"{settings.name}: {rows} rows of {len(again)} shards are asked again: {', '.join(settings.again)}")
+        log(f"{settings.name}: {rows} rows of {len(again)} shards are requested again: {', '.join(settings.again)}")
     missing += again
     remove_partial(catalog.store, settings.name, done.keys() - {part.shard for part in again})
     has_images = any(header.ok_rows for header in headers.values())
     while missing:
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
         for first in range(0, len(missing), settings.shards_per_group):
-            portion = tuple(missing[first : first + settings.shards_per_group])
-            group = Group(portion, dict(counts), rows, len(missing), has_images, started)
+            parts_of_group = tuple(missing[first : first + settings.shards_per_group])
+            group = Group(parts_of_group, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             if not has_images and not counts[OK]:
-                held_back += portion
+                held_back += parts_of_group
             has_images = has_images or counts[OK] > 0
-            ready = first + len(portion)
-            say(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
+            ready = first + len(parts_of_group)
+            log(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
         committed = catalog.headers(IMAGES) if held_back else {}
         missing = [part for part in held_back if part.shard not in committed]
         if missing and not has_images and not any(header.ok_rows for header in committed.values()):
             raise NothingStored(_nothing_stored(settings, counts, missing[0]))
         if missing:
-            say(f"{settings.name}: {len(missing)} shards without an image are collected again: others have images")
+            log(f"{settings.name}: {len(missing)} shards without an image are collected again: others have images")
         has_images = True
     names = [part.shard for part in again]
     newly_ok = sum(now.ok_rows - headers[shard].ok_rows for shard, now in catalog.headers(IMAGES, names).items())
@@ -265,7 +266,7 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part) -> str:
-    """What to say where no row is ok; `part` is one that was not committed."""
+    """The message if no row is ok; `part` is a shard that was not committed."""
     status = counts.most_common(1)[0][0]
     way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
     rows = _rows_of(part, settings) if settings.captions else []
@@ -283,17 +284,17 @@ def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part)
     )
 
 
-# --- what shards the list makes ---------------------------------------------------------------------------------------
+# --- the shards of a list ---------------------------------------------------------------------------------------------
 
 
 def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
-    """The shards that the dataset's list makes, in order; `stops` says where committed ones end, by shard.
+    """The shards of the dataset's list, in order; `stops`: where committed shards end, by shard.
 
-    ValueError where it is empty, makes more than 100,000, has a line that is no row (FILE:LINE) or its two columns
-    swapped: every line is looked at before the first image is asked for.
+    Every line is checked before the first download. ValueError if the list is empty, makes more than 100,000 shards,
+    has a line that is not a row (FILE:LINE), or has its columns swapped.
     """
     parts, keys = [], bytearray()
-    has_url, swapped = not settings.captions, None  # swapped: the first line that has a URL where the caption belongs
+    has_url, swapped = not settings.captions, None  # swapped: the first line with a URL in the place of its caption
     for start, offset, file, chunk in _chunks(settings, stops):
         lines, rows = chunk, ()
         if settings.captions:
@@ -312,8 +313,8 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
         raise ValueError(f"{settings.origin} holds nothing to collect for {settings.name}")
     if swapped is not None and not has_url:
         raise ValueError(
-            f"{settings.origin}:{swapped}: a URL stands before the tab, and in no line behind it: each line is "
-            "`caption TAB url`; swap the columns"
+            f"{settings.origin}:{swapped}: the URL is before the tab, and no line has one after it; each line is "
+            "`caption TAB url`: swap the columns"
         )
     if len(parts) > 100_000:
         raise ValueError(f"{settings.name} would make {len(parts)} shards, more than 100000: raise rows_per_shard")
@@ -328,20 +329,21 @@ def plan(settings: CollectSettings, stops: Mapping[str, int]) -> list[Part]:
 def _chunks(
     settings: CollectSettings, stops: Mapping[str, int]
 ) -> Iterator[tuple[int, int, str, list[bytes] | list[StoredRow]]]:
-    """By shard the number of its first row, offset and file as a Part has them, and what identifies each row."""
+    """For each shard: its first row, offset and file as in Part, and the identity of each row."""
     if settings.captions:
         with open(settings.captions, "rb") as lines:
-            for start, offset, chunk in _portions(lines, settings.rows_per_shard, stops):
+            for start, offset, chunk in _chunks_of_lines(lines, settings.rows_per_shard, stops):
                 yield start, offset, "", chunk
     elif settings.images:
-        for start, _, chunk in _portions(map(_identity, image_files(settings.images)), settings.rows_per_shard, stops):
+        files = map(_identity, image_files(settings.images))
+        for start, _, chunk in _chunks_of_lines(files, settings.rows_per_shard, stops):
             yield start, 0, "", chunk
     else:
         yield from _stored(settings, stops)
 
 
 def _stored(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tuple[int, int, str, list[StoredRow]]]:
-    """The rows of img2dataset; what it kept in one shard is cut into portions, and none spans two."""
+    """The rows of img2dataset; a shard of ours holds rows of one of its shards."""
     start, number = 0, 0
     for file in shard_names(settings.origin):
         rows, offset = read_rows(settings.origin, file), 0
@@ -352,7 +354,7 @@ def _stored(settings: CollectSettings, stops: Mapping[str, int]) -> Iterator[tup
             start, offset, number = start + len(chunk), offset + len(chunk), number + 1
 
 
-def _portions(
+def _chunks_of_lines(
     lines: Iterator[bytes], rows_per_shard: int, stops: Mapping[str, int]
 ) -> Iterator[tuple[int, int, list[bytes]]]:
     start = offset = 0
@@ -367,7 +369,7 @@ def _portions(
 
 
 def _identity(file: Path) -> bytes:
-    """Of an image its name and size, not its pixels; -1 where there is no regular file behind the name."""
+    """Name and size of an image file; size -1 if it is not a regular file."""
     try:
         status = file.stat()
         size = status.st_size if stat.S_ISREG(status.st_mode) else -1
@@ -381,7 +383,7 @@ def _digest(chunk: Sequence[bytes]) -> str:
 
 
 def _repeated(keys: bytearray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows whose key an earlier row has, ascending, and the first row with that key; 10 bytes a key, by row."""
+    """Rows whose key an earlier row has, ascending, and the first row with that key. `keys`: 10 bytes per row."""
     table = np.frombuffer(keys, dtype="S10")
     order = np.argsort(table, kind="stable")  # equal keys side by side, the earliest row first
     new = np.ones(len(order), dtype=bool)
@@ -393,14 +395,14 @@ def _repeated(keys: bytearray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def image_files(folder: str) -> list[Path]:
-    """The image files of a folder, by name; ValueError where it is none."""
+    """The image files of a folder, by name; ValueError if it is not a folder."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder} is no folder of images")
+        raise ValueError(f"{folder} is not a folder; name one that holds image files")
     return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in _SUFFIXES)
 
 
 def check_committed(done: Mapping[str, dict], parts: Sequence[Part], settings: CollectSettings) -> None:
-    """ValueError where a committed shard (its meta, by shard) has other rows, or other image settings, than now."""
+    """ValueError if a committed shard (its meta, by shard) has other rows or other image settings than now."""
     expected = {part.shard: part for part in parts}
     wanted = {field.name: getattr(settings.download, field.name) for field in dataclasses.fields(ImageSettings)}
     for shard, meta in done.items():
@@ -431,20 +433,19 @@ def collect_group(
     settings: CollectSettings,
     group: Group,
     on_commit: OnCommit = lambda shard: None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, int]:
-    """Collect these shards, a few at a time, and commit each when it is whole; the group's rows by status.
+    """Collect these shards, a few at a time, and commit each when it is complete; the group's rows by status.
 
-    A shard that somebody else has committed meanwhile is left alone. ConnectionError where no host of a whole shard
-    could be reached: that shard is not committed. Neither is one without an image, where neither the dataset had one
-    before nor this group has one.
+    A shard that another process committed meanwhile is skipped. ConnectionError if no host of a shard could be reached;
+    that shard is not committed. A shard without an image is committed only once the dataset or this group has one.
     """
     catalog = Catalog(open_store(root), settings.name)
     parts = {part.shard: part for part in group.parts}
     committed = catalog.headers(IMAGES, [shard for shard in catalog.shards(IMAGES) if shard in parts])
-    # By an attempt before this, or by somebody else.
+    # By an earlier attempt, or by another process.
     done = {shard: header for shard, header in committed.items() if header.sha256 != parts[shard].replaces}
-    progress = _Progress(settings, group, say)
+    progress = _Progress(settings, group, log)
     for shard, header in done.items():
         progress.counts[shard] = header.statuses
     missing = [part for part in group.parts if part.shard not in done]
@@ -463,15 +464,15 @@ def collect_group(
                     downloads = _import_stored(part, settings, progress, spool)
                 commit(part, downloads)
     if progress.of_group().get(OK):
-        commit.held_back()
+        commit.commit_waiting()
     return progress.of_group()
 
 
 class _Progress:
-    """How far a group is, by shard; says so now and then."""
+    """Rows by status of each shard of a group; logs a line of progress from time to time."""
 
-    def __init__(self, settings: CollectSettings, group: Group, say: Callable[[str], None]):
-        self.settings, self.group, self.say = settings, group, say
+    def __init__(self, settings: CollectSettings, group: Group, log: Callable[[str], None]):
+        self.settings, self.group, self.log = settings, group, log
         self.counts: dict[str, dict[str, int]] = {}
         self.due = time.monotonic() + settings.report_every
 
@@ -479,30 +480,30 @@ class _Progress:
         """Rows by status."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
-    def tell(self, part: Part, counts: Mapping[str, int]) -> None:
-        """Take down a shard's rows by status so far."""
+    def update(self, part: Part, counts: Mapping[str, int]) -> None:
+        """Set a shard's rows by status so far."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
             counts = Counter(self.group.before) + Counter(self.of_group())
             name, seconds = self.settings.name, time.monotonic() - self.group.started
-            self.say(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
+            self.log(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
             self.due = time.monotonic() + self.settings.report_every
 
 
 def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
-    """Whether somebody else was faster, whose rows are then counted."""
+    """Whether another process has committed the shard; then its rows are counted."""
     try:
         (header,) = catalog.headers(IMAGES, [part.shard]).values()
     except ObjectMissing:
         return False
     if header.sha256 == part.replaces:
         return False
-    progress.tell(part, header.statuses)
+    progress.update(part, header.statuses)
     return True
 
 
 class _Commit:
-    """Commits shards; one without an image waits for `held_back`, unless the dataset has images elsewhere."""
+    """Commits shards. One without an image waits for `commit_waiting`, unless the dataset has images."""
 
     def __init__(self, catalog: Catalog, settings: CollectSettings, has_images: bool, on_commit: OnCommit):
         self._catalog, self._settings, self._on_commit = catalog, settings, on_commit
@@ -524,8 +525,8 @@ class _Commit:
         else:
             self._waiting.append((part, downloads))
 
-    def held_back(self) -> None:
-        """Commit those that wait: there is an image."""
+    def commit_waiting(self) -> None:
+        """Commit those that wait, because there is an image now."""
         for part, downloads in self._waiting:
             self._commit(part, downloads)
 
@@ -537,10 +538,10 @@ class _Commit:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a shard's rows before a server is asked.
+    """The rows of a shard that are known before any request.
 
-    rows      by row: duplicates, and what a committed shard keeps
-    before    by row, what those that are asked again were
+    rows      by row: duplicates, and the rows of a committed shard that are not requested again
+    before    by row: the results in the committed shard of rows that are requested again
     manifest  of the committed shard
     """
 
@@ -549,7 +550,7 @@ class _Known:
     manifest: Manifest | None = None
 
     def with_answers(self, rows: Sequence[CaptionRow], answers: Sequence[Download]) -> list[Download]:
-        """All rows in order; one that could not be reached again keeps what it was."""
+        """All rows in order. A row whose host could not be reached keeps its result from before."""
         answers = iter(answers)
         joined = [self.rows.get(row.row) or next(answers) for row in rows]
         return [self.before.get(item.row.row, item) if item.status in UNREACHABLE else item for item in joined]
@@ -563,12 +564,12 @@ def _known(catalog: Catalog, part: Part, rows: Sequence[CaptionRow], settings: C
     manifest = catalog.manifest(IMAGES, part.shard)
     known, samples = _Known({}, {}, manifest), catalog.read(IMAGES, part.shard)
     for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
-        picture = None
+        image = None
         if line["status"] == OK:
             sample = next(samples)
-            picture = spool.keep(Picture(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
+            image = spool.write(NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
         asked = line["status"] in settings.asked_again
-        (known.before if asked else known.rows)[row.row] = Download(row, line["status"], line["detail"], picture)
+        (known.before if asked else known.rows)[row.row] = Download(row, line["status"], line["detail"], image)
     return known
 
 
@@ -577,8 +578,8 @@ async def _download(
 ) -> None:
     free = asyncio.Semaphore(SHARDS_AT_ONCE)
     loop = asyncio.get_running_loop()
-    # Reading and writing in a thread: it must not stop the clocks of the other shards.
-    # What is saved has one of its own: it must not wait for the commit of a large shard.
+    # Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they
+    # do not wait for the commit of a large shard.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="files") as files,
         ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
@@ -593,11 +594,11 @@ async def _download(
                         try:
                             await loop.run_in_executor(saves, partial.save)
                         except StorageUnreachable as error:
-                            progress.say(f"{settings.name}: images in progress could not be written down: {error}")
+                            progress.log(f"{settings.name}: images in progress could not be saved: {error}")
                         except ValueError:
                             if partial in partials:
                                 raise
-                            # Its shard has failed meanwhile, and its spool is closed.
+                            # Its shard has failed meanwhile, so its spool is closed.
 
             async def one(part: Part) -> None:
                 async with free:
@@ -611,13 +612,13 @@ async def _download(
                         counted = Counter(item.status for item in known.rows.values())
                         stored = await loop.run_in_executor(files, partial.load, spool)
                         if stored:
-                            images = f"{len(stored)} images that an earlier run had downloaded"
-                            progress.say(f"{settings.name}: shard {part.shard} goes on from {images}")
+                            images = f"{len(stored)} images from an earlier run"
+                            progress.log(f"{settings.name}: shard {part.shard} continues with {images}")
                         partials.add(partial)
                         try:
                             asked = await downloader.download(
                                 [row for row in rows if row.row not in known.rows],
-                                lambda done, of, counts: progress.tell(part, Counter(counts) + counted),
+                                lambda done, of, counts: progress.update(part, Counter(counts) + counted),
                                 spool,
                                 partial,
                                 stored,
@@ -629,7 +630,7 @@ async def _download(
                         downloads = known.with_answers(rows, asked)
                         await loop.run_in_executor(files, commit, part, downloads, known)
                         await loop.run_in_executor(files, partial.close)
-                    progress.tell(part, Counter(item.status for item in downloads))
+                    progress.update(part, Counter(item.status for item in downloads))
 
             saving = asyncio.ensure_future(save())
             try:
@@ -641,7 +642,7 @@ async def _download(
 
 
 def _rows_of(part: Part, settings: CollectSettings) -> list[CaptionRow]:
-    """The rows of a part, read where they begin; ValueError where they are no longer those that were planned."""
+    """The rows of a part, read from its offset; ValueError if they changed since `plan`."""
     with open(settings.captions, "rb") as lines:
         lines.seek(part.offset)
         chunk = [line.removesuffix(b"\n") for line in itertools.islice(lines, part.stop - part.start)]
@@ -653,20 +654,20 @@ def _check_unchanged(part: Part, chunk: Sequence[bytes], settings: CollectSettin
     if not part.source.endswith(f" sha256:{_digest(chunk)}"):
         raise ValueError(
             f"{settings.name}: {settings.origin} was changed while it was collected: rows {part.start} to {part.stop} "
-            f"(shard {part.shard}) are no longer those of the start. Shard {part.shard} was not committed; run again"
+            f"(shard {part.shard}) changed. Shard {part.shard} was not committed; run again"
         )
 
 
 def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
-    """ConnectionError where every row that was asked for is UNREACHABLE, on at least five hosts or of at least 20."""
-    asked = [item for item in downloads if item.status not in _UNASKED]
+    """ConnectionError if every requested row is UNREACHABLE, and these are at least 20 rows or of five hosts."""
+    asked = [item for item in downloads if item.status not in _NOT_REQUESTED]
     hosts = {urlsplit(item.row.url).hostname for item in asked}
     few = len(hosts) < _FEW_HOSTS and len(asked) < _FEW_ROWS
     if not few and all(item.status in UNREACHABLE for item in asked):
         raise ConnectionError(
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
             f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
-            f"{shown_url(asked[0].row.url)}: {asked[0].detail}. Nothing of it was committed. Check this machine's "
+            f"{shown_url(asked[0].row.url)}: {asked[0].detail}. It was not committed. Check this machine's "
             "network and whether the server is up, and run again; if these hosts are gone for good, run python -m "
             "storage.collect with --commit-unreachable, or set the dataset's commit_unreachable in the flow"
         )
@@ -675,13 +676,13 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
 def _import(
     files: Sequence[Path], part: Part, settings: CollectSettings, progress: _Progress, spool: Spool
 ) -> list[Download]:
-    """Each image as if it had been downloaded, its row its place among all files."""
+    """Each image as if it had been downloaded; its row is its position among all files."""
     files = files[part.start : part.stop]
     _check_unchanged(part, [_identity(file) for file in files], settings)
     imported = import_images(
         files,
         settings.download,
-        lambda done, of, counts: progress.tell(part, counts),
+        lambda done, of, counts: progress.update(part, counts),
         threads=settings.download.decode_threads,
         spool=spool,
     )
@@ -691,14 +692,14 @@ def _import(
 
 
 def _import_stored(part: Part, settings: CollectSettings, progress: _Progress, spool: Spool) -> list[Download]:
-    """The rows of a part as img2dataset stored them, their images normalised as those that are downloaded."""
+    """The rows of a part as img2dataset stored them, with normalised images."""
     rows = read_rows(settings.origin, part.file)[part.offset : part.offset + part.stop - part.start]
     _check_unchanged(part, [row.line() for row in rows], settings)
     counts = Counter()
 
     def on_row(status: str) -> None:
         counts[status] += 1
-        progress.tell(part, counts)
+        progress.update(part, counts)
 
     threads = settings.download.decode_threads
     return import_rows(

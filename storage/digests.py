@@ -1,7 +1,7 @@
-"""Files that carry the sha256 of their own bytes, so that a changed bit is seen in what nothing else names.
+"""Files that carry the sha256 of their own bytes, so that a changed bit is detected.
 
-The digest is 64 hex digits in the file; where it stands, 64 zeros are hashed in its place. docs/formats.md says which
-files carry one, and which digest holds each of the others.
+The digest is 64 hex digits in the file; it is computed with 64 zeros in its place. docs/formats.md says which files
+carry one, and where the digests of the other files are.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ _MARKS = (f'"{OWN_SHA256}": "'.encode(), f"{OWN_SHA256}\x18@".encode())
 
 
 class OtherVersion(ValueError):
-    """A file that another version of this code wrote: it is no damage, and nothing needs to be removed."""
+    """A file that another version of this code wrote: it is not damaged, and nothing needs to be removed."""
 
 
 def check_version(found: object, version: int, where: str) -> None:
-    """OtherVersion names the file where its version is not the one that this code reads."""
+    """OtherVersion names the file if its version is not the one that this code reads."""
     if type(found) is not int or found != version:
         raise OtherVersion(
             f"{where} is of version {shown(found)}, this code reads {version}: use the code that wrote it"
@@ -28,12 +28,12 @@ def check_version(found: object, version: int, where: str) -> None:
 
 
 def check_version_of_unsealed(data: bytes, text: bytes, version: int, where: str) -> None:
-    """Call it where is_whole(data) is False: a file from before the digests has none, and is refused by its version.
+    """Call it if is_whole(data) is False: OtherVersion for a file without a digest, from an older version.
 
-    text: the JSON object in the file that holds `version`. Where data carry a digest, or text names no version, nothing
-    is known but that the file is damaged, which is left to the caller to say.
+    text: the JSON object in the file that holds `version`. If data carry a digest, or text has no version, the file is
+    damaged, and the caller reports that.
     """
-    if _place(data) is not None:
+    if _digest_offset(data) is not None:
         return
     try:
         found = parse_json(text, where).get("version")
@@ -44,27 +44,27 @@ def check_version_of_unsealed(data: bytes, text: bytes, version: int, where: str
 
 
 def seal(data: bytearray | mmap.mmap) -> None:
-    """Put the digest where BLANK stands for it; everything else is written already."""
-    place = _place(data)
-    if place is None:
+    """Replace BLANK by the digest; everything else is written already."""
+    offset = _digest_offset(data)
+    if offset is None:
         raise AssertionError(f"no {OWN_SHA256} is in these {len(data)} bytes")
-    data[place : place + len(BLANK)] = _digest(data, place)
+    data[offset : offset + len(BLANK)] = _digest(data, offset)
 
 
 def is_whole(data: bytes | bytearray | mmap.mmap) -> bool:
     """Whether these are the bytes that were sealed: all, in the same order, and none changed."""
-    place = _place(data)
-    return place is not None and data[place : place + len(BLANK)] == _digest(data, place)
+    offset = _digest_offset(data)
+    return offset is not None and data[offset : offset + len(BLANK)] == _digest(data, offset)
 
 
-def _place(data: bytes | bytearray | mmap.mmap) -> int | None:
+def _digest_offset(data: bytes | bytearray | mmap.mmap) -> int | None:
     found = [at + len(mark) for mark in _MARKS if (at := data.rfind(mark)) >= 0]
     return max(found, default=None)
 
 
-def _digest(data: bytes | bytearray | mmap.mmap, place: int) -> bytes:
+def _digest(data: bytes | bytearray | mmap.mmap, offset: int) -> bytes:
     sha256 = hashlib.sha256()
-    with memoryview(data) as view, view[:place] as before, view[place + len(BLANK) :] as after:
+    with memoryview(data) as view, view[:offset] as before, view[offset + len(BLANK) :] as after:
         for part in (before, BLANK.encode(), after):
             sha256.update(part)
     return sha256.hexdigest().encode()

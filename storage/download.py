@@ -1,9 +1,9 @@
 """Rows of (caption, url) -> Samples, each with a status.
 
-`download` fetches every distinct URL once, under one deadline each, from public addresses only, and gives one Download
-per row, in row order; what fails for now is asked once more when all others are done. A `Downloader` does so for
-several shards at once. What can go wrong with a row is a status in STATUSES; an error that is none of them is a fault
-of this program and is raised. docs/download.md has the settings, the statuses and the address rules for readers.
+`download` requests every distinct URL once, with one deadline each, from public addresses only, and returns one
+Download per row, in row order. Transient failures are requested once more when all others are done. A `Downloader` does
+this for several shards at once. A row's failure is a status in STATUSES. Any other error is a bug of this program and
+is raised. docs/download.md has the settings, the statuses and the address rules.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from storage.catalog import OK, Catalog, Row
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
 from storage.manifests import Header
-from storage.normalise import FLAGS, ImageSettings, Picture, Refused, normalise, run_out
+from storage.normalise import FLAGS, ImageSettings, NormalisedImage, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
 from storage.spool import PartialShard, Spool, SpooledImage
@@ -44,24 +44,24 @@ STATUSES: dict[str, str] = {
     "connect": "no connection, or the connection was lost before an answer came",
     "tls": "the TLS handshake failed, or the certificate does not hold for this host",
     "timeout": "the deadline passed, or the server was silent or too slow for too long",
-    "host_timeout": "asked in brief, because its host answered nothing: before, then, and until the shard was done",
+    "host_timeout": "a short deadline passed: its host had answered nothing, and did not until the shard was done",
     "refused_by_robots": "the server's `X-Robots-Tag` forbids training with it: `noai` or `noimageai`",
     "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
     "too_many_redirects": "more redirects than `max_redirects`",
     "too_big": "more bytes than `max_bytes`, announced or sent",
     "short_body": "the connection ended before the whole announced body had come",
     "missing_file": "a local image that is not there, is no regular file or cannot be opened (import only)",
-    "not_stored": "img2dataset did not store it, for a reason that is none of these (import only)",
-    "not_image": "not a picture in a format that is read: JPEG, PNG, GIF, WebP, BMP",
+    "not_stored": "img2dataset did not store it, for a reason that has no status here (import only)",
+    "not_image": "not an image in a format that is read: JPEG, PNG, GIF, WebP, BMP",
     "truncated": "the image file ends early or is damaged",
     "too_many_pixels": "more pixels than `max_pixels`, or made to be costly to decode",
     "bad_geometry": "the shorter side is under `min_side`, or one side over `max_aspect` times the other",
-    "http_other": "an HTTP status other than 200 that is no 4xx or 5xx, or a redirect that leads nowhere",
+    "http_other": "an HTTP status other than 200 that is not 4xx or 5xx, or a redirect without a target",
 }
 _HTTP_NAMES = {status.value: status.phrase for status in HTTPStatus}
 STATUSES |= {f"http_{code}": f"HTTP {code} {_HTTP_NAMES.get(code, '')}".rstrip() for code in range(400, 600)}
 
-_TRIALS = 3  # of a shard's URLs of a silent host, at most, are asked with all patience before it gives up the rest
+_TRIALS = 3  # URLs of a silent host, at most, that get their full deadline before a shard gives up the rest
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -76,14 +76,14 @@ class CaptionRow:
 
 
 def read_captions(file: Path, start: int = 0, stop: int | None = None) -> list[CaptionRow]:
-    """Rows [start, stop) of a caption list; ValueError names FILE:LINE where a line is no row."""
+    """Rows [start, stop) of a caption list; ValueError names the FILE:LINE that is not a row."""
     with open(file, "rb") as lines:
-        # A binary file ends its lines at \n alone: U+2028, form feeds and a lone \r are part of a caption.
+        # In binary mode only \n ends a line: U+2028, form feeds and a lone \r are part of a caption.
         return list(parse_captions(islice(lines, start, stop), file, start))
 
 
 def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[CaptionRow]:
-    """The rows that these lines are, the first of them line `start` (from 0) of `file`; ValueError as read_captions."""
+    """The rows of these lines. The first is line `start` (from 0) of `file`. ValueError as read_captions."""
     for row, raw in enumerate(lines, start):
         if row == 0:
             raw = raw.removeprefix(_BYTE_ORDER_MARK)
@@ -102,33 +102,33 @@ def parse_captions(lines: Iterable[bytes], file: Path, start: int) -> Iterator[C
 
 @dataclass(frozen=True)
 class Download:
-    """What became of one row: a status of STATUSES, a sentence about it, and the picture where the status is ok."""
+    """The result of one row: a status of STATUSES, details in words, and the image if the status is ok."""
 
     row: CaptionRow
     status: str
     detail: str
-    picture: Picture | SpooledImage | None
+    image: NormalisedImage | SpooledImage | None
 
     @property
     def sample(self) -> Sample | None:
-        """The row and its picture, whose bytes are read now where they lie in a Spool; None where there is none."""
-        if self.picture is None:
+        """The row and its image, read now if it is in a Spool; None if there is no image."""
+        if self.image is None:
             return None
         return Sample(
             key=sample_key(self.row.url, self.row.caption),
-            image=self.picture.image,
+            image=self.image.jpeg,
             caption=self.row.caption,
             url=self.row.url,
-            width=self.picture.width,
-            height=self.picture.height,
-            sha256=self.picture.sha256,
-            flags=self.picture.flags,
+            width=self.image.width,
+            height=self.image.height,
+            sha256=self.image.sha256,
+            flags=self.image.flags,
         )
 
 
 Progress = Callable[[int, int, dict[str, int]], None]
-Outcome = Picture | SpooledImage | Refused
-_Later = dict[str, tuple[Transient, float]]  # by URL what became of it, and when it may be asked again
+Outcome = NormalisedImage | SpooledImage | Refused
+_Later = dict[str, tuple[Transient, float]]  # by URL: its first result, and when it may be requested again
 
 
 def download(
@@ -178,9 +178,9 @@ class Downloader:
         partial: PartialShard | None = None,
         stored: Mapping[str, SpooledImage] = MappingProxyType({}),
     ) -> list[Download]:
-        """As the function `download`; with a spool, the pictures lie there and not in memory.
+        """As the function `download`; with a spool, the images are written there and not held in memory.
 
-        `partial` is told each picture that comes; `stored` are pictures by URL that came before, and are not asked for.
+        `partial` gets each new image. `stored` are images by URL from an earlier run; these are not requested.
         """
         gather = _Gather(rows, on_progress)
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
@@ -194,41 +194,42 @@ class Downloader:
             else:
                 later.setdefault(outcome.host, {})[url] = outcome, loop.time() + pause
 
-        async def again(url: str, left: _Later, patient: bool = False) -> None:
+        async def again(url: str, left: _Later, full_deadline: bool = False) -> None:
             before, at = left.pop(url)
             await asyncio.sleep(at - loop.time())
-            outcome = await self._outcome(url, spool, before, patient)
-            if isinstance(outcome, Transient) and outcome.brief:  # the host fell silent meanwhile
+            outcome = await self._outcome(url, spool, before, full_deadline)
+            if isinstance(outcome, Transient) and outcome.shortened:  # the host fell silent meanwhile
                 left[url] = outcome, loop.time()
             else:
                 gather.settle(url, outcome)
 
-        async def patiently(host: str, left: _Later) -> None:
-            tries = _spread([url for url, (before, _) in left.items() if before.brief] or list(left))
+        async def try_silent_host(host: str, left: _Later) -> None:
+            """Request some URLs with their full deadline."""
+            tries = _spread([url for url, (before, _) in left.items() if before.shortened] or list(left))
             if len(tries) > 1:
-                await all_of(again(url, left, patient=True) for url in tries)
+                await all_of(again(url, left, full_deadline=True) for url in tries)
                 return
-            async with hosts.trial(host):
-                # Of all shards that end at a time with a few URLs of the host, one asks.
-                if hosts.silent(host) and hosts.tried(host) <= max(before.ended for before, _ in left.values()):
-                    await again(tries[0], left, patient=True)
+            async with hosts.trial_lock(host):
+                # If several shards end at a time with a few URLs of the host, only one of them tries.
+                if hosts.silent(host) and hosts.last_failure(host) <= max(before.ended for before, _ in left.values()):
+                    await again(tries[0], left, full_deadline=True)
 
         async def second(host: str, left: _Later) -> None:
             while left:
                 if hosts.silent(host):
-                    await patiently(host, left)
+                    await try_silent_host(host, left)
                     if hosts.silent(host):
                         return
                 await all_of(again(url, left) for url in list(left))
 
-        for url in gather.places.keys() & stored:
+        for url in gather.rows_of_url.keys() & stored:
             gather.settle(url, stored[url])
         gather.partial = partial
-        await all_of(first(url) for url in gather.places if url not in stored)
+        await all_of(first(url) for url in gather.rows_of_url if url not in stored)
         while later:
             await all_of(second(host, left) for host, left in later.items())
             later = {host: left for host, left in later.items() if left}
-            if all(map(hosts.silent, later)):  # if not, one has answered while the others were asked
+            if all(map(hosts.silent, later)):  # if not, a host answered while the others were requested
                 break
         for left in later.values():
             for url, (before, _) in left.items():
@@ -236,14 +237,15 @@ class Downloader:
         return gather.downloads()
 
     async def _outcome(
-        self, url: str, spool: Spool | None, before: Transient | None = None, patient: bool = False
+        self, url: str, spool: Spool | None, before: Transient | None = None, full_deadline: bool = False
     ) -> Outcome:
         try:
-            # Until the picture is stored: where decoding is slower than the network, bodies must not pile up.
-            async with self._fetcher.hosts.turn(self._fetcher.host(url)):
-                with self._fetcher.budget.lease() as lease:
-                    data = await self._fetcher.fetch(url, lease, before, patient=patient)
-                    work = asyncio.get_running_loop().run_in_executor(self._threads, self._picture, data, spool)
+            # The slot is held until the image is stored: if decoding is slower than the network, bodies must not pile
+            # up.
+            async with self._fetcher.hosts.slot(self._fetcher.host(url)):
+                with self._fetcher.budget.share() as share:
+                    data = await self._fetcher.fetch(url, share, before, full_deadline=full_deadline)
+                    work = asyncio.get_running_loop().run_in_executor(self._threads, self._image, data, spool)
                     del data  # the thread drops it as early as it can
                     return await work
         except Refused as refused:
@@ -251,23 +253,23 @@ class Downloader:
         except Exception as error:
             if not run_out(error):
                 error.add_note(
-                    f"while downloading {shown_url(url)}; this is none of the known statuses, so please report it"
+                    f"while downloading {shown_url(url)}; no status stands for this error, so please report it"
                 )
             raise
 
-    def _picture(self, data: bytes, spool: Spool | None) -> Picture | SpooledImage:
-        picture = normalise(data, self.settings)
-        return picture if spool is None else spool.keep(picture)
+    def _image(self, data: bytes, spool: Spool | None) -> NormalisedImage | SpooledImage:
+        image = normalise(data, self.settings)
+        return image if spool is None else spool.write(image)
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
-    """One in eight of them, from 1 to 3, from all over the list: URLs that hang often stand next to each other."""
+    """One in eight of them, from 1 to 3, from all over the list: URLs that hang are often neighbours."""
     count = min(max(len(urls) // 8, 1), _TRIALS)
-    return [urls[(2 * place + 1) * len(urls) // (2 * count)] for place in range(count)]
+    return [urls[(2 * i + 1) * len(urls) // (2 * count)] for i in range(count)]
 
 
 async def all_of(works: Iterable[Awaitable[None]]) -> None:
-    """Await all of them at once; where one fails, none is left running."""
+    """Await all of them at once; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -278,43 +280,43 @@ async def all_of(works: Iterable[Awaitable[None]]) -> None:
 
 
 class _Gather:
-    """Rows by URL, and what became of each; a URL serves every caption that it stands beside."""
+    """Rows by URL, and their results. One download of a URL serves all its rows."""
 
     def __init__(self, rows: Sequence[CaptionRow], on_progress: Progress | None):
         self.rows = rows
         self.on_progress = on_progress
         self.partial: PartialShard | None = None
         self.results: list[Download | None] = [None] * len(rows)
-        self.places: dict[str, list[int]] = {}
+        self.rows_of_url: dict[str, list[int]] = {}  # indices into rows
         self.counts: Counter[str] = Counter()
         first: dict[str, int] = {}
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             key = sample_key(row.url, row.caption)
             if key in first:
-                self._put(place, Refused("duplicate", f"of row {rows[first[key]].row}"))
+                self._put(index, Refused("duplicate", f"of row {rows[first[key]].row}"))
             else:
-                first[key] = place
-                self.places.setdefault(row.url, []).append(place)
+                first[key] = index
+                self.rows_of_url.setdefault(row.url, []).append(index)
 
     def settle(self, url: str, outcome: Outcome) -> None:
-        for place in self.places[url]:
-            self._put(place, outcome)
+        for index in self.rows_of_url[url]:
+            self._put(index, outcome)
         if self.partial is not None and isinstance(outcome, SpooledImage):
             self.partial.add(url, outcome)
         if self.on_progress is not None:
             self.on_progress(self.counts.total(), len(self.rows), dict(self.counts))
 
-    def _put(self, place: int, outcome: Outcome) -> None:
-        row = self.rows[place]
+    def _put(self, index: int, outcome: Outcome) -> None:
+        row = self.rows[index]
         if isinstance(outcome, Refused):
             assert outcome.status in STATUSES.keys() - {"ok"}, outcome.status
-            # A server's own words may be any bytes, which aiohttp keeps as surrogates: no text file would take those.
+            # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
             tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
             detail = (redacted(outcome.detail)[:500] + tries).encode(errors="backslashreplace").decode()
-            self.results[place] = Download(row, outcome.status, detail, None)
+            self.results[index] = Download(row, outcome.status, detail, None)
         else:
-            self.results[place] = Download(row, OK, "", outcome)
-        self.counts[self.results[place].status] += 1
+            self.results[index] = Download(row, OK, "", outcome)
+        self.counts[self.results[index].status] += 1
 
     def downloads(self) -> list[Download]:
         assert None not in self.results, "a row has no status"
@@ -324,15 +326,15 @@ class _Gather:
 def read_file(file: Path, limit: int) -> bytes:
     """The bytes of a regular file, or of one that a symbolic link leads to.
 
-    Refused: `too_big` over `limit` bytes, `missing_file` for all that cannot be read; a FIFO or a device is not waited
-    for. OSError where this machine has run out of something.
+    Refused: `too_big` over `limit` bytes, `missing_file` for all that cannot be read, also for a FIFO or a device.
+    OSError if this machine has run out of files or memory.
     """
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise Refused("missing_file", f"{file} is no regular file")
-            # The size is told by who made the file system: what is read is bounded, too.
+                raise Refused("missing_file", f"{file} is not a regular file")
+            # The file system reports the size and may be wrong, so the read is limited too.
             data = b"" if status.st_size > limit else opened.read(limit + 1)
             if max(status.st_size, len(data)) > limit:
                 raise Refused("too_big", f"{max(status.st_size, len(data))} bytes, more than {limit}")
@@ -350,20 +352,20 @@ def import_images(
     threads: int = 2,
     spool: Spool | None = None,
 ) -> list[Download]:
-    """Local image files as if they had been downloaded: url is the file's name, the caption empty, row its place."""
+    """Local image files as if they had been downloaded: url is the file's name, the caption is empty."""
     files = [Path(file) for file in files]
     names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
-    gather = _Gather([CaptionRow(place, "", name) for place, name in enumerate(names)], on_progress)
+    gather = _Gather([CaptionRow(index, "", name) for index, name in enumerate(names)], on_progress)
 
     def read(url: str) -> Outcome:
         try:
-            picture = normalise(read_file(files[gather.places[url][0]], settings.max_bytes), settings)
+            image = normalise(read_file(files[gather.rows_of_url[url][0]], settings.max_bytes), settings)
         except Refused as refused:
             return refused
-        return picture if spool is None else spool.keep(picture)
+        return image if spool is None else spool.write(image)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for url, outcome in zip(gather.places, pool.map(read, gather.places), strict=True):
+        for url, outcome in zip(gather.rows_of_url, pool.map(read, gather.rows_of_url), strict=True):
             gather.settle(url, outcome)
     return gather.downloads()
 
@@ -383,9 +385,9 @@ def commit_images(
     source: str = "",
     replaces: Header | None = None,
 ) -> bool:
-    """Commit what `download` or `import_images` gave as a shard of `images`, or as the next revision of one.
+    """Commit the results of `download` or `import_images` as a shard of `images`, or as the next revision of one.
 
-    False where another writer was first.
+    False if another writer was first.
     """
     if not downloads:
         raise ValueError(f"shard {shard} has no rows; give every shard at least one")
@@ -400,5 +402,5 @@ def commit_images(
         Row(item.row.row, sample_key(item.row.url, item.row.caption), item.status, item.detail, item.row.url)
         for item in downloads
     ]
-    samples = (item.sample for item in downloads if item.picture)
+    samples = (item.sample for item in downloads if item.image)
     return catalog.commit("images", shard, samples, table, meta, replaces)

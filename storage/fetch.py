@@ -1,4 +1,4 @@
-"""URL -> bytes: one deadline for everything, a cap on bytes, retries of what passes, and public addresses only."""
+"""URL -> bytes: one deadline for all, a limit on bytes, retries of transient failures, public addresses only."""
 
 import asyncio
 import email.utils
@@ -9,14 +9,14 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
 from storage.addresses import AddressGuard, guarded_resolver, system_lookup
-from storage.hosts import Budget, Hosts, Lease, Transient
+from storage.hosts import ByteBudget, ByteShare, Hosts, Transient
 from storage.normalise import ImageSettings, Refused, run_out
 from storage.redact import redacted, shown_url
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import yarl
 
 AGENT = "vlbert-downloader"
-NO_AI = ("noai", "noimageai")  # directives of X-Robots-Tag that are honoured: no training with this
-_AT_ONCE = {"connect", "http_429"} | {f"http_{code}" for code in range(500, 600)}
-_LATER = _AT_ONCE | {"timeout"}
+NO_AI = ("noai", "noimageai")  # directives of X-Robots-Tag that forbid training
+_RETRIED = {"connect", "http_429"} | {f"http_{code}" for code in range(500, 600)}
+_TRANSIENT = _RETRIED | {"timeout"}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
-# A longer pause would keep a turn from other URLs: what asks for more is asked again in the second pass.
+# A longer pause would keep a slot from other URLs. Such a URL is requested again in the second pass.
 _LONGEST_PAUSE = 2.0
-# What part of its deadline a URL gets while its host is silent: 1 s of 20.
-_BRIEF = 1 / 20
+# The part of its deadline that a URL gets while its host is silent: 1 s of 20.
+_SHORT_DEADLINE = 1 / 20
 _UNPACKED_AT_ONCE = 256 * 1024  # bytes
-# Directives of X-Robots-Tag that have a value, by which `name: value` is told from `agent: directive`.
+# Directives of X-Robots-Tag that have a value: this tells `name: value` from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
 
@@ -117,14 +117,14 @@ class DownloadSettings(ImageSettings):
 class Fetcher:
     """URL -> bytes over one pool of connections; an async context manager.
 
-    `lookup` stands in for the system's name resolution in tests: (host, port) -> addresses.
+    `lookup` replaces the system's name resolution in tests: (host, port) -> addresses.
     """
 
     def __init__(self, settings: DownloadSettings, lookup: Callable[[str, int], Awaitable[list[str]]] | None = None):
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
         self.hosts = Hosts(settings.concurrency, settings.per_host, settings.breaker)
-        self.budget = Budget(settings.max_bytes_in_flight)
+        self.budget = ByteBudget(settings.max_bytes_in_flight)
         self.lookup = lookup or system_lookup
 
     async def __aenter__(self) -> "Fetcher":
@@ -133,9 +133,9 @@ class Fetcher:
         settings = self.settings
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,  # the turns are the limit; a queue in here would eat into deadlines
-                # One answer a connection: what a server sends behind it must not be taken for the next URL's. And of
-                # thousands of hosts, each would keep one open.
+                limit=0,  # Hosts limits the connections; a queue in here would use up deadlines
+                # One answer per connection: bytes that a server sends after it must not be read as the answer to the
+                # next URL. And with thousands of hosts, each would keep one connection open.
                 force_close=True,
                 resolver=guarded_resolver(self.guard, self.lookup),
                 socket_factory=self.guard.open_socket,
@@ -145,7 +145,7 @@ class Fetcher:
             ),
             headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # a few bytes can unpack to gigabytes: see _unpack
+            auto_decompress=False,  # a few bytes can unpack to gigabytes: see _Unpacker
             trust_env=False,  # a proxy from the environment would connect for us, unchecked
         )
         return self
@@ -157,72 +157,72 @@ class Fetcher:
         """The host of a URL, with its port; Refused as AddressGuard.check_url."""
         return _host_of(self.guard.check_url(url))
 
-    async def fetch(self, url: str, lease: Lease, before: Transient | None = None, *, patient: bool = False) -> bytes:
-        """The body, within the deadline; Refused says why there is none, and Transient that a later attempt may do.
+    async def fetch(
+        self, url: str, share: ByteShare, before: Transient | None = None, *, full_deadline: bool = False
+    ) -> bytes:
+        """The body, within the deadline; Refused says why there is none, Transient that a later attempt may succeed.
 
-        The caller holds a turn of the URL's host, and `lease` until it needs the bytes no more. `before` is what became
-        of the URL in the first pass: now it has one attempt, and what is left of its deadline, but half of it at most;
-        all of it where it was asked in brief. `patient`: not in brief, though the host is silent.
+        The caller holds a slot of the URL's host, and `share` until it no longer needs the bytes. `before` is the
+        result of the first pass. The second pass is one attempt, in the rest of the deadline, but at most half of it;
+        in all of it if the deadline was shortened. `full_deadline`: do not shorten the deadline for a silent host.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
         deadline = self.settings.deadline
-        second = before is not None and not before.brief
+        second = before is not None and not before.shortened
         if second:
             deadline = min(deadline - before.spent, deadline / 2)
-        visit = _Visit("", lease, patient)
+        flight = _InFlight("", share, full_deadline)
         refused: Transient | None = None
         attempts = before.attempts if before else 0
         try:
-            async with asyncio.timeout_at(begin + deadline) as visit.clock:
+            async with asyncio.timeout_at(begin + deadline) as flight.clock:
                 for attempt in itertools.count(1):
                     attempts += 1
                     try:
-                        return await self._attempt(url, visit)
+                        return await self._attempt(url, flight)
                     except Transient as error:
                         refused = error
                     pause = max(self._pause(url, attempt), refused.retry_after)
-                    more = refused.status in _AT_ONCE and attempt <= self.settings.retries
-                    if not more or second or visit.brief or pause > _LONGEST_PAUSE:
+                    more = refused.status in _RETRIED and attempt <= self.settings.retries
+                    if not more or second or flight.shortened or pause > _LONGEST_PAUSE:
                         break
-                    if loop.time() + pause >= visit.clock.when():
+                    if loop.time() + pause >= flight.clock.when():
                         break
                     await asyncio.sleep(pause)
-                if refused.status == "connect" and not visit.brief:
-                    self.hosts.failed(visit.host)
+                if refused.status == "connect" and not flight.shortened:
+                    self.hosts.failed(flight.host)
                 raise refused
         except TimeoutError as error:
-            if lease.revoked:  # and not asked again: it would fill the memory once more
-                self._blame(visit)
-                raise Refused("timeout", f"{lease.held} bytes, then too slow while other bodies waited") from error
-            earlier = f"; before that {refused.status}: {refused.detail}" if refused else ""
-            if visit.brief:
+            if flight.shortened:
                 refused = Transient(
-                    "host_timeout", f"not done after {self._brief:g} s, and {visit.host} had not answered for long"
+                    "host_timeout",
+                    f"not done after {self._short_deadline:g} s, and {flight.host} had not answered for long",
                 )
             else:
-                self._blame(visit)
+                self._count_failure(flight)
+                earlier = f"; before that {refused.status}: {refused.detail}" if refused else ""
                 refused = Transient("timeout", f"not done after {deadline:g} s{earlier}")
             raise refused from error
         finally:
             if refused is not None:
-                refused.attempts, refused.host, refused.brief = attempts, visit.host, visit.brief
+                refused.attempts, refused.host, refused.shortened = attempts, flight.host, flight.shortened
                 refused.ended = loop.time()
-                refused.spent = refused.ended - begin - visit.waited + (before.spent if before else 0.0)
+                refused.spent = refused.ended - begin - flight.waited + (before.spent if before else 0.0)
 
     @property
-    def _brief(self) -> float:
+    def _short_deadline(self) -> float:
         """Seconds for a URL of a silent host."""
-        return self.settings.deadline * _BRIEF
+        return self.settings.deadline * _SHORT_DEADLINE
 
-    def _blame(self, visit: "_Visit") -> None:
-        """The host that a URL was at when it timed out: no wonder where it was asked in brief."""
-        if not visit.brief:
-            self.hosts.failed(visit.host)
+    def _count_failure(self, flight: "_InFlight") -> None:
+        """Count a timeout against the host that the URL was at, unless the deadline was shortened."""
+        if not flight.shortened:
+            self.hosts.failed(flight.host)
 
     def pause_before_second_pass(self, url: str, refused: Transient) -> float | None:
-        """Seconds until the URL may be asked again; None where it may not."""
-        if refused.brief:
+        """Seconds until the URL may be requested again; None if it may not."""
+        if refused.shortened:
             return 0.0
         settings = self.settings
         pause = max(self._pause(url, settings.retries + 1), refused.retry_after)
@@ -232,18 +232,18 @@ class Fetcher:
         jitter = random.Random(f"{self.settings.seed} {attempts} {url}").uniform(0.5, 1.5)
         return self.settings.retry_delay * 2 ** (attempts - 1) * jitter
 
-    async def _attempt(self, url: str, visit: "_Visit") -> bytes:
-        """One try: redirects and body. Transient where another try may do better, Refused where not."""
+    async def _attempt(self, url: str, flight: "_InFlight") -> bytes:
+        """One attempt: redirects and body. Transient if another attempt may succeed, else Refused."""
         address = url
         for _ in range(self.settings.max_redirects + 1):
             checked = self.guard.check_url(address)
-            visit.host = _host_of(checked)
-            if self.hosts.doubtful(visit.host):
-                async with visit.clock_stopped():
-                    await self._doubt(visit.host)
-            if self.hosts.silent(visit.host) and not visit.patient:
-                visit.hurry(self._brief)
-            location, body = await self._ask(checked, visit)
+            flight.host = _host_of(checked)
+            if self.hosts.url_to_recheck(flight.host):
+                async with flight.clock_stopped():
+                    await self._recheck(flight.host)
+            if self.hosts.silent(flight.host) and not flight.full_deadline:
+                flight.shorten(self._short_deadline)
+            location, body = await self._request(checked, flight)
             if location is None:
                 return body
             address = _join(address, location)
@@ -251,20 +251,20 @@ class Fetcher:
             "too_many_redirects", f"more than {self.settings.max_redirects}, the last to {shown_url(address)}"
         )
 
-    async def _doubt(self, host: str) -> None:
-        """Ask again what the host has answered before: whether it is the host that is silent, or some of its URLs."""
-        async with self.hosts.doubt(host):
-            known = self.hosts.doubtful(host)
-            if known is None:
-                return  # it has answered meanwhile, or who was here before got no answer either
-            with self.budget.lease() as lease:
-                visit = _Visit(host, lease, patient=True)
+    async def _recheck(self, host: str) -> None:
+        """Request again a URL that the host has answered: is the host silent, or only some of its URLs?"""
+        async with self.hosts.recheck_lock(host):
+            url = self.hosts.url_to_recheck(host)
+            if url is None:
+                return  # it has answered meanwhile, or another URL found it silent
+            with self.budget.share() as share:
+                flight = _InFlight(host, share, full_deadline=True)
                 with suppress(TimeoutError, Refused):
-                    async with asyncio.timeout(self.settings.deadline) as visit.clock:
-                        await self._ask(self.guard.check_url(known), visit)
-            self.hosts.forget(host, known)
+                    async with asyncio.timeout(self.settings.deadline) as flight.clock:
+                        await self._request(self.guard.check_url(url), flight)
+            self.hosts.recheck_failed(host, url)
 
-    async def _ask(self, url: "yarl.URL", visit: "_Visit") -> tuple[str | None, bytes]:
+    async def _request(self, url: "yarl.URL", flight: "_InFlight") -> tuple[str | None, bytes]:
         """One request: where a redirect leads, or None and the body."""
         import aiohttp
 
@@ -274,41 +274,41 @@ class Fetcher:
             async with self.session.get(url, allow_redirects=False) as response:
                 seconds = loop.time() - begin
                 try:
-                    answer = await self._answer(response, visit)
+                    answer = await self._answer(response, flight)
                 except Refused as error:
                     if error.status == "timeout":
-                        self._blame(visit)
+                        self._count_failure(flight)
                     else:
-                        self.hosts.answered(visit.host, str(url), begin, seconds)
-                    rest = isinstance(error, Transient) and error.retry_after > 0
-                    if rest or error.status == "http_429":
-                        self.hosts.overloaded(visit.host, begin, rest=rest)
+                        self.hosts.answered(flight.host, str(url), begin, seconds)
+                    must_wait = isinstance(error, Transient) and error.retry_after > 0
+                    if must_wait or error.status == "http_429":
+                        self.hosts.overloaded(flight.host, begin, must_wait=must_wait)
                     elif error.status == "http_503":
-                        self.hosts.complained(visit.host)
+                        self.hosts.complained(flight.host)
                     raise
-            self.hosts.answered(visit.host, str(url), begin, seconds)
+            self.hosts.answered(flight.host, str(url), begin, seconds)
             return answer
         except aiohttp.ClientError as error:
             way_out = run_out(error)
             if way_out:
-                raise OSError(error.errno, f"{error}, while {shown_url(str(url))} was asked; {way_out}") from error
+                raise OSError(error.errno, f"{error}, while {shown_url(str(url))} was requested; {way_out}") from error
             status = _status_of(error)
             text = str(error).replace(str(url), shown_url(str(url)))
             detail = redacted(f"{type(error).__name__}: {text}")[:300]
             if status == "timeout":
-                self._blame(visit)
+                self._count_failure(flight)
             if status == "connect":
-                self.hosts.complained(visit.host)
-            transient = status in _LATER or (status == "dns" and error.errno == socket.EAI_AGAIN)
+                self.hosts.complained(flight.host)
+            transient = status in _TRANSIENT or (status == "dns" and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
-    async def _answer(self, response: "aiohttp.ClientResponse", visit: "_Visit") -> tuple[str | None, bytes]:
+    async def _answer(self, response: "aiohttp.ClientResponse", flight: "_InFlight") -> tuple[str | None, bytes]:
         """Where a redirect leads, or None and the body."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
-            _heed_robots(response.headers.getall("X-Robots-Tag", ()))
+            _check_robots(response.headers.getall("X-Robots-Tag", ()))
         if code == 200:
-            return None, await self._body(response, visit)
+            return None, await self._body(response, flight)
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
@@ -316,70 +316,74 @@ class Fetcher:
             return location, b""
         status = f"http_{code}" if 400 <= code < 600 else "http_other"
         detail = f"HTTP {code} {response.reason or ''}".rstrip()
-        if status in _LATER:
+        if status in _TRANSIENT:
             raise Transient(status, detail, _retry_after(response.headers.get("Retry-After", "")))
         raise Refused(status, detail)
 
-    async def _body(self, response: "aiohttp.ClientResponse", visit: "_Visit") -> bytes:
+    async def _body(self, response: "aiohttp.ClientResponse", flight: "_InFlight") -> bytes:
         import aiohttp
 
-        settings, content = self.settings, response.content
-        limit = settings.max_bytes
+        settings, content, limit = self.settings, response.content, self.settings.max_bytes
         if (response.content_length or 0) > limit:
             raise Refused("too_big", f"{response.content_length} bytes announced, more than {limit}")
-        body = bytearray()
+        unpacker = _Unpacker(response.headers.get("Content-Encoding", ""))
+        body, received = bytearray(), 0
         loop = asyncio.get_running_loop()
         since, counted = loop.time(), 0  # of the rate
-        visit.lease.read_by(visit.clock)
         try:
             while not content.at_eof():
-                if not visit.lease.may_grow:
-                    await visit.wait_for_room()
-                    visit.lease.read_by(visit.clock)
-                    since, counted = loop.time(), len(body)
                 chunk = await content.readany()
-                body += chunk
-                visit.lease.grow(len(chunk))
-                if len(body) > limit:
+                received += len(chunk)
+                if received > limit:
                     raise Refused("too_big", f"over {limit} bytes sent")
+                for part in unpacker.parts(chunk):
+                    if not flight.share.may_grow:
+                        await flight.wait_to_grow()
+                        since, counted = loop.time(), received
+                    body += part
+                    flight.share.grow(len(part))
+                    if len(body) > limit:
+                        raise Refused("too_big", f"over {limit} bytes when unpacked from {unpacker.encoding}")
+                    if unpacker.encoding:
+                        await asyncio.sleep(0)  # a turn for the others after each part
                 seconds = loop.time() - since
                 if seconds >= settings.read_timeout:
-                    if len(body) - counted < settings.min_rate * seconds and not content.at_eof():
+                    if received - counted < settings.min_rate * seconds and not content.at_eof():
                         raise Transient(
-                            "timeout", f"{len(body) - counted} bytes in {seconds:.0f} s, under {settings.min_rate}/s"
+                            "timeout", f"{received - counted} bytes in {seconds:.0f} s, under {settings.min_rate}/s"
                         )
-                    since, counted = loop.time(), len(body)
+                    since, counted = loop.time(), received
         except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
             expected = "" if response.content_length is None else f" of {response.content_length}"
-            raise Transient("short_body", f"{len(body)}{expected} bytes, then the connection ended") from error
-        finally:
-            visit.lease.read_by(None)
-        return await _unpack(bytes(body), response.headers.get("Content-Encoding", ""), limit, visit)
+            raise Transient("short_body", f"{received}{expected} bytes, then the connection ended") from error
+        if not unpacker.ended:
+            raise Refused("short_body", f"the {unpacker.encoding} stream of {received} bytes has no end")
+        return bytes(body)
 
 
-class _Visit:
-    """One URL on its way: the host that it is at, the clock of its deadline and the bytes that it holds.
+class _InFlight:
+    """One URL in flight: the host that it is at, the clock of its deadline and the bytes that it holds.
 
-    patient  whether it takes its time though the host is silent
-    brief    whether it was made to hurry
+    full_deadline  whether it keeps its deadline though the host is silent
+    shortened      whether its deadline was shortened
     """
 
-    def __init__(self, host: str, lease: Lease, patient: bool):
+    def __init__(self, host: str, share: ByteShare, full_deadline: bool):
         self.host = host
-        self.lease = lease
-        self.patient = patient
-        self.brief = False
+        self.share = share
+        self.full_deadline = full_deadline
+        self.shortened = False
         self.clock: asyncio.Timeout
-        self.waited = 0.0  # seconds for what is no fault of the server
+        self.waited = 0.0  # seconds in which the clock was stopped
 
-    def hurry(self, seconds: float) -> None:
-        """End after so many seconds from now, unless the deadline is nearer."""
-        self.brief = True
+    def shorten(self, seconds: float) -> None:
+        """End after this many seconds from now, unless the deadline is nearer."""
+        self.shortened = True
         self.clock.reschedule(min(self.clock.when(), asyncio.get_running_loop().time() + seconds))
 
     @asynccontextmanager
     async def clock_stopped(self) -> AsyncIterator[None]:
-        """The deadline waits."""
+        """Time in here does not count towards the deadline: it is not the server's fault."""
         loop = asyncio.get_running_loop()
         end, begin = self.clock.when(), loop.time()
         self.clock.reschedule(None)
@@ -390,15 +394,14 @@ class _Visit:
             self.waited += seconds
             self.clock.reschedule(end + seconds)
 
-    async def wait_for_room(self) -> None:
+    async def wait_to_grow(self) -> None:
         """Wait until the body may grow, with the clock stopped."""
-        self.lease.read_by(None)
         async with self.clock_stopped():
-            await self.lease.room()
+            await self.share.wait_to_grow()
 
 
 def _host_of(url: "yarl.URL") -> str:
-    # With the port: where nobody listens at 443, somebody may at 80.
+    # With the port: a server may listen at port 80 and not at 443.
     return f"{url.host}:{url.port}"
 
 
@@ -406,11 +409,11 @@ def _join(base: str, location: str) -> str:
     try:
         return urljoin(base, location)
     except ValueError as error:
-        raise Refused("bad_url", f"redirect to {shown_url(location)!r} cannot be read") from error
+        raise Refused("bad_url", f"redirect to {shown_url(location)!r} cannot be parsed") from error
 
 
 def _status_of(error: "aiohttp.ClientError") -> str:
-    """The status of an error before the body. The order is that of aiohttp's classes, the special ones first."""
+    """The status of an error before the body. Subclasses come before their base classes."""
     import aiohttp
 
     if isinstance(error, aiohttp.ClientSSLError) or isinstance(error.__cause__, ssl.SSLError):
@@ -426,12 +429,12 @@ def _status_of(error: "aiohttp.ClientError") -> str:
     return "bad_response"
 
 
-def _heed_robots(headers: Iterable[str]) -> None:
-    """Refused where an X-Robots-Tag forbids training: a directive of NO_AI, for all agents or for ours."""
+def _check_robots(headers: Iterable[str]) -> None:
+    """Refused if an X-Robots-Tag forbids training: a directive of NO_AI, for all agents or for ours."""
     for header in headers:
-        agent = ""  # that the directives are for, up to the end of the header; "" for all
-        for piece in re.split("[,;]", header):  # some write semicolons, though a comma is meant
-            name, colon, rest = (part.strip().lower() for part in piece.partition(":"))
+        agent = ""  # the directives up to the end of the header are for this agent; "" for all
+        for item in re.split("[,;]", header):  # some servers write semicolons instead of commas
+            name, colon, rest = (part.strip().lower() for part in item.partition(":"))
             if colon and name not in (*_VALUED, *NO_AI) and " " not in name:  # a space: the middle of a date
                 agent, name = name.partition("/")[0], rest.rstrip(" :")
             if name in NO_AI and agent in ("", "*", AGENT):
@@ -439,7 +442,7 @@ def _heed_robots(headers: Iterable[str]) -> None:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for: a number, or an HTTP date; 0 where there is none."""
+    """Seconds that a Retry-After header asks for: a number, or an HTTP date; 0 if it has neither."""
     if value.strip().isdecimal():
         return float(value)
     try:
@@ -448,30 +451,31 @@ def _retry_after(value: str) -> float:
         return 0.0
 
 
-async def _unpack(body: bytes, encoding: str, limit: int, visit: _Visit) -> bytes:
-    """Undo a content encoding that we did not ask for: never past `limit` bytes, and as there is room for them."""
-    encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, told by the header
-    unpacked, packed = bytearray(), memoryview(body)
-    for start in range(0, len(packed), _UNPACKED_AT_ONCE):
-        left = packed[start : start + _UNPACKED_AT_ONCE]
-        while left and not unpacker.eof:
-            if not visit.lease.may_grow:
-                await visit.wait_for_room()
-            await asyncio.sleep(0)  # a turn for the others after each step
+class _Unpacker:
+    """Undoes a content encoding, which some servers use without being asked; `encoding` is "" where there is none."""
+
+    def __init__(self, encoding: str):
+        encoding = encoding.strip().lower()
+        if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+            raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
+        self.encoding = encoding.removeprefix("identity")
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by the stream's header
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream came to its end."""
+        return not self.encoding or self._zlib.eof
+
+    def parts(self, chunk: bytes) -> Iterator[bytes]:
+        """The content of a chunk, at most _UNPACKED_AT_ONCE bytes at a time: a small chunk may be a bomb."""
+        if not self.encoding:
+            yield chunk
+        while self.encoding and not self._zlib.eof:
             try:
-                step = unpacker.decompress(left, _UNPACKED_AT_ONCE)
+                part = self._zlib.decompress(chunk, _UNPACKED_AT_ONCE)
             except zlib.error as error:
-                raise Refused("bad_response", f"Content-Encoding {encoding}, but {error}") from error
-            unpacked += step
-            visit.lease.grow(len(step))
-            if len(unpacked) > limit:
-                raise Refused("too_big", f"over {limit} bytes when unpacked from {encoding}")
-            left = unpacker.unconsumed_tail
-    if not unpacker.eof:
-        raise Refused("short_body", f"the {encoding} stream of {len(body)} bytes has no end")
-    return bytes(unpacked)
+                raise Refused("bad_response", f"Content-Encoding {self.encoding}, but {error}") from error
+            chunk = self._zlib.unconsumed_tail
+            yield part
+            if not chunk and len(part) < _UNPACKED_AT_ONCE:
+                break

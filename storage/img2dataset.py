@@ -2,9 +2,8 @@
 
 img2dataset leaves for each shard NNNNN.parquet (a row for each URL: url, caption, key, status, error_message, ...),
 NNNNN_stats.json, written last, and the images as KEY.jpg (.png, .webp) in NNNNN.tar (its format `webdataset`) or in a
-folder NNNNN/ (its format `files`). What a killed writer leaves has the final names, too: each shard is looked at first.
-A folder may come from strangers: at most MAX_ROWS rows and MAX_TEXT bytes of a table are read, and no image outside the
-folder.
+folder NNNNN/ (its format `files`). A killed writer leaves files with the final names, so each shard is checked first.
+The folder is untrusted: at most MAX_ROWS rows and MAX_TEXT bytes of a table are read, and no image outside the folder.
 """
 
 import json
@@ -31,14 +30,14 @@ _IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 _BLOCK = 512  # of a tar
 MAX_ROWS = 100_000  # of one shard; img2dataset's default is 10,000
 MAX_TEXT = 64 * 2**20  # bytes of captions, URLs, keys and errors in one shard
-_MAX_PAGES = 256 * 2**20  # bytes of these columns in a row group, as its footer tells
+_MAX_PAGES = 256 * 2**20  # bytes of these columns in a row group, by its footer
 _MAX_STATS = 2**20  # bytes of NNNNN_stats.json
 _BATCH = 1000  # rows of a table that are decoded at a time
 _COLUMNS = ("key", "caption", "url", "status", "error_message")
-_KEY = re.compile(r"[^/\\\0]{0,60}")  # a file's name without its extension: never a path
+_KEY = re.compile(r"[^/\\\0]{0,60}")  # a file's name without its extension, never a path
 _SUCCESS = "success"
 
-# Its error messages are those of urllib, of sockets and its own: the first that is found decides.
+# Its error messages come from urllib, from sockets and from itself. The first pattern that matches decides.
 _MEANINGS: tuple[tuple[str, str], ...] = (
     (r"infinite loop|redirect error", "too_many_redirects"),
     (r"X-Robots-Tag", "refused_by_robots"),
@@ -65,17 +64,17 @@ class StoredRow:
     error: str
 
     def line(self) -> bytes:
-        """What identifies the row when an import goes on."""
+        """The identity of the row, for the digest of the shard's rows."""
         return json.dumps([self.shard, self.key, self.caption, self.url, self.status, self.error]).encode()
 
 
 def shard_names(folder: Path) -> list[str]:
     """The shards of a folder, in order.
 
-    ValueError where it holds none, or one that is torn or in another format: all are named, with the way out.
+    ValueError if it holds none, or lists those that are torn or in another format.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder that img2dataset wrote")
+        raise ValueError(f"{folder} is not a folder that img2dataset wrote; name one that has NNNNN.parquet files")
     found = (re.fullmatch(r"(\d{5,})(\.parquet|\.tar|_stats\.json|)", file.name) for file in folder.iterdir())
     names = sorted({match[1] for match in found if match}, key=lambda name: (int(name), name))
     if not names:
@@ -85,15 +84,15 @@ def shard_names(folder: Path) -> list[str]:
     if torn:
         more = f"; and {len(torn) - 10} more" if len(torn) > 10 else ""
         raise ValueError(
-            f"{folder}: {len(torn)} of {len(names)} shards cannot be imported whole ({'; '.join(torn[:10])}{more}). "
-            "Run img2dataset again with the same settings, which does them anew, or move their files away and import "
-            "the rest"
+            f"{folder}: {len(torn)} of {len(names)} shards cannot be imported ({'; '.join(torn[:10])}{more}). "
+            "Run img2dataset again with the same settings, which writes them again, or move their files away and "
+            "import the rest"
         )
     return names
 
 
 def _fault(folder: Path, name: str) -> str:
-    """Why a shard cannot be imported whole; "" where it can."""
+    """Why a shard cannot be imported; "" if it can."""
     stats, table, tar = folder / f"{name}_stats.json", folder / f"{name}.parquet", folder / f"{name}.tar"
     if not stats.is_file():
         return f"no {stats.name}: its writer was stopped"
@@ -134,15 +133,15 @@ def _fault(folder: Path, name: str) -> str:
 
 
 def read_rows(folder: Path, shard: str) -> list[StoredRow]:
-    """The rows of one shard by key, the order of the list; a caption that is not there is empty.
+    """The rows of one shard by key, which is the order of the list; a missing caption is empty.
 
-    ValueError names the file where it cannot be read, holds more than MAX_ROWS or MAX_TEXT, or has a key with a path.
+    ValueError names a file that cannot be read, holds more than MAX_ROWS or MAX_TEXT, or has a key with a path.
     """
     file, rows, text = folder / f"{shard}.parquet", [], 0
     try:
         schema = pq.read_schema(file)
         names = [name for name in _COLUMNS if name in schema.names]
-        # Not spread out, a cell that many rows share is in memory once.
+        # As a dictionary, a value that many rows share is in memory once.
         shared = [name for name in names if pa.types.is_string(schema.field(name).type)]
         with pq.ParquetFile(file, read_dictionary=shared, buffer_size=2**16) as table:
             for batch in table.iter_batches(_BATCH, columns=names, use_threads=False):
@@ -151,7 +150,7 @@ def read_rows(folder: Path, shard: str) -> list[StoredRow]:
                 text += sum(_bytes_of(column) for column in columns)
                 if text > MAX_TEXT or len(rows) + len(batch) > MAX_ROWS:
                     raise ValueError(
-                        f"{file} holds more than {MAX_ROWS} rows or {MAX_TEXT} bytes of text, and is not read further; "
+                        f"{file} holds more than {MAX_ROWS} rows or {MAX_TEXT} bytes of text; "
                         "write it in smaller shards, or move it away"
                     )
                 lines = zip(*(column.cast(pa.string()).to_pylist() for column in columns), strict=True)
@@ -163,7 +162,7 @@ def read_rows(folder: Path, shard: str) -> list[StoredRow]:
     wrong = next((row.key for row in rows if not _KEY.fullmatch(row.key)), None)
     if wrong is not None:
         raise ValueError(
-            f"{file}: key {wrong[:100]!r} is no file's name; img2dataset did not write it: move the shard away"
+            f"{file}: key {wrong[:100]!r} is not a file's name, so img2dataset did not write it; move the shard away"
         )
     return sorted(rows, key=lambda row: row.key)
 
@@ -189,24 +188,24 @@ def import_rows(
 ) -> list[Download]:
     """One Download per row of one shard, the first of them row `first`; `on_row(status)` after each.
 
-    duplicates: row -> the first row with the same URL and caption. ValueError where the tar breaks off.
+    duplicates: row -> the first row with the same URL and caption. ValueError if the tar ends early.
     """
     downloads = []
     wanted = {row.key for number, row in enumerate(rows, first) if row.status == _SUCCESS and number not in duplicates}
 
-    def picture(data: bytes | Refused) -> SpooledImage | Refused:
+    def stored_image(data: bytes | Refused) -> SpooledImage | Refused:
         if isinstance(data, Refused):
             return data
         try:
-            return spool.keep(normalise(data, settings))
+            return spool.write(normalise(data, settings))
         except Refused as refused:
             return refused
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         outcomes = {}
         for key, data in _images(folder, rows[0].shard, wanted, settings.max_bytes):
-            outcomes[key] = pool.submit(picture, data)
-            if len(outcomes) % 64 == 0:  # not all of a tar's images in memory, while they wait for a thread
+            outcomes[key] = pool.submit(stored_image, data)
+            if len(outcomes) % 64 == 0:  # so that the images that wait for a thread stay few in memory
                 for future in outcomes.values():
                     future.result()
         for number, stored in enumerate(rows, first):
@@ -242,7 +241,7 @@ def status_of(row: StoredRow) -> str:
 
 
 def _images(folder: Path, shard: str, wanted: set[str], limit: int) -> Iterator[tuple[str, bytes | Refused]]:
-    """Key and bytes of each wanted image that is there; what is over `limit` bytes is refused unread."""
+    """Key and bytes of each wanted image that exists; one over `limit` bytes is refused and not read."""
 
     def read(size: int, file: BinaryIO) -> bytes | Refused:
         with file:
@@ -250,7 +249,7 @@ def _images(folder: Path, shard: str, wanted: set[str], limit: int) -> Iterator[
 
     def read_own(file: Path) -> bytes | Refused:
         if not file.resolve().is_relative_to(folder.resolve()):
-            return Refused("missing_file", f"{file} leads out of {folder}")
+            return Refused("missing_file", f"{file} is a link to a file outside {folder}")
         try:
             return read_file(file, limit)
         except Refused as refused:

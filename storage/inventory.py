@@ -57,7 +57,7 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Litter:
+class Garbage:
     """Something that nothing names any more; modified in seconds since 1970, by the storage's clock.
 
     remove() looks once more; False: it stays, for it was written again or is named by now.
@@ -443,7 +443,7 @@ def _dealt(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Tab
 # --- gc ---------------------------------------------------------------------------------------------------------------
 
 
-def litter(store: ObjectStore, grace: float) -> list[Litter]:
+def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     """What may go: nothing names it, and it is older than `grace` seconds by the storage's clock.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
@@ -478,15 +478,15 @@ def litter(store: ObjectStore, grace: float) -> list[Litter]:
     return [one for one in found if now - one.modified > grace]
 
 
-def _broken_off(leftover: Leftover) -> Litter:
+def _broken_off(leftover: Leftover) -> Garbage:
     def remove() -> bool:
         leftover.remove()
         return True
 
-    return Litter("broken-off put", leftover.name, leftover.size, leftover.modified, remove)
+    return Garbage("broken-off put", leftover.name, leftover.size, leftover.modified, remove)
 
 
-def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Litter:
+def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Garbage:
     def remove() -> bool:
         if info not in store.list(info.path):  # gone, or with a new date: a writer has taken it over meanwhile
             return False
@@ -495,7 +495,7 @@ def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Litter:
         store.delete(info.path)
         return True
 
-    return Litter(what, store.where(info.path), info.size, info.modified, remove)
+    return Garbage(what, store.where(info.path), info.size, info.modified, remove)
 
 
 def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
@@ -509,9 +509,9 @@ def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
         return False
 
 
-def collect(store: ObjectStore, grace: float, delete: bool) -> list[str]:
+def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
     """A line for each thing that may go; with `delete` it is gone then, unless a last look finds it in use."""
-    found = litter(store, grace)
+    found = find_garbage(store, grace)
     rows, size = [], 0
     for one in found:
         if delete and not one.remove():
@@ -606,7 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = {
             "status": lambda: status(store),
             "history": lambda: history(store, options.dataset),
-            "gc": lambda: collect(store, options.grace * 3600, options.delete),
+            "gc": lambda: collect_garbage(store, options.grace * 3600, options.delete),
         }[options.command]()
     except (ValueError, ObjectMissing, StorageUnreachable) as error:
         sys.exit(str(error))

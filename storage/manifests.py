@@ -135,13 +135,13 @@ def checked_meta(meta: dict, where: str) -> dict:
         raise ValueError(f"{where}: meta cannot be written as JSON: {error}") from error
 
 
-def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], about: dict) -> bytes:
-    """The manifest; spans and facts are those of the ok rows, `about` says stage, shard, tar and meta.
+def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
+    """The manifest; spans and facts are those of the ok rows, `metadata` says stage, shard, tar and meta.
 
     The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
     """
     header = {
-        **about,
+        **metadata,
         "version": MANIFEST_VERSION,
         "shard_version": SHARD_VERSION,
         "statuses": dict(sorted(Counter(row.status for row in rows).items())),

@@ -1,7 +1,7 @@
-"""Image bytes as they came from anywhere -> the JPEG that is stored, or the reason why not.
+"""Image bytes as downloaded -> the JPEG that is stored, or the reason why there is none.
 
-A JPEG that needs nothing is stored byte for byte. Everything else is decoded, turned upright, converted to RGB or grey,
-made smaller where it is too large, and encoded once. Whatever is stored decodes without a complaint of libjpeg.
+A JPEG that needs no change is stored byte for byte. All others are decoded, turned upright, converted to RGB or grey,
+made smaller if they are too large, and encoded once. libjpeg decodes every stored image without a warning.
 """
 
 import errno
@@ -30,19 +30,19 @@ FLAGS: dict[str, str] = {
     "repaired": "a JPEG whose decoder warned of stray bytes: decoded and encoded anew",
 }
 
-# What we decode, with the first bytes of each. Few formats on purpose: every decoder reads what a stranger wrote.
+# The formats that are decoded, with their first bytes. Few on purpose: every decoder reads untrusted bytes.
 _MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
 
 # What Pillow's decoders raise on damaged data (found by fuzzing, tests/storage/test_normalise.py).
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 _DAMAGE += (struct.error, zlib.error)
-Image.init()  # all of Pillow's readers now: it passes over one that it cannot load when it first needs it
-# What Pillow may open, here and elsewhere. It knows more: for an EPS, whatever its name, it starts Ghostscript.
+Image.init()  # loads all of Pillow's readers now: later, it would skip one that it cannot load
+# The formats that Pillow may open, here and elsewhere. It knows more: for an EPS, it starts Ghostscript.
 STORED_FORMATS = ("JPEG", "PNG")  # an image of a shard
 COLLECTED_FORMATS = tuple(_MAGIC)  # an image of the web
 FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys()))  # an image file of one's own
 
-# What this machine may run out of, and the way out: never the fault of a row.
+# What this machine may run out of, and what to do. These errors are not a row's status.
 _RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
 _RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency, max_bytes_in_flight or decode_threads")
 _RUN_OUT |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
@@ -57,12 +57,12 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# A progressive JPEG is decoded once per scan; encoders write about ten, a file made to cost hours has thousands.
+# A progressive JPEG is decoded once per scan; encoders write about ten, a file made to take hours has thousands.
 _MAX_SCANS = 100
 
 
 class Refused(Exception):
-    """One image will not be stored: `status` is a key of storage.download.STATUSES, `detail` says more."""
+    """An image that is not stored: `status` is a key of storage.download.STATUSES, `detail` has more."""
 
     def __init__(self, status: str, detail: str):
         super().__init__(status, detail)
@@ -71,7 +71,7 @@ class Refused(Exception):
 
 
 def run_out(error: BaseException) -> str:
-    """The way out where the error says that this machine has run out of something; "" for every other error."""
+    """What to do if this machine has run out of something; "" for every other error."""
     return _RUN_OUT.get(error.errno, "") if isinstance(error, OSError) else ""
 
 
@@ -115,18 +115,18 @@ class ImageSettings:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A JPEG as it is stored, its size in pixels, the sha256 of the bytes that came, and what was done (FLAGS)."""
+class NormalisedImage:
+    """A JPEG as it is stored, its size in pixels, the sha256 of the original bytes, and what was changed (FLAGS)."""
 
-    image: bytes
+    jpeg: bytes
     width: int
     height: int
     sha256: str
     flags: tuple[str, ...]
 
 
-def normalise(data: bytes, settings: ImageSettings) -> Picture:
-    """The stored form of an image file; Refused says why there is none. The same bytes give the same bytes."""
+def normalise(data: bytes, settings: ImageSettings) -> NormalisedImage:
+    """The stored form of an image file; Refused says why there is none. Equal input gives equal output."""
     if len(data) > settings.max_bytes:
         raise Refused("too_big", f"{len(data)} bytes, more than {settings.max_bytes}")
     image = _open(data)
@@ -134,7 +134,7 @@ def normalise(data: bytes, settings: ImageSettings) -> Picture:
     _check_size(width, height, settings)
     flags = []
     try:
-        # Pillow calls a JPEG that holds several pictures MPO; its first picture is an ordinary JPEG.
+        # Pillow's name for a JPEG with several images is MPO; its first image is an ordinary JPEG.
         if image.format in ("JPEG", "MPO"):
             flags += _jpeg_flags(data, image)
         else:
@@ -148,7 +148,7 @@ def normalise(data: bytes, settings: ImageSettings) -> Picture:
         flags += [] if readable else ["exif_unreadable"]
         needs = set(flags) - {"exif_unreadable"} or orientation != 1 or max(image.size) > settings.max_side
         if not needs and image.mode in ("RGB", "L"):
-            return Picture(data, width, height, hashlib.sha256(data).hexdigest(), tuple(flags))
+            return NormalisedImage(data, width, height, hashlib.sha256(data).hexdigest(), tuple(flags))
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Refused("too_many_pixels", str(error)) from error
@@ -165,14 +165,14 @@ def normalise(data: bytes, settings: ImageSettings) -> Picture:
         size = tuple(max(1, round(side * scale)) for side in image.size)
         image = image.resize(size, Image.Resampling.LANCZOS)  # in Pillow, antialiased wherever it reduces
         flags.append("resized")
-    image.info = {}  # a comment found there would be written again
+    image.info = {}  # else a comment in it would be written again
     file = io.BytesIO()
     image.save(file, "JPEG", quality=settings.jpeg_quality, subsampling="4:2:0", optimize=False)
-    return Picture(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
+    return NormalisedImage(file.getvalue(), *image.size, hashlib.sha256(data).hexdigest(), tuple(flags))
 
 
 def _open(data: bytes) -> Image.Image:
-    """The image with only its header read; the format is told by content, never by name or Content-Type."""
+    """The image with only its header read. The content tells the format, not the name or the Content-Type."""
     start = data[:16]
     try:
         return Image.open(io.BytesIO(data), formats=COLLECTED_FORMATS)
@@ -200,10 +200,10 @@ def _check_size(width: int, height: int, settings: ImageSettings) -> None:
 
 
 def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
-    """["repaired"] where libjpeg warns of stray bytes, [] where all is well; Refused where data are missing.
+    """["repaired"] if libjpeg warns of stray bytes, [] if not; Refused if data are missing.
 
-    Pillow passes over libjpeg's warnings; simplejpeg, with which training reads, does not. All coefficients are
-    decoded here, but only to an eighth of the size and to grey: half the time of a full picture.
+    Pillow ignores libjpeg's warnings; simplejpeg, which training uses, does not. All coefficients are decoded here, but
+    only to an eighth of the size and to grey: half the time of a full image.
     """
     import simplejpeg
 
@@ -223,10 +223,10 @@ def _jpeg_flags(data: bytes, image: Image.Image) -> list[str]:
 
 
 def _orientation(image: Image.Image) -> tuple[int, bool]:
-    """EXIF orientation 1..8, and whether EXIF could be read; where it could not, the picture is taken as upright."""
+    """EXIF orientation 1..8, and whether EXIF could be read; if not, the image is taken as upright."""
     exif = Image.Exif()
     try:
-        # Not image.getexif(): that hides an error which opening a JPEG met, and also goes by XMP; browsers do not.
+        # Not image.getexif(): it hides errors from opening the JPEG, and it uses XMP, which browsers do not.
         exif.load(image.info.get("exif", b""))
         orientation = exif.get(_ORIENTATION, 1)
     except _DAMAGE:
@@ -235,14 +235,14 @@ def _orientation(image: Image.Image) -> tuple[int, bool]:
 
 
 def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
-    """The decoded image in mode RGB or L; appends to `flags` what was done."""
+    """The decoded image in mode RGB or L; appends to `flags` what was changed."""
     grey = image.mode in ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")
     if image.mode.startswith("I"):
         pixels = np.asarray(image)
         if pixels.min() < 0 or pixels.max() > 65535:
-            raise Refused("not_image", f"pixel values {pixels.min()}..{pixels.max()} are no 16-bit grey")
+            raise Refused("not_image", f"pixel values {pixels.min()}..{pixels.max()} are not 16-bit grey")
         reduced = np.empty(pixels.shape, dtype=np.uint8)
-        for i, line in enumerate(pixels):  # line by line: a copy of the whole in 32 bits would be the largest of all
+        for i, line in enumerate(pixels):  # by line: a 32-bit copy of the image would be large
             reduced[i] = (line.astype(np.uint32) + 128) // 257  # 257 = 65535 / 255
         return Image.fromarray(reduced)
     if image.mode in ("P", "PA"):
@@ -255,5 +255,5 @@ def _to_rgb_or_grey(image: Image.Image, flags: list[str]) -> Image.Image:
     elif image.mode == "CMYK":
         flags.append("cmyk")
     elif image.mode not in ("1", "L", "RGB", "P"):
-        raise Refused("not_image", f"pixels of mode {image.mode} have no known meaning as a picture")
+        raise Refused("not_image", f"pixels of mode {image.mode} cannot be converted to RGB or grey")
     return image.convert("L" if grey else "RGB")

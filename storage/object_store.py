@@ -372,7 +372,7 @@ class _Joined(io.RawIOBase):
     """Parts as one file to read from."""
 
     def __init__(self, parts: Sequence[memoryview]):
-        self._parts, self._place = parts, 0
+        self._parts, self._position = parts, 0
         self._starts = list(itertools.accumulate(map(len, parts), initial=0))
 
     def readable(self) -> bool:
@@ -382,19 +382,19 @@ class _Joined(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = (0, self._place, self._starts[-1])[whence] + offset
-        return self._place
+        self._position = (0, self._position, self._starts[-1])[whence] + offset
+        return self._position
 
     def readinto(self, target: memoryview) -> int:
         """Fill it, over the borders of parts, as long as there is something: who uploads takes less for the end."""
         written = 0
-        while written < len(target) and self._place < self._starts[-1]:
-            number = bisect.bisect_right(self._starts, self._place) - 1
-            start = self._place - self._starts[number]
+        while written < len(target) and self._position < self._starts[-1]:
+            number = bisect.bisect_right(self._starts, self._position) - 1
+            start = self._position - self._starts[number]
             piece = self._parts[number][start : start + len(target) - written]
             target[written : written + len(piece)] = piece
             written += len(piece)
-            self._place += len(piece)
+            self._position += len(piece)
         return written
 
 

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 
 
-@functools.lru_cache  # a batch asks for the same few as the batch before
+@functools.lru_cache  # each batch needs the same few
 def mix(*numbers: int) -> int:
-    """A 64-bit hash of integers (splitmix64, chained): ours, so that no library's random stream decides an order."""
+    """A 64-bit hash of integers (splitmix64, chained). No library's random stream decides an order."""
     state = 0
     for number in numbers:
         state = _mixed(state ^ _mixed(number % 2**64))
@@ -23,7 +23,7 @@ def _mixed(x: int) -> int:
 
 
 def _number(value: int) -> np.ndarray:
-    """uint64 []: faster beside an array of a few hundred than a scalar, which numpy makes an array of at every call."""
+    """uint64 []: with small arrays this is faster than a scalar, which numpy converts at every call."""
     return np.array(value, np.uint64)
 
 
@@ -32,7 +32,7 @@ _30, _27, _31 = map(_number, (30, 27, 31))
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
-    """One step of splitmix64 at every element of a uint64 array; it wraps round on purpose."""
+    """One step of splitmix64 at every element of a uint64 array; overflow is intended."""
     x = x + _STEP
     x ^= x >> _30
     x *= _FIRST
@@ -43,36 +43,36 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffled(
-    places: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
+    positions: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
 ) -> np.ndarray:
-    """Which of n questions stand at `places` of epoch `epoch`: int64, a permutation of 0..n-1 over all n places.
+    """Which of n examples are at `positions` of epoch `epoch`: int64, a permutation of 0..n-1 over all n positions.
 
-    Computed place by place (a Feistel network, walked until it falls below n), so that an epoch of any length needs
-    neither memory nor time before its first batch.
+    Each position is computed alone (a Feistel network, repeated until the number is below n), so that an epoch of any
+    length needs neither memory nor time before its first batch.
 
-    chunk      so many neighbours stand together, and whole chunks are shuffled; each epoch cuts elsewhere
-    begins     samples that all epochs before took: chunks begin where the number of all samples taken so far is a
-               multiple of `chunk`, so that batches of such a size cut none; what is left over stands at both ends
+    chunk      neighbours that stay together: whole chunks are shuffled, and each epoch cuts them elsewhere
+    begins     samples of all earlier epochs. Chunks begin at multiples of `chunk` of all samples so far, so that
+               batches of that size hold whole chunks. The rest is at both ends of the epoch.
     """
     if chunk == 1:
-        return _permuted(places, seed, stream, epoch, n)
-    places = places.astype(np.int64)
+        return _permuted(positions, seed, stream, epoch, n)
+    positions = positions.astype(np.int64)
     head = min(n, -begins % chunk)
     chunks = (n - head) // chunk
-    number, within = np.divmod(places - head, chunk)
+    number, within = np.divmod(positions - head, chunk)
     whole = (number >= 0) & (number < chunks)
-    # Places in a line of all questions, whole chunks first; those before and behind the chunks take what follows.
-    line = np.where(places < head, places + chunks * chunk, places)
+    # Positions in a line of all examples: whole chunks first, then what is before and after them.
+    line = np.where(positions < head, positions + chunks * chunk, positions)
     line[whole] = _permuted(number[whole], seed, stream, epoch, chunks) * chunk + within[whole]
     return (line + mix(seed, stream, epoch, chunk) % n) % n
 
 
-def _permuted(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
-    """A number below n for each place below n, no two the same."""
+def _permuted(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
+    """A number below n for each position below n, no two the same."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
     bits, low = _number(half), _number(2**half - 1)
     keys = [_number(mix(seed, stream, epoch, number)) for number in range(4)]
-    result = places.astype(np.uint64)
+    result = positions.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
         numbers = result[outside]
@@ -90,9 +90,9 @@ def _permuted(places: np.ndarray, seed: int, stream: int, epoch: int, n: int) ->
 
 
 def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tuple[int, int]]:
-    """(epoch, question) of the `count` samples after the first `consumed` ones; an epoch may end in between."""
+    """(epoch, example) of the `count` samples after the first `consumed` ones; they may be of several epochs."""
     taken = []
     for epoch in range(consumed // n, -(-(consumed + count) // n)):
-        places = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
-        taken += [(epoch, number) for number in shuffled(places, seed, stream, epoch, n).tolist()]
+        positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
+        taken += [(epoch, number) for number in shuffled(positions, seed, stream, epoch, n).tolist()]
     return taken

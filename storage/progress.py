@@ -1,13 +1,13 @@
-"""The one form of the lines that tell how far a stage is: collecting and detecting, as programs and as flows."""
+"""Lines of progress of a stage: collecting and detecting, as programs and as flows."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 
 def progress_line(name: str, done: int, total: int, unit: str, counts: Mapping[str, int], seconds: float) -> str:
-    """How much of a dataset is done, what it came to, how fast, and how long the rest takes at this rate.
+    """How much of a dataset is done, the counts (such as rows by status), the rate, and the time that the rest takes.
 
-    counts: by what is counted, such as a status; told from the largest. seconds: since the first of `total` was begun.
+    seconds: since the first of `total` was begun.
     """
     what = ", ".join(f"{count:,} {one}" for one, count in Counter(counts).most_common())
     rate = done / seconds if seconds > 0 else 0.0

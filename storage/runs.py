@@ -155,7 +155,7 @@ def _looks_sound(store: ObjectStore, path: str) -> bool:
         files = _read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
     except (ObjectMissing, ValueError, KeyError):
         return False
-    return all(sizes.get(name) == about["bytes"] for name, about in files.items())
+    return all(sizes.get(name) == recorded["bytes"] for name, recorded in files.items())
 
 
 # --- JSON with its own digest -----------------------------------------------------------------------------------------

@@ -221,10 +221,10 @@ class _Reader:
         target = self.last(dict)
         if len(values) % 2:
             raise ValueError("a key without a value")
-        for place in range(0, len(values), 2):
-            if type(values[place]) is not str:
-                check_key(values[place])
-            target[values[place]] = values[place + 1]
+        for index in range(0, len(values), 2):
+            if type(values[index]) is not str:
+                check_key(values[index])
+            target[values[index]] = values[index + 1]
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()

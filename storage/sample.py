@@ -1,7 +1,7 @@
-"""Sample and Regions: the record that all stages share, and its form as members of a WebDataset tar.
+"""Sample and Regions, which all stages share, and their form as members of a WebDataset tar.
 
-The byte-level contract (member names, dtypes, byte order, version) is docs/formats.md. Members may come from anywhere:
-`from_members` checks them, so that no reader of a Sample has to, and `to_members` writes nothing that it would refuse.
+The byte-level contract (member names, dtypes, byte order, version) is docs/formats.md. `from_members`
+checks untrusted members, so that readers of a Sample need not. `to_members` writes only what `from_members` accepts.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from storage.safe_json import parse_json, printable, shown
 
 SAMPLE_VERSION = 1
 MAX_PIXELS = 100_000_000
-"""The most that an image of a sample may have: decoded, it takes three bytes for each."""
+"""The most pixels of a sample's image: decoded, each takes three bytes."""
 
-# How each array of Regions lies in the .mp member: little-endian, C order. `None` in a shape is the number of regions.
+# How each array of Regions is stored in the .mp member: little-endian, C order. `None`: the number of regions.
 _ARRAYS = {
     "boxes": ("<f4", (None, 4)),
     "scores": ("<f4", (None,)),
@@ -29,7 +29,7 @@ _ARRAYS = {
     "features": ("<f2", (None, -1)),
 }
 _REQUIRED = ("boxes", "scores", "labels")
-_ABOUT = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # the fields of the .json member
+_JSON_FIELDS = {"version", "caption", "url", "width", "height", "sha256", "flags"}  # the fields of the .json member
 # More than any .mp member needs. Without limits a few bytes ask for arrays of gigabytes.
 _LIMITS = {"max_map_len": 32, "max_array_len": 3, "max_str_len": 1000, "max_ext_len": 0}
 
@@ -67,7 +67,7 @@ class Regions:
                 if name in _REQUIRED:
                     raise ValueError(f"Regions.{name} is missing")
                 continue
-            # Written out, for every sample that a training reads passes here.
+            # Fast on purpose: every sample that a training reads is checked here.
             fits = array.ndim == len(shape) and len(array) == n and shape[-1] in (None, -1, array.shape[-1])
             if array.dtype != dtype or not fits:
                 wanted = tuple(n if s is None else s for s in shape)
@@ -120,7 +120,7 @@ class Sample:
 
 
 class BadSample(ValueError):
-    """A sample that is not as docs/formats.md has it: the message, and its key."""
+    """A sample that breaks a rule of docs/formats.md: the message, and its key."""
 
     def __init__(self, message: str, key: str):
         super().__init__(message, key)
@@ -136,12 +136,12 @@ def sample_key(url: str, caption: str) -> str:
 
 
 def to_members(sample: Sample) -> dict[str, bytes]:
-    """Extension -> bytes, in the order in which they stand in the tar: jpg, json, and mp where there are regions.
+    """Extension -> bytes, in the order of the tar: jpg, json, and mp if there are regions.
 
-    BadSample, a ValueError, names the sample and the field where from_members would refuse them.
+    BadSample, a ValueError, names the sample and the field that from_members would refuse.
     """
     check_sample(sample)
-    about = {
+    metadata = {
         "version": SAMPLE_VERSION,
         "caption": sample.caption,
         "url": sample.url,
@@ -150,35 +150,35 @@ def to_members(sample: Sample) -> dict[str, bytes]:
         "sha256": sample.sha256,
         "flags": list(sample.flags),
     }
-    members = {"jpg": sample.image, "json": json.dumps(about, ensure_ascii=False).encode()}
+    members = {"jpg": sample.image, "json": json.dumps(metadata, ensure_ascii=False).encode()}
     if sample.regions is not None:
         members["mp"] = pack_regions(sample.regions)
     return members
 
 
 def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
-    """The inverse of to_members. BadSample, a ValueError, names the sample, and the member or field that is not as
-    docs/formats.md has it: whatever comes out is right, and only the JPEG may fail yet, when it is decoded."""
+    """The inverse of to_members. BadSample, a ValueError, names the sample and the member or field that breaks a rule
+    of docs/formats.md. The JPEG itself is not decoded, so only decoding it may still fail."""
     try:
         for name in ("jpg", "json"):
             if name not in members:
                 raise ValueError(f"there is no .{name} member, only {sorted(members)}")
-        about = parse_json(members["json"], "the .json member")
-        if about.keys() != _ABOUT:
-            for name in sorted(_ABOUT - about.keys()):
+        metadata = parse_json(members["json"], "the .json member")
+        if metadata.keys() != _JSON_FIELDS:
+            for name in sorted(_JSON_FIELDS - metadata.keys()):
                 raise ValueError(f"{name} is missing in the .json member")
-            raise ValueError(f"{shown(min(about.keys() - _ABOUT))} is no field of the .json member")
-        version, flags = about["version"], about["flags"]
+            raise ValueError(f"{shown(min(metadata.keys() - _JSON_FIELDS))} is no field of the .json member")
+        version, flags = metadata["version"], metadata["flags"]
         if type(version) is not int or version != SAMPLE_VERSION:
             raise ValueError(f"it is of version {shown(version)}, this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
             image=members["jpg"],
-            caption=about["caption"],
-            url=about["url"],
-            width=about["width"],
-            height=about["height"],
-            sha256=about["sha256"],
+            caption=metadata["caption"],
+            url=metadata["url"],
+            width=metadata["width"],
+            height=metadata["height"],
+            sha256=metadata["sha256"],
             flags=tuple(flags) if type(flags) is list else flags,
             regions=unpack_regions(members["mp"]) if "mp" in members else None,
         )
@@ -189,7 +189,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
 
 
 def check_sample(sample: Sample) -> None:
-    """BadSample, a ValueError, names the sample and the field where from_members would refuse it, whoever made it."""
+    """BadSample, a ValueError, names the sample and the field that from_members would refuse."""
     try:
         _check(sample)
         for text in (sample.caption, sample.url, sample.sha256, *sample.flags):
@@ -202,12 +202,12 @@ def _check(sample: Sample) -> None:
     width, height, flags = sample.width, sample.height, sample.flags
     if not type(sample.caption) is type(sample.url) is type(sample.sha256) is str:
         name = next(name for name in ("caption", "url", "sha256") if type(getattr(sample, name)) is not str)
-        raise ValueError(f"{name} is {shown(getattr(sample, name))}, not a text")
+        raise ValueError(f"{name} is {shown(getattr(sample, name))}, not a string")
     if type(flags) is not tuple or (flags and not all(type(flag) is str for flag in flags)):
-        raise ValueError(f"flags is {shown(flags)}, not a list of texts")
+        raise ValueError(f"flags is {shown(flags)}, not a list of strings")
     size = jpeg_size(sample.image)
     if type(width) is not int or type(height) is not int or (width, height) != size:
-        raise ValueError(f"width and height are {shown(width)} and {shown(height)}, those of its JPEG {size}")
+        raise ValueError(f"width and height are {shown(width)} and {shown(height)}, and its JPEG has {size}")
     if width * height > MAX_PIXELS:
         raise ValueError(f"width and height are {width} and {height}: over {MAX_PIXELS} pixels, too large to decode")
     if sample.regions is not None:
@@ -215,7 +215,7 @@ def _check(sample: Sample) -> None:
 
 
 def _check_regions(regions: Regions, width: int, height: int) -> None:
-    """Every number of them, in one pass over an array: training does this with each sample that it reads."""
+    """Checks every number, in one pass over each array, because training does this with each sample that it reads."""
     detector, background, probs = regions.detector, regions.background, regions.class_probs
     if type(detector) is not str or not detector:
         raise ValueError(f"regions.detector is {shown(detector)}, not an id")
@@ -227,7 +227,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     if not len(regions):
         return
     boxes = regions.boxes
-    # What is no number comes out of a minimum or maximum, and no comparison with it is true.
+    # A NaN becomes the minimum or maximum, and comparisons with it are false.
     _, _, right, bottom = np.maximum.reduce(boxes).tolist()
     sides = np.count_nonzero(boxes[:, 2:] > boxes[:, :2])
     if not (
@@ -251,10 +251,10 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     features = regions.features
     if features is not None and features.size:
         bits = features.ravel().view(np.uint16)
-        # Of either sign, what is not finite is larger than all that is, taken as a whole number.
+        # As integers, infinities and NaNs of either sign are larger than all finite numbers of that sign.
         if np.maximum.reduce(bits.view(np.int16)) >= _INFINITY or np.maximum.reduce(bits) >= _MINUS_INFINITY:
-            place = np.argwhere(~np.isfinite(features))[0].tolist()
-            raise ValueError(f"regions.features{place} is {features[tuple(place)]}")
+            index = np.argwhere(~np.isfinite(features))[0].tolist()
+            raise ValueError(f"regions.features{index} is {features[tuple(index)]}")
 
 
 _ONES = {np.dtype(kind): int(np.ones(1, kind).view(f"u{kind[-1]}")[0]) for kind in ("f2", "f4")}
@@ -266,8 +266,8 @@ def _check_fractions(name: str, array: np.ndarray) -> None:
     """ValueError where a number is not from 0 to 1. As whole numbers, those that are negative or not finite are larger
     than 1: one pass, ten times as fast as comparing them."""
     if array.size and np.maximum.reduce(array.ravel().view(_UNSIGNED[array.dtype])) > _ONES[array.dtype]:
-        place = np.argwhere(~((array >= 0) & (array <= 1) & ~np.signbit(array)))[0].tolist()
-        raise ValueError(f"regions.{name}{place} is {array[tuple(place)]}, not from 0 to 1")
+        index = np.argwhere(~((array >= 0) & (array <= 1) & ~np.signbit(array)))[0].tolist()
+        raise ValueError(f"regions.{name}{index} is {array[tuple(index)]}, not from 0 to 1")
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
@@ -275,25 +275,25 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
     none, so that what nobody can decode is not taken, and no decoder makes room for another size."""
     if data[:2] != b"\xff\xd8":
         raise ValueError("the .jpg member is no JPEG")
-    place = 2
+    offset = 2
     try:
         while True:
-            if data[place] != 0xFF:  # stray bytes between two markers
-                place = data.index(b"\xff", place)
-            while (marker := data[place]) == 0xFF:
-                place += 1
-            place += 1
+            if data[offset] != 0xFF:  # stray bytes between two markers
+                offset = data.index(b"\xff", offset)
+            while (marker := data[offset]) == 0xFF:
+                offset += 1
+            offset += 1
             if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD7:  # these have no content
                 continue
-            length = data[place] << 8 | data[place + 1]
+            length = data[offset] << 8 | data[offset + 1]
             if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-                height, width = data[place + 3] << 8 | data[place + 4], data[place + 5] << 8 | data[place + 6]
+                height, width = data[offset + 3] << 8 | data[offset + 4], data[offset + 5] << 8 | data[offset + 6]
                 if not width or not height:
                     raise ValueError("the .jpg member says that it has no pixels")
                 return width, height
             if length < 2 or 0xD8 <= marker <= 0xDA:  # a second picture, its end, or its data: no header comes
                 break
-            place += length
+            offset += length
     except IndexError:
         pass
     raise ValueError("the .jpg member is torn: no header says its size")

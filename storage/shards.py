@@ -1,7 +1,7 @@
-"""One shard: a deterministic WebDataset tar of Samples, and where in it each Sample lies.
+"""One shard: a deterministic WebDataset tar of Samples, and the offset of each Sample in it.
 
-The layout is a contract, docs/formats.md. tarfile writes it, and webdataset can read it; the headers are read here by
-hand, because a training reader takes one sample with one pread at a random place, which tarfile and webdataset cannot.
+The layout is a contract, docs/formats.md. tarfile writes it, and webdataset can read it. The headers are parsed here,
+because training reads one sample with one pread at a random offset, which tarfile and webdataset cannot do.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _ZEROS = bytes(_BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a sample lies: from the first tar header of its members to the end of its last padded one, in bytes."""
+    """The bytes of a sample: from the first tar header of its members to the end of the last one's padding."""
 
     key: str
     offset: int
@@ -35,7 +35,7 @@ class Span:
 
 
 def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
-    """Write the samples, in this order, as one tar that depends on nothing else; the file appears when it is whole.
+    """Write the samples, in this order, as one tar. Its bytes depend on nothing else; it appears when it is complete.
 
     ValueError names a key that occurs twice or cannot be part of a member's name.
     """
@@ -66,10 +66,9 @@ def write_shard(samples: Iterable[Sample], file: Path) -> list[Span]:
 
 
 def read_shard(source: bytes | Path, name: str = "the shard") -> Iterator[Sample | BadSample]:
-    """The samples of one tar, in order, or for each why it is none; `name` stands for the bytes in messages (a Path
-    names itself).
+    """The samples of one tar, in order, each or why it is invalid. `name` names the bytes in messages.
 
-    ValueError names the file, the member and its offset where the tar is torn or not in our layout.
+    ValueError names the file, the member and its offset if the tar is torn or not in our layout.
     """
     if isinstance(source, bytes):
         yield from _samples(source, name)
@@ -79,30 +78,30 @@ def read_shard(source: bytes | Path, name: str = "the shard") -> Iterator[Sample
 
 
 def index_shard(file: Path) -> list[Span]:
-    """Where each sample of a WebDataset tar in our layout lies, whoever wrote it; errors as in read_shard."""
+    """The span of each sample of a WebDataset tar in our layout; errors as in read_shard."""
     with _mapped(file) as data:
         return [Span(key, start, end - start) for key, start, end, _ in _groups(data, str(file))]
 
 
 def read_span(data: bytes, name: str = "the span") -> Sample:
-    """The sample whose bytes [offset, offset + length) are given; ValueError where they are anything else."""
-    key, places = _span(data, name)
-    members = {extension: data[start:end] for extension, (start, end) in places.items() if extension != "mp"}
-    if "mp" in places:  # most of the bytes: unpacking copies them, once is enough
-        members["mp"] = memoryview(data)[slice(*places["mp"])]
+    """The sample whose bytes [offset, offset + length) are given; ValueError if they are anything else."""
+    key, ranges = _span(data, name)
+    members = {extension: data[start:end] for extension, (start, end) in ranges.items() if extension != "mp"}
+    if "mp" in ranges:  # most of the bytes: unpacking copies them, and one copy is enough
+        members["mp"] = memoryview(data)[slice(*ranges["mp"])]
     return _sample(key, members, name)
 
 
 def span_members(data: bytes, name: str = "the span") -> tuple[str, dict[str, bytes]]:
-    """The key of such a sample and what it is made of, extension -> content; errors as in read_span."""
-    key, places = _span(data, name)
-    return key, {extension: data[start:end] for extension, (start, end) in places.items()}
+    """The key of such a sample and its members, extension -> content; errors as in read_span."""
+    key, ranges = _span(data, name)
+    return key, {extension: data[start:end] for extension, (start, end) in ranges.items()}
 
 
 def _span(data: bytes, name: str) -> tuple[str, dict[str, tuple[int, int]]]:
     groups = list(_group(_members(data, name), name))
     if len(groups) != 1 or groups[0][2] != len(data):
-        raise ValueError(f"{name}: {len(data)} bytes hold {len(groups)} samples, not just one; rebuild the index")
+        raise ValueError(f"{name}: {len(data)} bytes hold {len(groups)} samples, not one; rebuild the index")
     return groups[0][0], groups[0][3]
 
 
@@ -213,10 +212,10 @@ def _members(data: bytes | mmap.mmap, name: str, whole: bool = False) -> Iterato
 
 
 def _octal(field: bytes) -> int:
-    """A number of a tar header; ValueError where it is none. int() alone would take a sign and underscores, too."""
+    """A number of a tar header; ValueError if it is not one. int() alone would accept a sign and underscores."""
     digits = field.strip(b" \0")
     if not digits.isdigit():
-        raise ValueError(f"{field!r} is no octal number")
+        raise ValueError(f"{field!r} is not an octal number")
     return int(digits, 8)
 
 

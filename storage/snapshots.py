@@ -139,7 +139,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
         if rows:
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
         snapshot = snapshot_of(stage, headers)
-        about = {
+        metadata = {
             "version": SNAPSHOT_VERSION,
             "stage": stage,
             "random_init": snapshot.random_init,
@@ -155,7 +155,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
                 for header in headers
             ],
         }
-        text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
         of_text = hashlib.sha256(text.encode()).hexdigest()  # for who reads parts of the file alone
         writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
@@ -226,15 +226,15 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     text = metadata.get(b"snapshot", b"")
     if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
-    about = parse_json(text, where, fix=_WAY_OUT)
-    check_version(about.get("version"), SNAPSHOT_VERSION, where)
-    shards = about["shards"]
+    metadata = parse_json(text, where, fix=_WAY_OUT)
+    check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
+    shards = metadata["shards"]
     snapshot = Snapshot(
         id=_id((shard["shard"], shard["manifest_sha256"]) for shard in shards),
-        stage=about["stage"],
+        stage=metadata["stage"],
         shards=tuple(shard["shard"] for shard in shards),
         ok_rows=sum(shard["rows"] for shard in shards),
-        random_init=about["random_init"],
+        random_init=metadata["random_init"],
     )
     if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
         raise ValueError(f"{where} says that it is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
@@ -284,7 +284,7 @@ class _Ranges(io.RawIOBase):
         found = next(store.list(path), None)
         if found is None or found.path != path:
             raise ObjectMissing(f"there is no object {path} under {store.root}")
-        self._store, self._path, self._size, self._place = store, path, found.size, 0
+        self._store, self._path, self._size, self._position = store, path, found.size, 0
 
     def readable(self) -> bool:
         return True
@@ -293,14 +293,14 @@ class _Ranges(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        return self._place
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        length = max(0, min(len(buffer), self._size - self._place))
-        buffer[:length] = self._store.get_range(self._path, self._place, length)
-        self._place += length
+        length = max(0, min(len(buffer), self._size - self._position))
+        buffer[:length] = self._store.get_range(self._path, self._position, length)
+        self._position += length
         return length

@@ -43,9 +43,8 @@ from storage.collect import (
     plan,
 )
 from storage.download import CaptionRow, Download, DownloadSettings, commit_images
-from storage.inventory import Inventory, litter, verify
-from storage.inventory import collect as collect_litter
-from storage.normalise import Picture
+from storage.inventory import Inventory, collect_garbage, find_garbage, verify
+from storage.normalise import NormalisedImage
 from storage.object_store import StorageUnreachable, open_store
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
@@ -167,7 +166,7 @@ def test_a_group_that_is_tried_again_leaves_committed_shards_alone(demo_data: De
     of(root).store.delete("captions/images/00003.parquet")
     said = []
     group = Group(tuple(plan(captions(demo_data), {})), {"ok": 8}, 40, 4)
-    counts = collect_group(root, captions(demo_data, report_every=0), group, say=said.append)
+    counts = collect_group(root, captions(demo_data, report_every=0), group, log=said.append)
     assert counts == of(root).counts(IMAGES)  # of the whole group, whoever committed it
     assert contents(root) == before
     # 30 rows were there: what is told are rows 30 and 31 alone, after the eight of an earlier group.
@@ -213,7 +212,7 @@ def test_an_empty_list_or_folder_is_an_error(demo_data: DemoData, tmp_path: Path
     (tmp_path / "empty.tsv").touch()
     with pytest.raises(ValueError, match="holds nothing to collect for captions"):
         collect(str(tmp_path / "root"), captions(demo_data, tmp_path / "empty.tsv"))
-    with pytest.raises(ValueError, match="is no folder of images"):
+    with pytest.raises(ValueError, match="is not a folder"):
         plan(dataclasses.replace(refcoco(demo_data), images=str(tmp_path / "nowhere")), {})
 
 
@@ -340,7 +339,7 @@ def listed(*lines: str) -> Callable[[Path], list[str]]:
     [
         (listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))), "--allow-host 127.0.0.1:8791"),
         (listed("a\tno", "b\taddress"), "line 1 has 'no' as its URL"),
-        (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: a URL stands before the tab"),
+        (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: the URL is before the tab"),
         (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
         (picture_that_is_none, "not_image"),
     ],
@@ -506,7 +505,7 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     assert [path for _, path, _ in web.requests[asked:]].count("/again/later.jpg") == 1
     assert {path for _, path, _ in web.requests[asked:]} == {"/again/later.jpg", "/again/never.jpg"}
     assert (collected.asked_again, collected.newly_ok, collected.new_shards) == (2, 1, 0)
-    assert "captions: 2 rows of 2 shards are asked again: http_5xx, timeout" in said
+    assert "captions: 2 rows of 2 shards are requested again: http_5xx, timeout" in said
     assert statuses(root) == ["ok", "ok", "http_404", "ok", "http_502", "ok", "duplicate"]
     assert read() == ["a", "b", "d", "f"]
     assert as_it_is(root).items() > before.items()  # nothing that was there has changed
@@ -520,7 +519,7 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     assert list(verify(Inventory(open_store(root)))) == []
     pin = {"dataset": "captions", "stage": IMAGES, "snapshot": old.id}
     put_checkpoint(open_store(root), "runs/run/step-0000001", {"held_out": pin})
-    assert collect_litter(open_store(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
+    assert collect_garbage(open_store(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
     collected = collect(root, again, said.append)
     assert (collected.asked_again, collected.newly_ok) == (1, 0)
     assert of(root).headers(IMAGES)["00000"].revision == 2
@@ -652,16 +651,16 @@ def test_shards_in_progress_share_what_is_known_of_a_host(tmp_path: Path):
 
 
 def test_a_shard_that_somebody_else_commits_meanwhile_is_not_downloaded_again(web: Web, tmp_path: Path):
-    root, picture = str(tmp_path / "root"), encode(draw())
+    root, image = str(tmp_path / "root"), encode(draw())
     started, other_done = threading.Barrier(SHARDS_AT_ONCE + 1), threading.Event()
 
     def held(handler: BaseHTTPRequestHandler) -> None:
         started.wait(30)
         other_done.wait(30)
-        send(picture)(handler)
+        send(image)(handler)
 
-    urls = [web.put(f"/shared/{i}.jpg", in_turn(held, send(picture))) for i in range(SHARDS_AT_ONCE)]
-    urls += [web.put("/shared/last.jpg", send(picture))]
+    urls = [web.put(f"/shared/{i}.jpg", in_turn(held, send(image))) for i in range(SHARDS_AT_ONCE)]
+    urls += [web.put("/shared/last.jpg", send(image))]
     download = DownloadSettings(deadline=60, read_timeout=50, allowed_hosts=(web.host,), breaker=9)
     lines = [f"caption {i}\t{url}" for i, url in enumerate(urls)]
     settings = served(web, tmp_path / "list.tsv", *lines, rows_per_shard=1, download=download)
@@ -706,16 +705,16 @@ def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path)
     assert "tests@example.org" in web.requests[-1][2]["User-Agent"]
 
 
-@pytest.mark.parametrize("ready", ["no pictures yet", "a whole shard of pictures"])
+@pytest.mark.parametrize("ready", ["no images yet", "a whole shard of images"])
 def test_on_a_full_disk_the_program_says_what_is_full_and_the_way_out(ready: str, web: Web, tmp_path: Path):
     large = encode(draw())
     large = large[:2] + 2 * (b"\xff\xfe\xff\xff" + bytes(65533)) + large[2:]
     web.put("/large.jpg", send(large))
-    rows = 1 if ready == "a whole shard of pictures" else 4
+    rows = 1 if ready == "a whole shard of images" else 4
     settings = served(web, tmp_path / "list.tsv", *(f"caption {i}\t/large.jpg?{i}" for i in range(rows)))
     for i in range(rows):
         web.put(f"/large.jpg?{i}", send(large))
-    # No file may be larger than this: enough for one picture, and too little for a tar of it, or for four of them.
+    # No file may be larger than this: enough for one image, and too little for a tar of it, or for four of them.
     limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
     program = f"{sys.executable} -m storage.collect {tmp_path}/root captions --captions {settings.captions}"
     program += f" --rows-per-shard {rows} --allow-host {web.host} --retries 0 --second-pass 0"
@@ -724,7 +723,7 @@ def test_on_a_full_disk_the_program_says_what_is_full_and_the_way_out(ready: str
     assert done.returncode == 1
     assert "File too large" in done.stderr
     assert f" in {tmp_path}" in done.stderr
-    assert "et TMPDIR to a folder with more room" in done.stderr
+    assert "et TMPDIR to a folder with more space" in done.stderr
     assert "please report" not in done.stderr
     assert done.stderr.count("\n") == 1
     assert of(str(tmp_path / "root")).shards(IMAGES) == []
@@ -793,7 +792,7 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
         web.put(path, send(encode(draw())))
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert "captions: shard 00001 goes on from 10 images that an earlier run had downloaded" in done.stdout
+    assert "captions: shard 00001 continues with 10 images from an earlier run" in done.stdout
     assert sorted(path for _, path, _ in web.requests[asked:]) == slow
     for shard, paths in (("00000", good[:10]), ("00001", good[10:])):
         assert catalog.manifest(IMAGES, shard).table["status"].to_pylist() == 11 * ["ok"]
@@ -823,23 +822,25 @@ def test_images_are_written_down_while_another_shard_is_being_committed(web: Web
 
 
 def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(catalog: Catalog, monkeypatch):
-    monkeypatch.setattr("storage.spool._PORTION", 1000)
+    monkeypatch.setattr("storage.spool._OBJECT_BYTES", 1000)
 
     def lost(*_: object) -> None:
         raise StorageUnreachable("away")
 
     shard = functools.partial(PartialShard, catalog.store, "captions", "00007")
-    pictures = {f"http://x/{i}": Picture(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)}
+    images = {
+        f"http://x/{i}": NormalisedImage(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)
+    }
     with Spool() as spool, Spool() as again:
 
-        def read_back(settings: str) -> dict[str, Picture]:
+        def read_back(settings: str) -> dict[str, NormalisedImage]:
             found = shard(settings).load(again)
-            names = [field.name for field in dataclasses.fields(Picture)]
-            return {url: Picture(*(getattr(kept, name) for name in names)) for url, kept in found.items()}
+            names = [field.name for field in dataclasses.fields(NormalisedImage)]
+            return {url: NormalisedImage(*(getattr(saved, name) for name in names)) for url, saved in found.items()}
 
         first, other, second = shard("a" * 12), shard("b" * 12), shard("a" * 12)
-        for url, picture in pictures.items():
-            first.add(url, spool.keep(picture))
+        for url, image in images.items():
+            first.add(url, spool.write(image))
         with monkeypatch.context() as away:
             away.setattr(catalog.store, "put", lost)
             with pytest.raises(StorageUnreachable):
@@ -847,25 +848,25 @@ def test_a_shard_in_progress_is_written_down_in_portions_and_read_back_whole(cat
         first.save()  # all of it, though the storage was away
         first.save()  # nothing new
         assert len(partials(catalog)) == 3
-        assert read_back("a" * 12) == pictures
+        assert read_back("a" * 12) == images
         assert read_back("b" * 12) == {}  # other settings make other bytes
         damaged = partials(catalog)[0]
         catalog.store.put(damaged, catalog.store.get(damaged)[:-1])
         assert 0 < len(read_back("a" * 12)) < 10
         for one in (other, second):
-            one.add("http://x/1", spool.keep(pictures["http://x/1"]))
+            one.add("http://x/1", spool.write(images["http://x/1"]))
             one.save()
         assert len(partials(catalog)) >= 4
         remove_partial(catalog.store, "captions", {"00001"})
         assert len(partials(catalog)) >= 4
-        assert [one.what for one in litter(catalog.store, grace=-1)] == len(partials(catalog)) * ["partial shard"]
-        assert litter(catalog.store, grace=3600) == []
+        assert [one.what for one in find_garbage(catalog.store, grace=-1)] == len(partials(catalog)) * ["partial shard"]
+        assert find_garbage(catalog.store, grace=3600) == []
         first.close()  # of whoever it was, and with whatever settings
         assert partials(catalog) == []
-        first.add("http://x/2", spool.keep(pictures["http://x/2"]))
+        first.add("http://x/2", spool.write(images["http://x/2"]))
         first.save()
         assert partials(catalog) == []
-        second.add("http://x/2", spool.keep(pictures["http://x/2"]))
+        second.add("http://x/2", spool.write(images["http://x/2"]))
         second.save()
         remove_partial(catalog.store, "captions", {"00007"})
         assert partials(catalog) == []
@@ -882,7 +883,7 @@ def test_the_program_imports_no_prefect_and_no_torch():
     ("arguments", "message"),
     [
         (["--captions", "nowhere.tsv"], "No such file or directory: 'nowhere.tsv'"),
-        (["--images", "nowhere"], "nowhere is no folder of images"),
+        (["--images", "nowhere"], "nowhere is not a folder"),
         (["--captions", "nowhere.tsv", "--deadline", "0"], "deadline is 0"),
         (["--captions", "nowhere.tsv", "--allow-host", "localhost"], "'localhost' is not host:port"),
     ],

@@ -307,8 +307,8 @@ def fetch_with(lookup: Callable, url: str, settings: DownloadSettings) -> str:
     async def fetch() -> str:
         async with Fetcher(settings, lookup) as fetcher:
             try:
-                with fetcher.budget.lease() as lease:
-                    await fetcher.fetch(url, lease)
+                with fetcher.budget.share() as share:
+                    await fetcher.fetch(url, share)
             except Refused as refused:
                 return refused.status
             return "ok"
@@ -352,8 +352,8 @@ def test_every_connection_is_made_through_the_last_look(web: Web):
         fetcher = Fetcher(settings_for(web), lookup)
         fetcher.guard = Lax(())
         async with fetcher:
-            with pytest.raises(Refused) as refused, fetcher.budget.lease() as lease:
-                await fetcher.fetch(url, lease)
+            with pytest.raises(Refused) as refused, fetcher.budget.share() as share:
+                await fetcher.fetch(url, share)
         return refused.value.status
 
     before = len(web.requests)

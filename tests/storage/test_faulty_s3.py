@@ -13,7 +13,7 @@ from s3_faults import FAULTS, FaultyS3, faulty
 from seeded import DETECTOR, as_dict, shard_of
 
 from storage.catalog import Catalog
-from storage.inventory import Inventory, collect, status, verify
+from storage.inventory import Inventory, collect_garbage, status, verify
 from storage.object_store import StorageUnreachable, open_store
 
 REGIONS = f"regions/{DETECTOR}"
@@ -52,7 +52,7 @@ def work(root: str, shards: int, workers: int) -> tuple[dict[str, bytes], list]:
     places = [(index.tars[index.shard[i]], int(index.offset[i]), int(index.length[i])) for i in some]
     ranges = [catalog.store.get_range(*place) for place in places]
     assert list(verify(Inventory(catalog.store))) == []
-    assert collect(catalog.store, -60, delete=True) == ["nothing to delete"]
+    assert collect_garbage(catalog.store, -60, delete=True) == ["nothing to delete"]
     told = [index.keys(), index.offset.tolist(), samples, ranges, [line[:70] for line in status(catalog.store)[:3]]]
     return {info.path: catalog.store.get(info.path) for info in catalog.store.list()}, told
 

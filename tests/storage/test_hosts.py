@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Coroutine
-from contextlib import suppress
 
 import pytest
 import yarl
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from simulated import Answer, downloaded
 
 from storage.download import DownloadSettings
-from storage.hosts import Budget, Hosts, Lease
+from storage.hosts import ByteBudget, Hosts
 
 
 def run(work: Coroutine) -> object:
@@ -40,7 +39,7 @@ class Crowd:
         self.tasks += [asyncio.create_task(self._visit(name)) for name in names]
 
     async def _visit(self, name: str) -> None:
-        async with self.hosts.turn(name):
+        async with self.hosts.slot(name):
             self.inside.append(name)
             self.order.append(name)
             exit = name, asyncio.Event()
@@ -129,7 +128,7 @@ def test_silence_begins_after_failures_in_a_row_and_ends_with_any_answer():
         assert not hosts.silent("a")
         hosts.failed("a")
         assert hosts.silent("a")
-        assert hosts.doubtful("a") is None
+        assert hosts.url_to_recheck("a") is None
         assert not hosts.silent("b")
         assert await in_flight(hosts, "a") == 8  # each of them in brief
         answer(hosts, "a")
@@ -143,17 +142,17 @@ def test_a_host_that_has_answered_is_doubted_first_and_silent_only_when_asked_ag
         hosts = Hosts(at_once=64, per_host=64, breaker=2)
         answer(hosts, "a")
         hosts.failed("a")
-        assert hosts.doubtful("a") is None
+        assert hosts.url_to_recheck("a") is None
         hosts.failed("a")
-        assert hosts.doubtful("a") == "http://a/known"
+        assert hosts.url_to_recheck("a") == "http://a/known"
         assert not hosts.silent("a")
         answer(hosts, "a")
-        hosts.forget("a", "http://a/known")  # a moment late
-        assert hosts.doubtful("a") is None
+        hosts.recheck_failed("a", "http://a/known")  # a moment late
+        assert hosts.url_to_recheck("a") is None
         for _ in range(2):
             hosts.failed("a")
         assert not hosts.silent("a")
-        hosts.forget("a", "http://a/known")
+        hosts.recheck_failed("a", "http://a/known")
         assert hosts.silent("a")
 
     run(work())
@@ -196,7 +195,7 @@ def test_what_a_host_says_of_too_many_lowers_what_it_gets():
         assert await in_flight(hosts, "a") == 4
         hosts.overloaded("a", before)  # in flight with the one before: the same complaint
         assert await in_flight(hosts, "a") == 4
-        hosts.overloaded("a", now() + 1, rest=True)
+        hosts.overloaded("a", now() + 1, must_wait=True)
         assert await in_flight(hosts, "a") == 1
         hosts.overloaded("a", now() + 1)
         assert await in_flight(hosts, "a") == 1
@@ -396,79 +395,48 @@ def test_one_fast_host_is_downloaded_at_its_pace_and_one_that_is_overloaded_is_n
     assert refusals < 50
 
 
-def test_bodies_wait_for_room_and_the_oldest_never_does():
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=40), st.integers(8, 30), st.sets(st.integers(0, 39)))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_bodies_wait_for_a_full_budget_and_all_come_to_an_end(sizes: list[int], limit: int, cancelled: set[int]):
+    peak = 0
+
+    async def body(budget: ByteBudget, size: int) -> None:
+        nonlocal peak
+        with budget.share() as share:
+            while share.held < size:
+                await share.wait_to_grow()
+                share.grow(1)
+                peak = max(peak, budget.held)
+                await asyncio.sleep(0)
+
     async def work() -> None:
-        budget = Budget(100)
-        with budget.lease() as younger:
-            with budget.lease() as oldest:
+        budget = ByteBudget(limit)
+        tasks = [asyncio.create_task(body(budget, size)) for size in sizes]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for number in cancelled & set(range(len(tasks))):
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert budget.held == 0
+
+    run(work())
+    assert min(limit, sum(sizes), 3) <= peak <= limit + max(sizes)
+
+
+def test_only_the_oldest_body_grows_past_the_limit():
+    async def work() -> None:
+        budget = ByteBudget(100)
+        with budget.share() as younger:
+            with budget.share() as oldest:
                 oldest.grow(10)
                 younger.grow(90)
-                assert oldest.may_grow
-                assert not younger.may_grow
-                waiting = asyncio.create_task(younger.room())
+                assert (oldest.may_grow, younger.may_grow) == (True, False)
+                waiting = asyncio.create_task(younger.wait_to_grow())
                 oldest.grow(500)
                 await settle()
                 assert not waiting.done()
             await settle()
             assert waiting.done()
             assert budget.held == 90
-        assert budget.held == 0
 
     run(work())
-
-
-def test_a_large_body_that_falls_silent_is_ended_only_while_others_wait():
-    async def body(budget: Budget, first: int, pace: int) -> Lease:
-        with budget.lease() as lease, suppress(TimeoutError):
-            async with asyncio.timeout(4) as clock:
-                lease.grow(first)
-                lease.read_by(clock)
-                while lease.held < 1_000_000:
-                    await asyncio.sleep(0.1)
-                    lease.grow(pace)
-        return lease
-
-    async def work() -> None:
-        budget = Budget(1_000_000)
-        silent, dripping, quick, small = bodies = [
-            asyncio.create_task(body(budget, *facts))
-            for facts in ((500_000, 0), (400_000, 100), (500_000, 20_000), (1000, 0))
-        ]
-        await asyncio.sleep(1.2)
-        assert not any(task.done() for task in bodies)
-        with budget.lease() as waiting:
-            waiting.grow(1)
-            await waiting.room()
-        assert not any(task.done() for task in (quick, small))
-        await asyncio.wait([silent, dripping])
-        assert [(await task).revoked for task in (silent, dripping)] == [True, True]
-        for task in (quick, small):
-            task.cancel()
-
-    run(work())
-
-
-def test_many_bodies_over_a_small_budget_all_come_to_an_end():
-    rng = random.Random(0)
-    limit, chunk, largest, count = 100, 10, 80, 64
-    peak = 0
-
-    async def body(budget: Budget, size: int) -> None:
-        nonlocal peak
-        with budget.lease() as lease:
-            while lease.held < size:
-                await lease.room()
-                lease.grow(chunk)
-                peak = max(peak, budget.held)
-                await asyncio.sleep(0)
-
-    async def work() -> None:
-        budget = Budget(limit)
-        tasks = [asyncio.create_task(body(budget, rng.randrange(10, largest))) for _ in range(count)]
-        await asyncio.sleep(0)
-        tasks[3].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert budget.held == 0
-
-    run(work())
-    assert limit <= peak <= limit + largest

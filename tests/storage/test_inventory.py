@@ -19,7 +19,7 @@ from places import PROJECT
 from seeded import DETECTOR, put_checkpoint, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog
-from storage.inventory import Inventory, collect, history, litter, main, status, verify
+from storage.inventory import Inventory, collect_garbage, find_garbage, history, main, status, verify
 from storage.manifests import Manifest, Row, manifest_bytes
 from storage.object_store import LocalStore, ObjectInfo, ObjectStore, open_store
 from storage.shards import Span
@@ -112,7 +112,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 def test_a_state_that_cannot_be_read_is_named_and_keeps_everything(local):
     commit(local, 0)
     local.store.put("runs/torn/step-0000001/state.json", b"{")
-    for use in (status, lambda store: collect(store, 0, True)):
+    for use in (status, lambda store: collect_garbage(store, 0, True)):
         with pytest.raises(ValueError, match=r"runs/torn/step-0000001/state\.json is damaged"):
             use(local.store)
 
@@ -236,7 +236,7 @@ def test_verify_names_each_committed_file_that_is_not_as_it_was_written(local, k
     assert any(fault.startswith(local.store.where(path)) for fault in faults), faults
     if "manifest" in kind and changed is not None:
         stage = path.removeprefix("captions/").rpartition("/")[0]
-        for use in (status, history, lambda store: collect(store, 0, True), lambda _: local.counts(stage)):
+        for use in (status, history, lambda store: collect_garbage(store, 0, True), lambda _: local.counts(stage)):
             with pytest.raises(ValueError, match=re.escape(local.store.where(path))):
                 use(local.store)
 
@@ -390,9 +390,9 @@ def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):
     at(store, young, 23)
     os.utime(hidden, (0, 0))
     expected = {str(hidden), store.where(orphan), store.where(f"captions/images/snapshots/{old.id}.parquet")}
-    assert {one.where for one in litter(store, 24 * HOUR)} == expected
+    assert {one.where for one in find_garbage(store, 24 * HOUR)} == expected
     before = {info.path for info in store.list()}
-    listed = collect(store, 24 * HOUR, delete=False)
+    listed = collect_garbage(store, 24 * HOUR, delete=False)
     assert (len(listed), {info.path for info in store.list()}, hidden.exists()) == (5, before, True)
     assert listed[-1] == "3 things, 0.0 MB to delete: run again with --delete"
     assert command("gc", store.root).stdout.splitlines() == listed
@@ -402,8 +402,8 @@ def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):
     assert not hidden.exists()
     assert {named, again} <= {info.path for info in store.list()}
     assert list(verify(Inventory(store))) == []
-    assert [one.where for one in litter(store, 22 * HOUR)] == [store.where(young)]
-    assert [one.where for one in litter(store, 24 * HOUR)] == []
+    assert [one.where for one in find_garbage(store, 22 * HOUR)] == [store.where(young)]
+    assert [one.where for one in find_garbage(store, 24 * HOUR)] == []
 
 
 def test_a_tar_that_only_an_unpinned_snapshot_names_goes_with_it(local):
@@ -414,8 +414,8 @@ def test_a_tar_that_only_an_unpinned_snapshot_names_goes_with_it(local):
     local.commit("images", "00000", [dataclasses.replace(sample, caption="x") for sample in samples], rows, {})
     time.sleep(0.01)
     local.pin("images")
-    assert [one.what for one in litter(local.store, -1)] == ["unpinned snapshot", "orphan tar"]
-    collect(local.store, -1, delete=True)
+    assert [one.what for one in find_garbage(local.store, -1)] == ["unpinned snapshot", "orphan tar"]
+    collect_garbage(local.store, -1, delete=True)
     assert not local.store.exists(first)
     assert list(verify(Inventory(local.store))) == []
 
@@ -428,7 +428,7 @@ def test_the_validation_of_a_checkpoint_pins_too_and_so_do_older_checkpoints(loc
         time.sleep(0.01)
     checkpoint(local.store, "first", 1, data_of(snapshots[0], stage="images"))
     checkpoint(local.store, "first", 2, None, {"dataset": "captions", "stage": "images", "snapshot": snapshots[1]})
-    (found,) = litter(local.store, -1)
+    (found,) = find_garbage(local.store, -1)
     assert snapshots[2] in found.where
 
 
@@ -437,9 +437,9 @@ def test_a_tar_that_a_writer_takes_over_while_gc_looks_gets_a_new_date_and_stays
     tar = local.manifest("images", "00000").tar
     local.store.delete("captions/images/00000.parquet")
     at(local.store, tar, 48)
-    (found,) = litter(local.store, 24 * HOUR)
+    (found,) = find_garbage(local.store, 24 * HOUR)
     local.store.put(tar, local.store.get(tar))  # the first half of a commit
-    assert litter(local.store, 24 * HOUR) == []
+    assert find_garbage(local.store, 24 * HOUR) == []
     assert found.remove() is False
     assert local.store.exists(tar)
 
@@ -457,8 +457,8 @@ def test_what_stays_is_not_told_to_be_deleted(local):
     tar = "captions/images/00000-0123456789ab.tar"
     local.store.put(tar, b"left behind")
     at(local.store, tar, 48)
-    assert collect(local.store, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
-    assert collect(Taken(local.store.root), 24 * HOUR, delete=True) == ["nothing to delete"]
+    assert collect_garbage(local.store, 24 * HOUR, delete=False)[-1].startswith("1 thing, ")
+    assert collect_garbage(Taken(local.store.root), 24 * HOUR, delete=True) == ["nothing to delete"]
     assert local.store.exists(tar)
 
 
@@ -467,7 +467,7 @@ def test_a_tar_that_is_named_since_gc_looked_stays(local):
     manifest = local.store.get(path)
     local.store.delete(path)
     at(local.store, tar, 48)
-    (found,) = litter(local.store, 24 * HOUR)
+    (found,) = find_garbage(local.store, 24 * HOUR)
     local.store.put(path, manifest)  # by a writer that had put its tar two days before
     assert found.remove() is False
     assert local.store.exists(tar)
@@ -488,7 +488,7 @@ def test_the_tar_of_a_shard_that_is_replaced_while_gc_looks_stays(local, monkeyp
         return pins(inventory)
 
     monkeypatch.setattr(Inventory, "pins", replaced_meanwhile)
-    assert [one.where for one in litter(local.store, 24 * HOUR)] == []
+    assert [one.where for one in find_garbage(local.store, 24 * HOUR)] == []
     assert local.store.exists(tar)
 
 

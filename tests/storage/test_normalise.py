@@ -59,11 +59,11 @@ def exif(orientation: int) -> bytes:
     ids=["rgb", "grey", "progressive", "exif upright", "exactly max_side", "trailing bytes"],
 )
 def test_a_jpeg_that_needs_nothing_is_stored_byte_for_byte(data: bytes):
-    picture = normalise(data, SETTINGS)
-    assert picture.image == data
-    assert picture.flags == ()
-    assert picture.sha256 == hashlib.sha256(data).hexdigest()
-    assert (picture.width, picture.height) == Image.open(io.BytesIO(data)).size
+    normalised = normalise(data, SETTINGS)
+    assert normalised.jpeg == data
+    assert normalised.flags == ()
+    assert normalised.sha256 == hashlib.sha256(data).hexdigest()
+    assert (normalised.width, normalised.height) == Image.open(io.BytesIO(data)).size
 
 
 def frames(form: str, **options: object) -> bytes:
@@ -91,13 +91,13 @@ OTHER_FORMATS = {
 
 @pytest.mark.parametrize(("data", "mode", "flags", "like"), OTHER_FORMATS.values(), ids=OTHER_FORMATS)
 def test_other_formats_become_rgb_or_grey_jpeg(data: bytes, mode: str, flags: tuple[str, ...], like: Image.Image):
-    picture = normalise(data, SETTINGS)
-    stored = Image.open(io.BytesIO(picture.image))
+    normalised = normalise(data, SETTINGS)
+    stored = Image.open(io.BytesIO(normalised.jpeg))
     assert (stored.format, stored.mode, stored.size) == ("JPEG", mode, (96, 64))
-    assert picture.flags == flags
+    assert normalised.flags == flags
     assert set(flags) <= FLAGS.keys()
     assert np.abs(np.asarray(stored).astype(int) - np.asarray(like)).mean() < 8  # what JPEG costs
-    assert picture.sha256 == hashlib.sha256(data).hexdigest()
+    assert normalised.sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_16_bit_grey_is_reduced_exactly_without_wide_copies_of_the_picture():
@@ -105,13 +105,13 @@ def test_16_bit_grey_is_reduced_exactly_without_wide_copies_of_the_picture():
     data = encode(Image.fromarray(pixels), "PNG")
     tracemalloc.start()
     try:
-        picture = normalise(data, dataclasses.replace(SETTINGS, max_side=4096, max_pixels=2**22, jpeg_quality=100))
+        normalised = normalise(data, dataclasses.replace(SETTINGS, max_side=4096, max_pixels=2**22, jpeg_quality=100))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert picture.flags == ("png", "16_bit")
+    assert normalised.flags == ("png", "16_bit")
     assert peak < 12 * pixels.size
-    stored = np.asarray(Image.open(io.BytesIO(picture.image)), dtype=np.float64)
+    stored = np.asarray(Image.open(io.BytesIO(normalised.jpeg)), dtype=np.float64)
     assert np.abs(stored - pixels / 257).max() < 2.5  # half a step, and what JPEG at its best costs
     assert abs((stored - pixels / 257).mean()) < 0.02
 
@@ -126,9 +126,9 @@ def test_a_16_bit_colour_png_is_flagged():
     data = b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
     )
-    picture = normalise(data, SETTINGS)
-    assert picture.flags == ("png", "16_bit")
-    assert np.abs(pixels(picture.image)[20, 20] - [255, 0, 128]).max() <= 3
+    normalised = normalise(data, SETTINGS)
+    assert normalised.flags == ("png", "16_bit")
+    assert np.abs(pixels(normalised.jpeg)[20, 20] - [255, 0, 128]).max() <= 3
 
 
 @pytest.mark.parametrize(("mode", "form"), [("RGBA", "PNG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("P", "GIF")])
@@ -137,9 +137,9 @@ def test_transparent_parts_become_white(mode: str, form: str):
     image.paste((0, 0, 0, 0), (0, 0, 48, 64))
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(image if mode == "P" else image.convert(mode), form, **options)
-    picture = normalise(data, SETTINGS)
-    stored = pixels(picture.image)
-    assert "alpha" in picture.flags
+    normalised = normalise(data, SETTINGS)
+    stored = pixels(normalised.jpeg)
+    assert "alpha" in normalised.flags
     assert stored[:, :40].min() > 245  # 48 is the border; JPEG rings near it
     assert stored[:, 56:].mean() < 220
     assert (stored.ndim == 2) == (mode == "LA")
@@ -151,24 +151,24 @@ def test_exif_orientation_is_applied_once(orientation: int, form: str):
     upright = draw(96, 64)
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Image.Transpose values that lay it down as a camera would
     lying = upright.transpose(Image.Transpose(undo[orientation]))
-    picture = normalise(encode(lying, form, exif=exif(orientation)), SETTINGS)
-    stored = Image.open(io.BytesIO(picture.image))
-    assert "exif_rotated" in picture.flags
-    assert (picture.width, picture.height) == stored.size == (96, 64)
+    normalised = normalise(encode(lying, form, exif=exif(orientation)), SETTINGS)
+    stored = Image.open(io.BytesIO(normalised.jpeg))
+    assert "exif_rotated" in normalised.flags
+    assert (normalised.width, normalised.height) == stored.size == (96, 64)
     assert (
         np.abs(np.asarray(stored).astype(int) - np.asarray(upright)).mean() < 12
     )  # encoded once or twice; a wrong turn costs over 40
     assert stored.getexif().get(0x0112, 1) == 1
-    again = normalise(picture.image, SETTINGS)
-    assert (again.image, again.flags) == (picture.image, ())
+    again = normalise(normalised.jpeg, SETTINGS)
+    assert (again.jpeg, again.flags) == (normalised.jpeg, ())
 
 
 def test_unreadable_exif_is_flagged_and_the_picture_kept():
     data = encode(draw(), exif=b"Exif\0\0II*\0" + b"\xff" * 40)
     broken = data.replace(b"II*\0", b"XX*\0", 1)
-    picture = normalise(broken, SETTINGS)
-    assert picture.image == broken
-    assert picture.flags == ("exif_unreadable",)
+    normalised = normalise(broken, SETTINGS)
+    assert normalised.jpeg == broken
+    assert normalised.flags == ("exif_unreadable",)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +176,20 @@ def test_unreadable_exif_is_flagged_and_the_picture_kept():
     [((1024, 768), (512, 384)), ((768, 1024), (384, 512)), ((513, 400), (512, 399)), ((2048, 256), (512, 64))],
 )
 def test_a_large_image_is_made_smaller_keeping_its_shape(size: tuple[int, int], expected: tuple[int, int]):
-    picture = normalise(encode(draw(*size)), SETTINGS)
-    assert (picture.width, picture.height) == expected == Image.open(io.BytesIO(picture.image)).size
-    assert picture.flags == ("resized",)
+    normalised = normalise(encode(draw(*size)), SETTINGS)
+    assert (normalised.width, normalised.height) == expected == Image.open(io.BytesIO(normalised.jpeg)).size
+    assert normalised.flags == ("resized",)
 
 
 def test_an_image_of_exactly_the_largest_size_is_not_made_smaller():
-    picture = normalise(encode(draw(512, 300), "PNG"), SETTINGS)
-    assert (picture.width, picture.height, picture.flags) == (512, 300, ("png",))
+    normalised = normalise(encode(draw(512, 300), "PNG"), SETTINGS)
+    assert (normalised.width, normalised.height, normalised.flags) == (512, 300, ("png",))
 
 
 def test_making_smaller_is_antialiased():
     stripes = np.zeros((512, 1024, 3), np.uint8)
     stripes[:, ::2] = 255
-    stored = pixels(normalise(encode(Image.fromarray(stripes), "PNG"), SETTINGS).image)
+    stored = pixels(normalise(encode(Image.fromarray(stripes), "PNG"), SETTINGS).jpeg)
     assert np.abs(stored[20:-20, 20:-20] - 127).max() < 12  # picking every other column would give 0 or 255
 
 
@@ -203,9 +203,9 @@ def test_stray_bytes_in_a_jpeg_are_repaired_so_that_training_can_read_it():
     stray = data[:-2] + b"\0" * 600 + b"\xff\xd9"
     with pytest.raises(ValueError, match="extraneous"):
         simplejpeg.decode_jpeg(stray)
-    picture = normalise(stray, SETTINGS)
-    assert picture.flags == ("repaired",)
-    assert np.abs(simplejpeg.decode_jpeg(picture.image).astype(int) - pixels(data)).mean() < 4
+    normalised = normalise(stray, SETTINGS)
+    assert normalised.flags == ("repaired",)
+    assert np.abs(simplejpeg.decode_jpeg(normalised.jpeg).astype(int) - pixels(data)).mean() < 4
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
@@ -270,14 +270,14 @@ def test_a_jpeg_of_very_many_scans_is_refused():
 def test_small_and_long_images_are_bad_geometry(size: tuple[int, int], fits: bool):
     data = encode(draw(*size))
     if fits:
-        assert normalise(data, ImageSettings()).image == data
+        assert normalise(data, ImageSettings()).jpeg == data
     else:
         assert refusal(data) == "bad_geometry"
 
 
 def test_bytes_over_the_cap_are_too_big():
     data = encode(draw())
-    assert normalise(data, ImageSettings(max_bytes=len(data))).image == data
+    assert normalise(data, ImageSettings(max_bytes=len(data))).jpeg == data
     assert refusal(data, max_bytes=len(data) - 1) == "too_big"
 
 
@@ -298,12 +298,12 @@ def test_damaged_files_are_stored_readable_or_refused_and_never_raise_anything_e
         if rng.random() < 0.2:
             del damaged[rng.randrange(len(damaged)) :]
         try:
-            picture = normalise(bytes(damaged), ImageSettings(max_pixels=2_000_000, min_side=8))
+            normalised = normalise(bytes(damaged), ImageSettings(max_pixels=2_000_000, min_side=8))
         except Refused as refused:
             statuses.add(refused.status)
             continue
         stored += 1
-        assert simplejpeg.decode_jpeg(picture.image).shape[:2] == (picture.height, picture.width)
+        assert simplejpeg.decode_jpeg(normalised.jpeg).shape[:2] == (normalised.height, normalised.width)
     assert stored > 0
     assert "truncated" in statuses <= STATUSES.keys()
 

@@ -29,22 +29,22 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
         raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
     try:
         try:
-            picture = normalise(data, IMAGES)
+            stored = normalise(data, IMAGES)
         except Refused as refused:
             if refused.status != "not_image":
                 raise
-            picture = normalise(_as_png(data), IMAGES)
+            stored = normalise(_as_png(data), IMAGES)
     except Refused as refused:
         raise ValueError(f"{name} cannot be taken: {refused.detail} ({refused.status})") from refused
     return Sample(
         key=sample_key(name, ""),
-        image=picture.image,
+        image=stored.jpeg,
         caption="",
         url=name,
-        width=picture.width,
-        height=picture.height,
-        sha256=picture.sha256,
-        flags=picture.flags,
+        width=stored.width,
+        height=stored.height,
+        sha256=stored.sha256,
+        flags=stored.flags,
     )
 
 
