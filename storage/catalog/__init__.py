@@ -353,7 +353,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             raise
         raise StorageUnreachable(
             f"no room in {tempfile.gettempdir()}, where whole tars and snapshots are made: {error}. Set TMPDIR to a "
-            "folder with more room, then run again: what is committed stays"
+            "folder with more space, then run again: what is committed stays"
         ) from error
 
 

@@ -20,6 +20,7 @@ from seeded import DETECTOR, as_dict, seeded_regions, seeded_sample
 from storage.catalog import MANIFEST_VERSION, SCHEMA, Catalog, Row
 from storage.digests import is_whole
 from storage.download import CaptionRow, Download, ImageSettings, commit_images
+from storage.normalise import NormalisedImage
 from storage.object_store import LocalStore
 from storage.runs import CHECKPOINT_VERSION
 from storage.sample import SAMPLE_VERSION, Sample, pack_regions, unpack_regions
@@ -71,12 +72,16 @@ def golden_snapshot(root: Path) -> None:
 
 def golden_images_commit(root: Path) -> None:
     """A shard of the stage `images`, as collecting commits it: two rows that are ok, two that are not."""
+
+    def image_of(sample: Sample) -> NormalisedImage:
+        return NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags)
+
     first, second = seeded_sample(3), seeded_sample(4)
     gone = CaptionRow(21, "a caption", "http://example.org/gone.jpg")
     outcomes = [
-        Download(CaptionRow(20, first.caption, first.url), "ok", "", first),
+        Download(CaptionRow(20, first.caption, first.url), "ok", "", image_of(first)),
         Download(gone, "http_404", "HTTP 404 Not Found", None),
-        Download(CaptionRow(22, second.caption, second.url), "ok", "", second),
+        Download(CaptionRow(22, second.caption, second.url), "ok", "", image_of(second)),
         Download(CaptionRow(23, first.caption, first.url), "duplicate", "of row 20", None),
     ]
     catalog = Catalog(LocalStore(str(root)), "captions")

@@ -290,7 +290,7 @@ def test_what_is_no_file_of_the_folder_is_a_missing_file_and_never_waited_for(tm
     rows = imported(tmp_path / "root", folder)
     assert [status for _, status, _ in rows] == ["missing_file", "ok", "missing_file", "ok"]
     assert "000000000.jpg is a link to a file outside" in rows[0][2]
-    assert "000000002.jpg is no regular file" in rows[2][2]
+    assert "000000002.jpg is not a regular file" in rows[2][2]
 
 
 @pytest.mark.parametrize("file", ["00000.parquet", "00000_stats.json", "00000.tar"])
