@@ -123,7 +123,7 @@ def genome(
     content = [{"image_id": image, "objects": found} for image, found in images.items()]
     told = [{"image_id": 1, "attributes": attributes}]
     return DataConfig(
-        store=write(folder / "objects.json", content),
+        objects=write(folder / "objects.json", content),
         attributes=None if attributes is None else write(folder / "attributes.json", told),
         image_data=write(folder / "image_data.json", sizes),
         images=(str(folder / "images"),),
