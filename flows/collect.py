@@ -13,31 +13,15 @@ from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
 from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
-from flows.settings import Source
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
 
-__all__ = ["COMMITTED", "Collected", "collect_flow", "collect_settings", "network_failed", "open_storage"]
+__all__ = ["COMMITTED", "Collected", "collect_flow", "network_failed", "open_storage"]
 
 # The event that says that shards were committed, in which root and dataset: with these prefect.yaml starts
 # detect-regions/scheduled.
 COMMITTED = "vlbert.images.committed"
-
-
-def collect_settings(dataset: Source) -> CollectSettings:
-    """The part of a dataset's settings that collecting is told."""
-    return CollectSettings(
-        dataset.name,
-        captions=dataset.captions,
-        images=dataset.images,
-        img2dataset=dataset.img2dataset,
-        download=dataset.download,
-        rows_per_shard=dataset.rows_per_shard,
-        shards_per_group=dataset.shards_per_task,
-        commit_unreachable=dataset.commit_unreachable,
-        again=dataset.again,
-    )
 
 
 def network_failed(_task: Task, _run: TaskRun, state: State) -> bool:
@@ -93,15 +77,15 @@ def collect_shards(root: str, settings: CollectSettings, group: Group, on_commit
 
 
 @flow(name="collect-captions", flow_run_name="collect {dataset.name}", persist_result=False)
-def collect_flow(root: str, dataset: Source) -> Collected:
+def collect_flow(root: str, dataset: CollectSettings) -> Collected:
     """Download or import the images of one dataset.
 
     Args:
         root: Of the storage: a folder of this machine, or s3://bucket/prefix.
         dataset: Its name, and the list or the folder that its images come from.
     """
-    settings, progress = collect_settings(dataset), Live("collecting", dataset.name)
-    name_run(f"collect {dataset.name} from {settings.origin.name}", f"dataset:{dataset.name}")
+    progress = Live("collecting", dataset.name)
+    name_run(f"collect {dataset.name} from {dataset.origin.name}", f"dataset:{dataset.name}")
     tell()
     open_storage(root)
     started, shards, committed = time.monotonic(), 0, set()
@@ -130,7 +114,7 @@ def collect_flow(root: str, dataset: Source) -> Collected:
         return counts
 
     try:
-        collected = collect(root, settings, get_run_logger().info, run_group)
+        collected = collect(root, dataset, get_run_logger().info, run_group)
     finally:  # also where a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
             with reporting():

@@ -8,21 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from flows.supervisor import GRACE
-from storage.download import DownloadSettings
-
-# For pydantic, with which Prefect reads parameters: a name that is no field is an error, and the UI's form shows the
-# docstrings below the fields.
-_STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
+from storage.collect import CollectSettings
+from storage.settings import FORM
 
 
 @dataclass(frozen=True)
 class DetectorSettings:
     """Which detector finds regions; what is None is left to `python -m detectors.run`."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = FORM
 
     backend: Literal["annotated", "faster_rcnn", "detectron2"] = "faster_rcnn"
     """Boxes from an annotation file, or found by the network: ours or, with the same settings, detectron2's."""
@@ -120,56 +115,8 @@ class DetectorSettings:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the images of one dataset come from."""
-
-    __pydantic_config__ = _STRICT
-
-    name: str
-    """Its folder in the storage: captions, held-out, refcoco+, ..."""
-    captions: str | None = None
-    """Caption list to download, `caption TAB url` a line."""
-    images: str | None = None
-    """Or a local folder of image files to import."""
-    img2dataset: str | None = None
-    """Or a local folder that img2dataset wrote, in its format webdataset or files."""
-    download: DownloadSettings = DownloadSettings()
-    """How images are downloaded, and in which form they are stored."""
-    rows_per_shard: int = 1000
-    """Rows of the list, or image files, that make one shard."""
-    commit_unreachable: bool = False
-    """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
-    again: tuple[str, ...] = ()
-    """Statuses (timeout, dns, http_5xx, ...) whose rows of committed shards are asked once more; for a single run."""
-    shards_per_task: int = 10
-    """Shards that one Prefect task downloads: more tasks, more to see and to store."""
-
-    def __post_init__(self):
-        if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
-            raise ValueError(
-                f"Dataset {self.name}: set captions (a list to download) or images (a local folder), or img2dataset (a "
-                "folder that it wrote)"
-            )
-        for name in ("rows_per_shard", "shards_per_task"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
-
-
-def _with_words_of(base: type) -> dict:
-    """The configuration of a class below `base`: pydantic reads the docstrings of a class's own fields alone."""
-
-    def describe(form: dict) -> None:
-        for name, about in TypeAdapter(base).json_schema()["properties"].items():
-            form["properties"][name].setdefault("description", about["description"])
-
-    return _STRICT | {"json_schema_extra": describe}
-
-
-@dataclass(frozen=True)
-class Dataset(Source):
+class Dataset(CollectSettings):
     """One folder of images in the storage, where they come from and how regions are found in them."""
-
-    __pydantic_config__ = _with_words_of(Source)
 
     detector: DetectorSettings = field(kw_only=True)
     """How regions are found."""
@@ -179,7 +126,7 @@ class Dataset(Source):
 class Processes:
     """The processes that one training runs in, on this machine, and when to give them up."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = FORM
 
     count: int = 1
     """One a GPU; on CPUs any number."""
@@ -216,7 +163,7 @@ class Processes:
 class TrainDetectorSettings:
     """One training of a detector on annotated images; what is None or empty stays as the recipe has it."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = FORM
 
     recipe: str = "detector_vg_resnet101"
     """Of detectors/recipes.py."""
@@ -252,7 +199,7 @@ class TrainDetectorSettings:
 class PretrainSettings:
     """One pre-training; fields of the recipe that `overrides` does not name stay as the recipe has them."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = FORM
 
     recipe: str = "pretrain_vlbert_base"
     """Of vlbert/recipes.py."""
@@ -290,7 +237,7 @@ class PretrainSettings:
 class FinetuneSettings:
     """One fine-tuning on a task's own dataset, from a checkpoint of pre-training or, to compare, without one."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = FORM
 
     task: Literal["refcoco", "vqa", "vcr"] = "refcoco"
     """Of vlbert/tasks."""

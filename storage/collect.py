@@ -3,6 +3,8 @@
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
 downloaded again. A list may grow: its new rows make new shards. If rows of committed shards changed in the list, that
 is an error, because one dataset would mix two lists.
+
+    python -m storage.collect ROOT DATASET captions=LIST [field=value ...]
 """
 
 import argparse
@@ -48,6 +50,7 @@ from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.sample import sample_key
+from storage.settings import FORM, add_fields, check_choices, from_assignments
 from storage.spool import PartialShard, remove_partial
 
 IMAGES = "images"
@@ -67,28 +70,31 @@ _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 class CollectSettings:
     """One dataset's images: where they come from, and in which portions."""
 
+    __pydantic_config__ = FORM
+
     name: str
     """The dataset: the folder of the root that holds the shards."""
     captions: str | None = None
-    """A caption list to download, `caption TAB url` a line ..."""
+    """A caption list to download, `caption TAB url` a line. Give this, `images` or `img2dataset`."""
     images: str | None = None
-    """... or a local folder of image files to import ..."""
+    """A local folder of image files to import."""
     img2dataset: str | None = None
-    """... or a local folder that img2dataset wrote, in its format webdataset or files."""
+    """A local folder that img2dataset wrote, in its format webdataset or files."""
     download: DownloadSettings = DownloadSettings()
     """How images are fetched, and which are stored in which form."""
     rows_per_shard: int = 1000
     """Rows of the list, or image files, that make one shard."""
-    shards_per_group: int = 10
-    """Shards that are collected together and tried again together."""
+    shards_per_task: int = 10
+    """Shards that are collected, and tried again, together: in a flow, by one Prefect task."""
     commit_unreachable: bool = False
     """Commit a shard even where no host of it could be reached: only when these hosts are known to be gone."""
     report_every: float = 10.0
     """Seconds between two lines of progress, at least."""
     save_every: float = 20.0
     """Seconds after which the images of the shards in progress are written down: what a kill costs at most."""
-    again: tuple[str, ...] = ()
-    """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows of committed shards are asked again, once."""
+    retry_statuses: tuple[str, ...] = ()
+    """Statuses (`timeout`, `dns`, `http_5xx`, ...) whose rows of committed shards are asked once more: for a single
+    run."""
 
     def __post_init__(self):
         if sum(origin is not None for origin in (self.captions, self.images, self.img2dataset)) != 1:
@@ -96,28 +102,29 @@ class CollectSettings:
                 f"Dataset {self.name}: set captions (a list to download) or images (a local folder), or img2dataset (a "
                 "folder that it wrote)"
             )
-        for name in ("rows_per_shard", "shards_per_group"):
+        check_choices(self)
+        for name in ("rows_per_shard", "shards_per_task"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
         if not self.save_every > 0:
             raise ValueError(f"Dataset {self.name}: save_every is {self.save_every}; it must be over 0")
-        if self.again and self.captions is None:
+        if self.retry_statuses and self.captions is None:
             raise ValueError(
-                f"Dataset {self.name}: again is for a list of captions: rows of a folder are not asked for"
+                f"Dataset {self.name}: retry_statuses is for a list of captions: rows of a folder are not asked for"
             )
-        self.asked_again  # noqa: B018  refuses a status that there is not
+        self.retried_statuses  # noqa: B018  refuses a status that there is not
         if self.report_every < 0:
             raise ValueError(f"Dataset {self.name}: report_every is {self.report_every}; it must not be negative")
 
     @property
-    def asked_again(self) -> frozenset[str]:
-        """The statuses that `again` names; ValueError where one is none."""
+    def retried_statuses(self) -> frozenset[str]:
+        """The statuses that `retry_statuses` names; ValueError where one is none."""
         found = set()
-        for name in self.again:
+        for name in self.retry_statuses:
             matching = {one for one in _FAILED if one == name or (name in _CLASSES and one.startswith(name[:6]))}
             if not matching:
                 known = [one for one in _FAILED if not one[5:].isdecimal()] + [*_CLASSES, "http_404, ..."]
-                raise ValueError(f"Dataset {self.name}: again names {name!r}, must be of {', '.join(known)}")
+                raise ValueError(f"Dataset {self.name}: retry_statuses names {name!r}, must be of {', '.join(known)}")
             found |= matching
         return frozenset(found)
 
@@ -169,7 +176,7 @@ class Group:
 class Collected:
     """A dataset's shards and rows by status, and how many shards this run committed.
 
-    asked_again, newly_ok: rows of shards that were there before, by CollectSettings.again.
+    asked_again, newly_ok: rows of shards that were there before, by CollectSettings.retry_statuses.
     """
 
     dataset: str
@@ -213,11 +220,11 @@ def collect(
         if settings.captions and not settings.download.contact and not settings.download.allowed_hosts:
             log(
                 f"{settings.name}: warning: no contact is set, so the servers' owners cannot ask what this is; set "
-                "`contact` (--contact) to a URL or a mail address"
+                "download.contact to a URL or a mail address"
             )
     else:
         log(f"{settings.name}: nothing to download: {len(done)} of {len(parts)} shards are committed")
-    wanted = settings.asked_again
+    wanted = settings.retried_statuses
     asked = {
         part.shard: sum(headers[part.shard].statuses.get(one, 0) for one in wanted)
         for part in parts
@@ -225,15 +232,15 @@ def collect(
     }
     again = [dataclasses.replace(part, replaces=headers[part.shard].sha256) for part in parts if asked.get(part.shard)]
     if wanted:
-        rows = sum(asked.values())
-        log(f"{settings.name}: {rows} rows of {len(again)} shards are requested again: {', '.join(settings.again)}")
+        rows, statuses = sum(asked.values()), ", ".join(settings.retry_statuses)
+        log(f"{settings.name}: {rows} rows of {len(again)} shards are requested again: {statuses}")
     missing += again
     remove_partial(catalog.store, settings.name, done.keys() - {part.shard for part in again})
     has_images = any(header.ok_rows for header in headers.values())
     while missing:
         rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
-        for first in range(0, len(missing), settings.shards_per_group):
-            parts_of_group = tuple(missing[first : first + settings.shards_per_group])
+        for first in range(0, len(missing), settings.shards_per_task):
+            parts_of_group = tuple(missing[first : first + settings.shards_per_task])
             group = Group(parts_of_group, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
             if not has_images and not counts[OK]:
@@ -273,7 +280,7 @@ def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part)
     if rows and status == "blocked_address":
         hosts = Counter(found[1] for row in rows if (found := _HOST.match(row.url)))
         host = hosts.most_common(1)[0][0] if hosts else "HOST:PORT"
-        way_out += f". If you trust this server, add --allow-host {host} (in a flow, the dataset's allowed_hosts)"
+        way_out += f". If you trust this server, set download.allowed_hosts={host}"
     elif rows and status == "bad_url":
         way_out += f". Each line is `caption TAB url`; line {part.start + 1} has {shown_url(rows[0].url)!r} as its URL"
     elif rows and status in UNREACHABLE:
@@ -568,7 +575,7 @@ def _known(catalog: Catalog, part: Part, rows: Sequence[CaptionRow], settings: C
         if line["status"] == OK:
             sample = next(samples)
             image = spool.write(NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
-        asked = line["status"] in settings.asked_again
+        asked = line["status"] in settings.retried_statuses
         (known.before if asked else known.rows)[row.row] = Download(row, line["status"], line["detail"], image)
     return known
 
@@ -668,8 +675,8 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
             f"{settings.name}: none of the {len(hosts)} hosts of shard {part.shard} (rows {part.start} to {part.stop} "
             f"of {settings.origin}) could be reached: {_by_status(Counter(item.status for item in asked))}, the first "
             f"{shown_url(asked[0].row.url)}: {asked[0].detail}. It was not committed. Check this machine's "
-            "network and whether the server is up, and run again; if these hosts are gone for good, run python -m "
-            "storage.collect with --commit-unreachable, or set the dataset's commit_unreachable in the flow"
+            "network and whether the server is up, and run again; if these hosts are gone for good, set "
+            "commit_unreachable=true"
         )
 
 
@@ -713,58 +720,25 @@ def _import_stored(part: Part, settings: CollectSettings, progress: _Progress, s
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m storage.collect",
-        description="Download a caption list, or import images, into shards; goes on where it was stopped.",
-        epilog="docs/download.md says what each of the further settings means.",
+        description="Download a caption list, or import images, into shards; goes on where it was stopped.\n\n"
+        "    python -m storage.collect ROOT DATASET captions=LIST download.contact=me@example.org",
     )
-    parser.add_argument("root", help="a folder or s3://bucket/prefix")
-    parser.add_argument("dataset", help="the name under which the images are stored, such as captions")
-    origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--captions", metavar="LIST", help="caption TAB url on each line")
-    origin.add_argument("--images", metavar="FOLDER", help="image files on this machine")
-    origin.add_argument("--img2dataset", metavar="FOLDER", help="what img2dataset wrote (webdataset or files)")
-    parser.add_argument("--rows-per-shard", type=int, default=CollectSettings.rows_per_shard, metavar="N")
-    parser.add_argument("--commit-unreachable", action="store_true", help="also shards of which no host was reached")
-    parser.add_argument("--save-every", type=float, default=CollectSettings.save_every, metavar="SECONDS")
-    parser.add_argument(
-        "--again",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="STATUS,...",
-        help="ask rows of committed shards with these statuses once more, such as timeout,dns,http_5xx",
-    )
-    parser.add_argument("--report-every", type=float, default=CollectSettings.report_every, metavar="SECONDS")
-    parser.add_argument("--allow-host", action="append", default=[], metavar="HOST:PORT", help="though it is private")
-    numbers = [field for field in dataclasses.fields(DownloadSettings) if field.name != "allowed_hosts"]
-    for field in numbers:
-        flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(field.default), default=field.default, metavar=field.name.upper())
+    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
+    parser.add_argument("dataset", metavar="DATASET", help="the name under which the images are stored: captions, ...")
+    add_fields(parser, CollectSettings, without=["name"])
     options = parser.parse_args(arguments)
     try:
-        settings = CollectSettings(
-            options.dataset,
-            captions=options.captions,
-            images=options.images,
-            img2dataset=options.img2dataset,
-            download=DownloadSettings(
-                **{field.name: getattr(options, field.name) for field in numbers},
-                allowed_hosts=tuple(options.allow_host),
-            ),
-            rows_per_shard=options.rows_per_shard,
-            commit_unreachable=options.commit_unreachable,
-            report_every=options.report_every,
-            again=options.again,
-            save_every=options.save_every,
-        )
+        settings = from_assignments(CollectSettings, options.fields, name=options.dataset)
         collected = collect(options.root, settings, functools.partial(print, flush=True))
     except (ValueError, OSError, ObjectMissing) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         print("stopped; what is committed stays, and the same command goes on from there", file=sys.stderr)
         sys.exit(130)  # as the shell has it for Ctrl-C
+    again = f"{collected.newly_ok} of {collected.asked_again} rows asked again are ok now; "
     print(
         f"{collected.dataset}: {collected.new_shards} new of {collected.shards} shards in {collected.seconds:.1f} s; "
-        + (f"{collected.newly_ok} of {collected.asked_again} rows asked again are ok now; " if options.again else "")
-        + f"all rows: {_by_status(collected.counts)}"
+        f"{again if settings.retry_statuses else ''}all rows: {_by_status(collected.counts)}"
     )
 
 

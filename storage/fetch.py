@@ -19,6 +19,7 @@ from storage.addresses import AddressGuard, guarded_resolver, system_lookup
 from storage.hosts import ByteBudget, ByteShare, Hosts, Transient
 from storage.normalise import ImageSettings, Refused, run_out
 from storage.redact import redacted, shown_url
+from storage.settings import FORM, check
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,7 +44,7 @@ _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-p
 class DownloadSettings(ImageSettings):
     """How rows are downloaded; the image part is ImageSettings."""
 
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # for a form made of it
+    __pydantic_config__ = FORM
 
     deadline: float = 20.0
     """Seconds for one URL, from the first look-up to the last byte: redirects, retries and their pauses included."""
@@ -80,25 +81,16 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in (
-            "deadline",
-            "connect_timeout",
-            "read_timeout",
-            "concurrency",
-            "per_host",
-            "breaker",
-            "decode_threads",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be over 0")
+        for name in ("deadline", "connect_timeout", "read_timeout", "concurrency", "per_host", "breaker"):
+            check(self, getattr(self, name) > 0, name, "over 0")
+        check(self, self.decode_threads > 0, "decode_threads", "over 0")
         if self.max_bytes_in_flight < self.max_bytes:
             raise ValueError(
                 f"max_bytes_in_flight is {self.max_bytes_in_flight}, under max_bytes {self.max_bytes}: one body would "
                 "not fit; raise the one or lower the other"
             )
-        for name in ("min_rate", "max_redirects", "retries", "retry_delay", "second_pass"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("min_rate", "max_redirects", "retries", "retry_delay", "second_pass", "seed"):
+            check(self, getattr(self, name) >= 0, name, "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters; it is sent in a header")
         if isinstance(self.allowed_hosts, str):

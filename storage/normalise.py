@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from storage.settings import FORM, check, check_choices
+
 FLAGS: dict[str, str] = {
     "png": "came as PNG",
     "gif": "came as GIF",
@@ -79,7 +81,7 @@ def run_out(error: BaseException) -> str:
 class ImageSettings:
     """Which images are stored, and in which form. Every field decides bytes, so all go into a shard's manifest."""
 
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # for a form made of it
+    __pydantic_config__ = FORM
 
     max_bytes: int = 20 * 2**20
     """The largest file that is accepted, as it comes, in bytes."""
@@ -95,13 +97,11 @@ class ImageSettings:
     """libjpeg's quality, 1..100, of images that have to be encoded anew."""
 
     def __post_init__(self):
+        check_choices(self)
         for name in ("max_bytes", "max_pixels", "max_side", "min_side"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 1 <= self.jpeg_quality <= 100:
-            raise ValueError(f"jpeg_quality is {self.jpeg_quality}; it must lie in 1..100")
-        if self.max_aspect < 1:
-            raise ValueError(f"max_aspect is {self.max_aspect}; longer over shorter side is never under 1")
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, 1 <= self.jpeg_quality <= 100, "jpeg_quality", "from 1 to 100")
+        check(self, self.max_aspect >= 1, "max_aspect", "at least 1: the longer over the shorter side")
         if self.max_side < self.min_side * self.max_aspect:
             raise ValueError(
                 f"max_side {self.max_side} is under min_side {self.min_side} x max_aspect {self.max_aspect}: "

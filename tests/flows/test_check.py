@@ -12,9 +12,9 @@ from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from detectors.run import _parser as detector_parser
 from flows import finetune, pretrain
 from flows.check import check
-from flows.collect import collect_settings
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes, Source
-from storage.download import DownloadSettings, ImageSettings
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from storage.collect import CollectSettings
+from storage.download import DownloadSettings
 from vlbert.recipes import RECIPES
 
 
@@ -26,6 +26,12 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
     return draw_demo_data(tmp_path_factory.mktemp("data"), settings)
 
 
+def collecting(dataset: Dataset) -> CollectSettings:
+    """The part of a dataset that collecting takes."""
+    names = [field.name for field in dataclasses.fields(CollectSettings)]
+    return CollectSettings(**{name: getattr(dataset, name) for name in names})
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -34,7 +40,7 @@ def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
         Dataset("x", captions="a.tsv", images="folder", detector=detector)
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Source("x")
+        CollectSettings("x")
     with pytest.raises(ValueError, match="rows_per_shard is 0"):
         Dataset("x", captions="a.tsv", rows_per_shard=0, detector=detector)
     with pytest.raises(ValueError, match="count is 0"):
@@ -189,8 +195,7 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
         for field, about in form["properties"].items()
         if not about.get("description")
     }
-    # pydantic reads the docstrings of a class's own fields alone.
-    assert wordless == {f"DownloadSettings.{field.name}" for field in dataclasses.fields(ImageSettings)}
+    assert not wordless
     assert forms["DetectorSettings"]["properties"]["post_nms"]["description"] == "faster_rcnn: proposals an image."
 
 
@@ -464,7 +469,7 @@ def test_the_projects_deployments_fit_their_flows():
     assert set(found) == NAMES
     (dataset,) = found["pretrain-vlbert/default"]["read"]["datasets"]
     assert isinstance(dataset, Dataset)
-    assert collect_settings(dataset) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
+    assert collecting(dataset) == (found["collect-captions/default"]["read"]["dataset"])
     for name in ("detect-regions/default", "detect-regions/scheduled"):
         assert found[name]["read"]["detector"] == dataset.detector
         assert found[name]["read"]["datasets"] == (dataset.name,)
@@ -494,7 +499,7 @@ def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(dem
     pipeline = found["pretrain-vlbert/default"]["read"]
     check(pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"])
     captions = pipeline["datasets"][0]
-    assert collect_settings(captions) == collect_settings(found["collect-captions/default"]["read"]["dataset"])
+    assert collecting(captions) == (found["collect-captions/default"]["read"]["dataset"])
     assert found["detect-regions/scheduled"]["read"]["detector"] == captions.detector
     assert found["detect-regions/scheduled"]["read"]["datasets"] == (captions.name,)
     assert found["pretrain/default"]["read"]["settings"] == pipeline["pretraining"]

@@ -37,7 +37,7 @@ from s3_faults import faulty
 from demo.data import DemoData
 from detectors.run import STORAGE_UNREACHABLE
 from flows.artifacts import key_of
-from flows.collect import COMMITTED, collect_flow, collect_settings, network_failed, open_bucket, storage_failed
+from flows.collect import COMMITTED, collect_flow, network_failed, open_bucket, storage_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import PipelineResult, each_in_turn
@@ -77,7 +77,7 @@ def refcoco(demo_data: DemoData) -> Dataset:
 def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the captioned scenes; to be copied, not changed."""
     root = tmp_path_factory.mktemp("collected")
-    collect(str(root), collect_settings(captions(demo_data)), lambda line: None)
+    collect(str(root), captions(demo_data), lambda line: None)
     return root
 
 
@@ -141,11 +141,6 @@ def committed_events(client: SyncPrefectClient, root: str) -> list[dict]:
 
 
 # --- collect ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_flow_can_be_told_that_hosts_are_gone_for_good(demo_data: DemoData):
-    assert not collect_settings(captions(demo_data)).commit_unreachable
-    assert collect_settings(captions(demo_data, commit_unreachable=True)).commit_unreachable
 
 
 def test_only_a_network_that_failed_is_tried_again():

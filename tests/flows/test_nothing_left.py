@@ -17,9 +17,7 @@ from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_unt
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from flows.collect import collect_settings
-from flows.settings import Source
-from storage.collect import collect
+from storage.collect import CollectSettings, collect
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +56,7 @@ def collect_rows(demo_data: DemoData, root: Path) -> str:
     source = tiny_pipeline(demo_data, root)["datasets"][0] | {"captions": str(root / "rows.tsv")}
     source = source | {"rows_per_shard": 1, "shards_per_task": 100}
     del source["detector"]
-    settings = collect_settings(TypeAdapter(Source).validate_python(source))
+    settings = TypeAdapter(CollectSettings).validate_python(source)
     collect(str(root), settings, lambda line: None)  # not by the flow, whose event would have them detected
     return str(root)
 

@@ -12,7 +12,6 @@ from places import SHARED
 from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
-from flows.collect import collect_settings
 from flows.detect import detect
 from flows.pretrain import pretrain
 from flows.settings import Dataset, DetectorSettings, PretrainSettings, Processes
@@ -70,7 +69,7 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
         rows_per_shard=10,
     )
 
-    collected = collect(root, collect_settings(dataset))
+    collected = collect(root, dataset)
     assert (collected.shards, collected.counts) == (2, {"ok": 19})
     catalog = Catalog(open_store(root), "captions")
     rows = [row for shard in catalog.shards("images") for row in catalog.manifest("images", shard).table.to_pylist()]

@@ -11,9 +11,7 @@ from places import PROJECT
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from flows.collect import collect_settings
-from flows.settings import Source
-from storage.collect import collect
+from storage.collect import CollectSettings, collect
 
 
 def scheduled(served: Operated) -> list[str]:
@@ -53,8 +51,8 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
 
     # Dropped there: what another machine has collected from the whole list.
     other = str(tmp_path / "other")
-    settings = TypeAdapter(Source).validate_python(source)
-    collect(other, collect_settings(settings), lambda line: None)
+    settings = TypeAdapter(CollectSettings).validate_python(source)
+    collect(other, settings, lambda line: None)
     new = sorted({file.name[:5] for file in Path(other, "photos/images").glob("*.parquet")} - set(before))
     assert len(new) == 5
     for shard in new:

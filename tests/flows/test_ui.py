@@ -13,7 +13,8 @@ from operated import Operated
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Source, TrainDetectorSettings
+from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, TrainDetectorSettings
+from storage.collect import CollectSettings
 from storage.object_store import open_store
 from training.log import last_metrics
 
@@ -232,7 +233,7 @@ def plain(text: str) -> str:
     ("deployment", "settings"),
     [
         ("pretrain-vlbert/default", (Dataset, DetectorSettings, PretrainSettings, FinetuneSettings)),
-        ("collect-captions/default", (Source,)),
+        ("collect-captions/default", (CollectSettings,)),
         ("detect-regions/default", (DetectorSettings,)),
         ("pretrain/default", (PretrainSettings,)),
         ("finetune/default", (FinetuneSettings,)),

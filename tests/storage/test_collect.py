@@ -66,7 +66,7 @@ def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -
             deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)
         ),
         "rows_per_shard": 10,
-        "shards_per_group": 2,
+        "shards_per_task": 2,
     }
     return CollectSettings("captions", **(settings | changes))
 
@@ -234,7 +234,7 @@ def test_progress_is_told_now_and_then_with_rows_by_status(web: Web, tmp_path: P
     web.put("/progress.jpg", send(encode(draw())))
     lines = [f"caption {i}\t/{'progress.jpg' if i % 2 else 'gone.jpg'}" for i in range(6)]
     often, seldom = [], []
-    settings = served(web, tmp_path / "list.tsv", *lines, shards_per_group=2, report_every=0)
+    settings = served(web, tmp_path / "list.tsv", *lines, shards_per_task=2, report_every=0)
     collect(str(tmp_path / "one"), settings, often.append)
     last = [line for line in often if line.startswith("captions: 6 of 6 rows: 3 http_404, 3 ok; ")][-1]
     assert re.fullmatch(r".*; [\d,]+\.\d rows/s, 0:\d\d gone, 0:00 left", last)
@@ -288,7 +288,7 @@ def test_a_shard_of_which_no_host_is_reached_is_not_committed(web: Web, tmp_path
         return statuses(str(tmp_path / name))
 
     message = r"none of the 5 hosts of shard 00000 \(rows 0 to 6 of .*\) could be reached: 5 connect, the first http:"
-    with pytest.raises(ConnectionError, match=message + ".*--commit-unreachable"):
+    with pytest.raises(ConnectionError, match=message + ".*commit_unreachable=true"):
         attempt("lost", *dead, unasked)
     assert of(str(tmp_path / "lost")).shards(IMAGES) == []
     assert attempt("lost", *dead, unasked, commit_unreachable=True) == 5 * ["connect"] + ["bad_url"]
@@ -323,13 +323,13 @@ def closed_port() -> str:
 def picture_that_is_none(folder: Path) -> list[str]:
     (folder / "images").mkdir()
     (folder / "images" / "a.jpg").write_bytes(b"<html>")
-    return ["--images", str(folder / "images")]
+    return [f"images={folder / 'images'}"]
 
 
 def listed(*lines: str) -> Callable[[Path], list[str]]:
     def write(folder: Path) -> list[str]:
         (folder / "list.tsv").write_text("".join(f"{line}\n" for line in lines))
-        return ["--captions", str(folder / "list.tsv"), "--rows-per-shard", "2"]
+        return [f"captions={folder / 'list.tsv'}", "rows_per_shard=2"]
 
     return write
 
@@ -337,7 +337,10 @@ def listed(*lines: str) -> Callable[[Path], list[str]]:
 @pytest.mark.parametrize(
     ("origin", "named"),
     [
-        (listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))), "--allow-host 127.0.0.1:8791"),
+        (
+            listed(*(f"caption {i}\thttp://127.0.0.1:8791/{i}.jpg" for i in range(5))),
+            "set download.allowed_hosts=127.0.0.1:8791",
+        ),
         (listed("a\tno", "b\taddress"), "line 1 has 'no' as its URL"),
         (listed("caption\tone", "http://x/1.jpg\tb", "http://x/2.jpg\tc"), "list.tsv:2: the URL is before the tab"),
         (listed(f"a\thttp://user:secret@{closed_port()}/?key=secret"), "bad_url"),
@@ -356,14 +359,14 @@ def test_a_collection_without_an_image_fails_and_commits_nothing(
         assert list(of(str(tmp_path / "root")).store.list()) == []
 
 
-@pytest.mark.parametrize("shards_per_group", [1, 5])
+@pytest.mark.parametrize("shards_per_task", [1, 5])
 def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(
-    shards_per_group: int, web: Web, tmp_path: Path
+    shards_per_task: int, web: Web, tmp_path: Path
 ):
-    root, file, name = str(tmp_path / "root"), tmp_path / "list.tsv", f"waits-{shards_per_group}"
+    root, file, name = str(tmp_path / "root"), tmp_path / "list.tsv", f"waits-{shards_per_task}"
     web.put(f"/{name}.jpg", send(encode(draw())))
     lines = [f"a\t/{name}/0", f"b\t/{name}/1", f"c\t/{name}/2", f"d\t/{name}/3"]
-    settings = functools.partial(served, web, file, shards_per_group=shards_per_group)
+    settings = functools.partial(served, web, file, shards_per_task=shards_per_task)
     with pytest.raises(NothingStored, match=r"no row of .* gave an image \(4 http_404\); nothing was committed"):
         collect(root, settings(*lines), lambda line: None)
     assert of(root).shards(IMAGES) == []
@@ -371,7 +374,7 @@ def test_a_shard_without_an_image_waits_for_the_first_image_of_its_dataset(
     collected = collect(root, settings(*lines), lambda line: None)
     assert (collected.new_shards, collected.counts) == (3, {"http_404": 4, "ok": 1})
     # Once by the run before; whole groups before the first image are asked twice.
-    assert {web.asked(f"/{name}/{i}") for i in range(4)} == {3 if shards_per_group == 1 else 2}
+    assert {web.asked(f"/{name}/{i}") for i in range(4)} == {3 if shards_per_task == 1 else 2}
     lines += [f"f\t/{name}/6", f"g\t/{name}/7"]
     assert collect(root, settings(*lines), lambda line: None).new_shards == 1
     assert statuses(root) == 4 * ["http_404"] + ["ok"] + 2 * ["http_404"]
@@ -388,7 +391,7 @@ def test_only_regular_files_of_a_folder_are_read(tmp_path: Path):
     (folder / "e-link.jpg").symlink_to(elsewhere)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "f.jpg"))
-        command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions", "--images", str(folder)]
+        command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions", f"images={folder}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=PROJECT)
     assert (done.returncode, done.stderr) == (0, "")
     assert statuses(str(tmp_path / "root")) == 4 * ["missing_file"] + ["ok", "missing_file"]
@@ -426,9 +429,9 @@ def test_passwords_and_keys_in_urls_stand_in_no_detail_and_no_log(
         f"http://{web.host}/a\\b?key={SECRET}",
     ]
     file, root = tmp_path / "list.tsv", str(tmp_path / "root")
-    command = [sys.executable, "-m", "storage.collect", root, "captions", "--captions", str(file)]
-    command += ["--allow-host", web.host, "--deadline", "3", "--read-timeout", "1", "--retries", "0"]
-    command += ["--second-pass", "0", "--report-every", "0"]
+    command = [sys.executable, "-m", "storage.collect", root, "captions", f"captions={file}"]
+    command += [f"download.allowed_hosts={web.host}", "download.deadline=3", "download.read_timeout=1"]
+    command += ["download.retries=0", "download.second_pass=0", "report_every=0"]
 
     file.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)))
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
@@ -447,7 +450,7 @@ def test_passwords_and_keys_in_urls_stand_in_no_detail_and_no_log(
     assert SECRET not in ended.value.code + "".join(capsys.readouterr())
     file.write_text("".join(f"caption\thttp://127.0.0.{i}:9/{i}?key={SECRET}\n" for i in range(1, 7)))
     command[4:5] = ["unreachable"]
-    command += [part for i in range(1, 7) for part in ("--allow-host", f"127.0.0.{i}:9")]
+    command.append("download.allowed_hosts=" + ",".join(f"127.0.0.{i}:9" for i in range(1, 7)))
     with pytest.raises(SystemExit) as ended:
         main(command[3:])
     assert "the first http://127.0.0.1:9/1?" in ended.value.code
@@ -500,7 +503,7 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     read = lambda: [sample.caption for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]  # noqa: E731
     assert read() == ["a", "d", "f"]
     said, asked = [], len(web.requests)
-    again = dataclasses.replace(settings, again=("http_5xx", "timeout"))
+    again = dataclasses.replace(settings, retry_statuses=("http_5xx", "timeout"))
     collected = collect(root, again, said.append)
     assert [path for _, path, _ in web.requests[asked:]].count("/again/later.jpg") == 1
     assert {path for _, path, _ in web.requests[asked:]} == {"/again/later.jpg", "/again/never.jpg"}
@@ -542,24 +545,24 @@ def test_rows_that_are_not_reached_again_keep_what_they_were(web: Web, tmp_path:
         collect(root, settings, lambda line: None)
     before = as_it_is(root)
     assert {*statuses(root)[1:]} == {"http_404"}
-    collected = collect(root, dataclasses.replace(settings, again=("http_4xx",)), lambda line: None)
+    collected = collect(root, dataclasses.replace(settings, retry_statuses=("http_4xx",)), lambda line: None)
     assert (collected.asked_again, collected.newly_ok) == (20, 0)
     assert as_it_is(root) == before
 
 
 @pytest.mark.parametrize("again", ["ok", "duplicate", "http_6xx", "http_", "slow"])
 def test_a_status_that_nobody_can_ask_again_is_refused(again: str):
-    with pytest.raises(ValueError, match=f"captions: again names '{again}', must be of bad_url, .*http_5xx"):
-        CollectSettings("captions", captions="list.tsv", again=("dns", again))
-    with pytest.raises(ValueError, match="captions: again is for a list of captions"):
-        CollectSettings("captions", images="folder", again=("missing_file",))
+    with pytest.raises(ValueError, match=f"captions: retry_statuses names '{again}', must be of bad_url, .*http_5xx"):
+        CollectSettings("captions", captions="list.tsv", retry_statuses=("dns", again))
+    with pytest.raises(ValueError, match="captions: retry_statuses is for a list of captions"):
+        CollectSettings("captions", images="folder", retry_statuses=("missing_file",))
 
 
 def test_a_list_that_is_edited_while_it_is_collected_is_an_error(web: Web, tmp_path: Path):
     web.put("/edited.jpg", send(encode(draw())))
     file, root = tmp_path / "list.tsv", str(tmp_path / "root")
     lines = [f"caption {i}\t/edited.jpg" for i in range(6)]
-    settings = served(web, file, *lines, shards_per_group=1)
+    settings = served(web, file, *lines, shards_per_task=1)
 
     def edit(at: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
         if group.parts[0].shard == "00001":
@@ -604,7 +607,7 @@ def test_the_open_web_is_not_asked_without_a_word_about_the_contact(tmp_path: Pa
 
     (warning,) = said("none")
     assert "no contact is set" in warning
-    assert "--contact" in warning
+    assert "download.contact" in warning
     assert said("contact", contact="tests@example.org") == []
     assert said("own", allowed_hosts=("127.0.0.1:1",)) == []
 
@@ -692,8 +695,8 @@ def test_the_program_collects_and_goes_on_where_it_was(web: Web, tmp_path: Path)
     web.put("/program.jpg", send(encode(draw(600, 300))))
     served(web, tmp_path / "list.tsv", "a\t/program.jpg", "b\t/gone.jpg", "c\t/program.jpg")
     command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
-    command += ["--captions", str(tmp_path / "list.tsv"), "--rows-per-shard", "2", "--allow-host", web.host]
-    command += ["--max-side", "300", "--deadline", "5", "--contact", "tests@example.org", "--report-every", "0"]
+    command += [f"captions={tmp_path / 'list.tsv'}", "rows_per_shard=2", f"download.allowed_hosts={web.host}"]
+    command += ["download.max_side=300", "download.deadline=5", "download.contact=tests@example.org", "report_every=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -716,8 +719,8 @@ def test_on_a_full_disk_the_program_says_what_is_full_and_the_way_out(ready: str
         web.put(f"/large.jpg?{i}", send(large))
     # No file may be larger than this: enough for one image, and too little for a tar of it, or for four of them.
     limit = (len(large) + 512) // 1024 + (0 if rows == 1 else 1)
-    program = f"{sys.executable} -m storage.collect {tmp_path}/root captions --captions {settings.captions}"
-    program += f" --rows-per-shard {rows} --allow-host {web.host} --retries 0 --second-pass 0"
+    program = f"{sys.executable} -m storage.collect {tmp_path}/root captions captions={settings.captions}"
+    program += f" rows_per_shard={rows} download.allowed_hosts={web.host} download.retries=0 download.second_pass=0"
     command = ["bash", "-c", f"ulimit -f {limit + 1}; export TMPDIR={tmp_path}; exec {program}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 1
@@ -738,7 +741,7 @@ def test_ctrl_c_ends_the_program_with_one_line(web: Web, tmp_path: Path):
 
     settings = served(web, tmp_path / "list.tsv", f"a\t{web.put('/wait.jpg', wait)}")
     command = [sys.executable, "-m", "storage.collect", str(tmp_path / "root"), "captions"]
-    command += ["--captions", settings.captions, "--allow-host", web.host]
+    command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
     root = PROJECT
     # Under nohup, or in the background of a script, it would not heed SIGINT.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -767,8 +770,9 @@ def test_a_killed_collection_has_lost_only_what_came_since_the_last_save(web: We
         web.put(path, silent(60))
     lines = [f"caption {path}\t{path}" for path in (*good[:10], slow[0], *good[10:], slow[1])]
     settings = served(web, tmp_path / "list.tsv", *lines)
-    command = [sys.executable, "-m", "storage.collect", catalog.store.where(), "captions", "--rows-per-shard", "11"]
-    command += ["--captions", settings.captions, "--allow-host", web.host, "--save-every", "0.2", "--breaker", "9"]
+    command = [sys.executable, "-m", "storage.collect", catalog.store.where(), "captions", "rows_per_shard=11"]
+    command += [f"captions={settings.captions}", f"download.allowed_hosts={web.host}"]
+    command += ["save_every=0.2", "download.breaker=9"]
     root = PROJECT
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=root)
 
@@ -882,10 +886,15 @@ def test_the_program_imports_no_prefect_and_no_torch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--captions", "nowhere.tsv"], "No such file or directory: 'nowhere.tsv'"),
-        (["--images", "nowhere"], "nowhere is not a folder"),
-        (["--captions", "nowhere.tsv", "--deadline", "0"], "deadline is 0"),
-        (["--captions", "nowhere.tsv", "--allow-host", "localhost"], "'localhost' is not host:port"),
+        (["captions=nowhere.tsv"], "No such file or directory: 'nowhere.tsv'"),
+        (["images=nowhere"], "nowhere is not a folder"),
+        (["captions=nowhere.tsv", "download.deadline=0"], "DownloadSettings.deadline is 0"),
+        (["captions=nowhere.tsv", "download.retry=1"], "DownloadSettings has no field 'retry'; it has max_bytes,"),
+        (["captions=nowhere.tsv", "name=another"], "CollectSettings has no field 'name'; it has captions,"),
+        (["captions=nowhere.tsv", "rows_per_shard=few"], "rows_per_shard=few: 'few' is no int"),
+        (["captions=nowhere.tsv", "commit_unreachable=yes"], "commit_unreachable=yes: it must be true or false"),
+        (["nowhere.tsv"], "'nowhere.tsv' has no '='"),
+        (["captions=nowhere.tsv", "download.allowed_hosts=localhost"], "'localhost' is not host:port"),
     ],
 )
 def test_the_program_ends_with_one_clear_line(arguments: list[str], message: str, tmp_path: Path):

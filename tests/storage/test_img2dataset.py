@@ -258,8 +258,7 @@ def test_the_program_imports_a_folder(tmp_path: Path):
         "storage.collect",
         str(tmp_path / "root"),
         "imported",
-        "--img2dataset",
-        str(folder),
+        f"img2dataset={folder}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,9 @@ from detectors import train as detectors_train
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
+from storage import collect
+from storage.collect import CollectSettings
+from storage.download import DownloadSettings
 from storage.settings import (
     assignments_of,
     default_of,
@@ -127,6 +130,8 @@ SETTINGS = [
     VCRSettings(),
     VQASettings(),
     RefCOCOSettings(),
+    CollectSettings("captions", images="folder"),
+    DownloadSettings(),
     recipes.DataConfig(),
     recipes.SamplingConfig(),
     recipes.ValidationConfig(),
@@ -268,6 +273,7 @@ def test_every_field_of_every_settings_has_words(kind: type):
         (train.main, ["finetune_vqa_base"], RECIPES["finetune_vqa_base"]()),
         (evaluate.main, ["finetune_refcoco_demo"], RECIPES["finetune_refcoco_demo"]()),
         (detectors_train.main, ["detector_demo"], recipes.RECIPES["detector_demo"]()),
+        (collect.main, [], CollectSettings),
     ],
 )
 def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[str], config, capsys):
@@ -275,5 +281,5 @@ def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[s
         main([*arguments, "--help"])
     assert not ended.value.code
     printed = capsys.readouterr().out
-    for line in field_help(config).splitlines():
+    for line in field_help(config, without=["name"]).splitlines():
         assert line in printed
