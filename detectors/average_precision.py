@@ -1,7 +1,7 @@
 """mAP@0.5 as Visual Genome's detectors report it: VOC's average precision, the area under the interpolated curve.
 
-A detection is right where it is of the class of the object that it overlaps most, by at least the threshold, and no
-better detection of that class has taken that object before. Crowds count neither as found nor as missed.
+A detection is a true positive if it has the class of the object that it overlaps most, by at least the threshold, and
+no detection of that class with a higher score has matched that object. Detections of crowds are not counted.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ import numpy as np
 import torch
 import torchvision
 
-WRONG, RIGHT, UNCOUNTED = 0, 1, 2
+FALSE_POSITIVE, TRUE_POSITIVE, NOT_COUNTED = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class ObjectStore:
-    """What there is to be found in an image."""
+class AnnotatedBoxes:
+    """The objects of an image."""
 
     boxes: np.ndarray
     """float32 [G, 4] xyxy."""
     labels: np.ndarray
     """int64 [G]."""
     crowd: np.ndarray
-    """bool [G]: boxes that may be detected or not."""
+    """bool [G]: boxes around many objects."""
 
 
 @dataclass(frozen=True, eq=False)
 class Detections:
-    """What was found in an image."""
+    """The detections in an image."""
 
     boxes: np.ndarray
     """float32 [K, 4] xyxy."""
@@ -38,46 +38,46 @@ class Detections:
     """int64 [K]."""
 
 
-def judge(found: Detections, there: ObjectStore, iou_threshold: float) -> np.ndarray:
-    """int8 [K]: RIGHT, WRONG or UNCOUNTED, each detection of an image; of equal scores the first comes first."""
-    verdicts = np.full(len(found.scores), WRONG, np.int8)
-    taken = np.zeros(len(there.labels), bool)
-    overlaps = torchvision.ops.box_iou(torch.from_numpy(found.boxes), torch.from_numpy(there.boxes)).numpy()
-    inside = _share_inside(found.boxes, there.boxes)
-    for index in np.argsort(-found.scores, kind="stable"):
-        same = there.labels == found.labels[index]
-        own = np.flatnonzero(same & ~there.crowd)
-        best = own[overlaps[index, own].argmax()] if len(own) else None
-        if best is not None and overlaps[index, best] >= iou_threshold:
-            if not taken[best]:
-                verdicts[index], taken[best] = RIGHT, True
-        elif (inside[index, same & there.crowd] >= iou_threshold).any():
-            verdicts[index] = UNCOUNTED
-    return verdicts
+def match_detections(detections: Detections, objects: AnnotatedBoxes, iou_threshold: float) -> np.ndarray:
+    """int8 [K]: TRUE_POSITIVE, FALSE_POSITIVE or NOT_COUNTED; among equal scores the first detection matches first."""
+    matches = np.full(len(detections.scores), FALSE_POSITIVE, np.int8)
+    matched = np.zeros(len(objects.labels), bool)
+    iou = torchvision.ops.box_iou(torch.from_numpy(detections.boxes), torch.from_numpy(objects.boxes)).numpy()
+    inside = _share_inside(detections.boxes, objects.boxes)
+    for index in np.argsort(-detections.scores, kind="stable"):
+        same = objects.labels == detections.labels[index]
+        candidates = np.flatnonzero(same & ~objects.crowd)
+        best = candidates[iou[index, candidates].argmax()] if len(candidates) else None
+        if best is not None and iou[index, best] >= iou_threshold:
+            if not matched[best]:
+                matches[index], matched[best] = TRUE_POSITIVE, True
+        elif (inside[index, same & objects.crowd] >= iou_threshold).any():
+            matches[index] = NOT_COUNTED
+    return matches
 
 
 def _share_inside(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """[K, G]: how much of each box [K, 4] lies in each of the others [G, 4]; a crowd is larger than what it holds."""
+    """[K, G]: the share of each box [K, 4] that lies in each of the others [G, 4]. For crowds, whose IoU is small."""
     corners = np.maximum(boxes[:, None, :2], others[None, :, :2]), np.minimum(boxes[:, None, 2:], others[None, :, 2:])
     area = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
     return (corners[1] - corners[0]).clip(min=0).prod(axis=2) / np.maximum(area, 1e-12)[:, None]
 
 
-def average_precision(scores: np.ndarray, right: np.ndarray, objects: int) -> float:
-    """Of one class over all images: the area under precision by recall, precision made falling from the right.
+def average_precision(scores: np.ndarray, true_positive: np.ndarray, objects: int) -> float:
+    """The area under the interpolated precision-recall curve of one class over all images.
 
-    Detections of equal score count in the order in which they are given.
+    scores [K], true_positive bool [K] of its detections; equal scores keep their order. objects: how many there are.
     """
     order = np.argsort(-scores, kind="stable")
-    hits = np.cumsum(right[order])
+    hits = np.cumsum(true_positive[order])
     precision = hits / np.arange(1, len(hits) + 1)
     highest_from_here = np.maximum.accumulate(precision[::-1])[::-1]
-    return float(highest_from_here[right[order].astype(bool)].sum() / objects)
+    return float(highest_from_here[true_positive[order].astype(bool)].sum() / objects)
 
 
 @dataclass(frozen=True)
 class ClassResult:
-    """One class that the held-out images show."""
+    """The result of one class that the held-out images show."""
 
     label: int
     objects: int
@@ -86,20 +86,22 @@ class ClassResult:
 
 
 def class_results(
-    labels: np.ndarray, scores: np.ndarray, verdicts: np.ndarray, objects: np.ndarray
+    labels: np.ndarray, scores: np.ndarray, matches: np.ndarray, objects: np.ndarray
 ) -> list[ClassResult]:
-    """Per class with objects; labels, scores, verdicts of all detections in a fixed order, objects int64 [C] of each
-    class."""
+    """The results of the classes that have objects.
+
+    labels, scores, matches [K]: of all detections in a fixed order; objects int64 [C]: how many of each class.
+    """
     results = []
     for label in np.flatnonzero(objects):
-        own = (labels == label) & (verdicts != UNCOUNTED)
-        precision = average_precision(scores[own], verdicts[own] == RIGHT, int(objects[label]))
+        own = (labels == label) & (matches != NOT_COUNTED)
+        precision = average_precision(scores[own], matches[own] == TRUE_POSITIVE, int(objects[label]))
         results.append(ClassResult(int(label), int(objects[label]), int(own.sum()), precision))
     return results
 
 
 def mean_average_precision(results: Sequence[ClassResult]) -> dict[str, float]:
-    """`map50` over the classes that have objects, and `map50_weighted` by how many."""
+    """`map50`: the mean over the classes that have objects; `map50_weighted`: weighted by how many."""
     if not results:
         return {}
     precisions = np.array([result.average_precision for result in results])

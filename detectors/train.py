@@ -23,9 +23,9 @@ from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.losses import Losses
 from detectors.recipes import RECIPES, DetectorRecipe
-from detectors.start import init_from
 from detectors.validate import validate
 from detectors.weights.files import COUNTER, write_weights
+from detectors.weights.init_from import init_from
 from storage.object_store import open_store
 from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
@@ -186,8 +186,8 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
         f"classes, {len(run.truth.held_out)} held out (annotations {run.truth.hash}); {trained / 1e6:.2f} M parameters "
         f"trained, on {run.world.size} x {run.world.device.type}"
     )
-    for why, count in run.truth.left_out.items():
-        say(f"left out: {count} {why}")
+    for why, count in run.truth.skipped.items():
+        say(f"skipped: {count} {why}")
     if not run.truth.held_out:
         say("there will be no validation: neither data.held_out_list nor data.held_out_last names an image")
 

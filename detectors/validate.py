@@ -1,11 +1,17 @@
-"""What the network finds in held-out images, and how right it is."""
+"""Detects objects in held-out images and measures mean average precision."""
 
 import numpy as np
 import torch
 import torchvision
 from torch import Tensor
 
-from detectors.average_precision import Detections, ObjectStore, class_results, judge, mean_average_precision
+from detectors.average_precision import (
+    AnnotatedBoxes,
+    Detections,
+    class_results,
+    match_detections,
+    mean_average_precision,
+)
 from detectors.examples import HeldOutImages
 from detectors.faster_rcnn import FasterRCNN, to_input
 from detectors.ground_truth import LabelledImage
@@ -43,32 +49,32 @@ def _detections(boxes: Tensor, scores: Tensor, labels: Tensor) -> Detections:
 def validate(
     network: FasterRCNN, recipe: DetectorRecipe, images: list[LabelledImage], classes: tuple[str, ...], world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects that
-    a proposal overlaps by the threshold."""
+    """Metrics and one row a class, over the images of all ranks: mAP, and `proposal_recall`, the share of objects whose
+    IoU with a proposal reaches the threshold."""
     config = recipe.validation
     images = images[: config.images]
     training = network.training
     network.eval()
     rows, covered, bad = [], 0, 0
     data = HeldOutImages(images, recipe.network, world)
-    for place, pixels in batches(data, range(len(data)), recipe.data.workers, world.device):
+    for index, pixels in batches(data, range(len(data)), recipe.data.workers, world.device):
         if isinstance(pixels, str):
             bad += 1
             print(f"cannot validate on {pixels}", flush=True)
             continue
-        found, proposals = detect(network, to_input(pixels, world.device), config)
-        there = _store(images[place], pixels.shape[:2])
-        verdicts = judge(found, there, config.iou_threshold)
-        rows.append((place, found.labels, found.scores, verdicts, there.labels[~there.crowd]))
-        covered += _covered(proposals, there, config.iou_threshold)
+        detections, proposals = detect(network, to_input(pixels, world.device), config)
+        objects = _annotated_boxes(images[index], pixels.shape[:2])
+        matches = match_detections(detections, objects, config.iou_threshold)
+        rows.append((index, detections.labels, detections.scores, matches, objects.labels[~objects.crowd]))
+        covered += _covered(proposals, objects, config.iou_threshold)
     network.train(training)
-    # In the order of the images, so that any number of ranks finds the same among equal scores.
+    # In the order of the images: any number of ranks then orders equal scores alike.
     rows = sorted(distributed.gather_rows(rows, world), key=lambda row: row[0])
     covered, bad = distributed.sum_over_ranks([float(covered), float(bad)], world)
-    labels, scores, verdicts, there = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
-    objects = np.bincount(there.astype(np.int64), minlength=recipe.network.num_classes)
-    results = class_results(labels, scores, verdicts, objects)
-    metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(there))}
+    labels, scores, matches, truth = (np.concatenate([row[i] for row in rows] or [np.zeros(0)]) for i in range(1, 5))
+    counts = np.bincount(truth.astype(np.int64), minlength=recipe.network.num_classes)
+    results = class_results(labels, scores, matches, counts)
+    metrics = mean_average_precision(results) | {"proposal_recall": covered / max(1, len(truth))}
     if bad:
         metrics["unreadable_images"] = bad
     predictions = [
@@ -83,15 +89,15 @@ def validate(
     return metrics, predictions
 
 
-def _store(image: LabelledImage, size: tuple[int, int]) -> ObjectStore:
-    """What is to be found, in pixels of the resized image of this height and width."""
+def _annotated_boxes(image: LabelledImage, size: tuple[int, int]) -> AnnotatedBoxes:
+    """The image's objects, in pixels of the resized image of this height and width."""
     scale = np.array([size[1] / image.width, size[0] / image.height] * 2, np.float32)
-    return ObjectStore(image.boxes * scale, image.labels, image.crowd)
+    return AnnotatedBoxes(image.boxes * scale, image.labels, image.crowd)
 
 
-def _covered(proposals: np.ndarray, there: ObjectStore, threshold: float) -> int:
-    """How many objects a proposal overlaps enough."""
-    boxes = torch.from_numpy(there.boxes[~there.crowd])
+def _covered(proposals: np.ndarray, objects: AnnotatedBoxes, threshold: float) -> int:
+    """How many objects have a proposal of at least this IoU."""
+    boxes = torch.from_numpy(objects.boxes[~objects.crowd])
     if not len(proposals) or not len(boxes):
         return 0
     return int((torchvision.ops.box_iou(boxes, torch.from_numpy(proposals)).amax(dim=1) >= threshold).sum())

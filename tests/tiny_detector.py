@@ -8,7 +8,7 @@ import torch
 from tiny import as_overrides
 
 from detectors.average_precision import (
-    ObjectStore,
+    AnnotatedBoxes,
 )
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.recipes import (
@@ -51,8 +51,8 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def store(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> ObjectStore:
-    return ObjectStore(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
+def annotated_boxes(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> AnnotatedBoxes:
+    return AnnotatedBoxes(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:

@@ -15,19 +15,21 @@ from safetensors.torch import save
 from torch import Tensor
 
 from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN, FasterRCNNConfig
+from detectors.names import read_names
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from storage.safe_json import parse_json, printable, shown
+from storage.settings import from_json
 
 ATTRIBUTE_HEAD = tuple(f"roi_heads.box_predictor.{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
-# What files may carry beside weights: a counter that inference ignores, and the pixels' statistics, which must be ours.
+# What files may hold beside weights: counters, which inference ignores, and pixel statistics, which must be ours.
 COUNTER = re.compile(r"\.num_batches_tracked$")
 PIXEL_STATISTICS = {"pixel_mean": PIXEL_MEAN_BGR, "pixel_std": (1.0, 1.0, 1.0)}
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What was found in a weight file."""
+    """What a weight file holds."""
 
     file: str
     """The file's name, without its folder."""
@@ -35,19 +37,19 @@ class LoadedWeights:
     attributes: bool
     """Whether it has an attribute head."""
     anchors: str
-    """`file`: the anchors stood in the file, or in the release that it was made of; `generated`: by a rule."""
+    """`file`: from the file, or from the release that it was made of; `generated`: by a rule."""
     classes: tuple[str, ...] | None
     """Names of the C classes, from the file's metadata `classes` (a JSON list); None where it has none."""
     attribute_names: tuple[str, ...] | None = None
     """The same of the attributes, from `attributes`."""
     release: str | None = None
-    """The published weights that the file was made of, from `release`."""
+    """The published weights that the file was converted from; from `release`."""
     differences: tuple[str, ...] = ()
-    """Where the network does not detect as that release did, from `detection`: one sentence each."""
+    """Settings in which the network differs from that release's `detection`, one sentence each."""
 
     @property
     def metadata(self) -> dict:
-        """The description that goes into a detector's `about`."""
+        """What a detector's metadata say of its weights."""
         metadata = {
             "random_init": False,
             "weights_file": self.file,
@@ -56,7 +58,6 @@ class LoadedWeights:
             "anchors": self.anchors,
             "classes": None if self.classes is None else list(self.classes),
         }
-        # Younger than the first detectors' ids: files that have none of these keep theirs.
         if self.attribute_names is not None:
             metadata["attribute_names"] = list(self.attribute_names)
         if self.release is not None:
@@ -76,47 +77,49 @@ def load_weights(network: FasterRCNN, file: Path) -> LoadedWeights:
     ValueError names the file and every tensor that is missing, unexpected or of a wrong shape. Only the whole attribute
     head may be absent; the network then goes on without it.
     """
-    tensors, metadata = _read(file)
+    tensors, metadata = read_safetensors(file)
     if tensors and all(name.startswith(("backbone.", "roi_heads.res5.")) for name in tensors):
         raise ValueError(f"{file} holds a ResNet alone and no detector: it is for model.regions.weights of VL-BERT")
-    found = _found(file, tensors.keys(), metadata, network.config)
+    loaded = _describe(file, tensors.keys(), metadata, network.config)
     anchors = _take_extras(tensors, network, file)
     wanted = network.state_dict()
-    expected = {n: t for n, t in wanted.items() if found.attributes or not n.startswith(ATTRIBUTE_HEAD)}
+    expected = {n: t for n, t in wanted.items() if loaded.attributes or not n.startswith(ATTRIBUTE_HEAD)}
     _check_tensors(tensors, expected, file)
 
-    if not found.attributes:
+    if not loaded.attributes:
         network.roi_heads.box_predictor.drop_attributes()
     network.load_state_dict(tensors, strict=True)
     if anchors is not None:
         network.proposal_generator.cell_anchors.copy_(anchors)
-    return found
+    return loaded
 
 
 def describe_weights(file: Path, config: FasterRCNNConfig) -> LoadedWeights:
-    """What load_weights returns for a network of this configuration, without a look at any tensor."""
-    return _found(file, *_read(file, tensors=False), config)
+    """What load_weights returns for a network of this configuration; no tensor is read."""
+    return _describe(file, *read_safetensors(file, tensors=False), config)
 
 
-def _found(file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig) -> LoadedWeights:
+def _describe(
+    file: Path, names: Collection[str], metadata: Mapping[str, str], config: FasterRCNNConfig
+) -> LoadedWeights:
     attributes = any(name.startswith(ATTRIBUTE_HEAD) for name in names)
     return LoadedWeights(
         file=Path(file).name,
         sha256=weights_hash(file),
         attributes=attributes,
-        anchors=_told(metadata, "anchors", file, str) or ("file" if ANCHORS in names else "generated"),
-        classes=_told_names(metadata, "classes", config.num_classes, file),
-        attribute_names=_told_names(metadata, "attributes", config.num_attributes, file) if attributes else None,
-        release=_told(metadata, "release", file, str),
-        differences=differences(_told(metadata, "detection", file, dict) or {}, config),
+        anchors=_field(metadata, "anchors", file, str) or ("file" if ANCHORS in names else "generated"),
+        classes=_names_field(metadata, "classes", config.num_classes, file),
+        attribute_names=_names_field(metadata, "attributes", config.num_attributes, file) if attributes else None,
+        release=_field(metadata, "release", file, str),
+        differences=differences(_field(metadata, "detection", file, dict) or {}, config),
     )
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """What a file's metadata say of its `network`, `classes` and `attributes`, as far as they do."""
-    _, metadata = _read(file, tensors=False)
+    """`network`, `classes` and `attributes` of a file's metadata, those that it has."""
+    _, metadata = read_safetensors(file, tensors=False)
     kinds = {"network": dict, "classes": list, "attributes": list}
-    found = {name: _told(metadata, name, file, kind) for name, kind in kinds.items() if name in metadata}
+    found = {name: _field(metadata, name, file, kind) for name, kind in kinds.items() if name in metadata}
     resnet = (found.get("network") or {}).get("resnet", {})
     if not isinstance(resnet, dict):
         raise ValueError(f"{file}: its metadata 'network' has the resnet {shown(resnet)}, no object; convert it again")
@@ -124,7 +127,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> FasterRCNNConfig:
-    """The network that a file's weights are of, from its metadata `network`; ValueError where it has none."""
+    """The network of a file's weights, from its metadata `network`; ValueError where it has none."""
     fields = read_metadata(file).get("network")
     if fields is None:
         raise ValueError(f"{file} does not say which network its weights are of; name its preset")
@@ -134,16 +137,13 @@ def read_config(file: Path) -> FasterRCNNConfig:
 def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
     """The network of a description in JSON (dataclasses.asdict of its configuration); ValueError names `where`."""
     try:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        resnet = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["resnet"].items()}
-        return FasterRCNNConfig(**fields | {"resnet": ResNetConfig(**resnet)})
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        told = printable(error)
-        raise ValueError(f"{where}: its `network` is none of this version ({told}); convert it again") from error
+        return from_json(FasterRCNNConfig, dict(fields), where)
+    except ValueError as error:
+        raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error
 
 
 def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple[str, ...]:
-    """Where a network does not detect as `detection` (Release.detection) says, one sentence each."""
+    """Settings in which a network differs from `detection` (Release.detection), one sentence each."""
     here = dataclasses.asdict(config)
     return tuple(
         printable(f"{name} is {here.get(name, 'unknown')}, the release's is ")
@@ -156,8 +156,8 @@ def differences(detection: Mapping[str, Any], config: FasterRCNNConfig) -> tuple
 def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
     """Write a weight file, and return its sha256; the same content gives the same bytes.
 
-    `about` is its metadata, each value written as JSON: `classes`, `attributes` (lists of names), `network`
-    (dataclasses.asdict of its configuration), and for converted files what releases.py adds.
+    metadata: each value is written as JSON. `classes` and `attributes` (lists of names), `network` (dataclasses.asdict
+    of its configuration), and for converted files what releases.py adds.
     """
     # safetensors writes metadata in another order in each process, which would give the same weights other hashes.
     plain = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
@@ -174,30 +174,19 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return weights_hash(file)
 
 
-def read_names(file: Path) -> list[str]:
-    """Names of classes or attributes, one a line: the text before the first comma."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no list of names: {error}") from error
-    names = [line.partition(",")[0].strip() for line in lines]
-    if "" in names:
-        raise ValueError(f"{file} has no name in line {names.index('') + 1}")
-    return names
-
-
 def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
     """Put the ResNet of a detector's weight file, `backbone.*` and `roi_heads.res5.*`, into VL-BERT's region features.
 
-    All or none; the detector's heads are left out. ValueError names the file and every tensor that is missing,
+    All or none, without the detector's heads. ValueError names the file and every tensor that is missing,
     unexpected or of a wrong shape.
     """
     modules = {"backbone.": backbone, "roi_heads.res5.": res5}
     ours = {prefix + name: tensor for prefix, module in modules.items() for name, tensor in module.state_dict().items()}
-    # A detector is kept with frozen norms, which count nothing; a live norm starts counting anew.
+    # A detector's norms are saved frozen, without a counter; a live norm starts counting at zero.
     counters = {name: torch.zeros_like(tensor) for name, tensor in ours.items() if COUNTER.search(name)}
-    tensors, _ = _read(file)
-    _check_wiring(backbone.config, file)
+    tensors, _ = read_safetensors(file)
+    # Not about the stem's pool: VL-BERT's authors used a padded one with weights that were trained without padding.
+    check_wiring(backbone.config, file, ("stride_in_1x1", "res5_dilated"), "model.regions.resnet")
     found = {
         name: tensor for name, tensor in tensors.items() if name.startswith(tuple(modules)) and not COUNTER.search(name)
     }
@@ -208,24 +197,24 @@ def load_resnet(backbone: ResNetC4, res5: Res5, file: Path) -> None:
         module.load_state_dict(mine, strict=True)
 
 
-def _check_wiring(config: ResNetConfig, file: Path) -> None:
-    """ValueError where a ResNet of the same tensors would compute something else than the file's.
+def check_wiring(config: ResNetConfig, file: Path, names: Sequence[str], setting: str) -> None:
+    """ValueError where a ResNet of `config` would compute something else with the file's tensors.
 
-    Not about the stem's pool: VL-BERT's authors took theirs for weights that were trained with the other.
+    names: the fields to compare, as far as the file has them; setting: the config's name on the command line.
     """
     theirs = (read_metadata(file).get("network") or {}).get("resnet", {})
-    for name in ("stride_in_1x1", "res5_dilated"):
+    for name in names:
         ours = getattr(config, name)
         if theirs.get(name, ours) != ours:
+            value = printable(theirs[name])
             raise ValueError(
-                f"{file} was trained with resnet.{name} = {printable(theirs[name])}, and it is to start a ResNet with "
-                f"{ours}; set model.regions.resnet.{name}={printable(theirs[name]).lower()}"
+                f"{file} was trained with resnet.{name} = {value}, not {ours}; set {setting}.{name}={value.lower()}"
             )
 
 
 def read_names_of(file: Path, kind: str, count: int) -> list[str]:
-    """The `count` names in a file; kind: `classes` or `attributes`. ValueError where there are fewer or more."""
-    names = read_names(file)
+    """The first names in a file of `count` lines; kind: `classes` or `attributes`. ValueError for more or fewer."""
+    names = [synonyms[0] for synonyms in read_names(file)]
     if not count:
         raise ValueError(f"the weights have no {kind}: leave --{kind} out")
     if len(names) != count:
@@ -233,8 +222,8 @@ def read_names_of(file: Path, kind: str, count: int) -> list[str]:
     return names
 
 
-def _read(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors by name, and the metadata, of a safetensors file; without `tensors` the names alone, with None."""
+def read_safetensors(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors by name, and the metadata, of a safetensors file. With tensors=False every tensor is None."""
     if not Path(file).is_file():
         raise ValueError(f"there is no weight file {file}; name a safetensors file")
     try:
@@ -248,7 +237,7 @@ def _read(file: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str
 
 
 def _take_extras(tensors: dict[str, Tensor], network: FasterRCNN, file: Path) -> Tensor | None:
-    """Remove from `tensors` what is no weight, checking it; the anchors, where the file brings them."""
+    """Check what is no weight and remove it from `tensors`; returns the anchors, if the file has them."""
     for name in [name for name in tensors if COUNTER.search(name)]:
         del tensors[name]
     for name in PIXEL_STATISTICS.keys() & tensors.keys():
@@ -278,18 +267,21 @@ def tensor_fault(tensor: Tensor, shape: Sequence[int]) -> str | None:
     return None if torch.isfinite(tensor).all() else "is not finite"
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
+def tensor_faults(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Every tensor that is missing, unexpected or unfit."""
     faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        fault = tensor_fault(tensors[name], expected[name].shape)
-        if fault:
-            faults.append(f"{name} {fault}")
+    checked = {name: tensor_fault(tensors[name], expected[name].shape) for name in expected.keys() & tensors.keys()}
+    return faults + [f"{name} {fault}" for name, fault in sorted(checked.items()) if fault]
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
+    faults = tensor_faults(tensors, expected)
     if faults:
         raise ValueError(f"{file} does not fit the network; is it for another preset? {'; '.join(faults)}")
 
 
-def _told(metadata: Mapping[str, str], key: str, file: Path, wanted: type) -> Any:
+def _field(metadata: Mapping[str, str], key: str, file: Path, wanted: type) -> Any:
     """A value of the file's metadata, of type `wanted`, a list one of texts; None where it has none.
 
     ValueError names the file and the key.
@@ -301,8 +293,8 @@ def _told(metadata: Mapping[str, str], key: str, file: Path, wanted: type) -> An
     return value
 
 
-def _told_names(metadata: Mapping[str, str], key: str, count: int, file: Path) -> tuple[str, ...] | None:
-    names = _told(metadata, key, file, list)
+def _names_field(metadata: Mapping[str, str], key: str, count: int, file: Path) -> tuple[str, ...] | None:
+    names = _field(metadata, key, file, list)
     if names is not None and len(names) != count:
         raise ValueError(f"{file} names {len(names)} {key}, the network has {count}")
     return None if names is None else tuple(names)

@@ -25,8 +25,8 @@ from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
-from detectors.start import init_from
 from detectors.weights.files import load_resnet, load_weights, read_config
+from detectors.weights.init_from import init_from
 from storage.catalog import Catalog, Row
 from storage.object_store import open_store
 from storage.progress import progress_line

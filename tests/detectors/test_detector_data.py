@@ -15,18 +15,19 @@ from PIL import Image
 from released_detectors import milvlg, save_torch, vl_bert
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, as_overrides, tiny_sample
-from tiny_detector import ALONE, TINY, boxes, coco_data, command_line, store, tiny_recipe
+from tiny_detector import ALONE, TINY, annotated_boxes, boxes, coco_data, command_line, tiny_recipe
 
 import detectors.train
 import training.distributed
-from detectors.average_precision import RIGHT, UNCOUNTED, WRONG, Detections, judge
+from detectors.average_precision import FALSE_POSITIVE, NOT_COUNTED, TRUE_POSITIVE, Detections, match_detections
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
+from detectors.names import read_names
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_vg_resnet101
-from detectors.start import init_from
 from detectors.train import main, train
 from detectors.validate import validate
-from detectors.weights.files import ANCHORS, read_names, write_weights
+from detectors.weights.files import ANCHORS, write_weights
+from detectors.weights.init_from import init_from
 from training.distributed import World, share_buffers
 
 NAMES = ("red", "round", "old")
@@ -64,7 +65,7 @@ def test_an_id_is_no_file_name_though_another_images_file_is_called_like_it(tmp_
     images = {number: f"{number - 1}.png" for number in range(1, 7)}
     truth = read_ground_truth(coco(tmp_path, images, train_list="1\n3.png\n2\n", held_out_list="\ufeff5\n\n5.png\n"))
     assert ids(truth) == (["1", "2", "4"], ["5", "6"])
-    assert truth.left_out == {}
+    assert truth.skipped == {}
     only = read_ground_truth(coco(tmp_path, images, held_out_list="3\n"))
     assert ids(only) == (["1", "2", "4", "5", "6"], ["3"])
 
@@ -81,7 +82,7 @@ def test_lines_that_name_no_image_are_counted_and_another_folders_image_is_not_t
     lines = "1\nval/2.jpg\n77\nabsent.jpg\n\n"
     truth = read_ground_truth(coco(tmp_path, {1: "train/1.jpg", 2: "train/2.jpg"}, train_list=lines))
     assert ids(truth)[0] == ["1"]
-    assert truth.left_out == {"lines of train_list.txt that name no image": 3}
+    assert truth.skipped == {"lines of train_list.txt that name no image": 3}
 
 
 def test_two_entries_that_fall_on_one_file_are_refused(tmp_path):
@@ -100,7 +101,7 @@ def test_images_that_no_list_names_may_be_absent(tmp_path):
     config = coco(tmp_path, {1: "1.jpg", 2: "2.jpg", 3: "3.jpg"}, train_list="1\n", held_out_list="2\n")
     (tmp_path / "images" / "3.jpg").unlink()
     truth = read_ground_truth(config)
-    assert (ids(truth), truth.left_out) == ((["1"], ["2"]), {})
+    assert (ids(truth), truth.skipped) == ((["1"], ["2"]), {})
     (tmp_path / "images" / "2.jpg").unlink()
     with pytest.raises(ValueError, match=r"1 of 2 images are absent from .*: 2.jpg"):
         read_ground_truth(config)
@@ -157,14 +158,14 @@ def test_attributes_belong_to_an_object_by_its_id_and_by_the_ids_that_were_merge
     ]
     truth = read_ground_truth(genome(tmp_path, {1: found}, told))
     assert truth.train[0].attributes == ((0,), (1, 2), (0, 2), ())
-    assert truth.left_out == {}
+    assert truth.skipped == {}
 
 
 def test_objects_that_the_attributes_do_not_have_are_counted_and_refused_where_it_has_none(tmp_path):
     images = {1: [an_object(10), an_object(11)], 2: [an_object(20)]}
     truth = read_ground_truth(genome(tmp_path, images, [{"object_id": 11, "attributes": ["red"]}]))
     assert [image.attributes for image in truth.train] == [((), (0,)), ((),)]
-    assert truth.left_out == {"objects that data.attributes does not have": 2}
+    assert truth.skipped == {"objects that data.attributes does not have": 2}
     with pytest.raises(
         ValueError, match=r"attributes.json has none of the objects of .*objects.json: take both of one"
     ):
@@ -181,7 +182,7 @@ def test_a_mark_at_the_beginning_of_a_list_of_names_is_no_part_of_the_first_name
     truth = read_ground_truth(config)
     assert (truth.classes, truth.attribute_names) == (("dog", "cat"), ("red",))
     assert (truth.train[0].labels.tolist(), truth.train[0].attributes) == ([0], ((0,),))
-    assert read_names(tmp_path / "classes.txt") == ["dog", "cat"]
+    assert [names[0] for names in read_names(tmp_path / "classes.txt")] == ["dog", "cat"]
 
 
 @pytest.mark.parametrize(
@@ -254,20 +255,20 @@ def test_a_network_that_cannot_be_is_refused_by_its_field(tmp_path, field, messa
 def judged(there: Any, *rows: tuple[float, ...]) -> list[int]:
     """Of these boxes of class 1, the surest first."""
     scores = np.linspace(0.9, 0.5, len(rows), dtype=np.float32)
-    return judge(Detections(boxes(*rows).numpy(), scores, np.ones(len(rows), int)), there, 0.5).tolist()
+    return match_detections(Detections(boxes(*rows).numpy(), scores, np.ones(len(rows), int)), there, 0.5).tolist()
 
 
 def test_what_lies_in_a_crowd_of_its_class_is_not_counted_however_small():
-    there = store((0, 0, 100, 100), (200, 0, 300, 100), labels=[1, 2], crowd=[1, 1])
+    there = annotated_boxes((0, 0, 100, 100), (200, 0, 300, 100), labels=[1, 2], crowd=[1, 1])
     small = [(10, 10, 20, 20), (95, 0, 105, 10)]  # inside, and half inside
     wrong = [(96, 0, 106, 10), (210, 10, 220, 20), (400, 0, 410, 10)]  # less than half, another class's crowd, nowhere
-    assert judged(there, *small, *wrong) == [UNCOUNTED] * 2 + [WRONG] * 3
+    assert judged(there, *small, *wrong) == [NOT_COUNTED] * 2 + [FALSE_POSITIVE] * 3
 
 
 def test_a_real_object_in_a_crowd_is_found_first_and_a_second_time_is_wrong():
-    there = store((0, 0, 100, 100), (10, 10, 40, 40), labels=[1, 1], crowd=[1, 0])
+    there = annotated_boxes((0, 0, 100, 100), (10, 10, 40, 40), labels=[1, 1], crowd=[1, 0])
     found = [(10, 10, 40, 39), (10, 10, 40, 40), (11, 10, 40, 40), (60, 60, 90, 90)]
-    assert judged(there, *found) == [RIGHT, WRONG, WRONG, UNCOUNTED]
+    assert judged(there, *found) == [TRUE_POSITIVE, FALSE_POSITIVE, FALSE_POSITIVE, NOT_COUNTED]
 
 
 # --- where a run starts -----------------------------------------------------------------------------------------------

@@ -15,18 +15,18 @@ import torchvision
 from places import PROJECT
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, tiny_sample
-from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, coco_data, command_line, seeded, store, tiny_recipe
+from tiny_detector import ALONE, ATTRIBUTES, TINY, annotated_boxes, boxes, coco_data, command_line, seeded, tiny_recipe
 from torch import nn
 
 from demo.data import CATEGORIES, DemoDataSettings, captioned_scenes, coco_file, draw_into
 from detectors.average_precision import (
-    RIGHT,
-    UNCOUNTED,
-    WRONG,
+    FALSE_POSITIVE,
+    NOT_COUNTED,
+    TRUE_POSITIVE,
     Detections,
     average_precision,
     class_results,
-    judge,
+    match_detections,
     mean_average_precision,
 )
 from detectors.examples import TrainingImages, make_example
@@ -42,10 +42,10 @@ from detectors.recipes import (
     detector_vg_resnet101,
 )
 from detectors.resnet import ResNetConfig
-from detectors.start import init_from
 from detectors.train import check_complete, main, train
 from detectors.validate import validate
 from detectors.weights.files import load_resnet, load_weights, read_config
+from detectors.weights.init_from import init_from
 from storage.object_store import open_store
 from storage.runs import checkpoints
 from training.distributed import World
@@ -114,15 +114,15 @@ def test_encoding_a_box_undoes_what_apply_deltas_does():
 
 def test_anchors_are_taught_by_overlap_and_the_best_of_each_object_always():
     anchors = boxes((0, 0, 10, 10), (0, 0, 10, 8), (0, 0, 10, 5), (0, 0, 10, 2), (50, 50, 60, 60), (-5, 0, 5, 10))
-    store = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
+    objects = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
     sampling = SamplingConfig(anchor_positive=0.7, anchor_negative=0.3, anchors_inside=False)
-    taught, matched = match_anchors(anchors, store, 100, 100, sampling)
+    taught, matched = match_anchors(anchors, objects, 100, 100, sampling)
     #          IoU 1       0.8         0.5      0.2         0.2, best   1/3
     assert taught.tolist() == [FOREGROUND, FOREGROUND, IGNORED, BACKGROUND, FOREGROUND, IGNORED]
     assert matched[[0, 1, 4]].tolist() == [0, 0, 1]
-    inside, _ = match_anchors(anchors, store, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
+    inside, _ = match_anchors(anchors, objects, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
     assert inside.tolist() == [*taught.tolist()[:5], IGNORED]
-    cut, _ = match_anchors(anchors, store, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
+    cut, _ = match_anchors(anchors, objects, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
     assert cut[4] == IGNORED, "an anchor beyond the border stands for nothing, even where it is the best"
 
 
@@ -217,7 +217,7 @@ def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():
 
 
 def test_a_second_detection_of_an_object_is_wrong_and_a_crowd_counts_for_nothing():
-    there = store((0, 0, 10, 10), (20, 0, 30, 10), (40, 0, 90, 50), labels=[1, 2, 1], crowd=[0, 0, 1])
+    there = annotated_boxes((0, 0, 10, 10), (20, 0, 30, 10), (40, 0, 90, 50), labels=[1, 2, 1], crowd=[0, 0, 1])
     found = Detections(
         boxes=boxes(
             (0, 0, 10, 9),  # right: the better of two
@@ -230,15 +230,22 @@ def test_a_second_detection_of_an_object_is_wrong_and_a_crowd_counts_for_nothing
         scores=np.array([0.9, 0.8, 0.95, 0.99, 0.5, 0.4], np.float32),
         labels=np.array([1, 1, 1, 1, 1, 1]),
     )
-    assert judge(found, there, 0.5).tolist() == [RIGHT, WRONG, WRONG, WRONG, UNCOUNTED, UNCOUNTED]
+    assert match_detections(found, there, 0.5).tolist() == [
+        TRUE_POSITIVE,
+        FALSE_POSITIVE,
+        FALSE_POSITIVE,
+        FALSE_POSITIVE,
+        NOT_COUNTED,
+        NOT_COUNTED,
+    ]
     half = Detections(boxes((0, 0, 10, 5)).numpy(), np.ones(1, np.float32), np.array([1]))
-    assert judge(half, there, 0.5).tolist() == [RIGHT], "as much as the threshold is enough"
+    assert match_detections(half, there, 0.5).tolist() == [TRUE_POSITIVE], "as much as the threshold is enough"
 
 
 def test_of_equally_sure_detections_the_first_takes_the_object():
-    there = store((0, 0, 10, 10), labels=[0])
+    there = annotated_boxes((0, 0, 10, 10), labels=[0])
     twice = Detections(boxes((0, 0, 10, 10), (0, 0, 10, 9)).numpy(), np.full(2, 0.5, np.float32), np.zeros(2, int))
-    assert judge(twice, there, 0.5).tolist() == [RIGHT, WRONG]
+    assert match_detections(twice, there, 0.5).tolist() == [TRUE_POSITIVE, FALSE_POSITIVE]
 
 
 def test_average_precision_is_the_area_under_the_interpolated_curve():
@@ -257,10 +264,10 @@ def test_average_precision_is_the_area_under_the_interpolated_curve():
 
 def test_the_mean_is_over_the_classes_that_are_there():
     labels, scores = np.array([0, 0, 2, 3, 0]), np.array([0.9, 0.8, 0.7, 0.9, 0.99])
-    verdicts = np.array([RIGHT, WRONG, WRONG, RIGHT, UNCOUNTED])
+    verdicts = np.array([TRUE_POSITIVE, FALSE_POSITIVE, FALSE_POSITIVE, TRUE_POSITIVE, NOT_COUNTED])
     # Class 0: one of 4 found, first. Class 1: never detected. Class 2: not there. Class 3: all found.
     results = class_results(labels, scores, verdicts, np.array([4, 2, 0, 1]))
-    assert [(r.label, r.store, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
+    assert [(r.label, r.objects, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
     assert [r.average_precision for r in results] == [0.25, 0, 1]
     metrics = mean_average_precision(results)
     assert metrics["map50"] == pytest.approx(1.25 / 3)
@@ -273,7 +280,7 @@ def test_the_mean_is_over_the_classes_that_are_there():
 
 def genome_data(folder: Path, **changes) -> DataConfig:
     config = dataclasses.replace(
-        coco_data(folder), annotations=None, store=str(folder / "objects.json"), classes=str(folder / "classes.txt")
+        coco_data(folder), annotations=None, objects=str(folder / "objects.json"), classes=str(folder / "classes.txt")
     )
     return dataclasses.replace(config, **changes)
 
@@ -291,9 +298,9 @@ def test_both_formats_say_the_same(pictures, tmp_path):
     plain = rewritten(
         pictures / "objects.json", tmp_path, lambda data: [o.pop("attributes") for e in data for o in e["objects"]]
     )
-    assert read_ground_truth(genome_data(pictures, store=str(attributes))).hash == coco.hash
-    assert read_ground_truth(genome_data(pictures, store=str(plain), attributes=str(attributes))).hash == coco.hash
-    assert read_ground_truth(genome_data(pictures, store=str(plain))).hash != coco.hash
+    assert read_ground_truth(genome_data(pictures, objects=str(attributes))).hash == coco.hash
+    assert read_ground_truth(genome_data(pictures, objects=str(plain), attributes=str(attributes))).hash == coco.hash
+    assert read_ground_truth(genome_data(pictures, objects=str(plain))).hash != coco.hash
     assert (len(coco.train), len(coco.held_out)) == (16, 8)
     assert coco.classes == tuple(CLASSES)
     assert coco.attribute_names == ATTRIBUTES
@@ -301,7 +308,7 @@ def test_both_formats_say_the_same(pictures, tmp_path):
     np.testing.assert_array_equal(first.boxes, sample.regions.boxes)
     np.testing.assert_array_equal(first.labels, sample.regions.labels - 1)
     assert first.attributes == tuple((1,) if x2 - x1 > 22 else (0,) for x1, _, x2, _ in first.boxes)
-    assert coco.left_out == {}
+    assert coco.skipped == {}
 
 
 def rewritten(file: Path, folder: Path, change) -> Path:
@@ -326,8 +333,8 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
     classes = tmp_path / "classes.txt"
     classes.write_text("red square,crimson square\n" + "".join(f"{name}\n" for name in CLASSES[1:]))
     file = rewritten(pictures / "objects.json", tmp_path, change)
-    truth = read_ground_truth(genome_data(pictures, store=str(file), classes=str(classes), unreadable=0.05))
-    assert truth.left_out == {
+    truth = read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes), unreadable=0.05))
+    assert truth.skipped == {
         "attributes of no name in data.attribute_names": 1,
         "boxes of no class in data.classes": 1,
         "boxes with less than a pixel's width or height inside the image": 2,
@@ -340,7 +347,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(pictures, tmp_path):
     assert first.labels[1:].tolist() == [0, 0]
     assert first.attributes[1:] == ((), ())
     with pytest.raises(ValueError, match=r"1 of 25 images are absent from .*images, or unreadable: 999.jpg"):
-        read_ground_truth(genome_data(pictures, store=str(file), classes=str(classes)))
+        read_ground_truth(genome_data(pictures, objects=str(file), classes=str(classes)))
 
 
 def test_lists_of_ids_or_paths_divide_the_images(pictures, tmp_path):
@@ -371,7 +378,7 @@ def test_lists_of_ids_or_paths_divide_the_images(pictures, tmp_path):
 def test_a_damaged_entry_is_named(pictures, tmp_path, change, message):
     file = rewritten(pictures / "objects.json", tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        read_ground_truth(genome_data(pictures, store=str(file)))
+        read_ground_truth(genome_data(pictures, objects=str(file)))
 
 
 def test_a_mirrored_image_has_its_boxes_mirrored_and_crowds_are_not_learnt(pictures):
