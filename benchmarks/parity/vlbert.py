@@ -130,8 +130,8 @@ def run(case: VLBertCase, precision: str = "fp32") -> Ours:
         in_order = theirs[batch.image_rows // (len(batch) // len(batch.keys))]  # ours stand group by group
         vlbert.fast_rcnn.network_input = lambda batch: [_up_to_rounding(*own_input(batch), in_order)]
     seen = {}
-    vlbert.embedding.register_forward_hook(lambda *call: seen.update(embedded=call[2][0]))
-    vlbert.encoder.register_forward_hook(lambda *call: seen.update(encoded=call[2]))
+    vlbert.embedding.register_forward_hook(lambda *call: seen.update(embedded=call[2].joined()[0]))
+    vlbert.encoder.register_forward_hook(lambda *call: seen.update(encoded=call[2].joined()[0]))
     with _computing_in(precision):
         output = vlbert(batch)
         totals = _totals(case, task, lambda task: task.losses(vlbert, head, output, batch))

@@ -70,9 +70,9 @@ def texts() -> tuple[Batch, torch.Tensor, torch.Tensor]:
 
 def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
     """Our encoder on the text alone: [END], which BERT has not, is left out of what attention may look at."""
-    embedded, mask = vlbert.embedding(batch, vlbert.appearance(batch))
-    mask[:, -1] = False
-    return vlbert.encoder(embedded, mask)[:, : batch.tokens.shape[1]]
+    embedded = vlbert.embedding(batch, vlbert.appearance(batch))
+    embedded.region_mask[:, -1] = False
+    return vlbert.encoder(embedded).text
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def make(**changes: object) -> VLBert:
 @torch.no_grad()
 def embedded(model: VLBert, batch: Batch) -> Tensor:
     """[T + R + 1, C] of the only row."""
-    return model.embedding(batch, model.appearance(batch))[0][0]
+    return model.embedding(batch, model.appearance(batch)).joined()[0][0]
 
 
 OWN_BY_CLASS = {"region_classes": 3}
@@ -260,7 +260,7 @@ def test_words_that_name_a_region_carry_its_look_whichever_text_of_a_picture_the
     texts = words(7, 8, 9), words(7, 8, 9, token_region=(0, 3, 0))
     both = collate([Example("other", words(5), picture(seed=1)), Example("a", texts[0], picture(), more=texts[1:])])
     with torch.no_grad():
-        found, _ = model.embedding(both, model.appearance(both))
+        found, _ = model.embedding(both, model.appearance(both)).joined()
     differs = (found[1] - found[2]).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == [1]
     torch.testing.assert_close(found[1], embedded(model, batch()))

@@ -177,7 +177,7 @@ def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothi
     batch = collate([example(1, regions=1), example(2, regions=3), text_only])
     with torch.no_grad():
         plain, asked = model.vlbert(batch), model.vlbert(batch, attentions=True)
-        embedded, mask = model.vlbert.embedding(batch, plain.appearance)
+        embedded, mask = model.vlbert.embedding(batch, plain.appearance).joined()
     assert plain.attentions is None
     assert torch.equal(asked.text, plain.text)
     assert torch.equal(asked.regions, plain.regions)
@@ -206,7 +206,7 @@ def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
     batch = collate([given, tied])
     with torch.no_grad():
         appearance = model.vlbert.fast_rcnn(batch)
-        embedded, _ = model.vlbert.embedding(batch, appearance)
+        embedded, _ = model.vlbert.embedding(batch, appearance).joined()
     differs = (embedded[0] - embedded[1]).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == [2]
 
@@ -219,7 +219,7 @@ def test_a_hidden_region_has_a_token_of_its_own(model):
         batches.append(collate([dataclasses.replace(given, image=picture)]))
     with torch.no_grad():
         same_look = model.vlbert.fast_rcnn(batches[0])
-        seen, masked = (model.vlbert.embedding(batch, same_look)[0][0] for batch in batches)
+        seen, masked = (model.vlbert.embedding(batch, same_look).joined()[0][0] for batch in batches)
     differs = (seen - masked).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == [given.text.tokens.size + 1]
 
@@ -237,7 +237,7 @@ def test_all_regions_share_the_position_behind_the_text_and_end_follows():
     length = int(batch.text_mask.sum())
     assert length + 1 < TINY_MODEL.hidden_size
     with torch.no_grad():
-        embedded, _ = embedding(batch, model.fast_rcnn(batch))
+        embedded, _ = embedding(batch, model.fast_rcnn(batch)).joined()
     assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
 
 
@@ -309,7 +309,7 @@ def test_the_detectors_weights_are_where_the_fast_rcnn_starts(tmp_path):
 def test_a_row_longer_than_the_position_table_is_named(model):
     words = LETTERS.encode("a " * 70)
     zeros = np.zeros(len(words), np.int64)
-    with pytest.raises(ValueError, match="sample long: 70 word pieces, .* max_positions = 64"):
+    with pytest.raises(ValueError, match="sample long: 70 tokens, .* max_positions = 64"):
         model.vlbert(collate([Example("long", TextInput(words, zeros, zeros))]))
 
 

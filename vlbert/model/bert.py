@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
-from vlbert.model.embedding import LAYER_NORM_EPS
+from vlbert.model.layers import LAYER_NORM_EPS
 from vlbert.model.vlbert import VLBert
 
 if TYPE_CHECKING:

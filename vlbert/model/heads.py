@@ -1,4 +1,4 @@
-"""What stands behind the encoder: the pooler, the transform and the classifiers of tasks, and how weights begin."""
+"""Parts of the tasks' heads: the pooler, the transform and the classifiers; and how weights are initialised."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlbert.config import ModelConfig
-from vlbert.model.embedding import LAYER_NORM_EPS
+from vlbert.model.layers import LAYER_NORM_EPS
 
 ClassifierKind = Literal["linear", "two_layers", "words", "regions"]
 
@@ -23,7 +23,7 @@ class Pooler(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """Dense, GELU and, at words, LayerNorm: what stands before every classifier."""
+    """Dense, GELU and, at words, LayerNorm: before every classifier."""
 
     def __init__(self, hidden_size: int, normed: bool):
         super().__init__()

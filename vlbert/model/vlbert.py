@@ -1,4 +1,4 @@
-"""VLBert: a batch of captions and pictures in, contextual vectors of words and regions out."""
+"""VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ from vlbert.model.layers import Encoder
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What the encoder says. Padding means nothing; the masks are the batch's.
+    """The contextual vectors of a batch. Those of padding mean nothing; the masks are the batch's.
 
     text        float [N, T, C]
     regions     float [N, R, C]
-    appearance  float [K, D]         what was seen in the real regions of all pictures, in picture order
-    attentions  a float [N, heads, T + R + 1, T + R + 1] a layer, where they were asked for: how much each word, region
-                and [END], in this order, attends to each; a row sums to 1, and gives padding nothing
+    appearance  float [K, D]         the appearance feature of the real regions of all images, in image order
+    attentions  a float [N, heads, T + R + 1, T + R + 1] a layer, where wanted: the attention weights of each word,
+                region and [END], in this order; a row sums to 1, and padding receives 0
     """
 
     text: Tensor
@@ -64,19 +64,18 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         if batch.tokens.shape[1] + 2 > self.config.max_positions:
             row = int(batch.text_mask.sum(dim=1).argmax())
             raise ValueError(
-                f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} word pieces, regions and "
+                f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} tokens, regions and "
                 f"[END] need {batch.tokens.shape[1] + 2} positions, the model has max_positions = "
                 f"{self.config.max_positions}"
             )
         appearance = self.appearance(batch)
-        embedded, mask = self.embedding(batch, appearance)
         maps: list[Tensor] | None = [] if attentions else None
-        encoded = self.encoder(embedded, mask, maps)
-        t, r = batch.tokens.shape[1], batch.region_mask.shape[1]
-        return Encoded(encoded[:, :t], encoded[:, t : t + r], appearance, tuple(maps) if attentions else None)
+        encoded = self.encoder(self.embedding(batch, appearance), maps)
+        regions = encoded.regions[:, : batch.region_mask.shape[1]]  # without [END]
+        return Encoded(encoded.text, regions, appearance, tuple(maps) if attentions else None)
 
     def appearance(self, batch: Batch) -> Tensor:
-        """What is seen in the K real regions of the batch's pictures, in picture order: [K, D]."""
+        """The appearance features of the K real regions of the batch's images, in image order: [K, D]."""
         if not len(batch.image_rows):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
