@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from demo.data import DEFAULT_PORT, ROWS_PER_SHARD, DemoData, DemoDataSettings, draw_demo_data, read_demo_data
 from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
-from demo.tasks import DEMO_TASKS, OF_DEMO, ROLES, STARTS, joint_folder, run_of
+from demo.tasks import DEMO_TASKS, OF_DEMO, ROLES, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from flows.serve import PORT, serve, serving
 from flows.settings import (
     Dataset,
@@ -139,17 +139,16 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         ),
         *working,
     ]
-    runs = [runs_of(pipeline) for pipeline in pipelines]
     if full:
         before = time.monotonic()
-        evaluated = [evaluate_vcr(root, each, start) for each in runs for start in STARTS]
+        evaluated = [evaluate_vcr(root, runs_of(each), start) for each in pipelines for start in STARTS]
         stages.append(Stage("evaluate", time.monotonic() - before, max(evaluated)))
     from demo.evaluate_detector import evaluate_detector  # after the stages, for they take a second and some memory
     from demo.report import write_report
 
     before = time.monotonic()
     found = evaluate_detector(root, data, weights)
-    report = write_report(root, data, [(stage.name, stage.seconds) for stage in stages], runs[0], runs[1:])
+    report = write_report(root, data, found, [(stage.name, stage.seconds) for stage in stages], pipelines)
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
     print(table(stages, FULL_BUDGET if full else BUDGET))
@@ -170,15 +169,6 @@ def stages_of(pipelines: "Sequence[PipelineResult]", trained: "TrainedDetector |
         of_children("pre-train", [pipeline.pretrained for pipeline in pipelines]),
         of_children("fine-tune", [one for pipeline in pipelines for one in pipeline.finetuned]),
     ]
-
-
-def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
-    """Role -> name of the run: that with the seed behind it, where there are several."""
-    return {"pretrain": pipeline.pretrained.run} | {role_of(one.run): one.run for one in pipeline.finetuned}
-
-
-def role_of(run: str) -> str:
-    return re.sub(r"-seed\d+$", "", run)
 
 
 def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
@@ -419,11 +409,11 @@ def places(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> s
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
     """What detector and models (means over the pipeline runs) should have learned and did not, one line each."""
     measured = [numbers_of(pipeline) for pipeline in pipelines]
-    mean = {name: sum(numbers[name] for numbers in measured) / len(measured) for name in measured[0]}
-    tasks = [task for task in DEMO_TASKS if run_of(task, "with") in mean]
+    means = mean(measured)
+    tasks = [task for task in DEMO_TASKS if run_of(task, "with") in means]
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
-    for number, numbers in enumerate([*measured, mean] if len(measured) > 1 else measured):
-        of = "" if len(measured) == 1 else "mean: " if numbers is mean else f"seed {number + 1} of {len(measured)}: "
+    for number, numbers in enumerate([*measured, means] if len(measured) > 1 else measured):
+        of = "" if len(measured) == 1 else "mean: " if numbers is means else f"seed {number + 1} of {len(measured)}: "
         told = [
             f"{DEMO_TASKS[task].title} {numbers[run_of(task, 'with')]:.3f} pre-trained, "
             f"{numbers[run_of(task, 'without')]:.3f} not, {numbers[task]:.3f} by chance"
@@ -433,29 +423,19 @@ def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float)
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
         (
-            mean["grounding"] >= LEAST_GROUNDING,
-            f"grounding is {mean['grounding']:.3f}, under {LEAST_GROUNDING}: it does not look",
+            means["grounding"] >= LEAST_GROUNDING,
+            f"grounding is {means['grounding']:.3f}, under {LEAST_GROUNDING}: it does not look",
         ),
     ]
     for task in tasks:
         title, least = DEMO_TASKS[task].title, DEMO_TASKS[task].least_gain
-        with_it, without, chance = mean[run_of(task, "with")], mean[run_of(task, "without")], mean[task]
+        with_it, without, chance = means[run_of(task, "with")], means[run_of(task, "without")], means[task]
         said = f"{title} with pre-training is {with_it:.3f}, not {least} over"
         checks += [
             (with_it - chance >= least, f"{said} chance ({chance:.3f})"),
             (with_it - without >= least, f"{said} {without:.3f} without it"),
         ]
     return [f"GATE FAILED: {message}" for passed, message in checks if not passed]
-
-
-def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
-    """What the gates look at: grounding, by role what its task is measured by, and by task what chance gets."""
-    numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding"]}
-    for one in pipeline.finetuned:
-        role = role_of(one.run)
-        task, _ = ROLES[role]
-        numbers |= {role: one.metrics[DEMO_TASKS[task].metric], task: one.metrics["chance"]}
-    return numbers
 
 
 def show_ui(root: Path, port: int) -> None:

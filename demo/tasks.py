@@ -1,18 +1,22 @@
-"""What the demo fine-tunes twice, with pre-training and without it: the difference is what pre-training is worth."""
+"""The tasks that the demo fine-tunes on twice, with and without pre-training, and the numbers that come of it."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flows.pipeline import PipelineResult
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """A task of the demo data, and what is compared: a metric of the last validation, beside its `chance`."""
+    """A task of the demo data; its metric of the last validation is compared, and stands beside its `chance`."""
 
     title: str
     task: str  # of flows.settings.FinetuneSettings
     metric: str
-    loss: str  # of the training, in the unit nats
-    row_id: str  # the column of its predictions that tells one question from all others
+    loss: str  # of the training, in nats
     measures: str  # what the metric is, for people
     question: str  # one, for people
     least_gain: float  # with pre-training, over without it and over chance: of one seed, or the mean of three
@@ -25,26 +29,26 @@ class DemoTask:
 
 DEMO_TASKS = {
     "refcoco": DemoTask(
-        *("RefCOCO+", "refcoco", "accuracy_published", "loss_regions", "sentence_id"),
+        *("RefCOCO+", "refcoco", "accuracy_published", "loss_regions"),
         measures="expressions for which the right object was found (IoU ≥ 0.5)",
         question="“The small red star”: which of the boxes is meant?",
         least_gain=0.1,
     ),
     "vqa": DemoTask(
-        *("VQA", "vqa", "accuracy", "loss_answers", "question_id"),
+        *("VQA", "vqa", "accuracy", "loss_answers"),
         measures="questions answered right (official accuracy)",
         question="“What color is the star?”",
         least_gain=0.1,
     ),
     "vcr-answers": DemoTask(
-        *("VCR, Q→A", "vcr", "answer_accuracy", "loss_answers", "annot_id"),
+        *("VCR, Q→A", "vcr", "answer_accuracy", "loss_answers"),
         measures="right answers of four",
         question="“How does [0] differ from [1]?” “[0] is red.”",
         least_gain=0.05,
         overrides=("task.question=answer",),
     ),
     "vcr-rationales": DemoTask(
-        *("VCR, QA→R", "vcr", "rationale_accuracy", "loss_answers", "annot_id"),
+        *("VCR, QA→R", "vcr", "rationale_accuracy", "loss_answers"),
         measures="right rationales of four, the right answer given",
         question="“How does [0] differ from [1]?” “[0] is red.” “Because [1] is blue.”",
         least_gain=0.05,
@@ -61,6 +65,31 @@ def run_of(task: str, start: str) -> str:
 
 
 ROLES = {run_of(task, start): (task, start) for task in DEMO_TASKS for start in STARTS}
+
+
+def role_of(run: str) -> str:
+    """The name without that of the seed."""
+    return re.sub(r"-seed\d+$", "", run)
+
+
+def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
+    """`pretrain` or one of ROLES -> name of the run."""
+    return {role_of(one.run): one.run for one in (pipeline.pretrained, *pipeline.finetuned)}
+
+
+def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
+    """The grounding gap (accuracy at colour and shape words, less that with another image), the metric of each of
+    ROLES, and by task what chance gets."""
+    numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding"]}
+    for one in pipeline.finetuned:
+        role = role_of(one.run)
+        task, _ = ROLES[role]
+        numbers |= {role: one.metrics[DEMO_TASKS[task].metric], task: one.metrics["chance"]}
+    return numbers
+
+
+def mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def joint_folder(root: Path, answers_run: str) -> Path:

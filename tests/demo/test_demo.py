@@ -10,36 +10,21 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from demo_results import pipeline
 from places import PROJECT
 
 import demo.__main__ as demo
 from demo.data import DEFAULT_PORT, DemoDataSettings, draw_demo_data
 from demo.evaluate_detector import evaluate_detector
-from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS
+from demo.tasks import DEMO_TASKS, OF_DEMO
 from detectors.weights.files import load_resnet, read_config
-from flows.pipeline import PipelineResult
 from flows.settings import quiet_prefect
-from flows.training import Trained
 from storage.settings import override
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.recipes import DEMO, RECIPES
 from vlbert.train import check_complete
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
-
-
-def pipeline(grounding: float, **tasks: tuple[float, float, float]) -> PipelineResult:
-    """A pipeline result with what the gates read; tasks: with pre-training, without it, by chance."""
-
-    def trained(run: str, metrics: dict[str, float]) -> Trained:
-        return Trained(run, "recipe", "detector", "snapshot", "", metrics, 1.0, 1)
-
-    finetuned = [
-        trained(f"{task}-{start}-seed7", {DEMO_TASKS[task].metric: value, "chance": chance})
-        for task, (*values, chance) in ((name.replace("_", "-"), numbers) for name, numbers in tasks.items())
-        for start, value in zip(STARTS, values, strict=True)
-    ]
-    return PipelineResult([], {}, trained("pretrain", {"monitored_accuracy_grounding": grounding}), finetuned, 1)
 
 
 GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
@@ -60,11 +45,11 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
         (0.7, 0.3, {"refcoco": (0.5, 0.41, 0.25)}, ["not 0.1 over 0.410 without it"]),
         (0.7, 0.3, {"vqa": (0.5, 0.41, 0.2)}, ["VQA with pre-training is 0.500, not 0.1 over 0.410 without it"]),
         (0.7, 0.3, {"vqa": (0.25, 0.1, 0.2)}, ["VQA with pre-training is 0.250, not 0.1 over chance (0.200)"]),
-        (0.7, 0.3, {"vcr_answers": (0.5, 0.46, 0.25)}, ["VCR, Q→A with pre-training is 0.500, not 0.05 over 0.460"]),
+        (0.7, 0.3, {"vcr-answers": (0.5, 0.46, 0.25)}, ["VCR, Q→A with pre-training is 0.500, not 0.05 over 0.460"]),
         (
             0.7,
             0.3,
-            {"vcr_rationales": (0.28, 0.2, 0.25)},
+            {"vcr-rationales": (0.28, 0.2, 0.25)},
             ["VCR, QA→R with pre-training is 0.280, not 0.05 over chance"],
         ),
         (
@@ -78,7 +63,7 @@ GOOD = {"refcoco": (0.5, 0.3, 0.25), "vqa": (0.55, 0.35, 0.2)}
 def test_the_gates_name_what_was_not_learned(
     map50: float, grounding: float, tasks: dict[str, tuple[float, float, float]], failed: list[str]
 ):
-    messages = demo.gates([pipeline(grounding, **(GOOD | tasks))], map50, 0.7)
+    messages = demo.gates([pipeline(grounding, GOOD | tasks, "-seed7")], map50, 0.7)
     assert len(messages) == len(failed)
     for message, part in zip(messages, failed, strict=True):
         assert message.startswith("GATE FAILED: ")
@@ -86,7 +71,7 @@ def test_the_gates_name_what_was_not_learned(
 
 
 def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFixture):
-    pipelines = [pipeline(grounding, **GOOD) for grounding in (0.02, 0.12, 0.22)]
+    pipelines = [pipeline(grounding, GOOD) for grounding in (0.02, 0.12, 0.22)]
     assert demo.gates(pipelines, 0.8, 0.5) == []
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == [
@@ -95,9 +80,9 @@ def test_the_gates_of_several_seeds_are_on_their_means(capsys: pytest.CaptureFix
         "mean: grounding 0.120",
     ]
     assert all("RefCOCO+ 0.500 pre-trained, 0.300 not, 0.250 by chance; VQA 0.550 " in line for line in lines[1:])
-    (failed,) = demo.gates([*pipelines, pipeline(0.08, **GOOD)], 0.8, 0.5)
+    (failed,) = demo.gates([*pipelines, pipeline(0.08, GOOD)], 0.8, 0.5)
     assert "grounding is 0.110" in failed
-    worse = [pipeline(0.12, **(GOOD | {"vqa": (with_it, 0.35, 0.2)})) for with_it in (0.4, 0.44, 0.48)]
+    worse = [pipeline(0.12, GOOD | {"vqa": (with_it, 0.35, 0.2)}) for with_it in (0.4, 0.44, 0.48)]
     (failed,) = demo.gates(worse, 0.8, 0.5)
     assert "VQA with pre-training is 0.440, not 0.1 over 0.350 without it" in failed
 
