@@ -1,10 +1,10 @@
-"""Whole tars of a bucket in a folder of this machine, fetched in the background and shared by all that train on it.
+"""Copies of a bucket's tars in a folder of this machine, fetched in the background and shared by its trainings.
 
-A file under a tar's own name is whole: its size and sha256 were found right before it got that name. Whoever reads
-looks whether the file is there, and asks the bucket where it is not. One process of the machine fills the folder.
+A file under a tar's own name is complete: its size and sha256 were checked before it got that name. A reader uses the
+file if it exists, else the bucket. One process of the machine fills the folder.
 
-In a full random order every tar is equally likely to be asked for next, so nothing is won by exchanging one for
-another: the folder is filled up to its limit and then kept. Only tars of other snapshots make room.
+In a random order every tar is equally likely to be read next, so replacing one by another gains nothing: the folder is
+filled up to its limit and then stays. Only tars of other snapshots are removed.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from storage.snapshots import ShardIndex
 
 _PIECE = 8 << 20  # bytes that are fetched and checked at a time
 _PAUSE = 30.0  # seconds
-_UNCHECKED, _COMING = ".unchecked-", ".coming-"  # what names of files begin with that are not whole, or may not be
+_UNCHECKED, _COMING = ".unchecked-", ".coming-"  # prefixes of files that are, or may be, incomplete
 _TAR = rf"{SHARD_NAME.pattern}-[0-9a-f]{{12}}\.tar"
 _OURS = re.compile(rf"({_UNCHECKED})?{_TAR}|{_COMING}{_TAR}\.[0-9a-f]{{8}}")  # no other file is counted or removed
-_MARKER = ".filler"  # tells that a folder is a cache's; locked by the process that fills it
+_MARKER = ".filler"  # marks a folder as a cache; locked by the process that fills it
 
 
 class ShardCache:
-    """The folder; limit: bytes that all tars in it may take together.
+    """The folder; limit: bytes of all tars in it.
 
-    ValueError where the folder is somebody else's: holds files and no marker, or is at, in or above the objects' root.
+    ValueError if the folder holds files and no marker, or is the store's root, in it or above it.
     """
 
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
@@ -43,60 +43,60 @@ class ShardCache:
         self._store = store
         self._wanted: ShardIndex | None = None
         self._news = threading.Event()
-        self._checked = set()  # tars of which this process saw that the copy is whole
-        self._refused = set()  # tars that the bucket holds otherwise than they were committed
+        self._checked = set()  # tars whose copy this process has checked
+        self._refused = set()  # tars that are damaged in the bucket
         self._lock: io.FileIO | None = None  # open while this process is the one that fills
         self._check_folder()
 
     def want(self, index: ShardIndex) -> None:
-        """From now on the folder is filled with the tars of this snapshot."""
+        """Fill the folder with the tars of this snapshot from now on."""
         self._wanted = index
         self._news.set()
 
     def open(self, tar: str, size: int) -> io.FileIO | None:
-        """The copy of a tar, if it is here; one of another size is removed."""
+        """The copy of a tar, None if there is none; one of another size is removed."""
         try:
             file = open(self.folder / tar, "rb", buffering=0)  # noqa: SIM115  its reader keeps it open
             if os.fstat(file.fileno()).st_size == size:
                 return file
         except OSError:
-            return None  # not yet here, and whatever else goes wrong with a copy: there is the bucket
+            return None  # no copy yet, or an unreadable one: the bucket has the tar
         file.close()
         self.remove(tar)
         return None
 
     def remove(self, tar: str) -> None:
-        """Take away a copy that was found damaged, if the disk lets us; the filler fetches it again."""
+        """Remove a damaged copy, if the disk allows it; the filler fetches it again."""
         with contextlib.suppress(OSError):
             (self.folder / tar).unlink(missing_ok=True)
 
-    def fill_in_background(self, say: Callable[[str], None] | None = None, pause: float = _PAUSE) -> None:
-        """Fill the folder, if no other process does, and keep it filled until this one ends, which waits for nothing.
+    def fill_in_background(self, log: Callable[[str], None] | None = None, pause: float = _PAUSE) -> None:
+        """Fill the folder in a daemon thread, unless another process does.
 
-        What goes wrong is said, once until something else does, and stops nobody. pause: seconds between two looks at
-        what is missing.
+        An error is logged once, until another one comes, and training goes on. pause: seconds between two checks for
+        missing tars.
         """
-        say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-        threading.Thread(target=self._keep_filling, args=(say, pause), name="shard cache", daemon=True).start()
+        log = log or (lambda line: print(line, file=sys.stderr, flush=True))
+        threading.Thread(target=self._keep_filling, args=(log, pause), name="shard cache", daemon=True).start()
 
-    def _keep_filling(self, say: Callable[[str], None], pause: float) -> None:
-        told = None
+    def _keep_filling(self, log: Callable[[str], None], pause: float) -> None:
+        logged = None
         while True:
             self._news.clear()
             try:
                 self.fill()
             except Exception as error:  # noqa: BLE001  whatever it is, training goes on without the copies
-                what = getattr(error, "strerror", None) or str(error)  # the names of temporary files are chance
-                if what != told:
-                    say(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
-                    told = what
+                what = getattr(error, "strerror", None) or str(error)  # without the random name of a temporary file
+                if what != logged:
+                    log(f"the shard cache {self.folder} is not filled, and reads go to the bucket: {error}")
+                    logged = what
             self._news.wait(pause)
 
     def fill(self) -> bool:
-        """Check what is here and fetch what is missing and fits; False: another process fills this folder.
+        """Check the copies, and fetch the missing tars that fit; False if another process fills this folder.
 
-        Whoever fills remains the one who does until its process ends. ValueError names the last tar that the bucket
-        holds damaged, after all others.
+        A process that fills the folder does so until it ends. ValueError names the last tar that is damaged in the
+        bucket, after all others were fetched.
         """
         if not self._locked():
             return False
@@ -112,20 +112,20 @@ class ShardCache:
         damaged, files = None, self._all()
         used = sum(status.st_size for status in files.values())
         others = [file for file in files if self._tar(file) not in wanted]
-        others.sort(key=lambda file: files[file].st_mtime, reverse=True)  # the last was of use the longest ago
+        others.sort(key=lambda file: files[file].st_mtime, reverse=True)  # the last one was used the longest ago
         for tar, (sha256, size) in wanted.items():
             if (self.folder / tar).exists() or tar in self._refused:
                 continue
             missing = size - min(self.limit - used, self._free())
             if missing > sum(files[file].st_size for file in others):
-                continue  # nothing would be won by removing them; a smaller tar may fit
+                continue  # removing the others would not be enough; a smaller tar may fit
             while missing > 0:
                 file = others.pop()
                 file.unlink(missing_ok=True)
                 used -= files[file].st_size
                 missing -= files[file].st_size
             if self._free() < size:
-                break  # somebody still reads from what was removed: the disk gets its room back after that
+                break  # a reader still has a removed file open; its space is free after that
             try:
                 self._fetch(tar, sha256, size)
                 used += size
@@ -133,13 +133,13 @@ class ShardCache:
                 self._refused.add(tar)
                 damaged = error
             if index is not self._wanted:
-                break  # the next look fetches what is wanted now
+                break  # the next call fetches the tars of the new snapshot
         if damaged:
             raise damaged
         return True
 
     def _locked(self) -> bool:
-        """Whether this process is the one that fills, or can become it."""
+        """Whether this process fills the folder, or can begin to."""
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / _MARKER, "ab", buffering=0)  # noqa: SIM115
@@ -155,10 +155,10 @@ class ShardCache:
         return True
 
     def _hide(self, tar: str) -> None:
-        """What an earlier process left is looked at before it is read again: a disk may have lost some of it."""
+        """Rename a copy of an earlier process until it is checked: the disk may have lost some of its bytes."""
         file = self.folder / tar
         if file.exists():
-            os.utime(file)  # tars of other snapshots go in the order in which they were last of use
+            os.utime(file)  # tars of other snapshots are removed in the order of their last use
             os.replace(file, _unchecked(file))
 
     def _check(self, tar: str, sha256: str) -> None:
@@ -198,11 +198,11 @@ class ShardCache:
         return shutil.disk_usage(self.folder).free
 
     def _all(self) -> dict[Path, os.stat_result]:
-        """The files that a cache made, whole or not."""
+        """The files that a cache made, complete or not."""
         found = {}
         for file in self.folder.rglob("*"):
             if _OURS.fullmatch(file.name):
-                with contextlib.suppress(FileNotFoundError):  # a reader found it damaged since
+                with contextlib.suppress(FileNotFoundError):  # a reader has removed it
                     found[file] = file.stat()
         return found
 
@@ -214,15 +214,15 @@ class ShardCache:
         root = None if local is None else local.parent.resolve()
         folder = self.folder.resolve()
         if root is not None and (folder.is_relative_to(root) or root.is_relative_to(folder)):
-            raise ValueError(f"data.cache={self.folder} lies in the root {root} or around it; name an empty folder")
+            raise ValueError(f"data.cache={self.folder} is in the root {root} or above it; name an empty folder")
         try:
             found = {entry.name for entry in os.scandir(folder)}
         except OSError:
-            return  # it is not there yet, or the filler says what is wrong with it
+            return  # it does not exist yet, or the filler logs the error
         if found and _MARKER not in found:
-            raise ValueError(f"data.cache={self.folder} holds files that are not a cache's; name an empty folder")
+            raise ValueError(f"data.cache={self.folder} holds other files than a cache's; name an empty folder")
 
 
 def _unchecked(file: Path) -> Path:
-    """Where a copy waits that no reader sees."""
+    """The name of a copy that readers do not use yet."""
     return file.with_name(_UNCHECKED + file.name)

@@ -1,4 +1,4 @@
-"""The manifest of one shard: what it says, how rows and samples are held against each other, and its bytes.
+"""The manifest of one shard: its fields, the checks of rows against samples, and its bytes.
 
 The layout is a contract, docs/formats.md; storage/catalog.py commits and reads manifests.
 """
@@ -38,7 +38,7 @@ _NULLS = (None,) * 5  # offset, length, width, height, num_regions of a row that
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one input row; detail says more where the status is not enough."""
+    """The result of one input row; detail has more about the status."""
 
     row: int
     key: str
@@ -49,14 +49,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Header:
-    """What a manifest says of its shard as a whole.
+    """The fields of a manifest that describe its shard as a whole.
 
-    tar         path of the tar relative to the root; None where no row is ok
-    tar_sha256  of the tar, 64 hex; "" where there is none. tar_bytes its size
+    tar         path of the tar relative to the root; None if no row is ok
+    tar_sha256  of the tar, 64 hex; "" if there is none
+    tar_bytes   size of the tar; 0 if there is none
     statuses    rows by status
     meta        what the stage recorded: source, config, config_hash, "random_init", ...
     sha256      of the manifest's own bytes, 64 hex
-    revision    1, and one more each time that some rows of the shard were asked again
+    revision    1, and one more each time that rows of the shard were requested again
     """
 
     shard: str
@@ -71,7 +72,7 @@ class Header:
 
     @property
     def name(self) -> str:
-        """Of the manifest's file, without its extension: 00002, then 00002.r2, 00002.r3, ..."""
+        """The name of the manifest's file without its extension: 00002, then 00002.r2, 00002.r3, ..."""
         return self.shard if self.revision == 1 else f"{self.shard}.r{self.revision}"
 
     @property
@@ -79,7 +80,7 @@ class Header:
         return self.statuses.get(OK, 0)
 
     def as_source(self) -> dict[str, str]:
-        """What a stage that read this shard records as meta["source"]: `Catalog.pending` looks for it."""
+        """What a stage that read this shard records as meta["source"], for `Catalog.pending`."""
         return {"stage": self.stage, "shard": self.shard, "manifest_sha256": self.sha256}
 
 
@@ -91,9 +92,9 @@ class Manifest(Header):
 
 
 def check_rows(rows: Sequence[Row], where: str) -> None:
-    """ValueError names the row that breaks the order, has no status, or has the key of another that is ok."""
+    """ValueError names a row that breaks the order, has no status, or has the key of another ok row."""
     if not rows:
-        raise ValueError(f"{where}: a shard without rows cannot be committed; every input row belongs in it, ok or not")
+        raise ValueError(f"{where}: a shard without rows cannot be committed; give it every input row, ok or not")
     owners = {}
     for i, row in enumerate(rows):
         if i and row.row <= rows[i - 1].row:
@@ -108,7 +109,7 @@ def check_rows(rows: Sequence[Row], where: str) -> None:
 
 
 def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: str, facts: list) -> Iterator[Sample]:
-    """The samples as they come, each held against the ok row whose turn it is; notes its width, height and regions."""
+    """The samples, each checked against its ok row; appends width, height and number of regions to `facts`."""
     detector = stage.partition("/")[2]
     expected = (row for row in rows if row.status == OK)
     for sample in samples:
@@ -116,10 +117,10 @@ def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: s
         if row is None:
             raise ValueError(f"{where}: sample {sample.key} comes after the last ok row; mark its row as ok")
         if sample.key != row.key:
-            raise ValueError(f"{where}: row {row.row} is ok with key {row.key}, but the sample there is {sample.key}")
+            raise ValueError(f"{where}: row {row.row} is ok with key {row.key}, but its sample is {sample.key}")
         if detector and (sample.regions is None or sample.regions.detector != detector):
             found = "no regions" if sample.regions is None else f"regions of detector {sample.regions.detector}"
-            raise ValueError(f"{where}: row {row.row} ({row.key}) has {found}, and the stage is {stage}")
+            raise ValueError(f"{where}: row {row.row} ({row.key}) has {found}, but the stage is {stage}")
         facts.append((sample.width, sample.height, None if sample.regions is None else len(sample.regions)))
         yield sample
     row = next(expected, None)
@@ -128,7 +129,7 @@ def matched(samples: Iterable[Sample], rows: Sequence[Row], stage: str, where: s
 
 
 def checked_meta(meta: dict, where: str) -> dict:
-    """The meta as it will be read again; ValueError where JSON cannot hold it."""
+    """The meta as JSON will return it; ValueError if JSON cannot hold it."""
     try:
         return json.loads(json.dumps(meta, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -136,7 +137,7 @@ def checked_meta(meta: dict, where: str) -> dict:
 
 
 def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[tuple], metadata: dict) -> bytes:
-    """The manifest; spans and facts are those of the ok rows, `metadata` says stage, shard, tar and meta.
+    """The manifest; spans and facts are those of the ok rows, `metadata` holds stage, shard, tar and meta.
 
     The same arguments give the same bytes (under one version of pyarrow, which writes its name into them).
     """

@@ -1,7 +1,7 @@
 """Named, immutable byte strings below one root: a local folder or `s3://bucket/prefix`. The only user of boto3.
 
-A put is atomic: readers see the whole object or none. `put(..., if_absent=True)` is what the commit of a shard rests
-on: of any number of writers, on any number of machines, exactly one is told True.
+A put is atomic: readers see the whole object or none. The commit of a shard needs `put(..., if_absent=True)`: of any
+number of writers, on any number of machines, exactly one gets True.
 """
 
 import bisect
@@ -22,16 +22,16 @@ from typing import Any, BinaryIO, Protocol
 
 from storage.redact import redacted
 
-# What `put`, `check` and `now` of a folder write on the way: a name, the process and chance.
+# Temporary files of `put`, `check` and `now` in a folder: a name, the process and a random number.
 _TEMPORARY = re.compile(r"\.(.+\.|probe-)\d+-[0-9a-f]{8}(-link)?")
-_REQUESTS = 7  # attempts of one request, by botocore: where one in ten fails, one in a million work fails for good
-_FOLDERS = 100  # times that a folder is made which others remove at the same moment
-_ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that breaks off halfway
-# Checksums that botocore adds where S3 does not ask for them go over https as a trailer, which Ceph and others refuse.
+_REQUESTS = 7  # attempts of one request, by botocore: if one in ten fails, one in ten million fails for good
+_FOLDERS = 100  # attempts to make a folder that others remove at the same time
+_ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
+# botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
 _CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
 
 
-# What can be put: bytes, the content of a file, or views of bytes, one after the other, never joined in memory.
+# What can be put: bytes, a file, or several views of bytes, which are not joined in memory.
 Content = bytes | Path | Sequence[memoryview]
 
 
@@ -39,11 +39,11 @@ class ObjectMissing(KeyError):
     """There is no object of this name."""
 
     def __str__(self) -> str:
-        return self.args[0]  # KeyError alone would print the message in quotes
+        return self.args[0]  # KeyError would print the message in quotes
 
 
 class StorageUnreachable(ConnectionError):
-    """The root cannot be used, a disk is full, or the server refused; http_status is the answer where there was one."""
+    """The root cannot be used, a disk is full, or the server refused; http_status: the status of its answer."""
 
     def __init__(self, message: str, http_status: int | None = None):
         super().__init__(message)
@@ -61,7 +61,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a put left that was broken off: no object, and shown by no list; `name` in full, size in bytes."""
+    """What an interrupted put left: no object, and not in a list; `name` in full, size in bytes."""
 
     name: str
     size: int
@@ -75,25 +75,25 @@ class ObjectStore(Protocol):
     root: str
 
     def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-        """Write this at once; False (only with if_absent): it was there already.
+        """Write the object atomically; False (only with if_absent) if it existed already.
 
-        StorageUnreachable, and nothing changed, where it cannot be written.
+        StorageUnreachable, with nothing changed, if it cannot be written.
         """
 
     def get(self, path: str) -> bytes:
-        """The whole object; ObjectMissing where there is none, StorageUnreachable where it cannot be read."""
+        """The whole object; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
 
     def get_range(self, path: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError where the object ends before."""
+        """Exactly `length` bytes from `offset`; errors as `get`, and ValueError if the object ends before."""
 
     def exists(self, path: str) -> bool:
-        """Whether the object is there."""
+        """Whether the object exists."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects whose path begins with `prefix` (as a string, not as a folder), sorted by path."""
 
     def delete(self, path: str) -> None:
-        """Remove the object; no error where it is not there."""
+        """Remove the object; no error if it does not exist."""
 
     def local_path(self, path: str) -> Path | None:
         """The object as a file of this machine, None on S3."""
@@ -102,17 +102,17 @@ class ObjectStore(Protocol):
         """The full name, for messages and reports."""
 
     def now(self) -> float:
-        """Seconds since 1970 by the clock that dates the objects; of a folder that takes no file, by this machine's."""
+        """Seconds since 1970 by the clock that dates the objects; by this machine's if a folder is not writable."""
 
     def leftovers(self) -> Iterator[Leftover]:
-        """What killed writers left, and what those at work are writing; only its age tells which."""
+        """What killed writers left, and what active writers are writing; only its age tells which."""
 
 
 def open_store(root: str, *, write: bool = True) -> ObjectStore:
-    """The objects under a folder (made if it is not there) or `s3://bucket/prefix`, found writable or reachable.
+    """The objects under a folder (made if it does not exist) or `s3://bucket/prefix`, after a check.
 
-    write=False is for readers: nothing is made or tried out. Else both kinds of root are tried out with a conditional
-    write, on which commits rest. StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
+    With `write`, the check is a conditional write, which commits need. write=False is for readers: nothing is written.
+    StorageUnreachable names the folder, or the bucket and its endpoint, and what to do.
     """
     if root.startswith("s3://"):
         store = S3Store(root)
@@ -129,8 +129,8 @@ def _checked(path: str) -> str:
     """The path itself, if it stays below the root and `list` would show it."""
     if not path or "\\" in path or "\0" in path or any(not part or part.startswith(".") for part in path.split("/")):
         raise ValueError(
-            f"{path!r} is no name of an object: it must be relative to the root, with no empty part and no part that "
-            "begins with a dot"
+            f"{path!r} is not a valid name of an object: it must be relative to the root, with no empty part and "
+            "no part that begins with a dot"
         )
     return path
 
@@ -142,7 +142,7 @@ def _checked_prefix(prefix: str) -> str:
 
 
 def _hidden(path: str) -> bool:
-    """Whether some part begins with a dot: temporary files, and whatever else is not ours."""
+    """Whether some part begins with a dot: temporary files, and files of other programs."""
     return path.startswith(".") or "/." in path
 
 
@@ -158,14 +158,14 @@ class LocalStore:
     def check(self, write: bool) -> None:
         """Make the folder, write one file into it and link it as a commit does; StorageUnreachable says what failed.
 
-        Without `write`, only see that it is a folder that can be listed.
+        Without `write`, only list it.
         """
         if not write:
             try:
                 os.scandir(self._folder).close()
             except OSError as error:
                 raise StorageUnreachable(
-                    f"cannot read the folder {self._folder}: {error}. Name the root as it was written to"
+                    f"cannot read the folder {self._folder}: {error}. Name the root to which the data were written"
                 ) from error
             return
         probe = self._folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
@@ -191,7 +191,7 @@ class LocalStore:
     def _put(self, file: Path, data: Content, if_absent: bool) -> bool:
         if if_absent and file.exists():
             return False
-        # In the same folder, so that the rename stays within one file system; hidden, so that no list shows it.
+        # In the same folder, so that the rename stays within one file system; with a dot, so that `list` skips it.
         temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
         try:
             with _opened_new(temporary) as out:
@@ -206,7 +206,7 @@ class LocalStore:
                 os.fsync(out.fileno())
             if if_absent:
                 try:
-                    os.link(temporary, file)  # unlike a rename, it fails where the name is taken
+                    os.link(temporary, file)  # unlike a rename, it fails if the name is taken
                 except FileExistsError:
                     return False
             else:
@@ -230,10 +230,10 @@ class LocalStore:
         return self._file(path).is_file()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that holds every match
+        above = _checked_prefix(prefix).rpartition("/")[0]  # the deepest folder that contains every match
         found = []
 
-        def refuse(error: OSError) -> None:  # os.walk would pass over what it cannot read, and its objects look gone
+        def refuse(error: OSError) -> None:  # os.walk would skip what it cannot read, as if its objects did not exist
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise StorageUnreachable(
                     f"cannot list the folder {error.filename}: {error}. Make it readable for this user"
@@ -267,7 +267,7 @@ class LocalStore:
         try:
             probe.write_bytes(b"")
             return probe.stat().st_mtime
-        except OSError:  # who only looks may not write, and `gc` is for full disks, too
+        except OSError:  # a reader may not write, and `gc` must work on full disks
             return time.time()
         finally:
             if os.path.lexists(probe):
@@ -287,12 +287,12 @@ class LocalStore:
                     yield Leftover(str(file), status.st_size, status.st_mtime, remove)
 
     def _remove(self, file: Path) -> None:
-        """The file and, where it was the last one there, its folder: a bucket has no empty folders either."""
+        """Remove the file and, if it was the last one, its folder: a bucket has no empty folders either."""
         with _changing(file):
             try:
                 file.unlink()
             except FileNotFoundError:
-                return  # the folder may be one that another has just made for its own file
+                return  # another writer may have just made the folder for its own file
         if file.parent != self._folder:
             with contextlib.suppress(OSError):  # it holds others
                 file.parent.rmdir()
@@ -302,7 +302,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _reading(self, path: str) -> Iterator[BinaryIO]:
-        """The object's file, open; ObjectMissing where there is none, StorageUnreachable where it cannot be read."""
+        """The object's file, open; ObjectMissing if there is none, StorageUnreachable if it cannot be read."""
         try:
             with self._file(path).open("rb") as file:
                 yield file
@@ -310,32 +310,32 @@ class LocalStore:
             raise ObjectMissing(f"there is no object {path} under {self.root}") from error
         except OSError as error:
             raise StorageUnreachable(
-                f"cannot read {self.where(path)}: {error}. See that its disk or file server is well and the file "
+                f"cannot read {self.where(path)}: {error}. Check its disk or file server, and make the file "
                 "readable for this user"
             ) from error
 
 
 @contextlib.contextmanager
 def _changing(file: Path) -> Iterator[None]:
-    """StorageUnreachable names the file where it cannot be written or removed."""
+    """StorageUnreachable names a file that cannot be written or removed."""
     try:
         yield
     except OSError as error:
         raise StorageUnreachable(
-            f"cannot write or remove {file}: {error}. Make room (`python -m storage.catalog gc` lists what may go) or "
-            "make it writable for this user, then run again: what is committed stays"
+            f"cannot write or remove {file}: {error}. Free disk space (`python -m storage.catalog gc` lists what may be "
+            "deleted) or make it writable for this user, then run again: what is committed stays"
         ) from error
 
 
 def _opened_new(file: Path) -> BinaryIO:
-    """The file, made now, with the folders above it, whose entries survive a power cut."""
+    """Make the file and the folders above it, whose entries survive a power cut."""
     for left in reversed(range(_FOLDERS)):
         made = [folder for folder in file.parents if not folder.is_dir()]
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             opened = file.open("xb")
             break
-        except FileNotFoundError:  # who removed the last file of the folder took it away in between
+        except FileNotFoundError:  # another process removed the last file of the folder, and the folder with it
             if not left:
                 raise
     for folder in made:
@@ -345,7 +345,7 @@ def _opened_new(file: Path) -> BinaryIO:
 
 @functools.cache
 def _loader() -> Any:
-    """botocore's descriptions of services, read once a process: to read them again takes 0.2 s a client."""
+    """botocore's descriptions of services, read once a process, because reading them takes 0.2 s a client."""
     from botocore.loaders import create_loader
 
     return create_loader(os.environ.get("AWS_DATA_PATH"))
@@ -363,13 +363,13 @@ def _whole_range(data: bytes, where: str, offset: int, length: int) -> bytes:
     if len(data) != length:
         raise ValueError(
             f"{where} ends before byte {offset + length}: asked for {length} bytes from {offset}, got {len(data)}. "
-            "It is not the object that its index describes; write the shard again"
+            "The object is not the one that its index describes; write the shard again"
         )
     return data
 
 
 class _Joined(io.RawIOBase):
-    """Parts as one file to read from."""
+    """Several views of bytes as one readable file."""
 
     def __init__(self, parts: Sequence[memoryview]):
         self._parts, self._position = parts, 0
@@ -386,7 +386,7 @@ class _Joined(io.RawIOBase):
         return self._position
 
     def readinto(self, target: memoryview) -> int:
-        """Fill it, over the borders of parts, as long as there is something: who uploads takes less for the end."""
+        """Fill `target` across parts until the end: an uploader takes a short read for the end of the file."""
         written = 0
         while written < len(target) and self._position < self._starts[-1]:
             number = bisect.bisect_right(self._starts, self._position) - 1
@@ -415,13 +415,13 @@ class S3Store:
         self._clients = {}  # process id -> client: a connection must not be shared with a fork
 
     def __reduce__(self) -> tuple:
-        return S3Store, (self.root,)  # a client cannot be pickled; its settings are the environment's
+        return S3Store, (self.root,)  # a client cannot be pickled; its settings come from the environment
 
     def check(self, write: bool) -> None:
-        """Ask for the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do.
+        """Request the bucket, with short timeouts; StorageUnreachable names bucket, endpoint and what to do.
 
-        With `write`, see that a conditional write is refused where there is something. What it needs for that stays
-        (`.probe`, which no list shows): from then on it is one request.
+        With `write`, check that a conditional write of an existing object is refused. That object, `.probe`, stays
+        (`list` skips it), so that later checks are one request.
         """
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -445,7 +445,7 @@ class S3Store:
 
     def _check_conditions(self, endpoint: str) -> None:
         probe = f"{self._prefix}.probe"
-        for _ in range(2):  # the first may find nothing there
+        for _ in range(2):  # the first may find no object
             try:
                 self._call("put_object", ".probe", Key=probe, Body=b"", IfNoneMatch="*")
             except StorageUnreachable as error:
@@ -477,14 +477,14 @@ class S3Store:
 
         try:
             with data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
-                self._client().upload_fileobj(file, self.bucket, key)  # in parts where it is large
+                self._client().upload_fileobj(file, self.bucket, key)  # in parts if it is large
         except (S3UploadFailedError, BotoCoreError, ClientError) as error:
             raise self._lost("upload", path, error) from error
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
-        """One PUT with `If-None-Match: *`, repeated where S3 could not decide between two that came together."""
-        # Botocore repeats a request whose answer was lost, and then finds its own object there: the mark tells.
+        """One PUT with `If-None-Match: *`, repeated if S3 answers 409 because of two at the same time."""
+        # Botocore repeats a request whose answer was lost, and then finds its own object; the mark identifies it.
         mark = secrets.token_hex(16)
         arguments = {"Key": self._key(path), "IfNoneMatch": "*", "Metadata": {"writer": mark}}
         for attempt in range(_ATTEMPTS):
@@ -507,7 +507,7 @@ class S3Store:
         try:
             return self._call("head_object", path, Key=self._key(path)).get("Metadata", {}).get("writer")
         except ObjectMissing:
-            return None  # deleted since by whoever wants it made again
+            return None  # deleted since, to be made again
 
     def get(self, path: str) -> bytes:
         return self._read(path)
@@ -556,7 +556,7 @@ class S3Store:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def leftovers(self) -> Iterator[Leftover]:
-        """Uploads in parts that were never completed: no list shows them, and they are paid for."""
+        """Uploads in parts that were never completed: not in a list, but paid for."""
         more = {"Prefix": self._prefix}
         while more:
             page = self._call("list_multipart_uploads", "", **more)
@@ -595,7 +595,7 @@ class S3Store:
         return boto3.session.Session(botocore_session=session).client("s3", config=config)
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
-        """One request, with the errors of botocore turned into ours."""
+        """One request; botocore's errors become ours."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -622,9 +622,9 @@ class S3Store:
             body = self._call("get_object", path, Key=self._key(path), **byte_range)["Body"]
             try:
                 return body.read()
-            except BotoCoreError as error:  # botocore repeats requests, but not a body that breaks off
+            except BotoCoreError as error:  # botocore repeats requests, but not after a body that ends early
                 if attempt == _ATTEMPTS - 1:
                     raise StorageUnreachable(
-                        f"{self.where(path)} broke off {_ATTEMPTS} times: {redacted(str(error))}"
+                        f"{self.where(path)} ended early {_ATTEMPTS} times: {redacted(str(error))}"
                     ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")

@@ -1,7 +1,7 @@
-"""The samples of a snapshot by number, read singly through the byte-offset index: what training reads through.
+"""The samples of a snapshot by number, read through the byte-offset index: the reader of training.
 
-From a folder, or from the tars that a cache holds, with one pread each. From a bucket with range requests, neighbours
-joined and several under way at a time, so that training needs no disk.
+From a folder, or from the tars in a cache, with one pread each. From a bucket with range requests: neighbours in one
+request and several requests at a time, so that training needs no disk.
 """
 
 import functools
@@ -25,9 +25,9 @@ from storage.sample import Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
 
-_REQUESTS = 8  # under way at a time
-_JOINED = 8 << 20  # bytes of one request at most, where neighbours are read together
-_GAP = 64 << 10  # bytes between two samples that are rather read than asked for in a second request
+_REQUESTS = 8  # at a time
+_JOINED = 8 << 20  # bytes, at most, of a request for several neighbours
+_GAP = 64 << 10  # bytes, at most, between two samples that one request reads
 _PATIENCE = 300.0  # seconds: longer than a server takes to start again
 _LONGEST_PAUSE = 30.0  # seconds between two tries
 
@@ -42,17 +42,17 @@ class Samples(Protocol):
     def sample(self, number: int) -> Sample: ...
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """One per number, in their order, or why it cannot be read. Only what is wrong with a sample is such an error:
-        a tar that is gone or a server out of reach is raised, and stops the run."""
+        """A sample per number, in their order, or why it is invalid. Other errors are raised, and stop the run: a
+        missing tar, or a server that cannot be reached."""
 
     def past_cache(self, number: int) -> Sample | None:
-        """The sample once more, as it was committed; None where that is what was read."""
+        """The sample again, not from a cache; None if there is no cache."""
 
 
 class ShardSamples:
-    """The samples of committed shards, read singly through the byte-offset index (pread, or a range request on S3).
+    """The samples of committed shards, read through the byte-offset index (pread, or range requests on S3).
 
-    patience: seconds for which a read is repeated where the storage does not answer.
+    patience: seconds for which a read is repeated while the storage does not answer.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class ShardSamples:
         self._files: dict[int, io.FileIO] = {}
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._opening = threading.Lock()  # held while `_files` changes
-        self._waits = False  # the storage does not answer, and that was said
-        self._connected = 0  # the process that asked last
+        self._waits = False  # the storage does not answer, and that was logged
+        self._connected = 0  # the process that read last
         self._check_sizes()
         if cache is not None:
             cache.want(index)
 
     @functools.cached_property
     def urls(self) -> list[str]:
-        """The URL of every sample; long at full size, so only tasks that need it ask."""
+        """The URL of every sample; a long list, so only tasks that need it read it."""
         return self.index.urls()
 
     def __len__(self) -> int:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
-        """ValueError names the tar and the byte where a sample cannot be read."""
-        tar, offset, length = self._place(number)
+        """One sample; ValueError names the tar and the byte if it is invalid."""
+        tar, offset, length = self._span(number)
         data = self.read(tar, offset, length)
         try:
             return read_span(data, self._name(tar, offset))
@@ -90,17 +90,17 @@ class ShardSamples:
             return self._past_cache(tar, offset, length, data)
 
     def past_cache(self, number: int) -> Sample | None:
-        """A sample as it was committed, and its copy gone if that holds something else; None where there is no cache.
+        """A sample from the store; a cached copy that differs is removed. None if there is no cache.
 
-        For a sample that was read but does not decode. ValueError as `sample`.
+        For a sample whose JPEG does not decode. ValueError as `sample`.
         """
         if self.cache is None:
             return None
-        place = self._place(number)
-        return self._past_cache(*place, self.read(*place))
+        span = self._span(number)
+        return self._past_cache(*span, self.read(*span))
 
     def _past_cache(self, tar: int, offset: int, length: int, data: bytes) -> Sample:
-        committed = self._ask(tar, offset, length)
+        committed = self._read_store(tar, offset, length)
         if committed != data:
             self._forget(tar)  # the copy is damaged
         return read_span(committed, self._name(tar, offset))
@@ -109,41 +109,44 @@ class ShardSamples:
         return f"{self._where[tar]} at byte {offset}"
 
     def samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
-        """A sample per number, in their order, or the ValueError that names why it cannot be read.
+        """A sample per number, in their order, or the ValueError that says why it is invalid.
 
-        Neighbours in a tar are read together; from a bucket several requests are under way at a time. Where the bucket
-        does not answer, that is no sample's fault, and StorageUnreachable comes out.
+        Neighbours in a tar are read together; from a bucket with several requests at a time. StorageUnreachable if the
+        bucket does not answer.
         """
         groups = self._neighbours(numbers)
-        asked = [[numbers[place] for place in places] for places in groups]
-        # The first request of a process makes its client, which costs more than a request: many would make one each.
+        reads = [[numbers[index] for index in indices] for indices in groups]
+        # The first request of a process makes its client, which takes longer than a request. Parallel first requests
+        # would each make one.
         local = self.store.local_path("any") is not None
-        alone = len(asked) if local else 0 if self._connected == os.getpid() else 1
-        answers = [self._together(group) for group in asked[:alone]]
+        alone = len(reads) if local else 0 if self._connected == os.getpid() else 1
+        answers = [self._together(group) for group in reads[:alone]]
         self._connected = os.getpid()
-        if asked[alone:]:
-            with ThreadPoolExecutor(min(_REQUESTS, len(asked))) as pool:
-                answers += pool.map(self._together, asked[alone:])
+        if reads[alone:]:
+            with ThreadPoolExecutor(min(_REQUESTS, len(reads))) as pool:
+                answers += pool.map(self._together, reads[alone:])
         found = dict(
-            pair for places, samples in zip(groups, answers, strict=True) for pair in zip(places, samples, strict=True)
+            pair
+            for indices, samples in zip(groups, answers, strict=True)
+            for pair in zip(indices, samples, strict=True)
         )
-        return [found[place] for place in range(len(numbers))]
+        return [found[index] for index in range(len(numbers))]
 
     def read(self, tar: int, offset: int, length: int) -> bytes:
-        """Exactly these bytes of tar number `tar`: from its file if it has one here, else from the bucket."""
+        """Exactly these bytes of tar number `tar`: from a local file if there is one, else from the bucket."""
         file = self._files.get(tar) or self._open(tar)
         if file is not None:
             try:
                 data = os.pread(file.fileno(), length, offset)
             except OSError:
-                data = b""  # a disk that fails, a file that was exchanged on NFS
+                data = b""  # a failing disk, or a file that was replaced on NFS
             if len(data) == length:
                 return data
             self._forget(tar)
-        return self._ask(tar, offset, length)
+        return self._read_store(tar, offset, length)
 
-    def _ask(self, tar: int, offset: int, length: int) -> bytes:
-        """These bytes from the objects; where they do not answer, again and again while the patience lasts."""
+    def _read_store(self, tar: int, offset: int, length: int) -> bytes:
+        """These bytes from the store; repeated for `patience` seconds while it does not answer."""
         end = time.monotonic() + self.patience
         for attempt in itertools.count():
             try:
@@ -152,35 +155,35 @@ class ShardSamples:
                 left = end - time.monotonic()
                 if left <= 0 or (error.http_status is not None and error.http_status < 500):
                     raise
-                self._say_what_it_waits_for(error)
+                self._log_waiting(error)
                 time.sleep(min(left, min(_LONGEST_PAUSE, 2**attempt) * random.uniform(0.5, 1)))
             else:
                 self._waits = False
                 return data
         raise AssertionError("unreachable: the last try returns or raises")
 
-    def _say_what_it_waits_for(self, error: StorageUnreachable) -> None:
+    def _log_waiting(self, error: StorageUnreachable) -> None:
         with self._opening:
-            said, self._waits = self._waits, True
-        if not said:
+            logged, self._waits = self._waits, True
+        if not logged:
             print(f"reading waits for the storage, at most {self.patience:g} s: {error}", file=sys.stderr, flush=True)
 
-    def _place(self, number: int) -> tuple[int, int, int]:
-        """Which tar, and where in it: offset and length in bytes."""
+    def _span(self, number: int) -> tuple[int, int, int]:
+        """Number of the tar, offset and length in bytes."""
         index = self.index
         return int(index.shard[number]), int(index.offset[number]), int(index.length[number])
 
     def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Places in `numbers`, those together that one request reads."""
-        spans = sorted((*self._place(number), place) for place, number in enumerate(numbers))
+        """Indices into `numbers`, grouped by the request that reads them."""
+        spans = sorted((*self._span(number), index) for index, number in enumerate(numbers))
         groups, first, end = [], None, None
-        for tar, offset, length, place in spans:
+        for tar, offset, length, index in spans:
             near = first is not None and tar == first[0] and offset - end <= _GAP
             if near and max(end, offset + length) - first[1] <= _JOINED:
-                groups[-1].append(place)
+                groups[-1].append(index)
                 end = max(end, offset + length)
             else:
-                groups.append([place])
+                groups.append([index])
                 first, end = (tar, offset), offset + length
         return groups
 
@@ -188,14 +191,14 @@ class ShardSamples:
         """The samples of these numbers, sorted by their offsets in one tar, from one read."""
         if len(numbers) == 1:
             return [self._alone(numbers[0])]
-        places = [self._place(number) for number in numbers]
-        tar, start = places[0][:2]
+        spans = [self._span(number) for number in numbers]
+        tar, start = spans[0][:2]
         try:
-            block = self.read(tar, start, max(offset + length for _, offset, length in places) - start)
+            block = self.read(tar, start, max(offset + length for _, offset, length in spans) - start)
         except ValueError:
             return [self._alone(number) for number in numbers]
         found = []
-        for number, (_, offset, length) in zip(numbers, places, strict=True):
+        for number, (_, offset, length) in zip(numbers, spans, strict=True):
             try:
                 data = block[offset - start : offset - start + length]
                 found.append(read_span(data, self._name(tar, offset)))
@@ -210,7 +213,7 @@ class ShardSamples:
             return error
 
     def _open(self, tar: int) -> io.FileIO | None:
-        """The tar as a file of this machine, None where it is none yet."""
+        """The tar as a file of this machine, None if there is none."""
         file = None if self.cache is None else self.cache.open(self.index.tars[tar], self.index.tar_bytes[tar])
         path = self.store.local_path(self.index.tars[tar]) if file is None else None
         if path is not None:
@@ -226,14 +229,14 @@ class ShardSamples:
         return file
 
     def _forget(self, tar: int) -> None:
-        """Read a tar no longer from its file, which cannot be read, is too short or holds what is no sample."""
+        """Stop reading a tar from its local file, which is unreadable, too short or holds an invalid sample."""
         with self._opening:
             self._files.pop(tar, None)
         if self.cache is not None:
             self.cache.remove(self.index.tars[tar])
 
     def _check_sizes(self) -> None:
-        """One listing tells now, not at hour 9, that a tar is gone or torn."""
+        """ValueError if a tar is missing or too short. One listing at the start is better than an error after hours."""
         ends = np.zeros(len(self.index.tars), np.int64)
         np.maximum.at(ends, self.index.shard, self.index.offset + self.index.length)
         folders = {tar.rpartition("/")[0] for tar in self.index.tars}
@@ -241,12 +244,12 @@ class ShardSamples:
         for tar, end in zip(self.index.tars, ends.tolist(), strict=True):
             if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
                 raise ValueError(
-                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, its manifest needs {end}: it is torn or "
-                    f"gone; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
+                    f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "
+                    f"or missing; delete the manifest {tar.rpartition('-')[0]}.parquet and run its stage again"
                 )
 
     def _reaches(self, tar: str, end: int) -> bool:
-        """Whether a tar that the listing lacks, as it may on network file systems for a while, is there and whole."""
+        """Whether a tar that is not in the listing exists and is long enough; network file systems list it late."""
         try:
             return len(self.store.get_range(tar, end - 1, 1)) == 1
         except (ValueError, ObjectMissing):

@@ -1,4 +1,4 @@
-"""URLs as people may see them: lists and endpoints hold passwords and signed queries, which belong in no log."""
+"""URLs for messages and logs, without passwords and signed queries."""
 
 import re
 

@@ -1,7 +1,7 @@
 """The checkpoints of training runs: folders ROOT/runs/<run>/step-0000100, each whole once its state.json is there.
 
-state.json is written last. It names size and sha256 of every other file, and whoever reads a checkpoint does so through
-a `Folder`, which holds each file against that. training/checkpoints.py writes them; docs/formats.md is the contract.
+state.json is written last. It has the size and sha256 of every other file. Checkpoints are read through a `Folder`,
+which checks each file against these. training/checkpoints.py writes them; docs/formats.md is the contract.
 """
 
 import hashlib
@@ -50,11 +50,11 @@ def file_hash(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """The files of a checkpoint, or of a model in any folder; each is held against its hash as it is read.
+    """The files of a checkpoint, or of a model in any folder; each is checked against its hash when it is read.
 
-    path    under the root of `objects`; "" is the root itself
-    state   what state.json says; empty in a folder that has none
-    hashes  file name -> `bytes` and `sha256`, of those whose hash is known
+    path    under the root of `store`; "" is the root itself
+    state   the content of state.json; empty in a folder without one
+    hashes  file name -> `bytes` and `sha256`, of files whose hash is known
     """
 
     store: ObjectStore
@@ -67,14 +67,14 @@ class Folder:
         return self.store.where(self.path).rstrip("/")
 
     def where_of(self, name: str) -> str:
-        """A file in full, for messages."""
+        """The full name of a file, for messages."""
         return self.store.where(self._path_of(name))
 
     def has(self, name: str) -> bool:
         return name in self.hashes or (not self.state and self.store.exists(self._path_of(name)))
 
     def get(self, name: str) -> bytes:
-        """A file, read once; ValueError names it and the way out where it is gone or not what was written."""
+        """The bytes of a file; ValueError names a file that is missing or damaged, and what to do."""
         try:
             data = self.store.get(self._path_of(name))
         except ObjectMissing as error:
@@ -93,32 +93,31 @@ class Folder:
 
 
 def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What is wrong with a file that has another hash than state.json says."""
+    """What is wrong with a file whose hash differs from that in state.json."""
     if found["bytes"] != wanted["bytes"]:
-        return f"is damaged: it has {found['bytes']} bytes, and {wanted['bytes']} were written"
-    return f"is damaged: its sha256 is {found['sha256'][:12]}..., that of what was written {wanted['sha256'][:12]}..."
+        return f"is damaged: it has {found['bytes']} bytes, but {wanted['bytes']} were written"
+    return f"is damaged: its sha256 is {found['sha256'][:12]}..., but {wanted['sha256'][:12]}... was written"
 
 
 def open_folder(store: ObjectStore, path: str) -> Folder:
-    """A checkpoint, with its state read; ValueError where state.json is missing, damaged, of another version or
-    of another checkpoint."""
+    """A checkpoint and its state; ValueError if state.json is missing, damaged or of another version."""
     try:
         state = read_state(store, path)
     except ObjectMissing as error:
         raise ValueError(
-            f"{store.where(path)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
+            f"{store.where(path)} is not a complete checkpoint: it has no {STATE}; name a step-* folder of a run"
         ) from error
     return Folder(store, path, state, state["files"])
 
 
 def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
-    """What state.json says; ObjectMissing where there is none, OtherVersion where another version wrote it,
-    any other ValueError where it is damaged or of another checkpoint."""
+    """The content of state.json; ObjectMissing if there is none, OtherVersion if another version wrote it, any other
+    ValueError if it is damaged or of another checkpoint."""
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
         state = _read_sealed(store.get(name), store.where(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
-            raise ValueError(f"{store.where(name)} is that of another checkpoint or program")
+            raise ValueError(f"{store.where(name)} belongs to another checkpoint or program")
         check_version(state["version"], CHECKPOINT_VERSION, store.where(name))
     except OtherVersion:
         raise
@@ -128,11 +127,11 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
 
 
 def way_out(store: ObjectStore, path: str) -> str:
-    """What to do where a file of this folder is damaged: another checkpoint of the run is offered, if there is one."""
+    """What to do about a damaged file of this folder; names another checkpoint of the run, if there is one."""
     step = _STEP.fullmatch(path)
     if not step:
         return (
-            f"copy {store.where(path)} again, or, where a change was meant, remove its {STATE}, or `files` from its "
+            f"copy {store.where(path)} again; if the change was intended, remove its {STATE}, or `files` from its "
             f"{CONFIG}"
         )
     run = step[1].removeprefix("runs/")
@@ -141,15 +140,17 @@ def way_out(store: ObjectStore, path: str) -> str:
     if before:
         return (
             f"put it back from a copy, or use the checkpoint before it, {store.where(before[-1])}: name that one, or "
-            f"remove {where}, and the run goes on from there"
+            f"remove {where}, and the run resumes from there"
         )
     if sound:
         return f"put it back from a copy, or name {store.where(sound[-1])}, the newest of this run"
-    return f"put it back from a copy; the run has no other checkpoint: with {where} removed it begins anew"
+    return (
+        f"put it back from a copy; the run has no other checkpoint: if you remove {where}, it starts from the beginning"
+    )
 
 
 def _looks_sound(store: ObjectStore, path: str) -> bool:
-    """Whether state.json is whole and the files are as large as it says: what one listing and one read tell."""
+    """Whether state.json is undamaged and the files have its sizes; one listing and one read."""
     sizes = {info.path.removeprefix(f"{path}/"): info.size for info in store.list(f"{path}/")}
     try:
         files = _read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
@@ -166,7 +167,7 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 def sealed_json(value: Mapping[str, Any]) -> bytes:
-    """as_json, with a digest of the whole text in it: storage/digests.py."""
+    """as_json with a digest of the whole text: storage/digests.py."""
     data = bytearray(as_json({**value, OWN_SHA256: BLANK}))
     seal(data)
     return bytes(data)
@@ -186,7 +187,7 @@ def _read_sealed(data: bytes, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the highest value of a metric; the path of its folder is relative to the root."""
+    """The checkpoint with the highest value of a metric; `checkpoint`: its folder, relative to the root."""
 
     step: int
     metric: str
@@ -199,7 +200,7 @@ def path_of_best(run: str) -> str:
 
 
 def named_best(store: ObjectStore, run: str) -> Best | None:
-    """What best.json names, be it there or not; None where there is no such file."""
+    """The checkpoint that best.json names, whether it exists or not; None if there is no best.json."""
     path = path_of_best(run)
     if not store.exists(path):
         return None
@@ -207,6 +208,6 @@ def named_best(store: ObjectStore, run: str) -> Best | None:
         return Best(**_read_sealed(store.get(path), store.where(path)))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{store.where(path)} does not name a checkpoint: {error}. Delete it: it is written anew by the next "
-            "start of the run"
+            f"{store.where(path)} does not name a checkpoint: {error}. Delete it: the next start of the run writes it "
+            "again"
         ) from error

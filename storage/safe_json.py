@@ -1,7 +1,7 @@
-"""JSON that other people or programs wrote, and their texts in what is printed.
+"""Untrusted JSON, and untrusted texts in messages.
 
-Every JSON file that the program reads goes through `parse_json`; every text of such a file that stands in a message, a
-log or an artifact goes through `printable` or `shown`.
+Every JSON file that the program reads goes through `parse_json`. Every text of such a file in a message, a log or an
+artifact goes through `printable` or `shown`.
 """
 
 import codecs
@@ -11,10 +11,10 @@ import re
 import reprlib
 from typing import Any
 
-_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+_NAMES = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _NAMES[type(None)] = "null"
-# Any number that no C type holds has 19 digits in a row or an exponent of three. To find those in gigabytes, all digits
-# become zeros: a regular expression takes as long as the decoder.
+# Any number that no C type holds has 19 digits in a row or an exponent of three digits. To find these fast, all digits
+# are replaced by zeros: a regular expression would take as long as the decoder.
 _ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
 _HUGE = (b"0" * 19, b"0e000", b"0e+000")
 _SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
@@ -68,7 +68,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def _int(text: str) -> int:
@@ -88,7 +88,7 @@ def _make(huge: bool, nan: bool) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=None if nan else _no_number, **checks)
 
 
-# Made once: that takes longer than decoding a sample's JSON. A call for each number is for texts alone that need it.
+# Made once, because that takes longer than decoding a sample's JSON. Only texts that need it check each number.
 _DECODERS = {(huge, nan): _make(huge, nan) for huge in (False, True) for nan in (False, True)}
 
 
@@ -110,7 +110,7 @@ def _check_texts(value: Any) -> None:
 
 
 def printable(text: object) -> str:
-    """str(text) on one line; what a terminal might obey is escaped: control characters, and those that turn text."""
+    """str(text) on one line; characters that control a terminal or reverse text are escaped."""
     text = str(text)
     if text.isprintable():
         return text
@@ -118,6 +118,6 @@ def printable(text: object) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value of a stranger's file as it may stand in a message: its repr, cut short however large or deep it is."""
+    """The repr of an untrusted value for a message, cut short however large or deep it is."""
     text = printable(_SHORT.repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -2,7 +2,7 @@
 
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet
 
-A training pins one and reads where its samples lie from that file alone. The layout is a contract, docs/formats.md.
+A training pins one and reads the offsets of its samples from that file alone. docs/formats.md is the contract.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SNAPSHOT_SCHEMA = pa.schema(
     [
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("row", pa.int64(), nullable=False),
-        # Side by side, so that one range request gets what an index needs of a row group.
+        # Neighbours, so that one range request gets the columns of an index from a row group.
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
@@ -38,12 +38,12 @@ SNAPSHOT_SCHEMA = pa.schema(
         pa.field("url", pa.string(), nullable=False),
     ]
 )
-_GROUP = 2**17  # rows of a row group: what is decoded at a time
+_GROUP = 2**17  # rows of a row group, which are decoded together
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All shards of a stage at one moment; id is a hash of what the manifests say, so of every sample.
+    """All shards of a stage at one moment; id is a hash of the manifests, and so of every sample.
 
     random_init: whether the detector of one of them had random weights; None where no manifest tells, as of images.
     """
@@ -57,13 +57,14 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """Where the S samples of a snapshot lie, by shard and then in the order of the rows: 14 bytes a sample.
+    """The spans of the S samples of a snapshot, by shard and then in the order of the rows: 14 bytes a sample.
 
     tars        path of each tar relative to the root; shards without a tar are left out
-    tar_sha256  of each tar, 64 hex; tar_bytes its size
+    tar_sha256  of each tar, 64 hex
+    tar_bytes   size of each tar
     shard       uint16 [S]  (uint32 above 65,536 tars) which of `tars`
     offset      int64  [S]  bytes
-    length      int32  [S]  bytes: Objects.get_range(tars[shard], offset, length) -> shards.read_span
+    length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
 
     The arrays are read-only, so that forked workers share them.
     """
@@ -82,11 +83,11 @@ class ShardIndex:
         return len(self.offset)
 
     def keys(self) -> list[str]:
-        """The key of each sample; read now, for they take more memory than all the rest."""
+        """The key of each sample; read at each call, because the keys take more memory than all the rest."""
         return self._strings("key")
 
     def urls(self) -> list[str]:
-        """The URL of each sample (of imported images, the file name); read now, as keys are."""
+        """The URL of each sample (of imported images, the file name); read at each call, as keys are."""
         return self._strings("url")
 
     def _strings(self, column: str) -> list[str]:
@@ -97,7 +98,7 @@ class ShardIndex:
 
 
 def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
-    """The snapshot that these manifests are; headers sorted by shard."""
+    """The snapshot of these manifests; headers sorted by shard."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return Snapshot(
         id=_id((header.shard, header.sha256) for header in headers),
@@ -156,7 +157,7 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
             ],
         }
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
-        of_text = hashlib.sha256(text.encode()).hexdigest()  # for who reads parts of the file alone
+        of_text = hashlib.sha256(text.encode()).hexdigest()  # for readers of parts of the file
         writer.add_key_value_metadata({"snapshot": text, "sha256": of_text, OWN_SHA256: BLANK})
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
         seal(data)
@@ -164,16 +165,16 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
 
 
 def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
-    """What the footer of a snapshot says: the whole, and its shards one by one, as docs/formats.md has them.
+    """The footer of a snapshot: the snapshot, and its shards as docs/formats.md has them.
 
-    ValueError names the file where it is gone, damaged, of another version or of another place.
+    ValueError names a file that is missing, damaged, of another version or under another name.
     """
     with _Opened(store, path) as file:
         return _footer(file, store.where(path), path)
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
-    """Where every sample of a snapshot lies, from its file alone; errors as of read_snapshot."""
+    """The spans of all samples of a snapshot, from its file alone; errors as of read_snapshot."""
     with _Opened(store, path) as file:
         snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
@@ -210,7 +211,7 @@ def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Itera
 def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     for group in range(file.num_row_groups):
         table = file.read_row_group(group, columns=list(columns), use_threads=False)
-        # The checksums are of what stands in a page, not of how much its header says that this is.
+        # The checksums cover a page's content, but not the number of rows in its header.
         if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):
             raise ValueError(f"{where} is damaged: row group {group} has {len(table)} rows; {_WAY_OUT}")
         yield table
@@ -222,9 +223,9 @@ def _id(shards: Iterable[tuple[str, str]]) -> str:
 
 
 def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list[dict]]:
-    metadata = file.metadata.metadata or {}
-    text = metadata.get(b"snapshot", b"")
-    if hashlib.sha256(text).hexdigest().encode() != metadata.get(b"sha256"):
+    footer = file.metadata.metadata or {}
+    text = footer.get(b"snapshot", b"")
+    if hashlib.sha256(text).hexdigest().encode() != footer.get(b"sha256"):
         raise ValueError(f"{where} is damaged: its footer is not what was written; {_WAY_OUT}")
     metadata = parse_json(text, where, fix=_WAY_OUT)
     check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
@@ -237,7 +238,7 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
         random_init=metadata["random_init"],
     )
     if not path.endswith(f"/{snapshot.stage}/snapshots/{snapshot.id}.parquet"):
-        raise ValueError(f"{where} says that it is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
+        raise ValueError(f"{where} is snapshot {snapshot.id} of {snapshot.stage}: move it back there")
     if file.metadata.num_rows != snapshot.ok_rows or not file.schema_arrow.equals(SNAPSHOT_SCHEMA):
         raise ValueError(f"{where} is damaged: {file.metadata.num_rows} rows for {snapshot.ok_rows}; {_WAY_OUT}")
     return snapshot, shards

@@ -1,14 +1,14 @@
-"""What is committed: one manifest per shard and stage. Visible means: has a manifest.
+"""The catalog of committed shards: one manifest per shard and stage. A shard is visible if it has a manifest.
 
     ROOT/<dataset>/<stage>/<shard>.parquet           the manifest: one row per input row, ok or why not
-    ROOT/<dataset>/<stage>/<shard>.r<N>.parquet      its N-th revision, where rows were asked again: the newest counts
+    ROOT/<dataset>/<stage>/<shard>.r<N>.parquet      its N-th revision; the newest counts
     ROOT/<dataset>/<stage>/<shard>-<12 hex>.tar      the samples of its ok rows, named by content
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet    the ok rows of all shards at one moment
 
-A stage is `images` or `regions/<detector id>`. The tar goes first, the manifest last and only where there is none, so
-that a reader never sees half a shard and two writers never mix. Readers never look for tars: the manifest names its
-own; a training reads a snapshot, storage/snapshots.py. The layout is a contract, docs/formats.md.
-`python -m storage.catalog status ROOT` prints what there is: storage/inventory.py.
+A stage is `images` or `regions/<detector id>`. The tar is written first. The manifest is written last, and only if
+there is none, so that a reader never sees half a shard and two writers never mix. Readers never list tars: the manifest
+names its tar. A training reads a snapshot, storage/snapshots.py. The layout is a contract, docs/formats.md.
+`python -m storage.catalog status ROOT` prints a summary: storage/inventory.py.
 """
 
 import contextlib
@@ -60,7 +60,9 @@ class Catalog:
 
     def __init__(self, store: ObjectStore, dataset: str):
         if not dataset or "/" in dataset or dataset == "runs":
-            raise ValueError(f"{dataset!r} cannot be a dataset: it is one folder of the root, and runs/ is taken")
+            raise ValueError(
+                f"{dataset!r} cannot be a dataset: use the name of one folder of the root, other than runs"
+            )
         self.store = store
         self.dataset = dataset
 
@@ -73,11 +75,11 @@ class Catalog:
         meta: dict,
         replaces: Header | None = None,
     ) -> bool:
-        """Write one shard; False, and nothing changed, where it was committed already or another writer was first.
+        """Write one shard; False, with nothing changed, if it was committed already or another writer was first.
 
         rows hold every input row of the shard once, in ascending order; samples are those of the ok rows, in the same
-        order. ValueError names the row where that does not hold, and then nothing becomes visible. With `replaces`, the
-        revision that the caller has read, the next one is written beside it, which readers see from then on.
+        order. ValueError names the row that breaks this, and nothing becomes visible. `replaces` is the revision that
+        the caller has read: the next revision is written beside it, and readers use that from then on.
         """
         path = self._manifest_path(stage, shard)
         if replaces is not None:
@@ -88,7 +90,7 @@ class Catalog:
         where = self.store.where(path)
         check_rows(rows, where)
         recorded = checked_meta(meta, where)
-        facts = []  # of each sample as it passes: width, height, number of regions
+        facts = []  # of each sample: width, height, number of regions
         with temporary_folder("commit-") as folder:
             file = folder / f"{shard}.tar"
             spans = write_shard(matched(samples, rows, stage, where, facts), file)
@@ -96,9 +98,9 @@ class Catalog:
             if spans:
                 tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
                 tar = f"{shard}-{tar_sha256[:12]}.tar"
-                # Also where a writer that died left the same one: a new date keeps `gc` from it.
+                # Also if a killed writer left the same tar: with a new date, `gc` does not delete it.
                 self.store.put(self._path(stage, tar), file)
-            about = {
+            metadata = {
                 "stage": stage,
                 "shard": shard,
                 "tar": tar,
@@ -106,12 +108,12 @@ class Catalog:
                 "tar_bytes": tar_bytes,
                 "meta": recorded,
             }
-            if self.store.put(path, manifest_bytes(rows, spans, facts, about), if_absent=True):
-                # `gc` may have looked at an old date a moment before.
+            if self.store.put(path, manifest_bytes(rows, spans, facts, metadata), if_absent=True):
+                # `gc` may have deleted it, because it had read the old date just before.
                 if tar is not None and not self.store.exists(self._path(stage, tar)):
                     self.store.put(self._path(stage, tar), file)
                 return True
-        # The winner's manifest stands for good, so a tar that no revision names will never be named.
+        # The other writer's manifest is final, so a tar that no revision names will never be used.
         if tar is not None and all(one.tar != self._path(stage, tar) for one in self.revisions(stage, shard)):
             self.store.delete(self._path(stage, tar))
         return False
@@ -121,7 +123,7 @@ class Catalog:
         return sorted(self._names(stage))
 
     def _names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
-        """By shard whose name begins with `prefix` the names of its manifests, the newest last; one listing."""
+        """Shard -> the names of its manifests, the newest last, for shards that begin with `prefix`; one listing."""
         found = []
         for info in self.store.list(self._path(stage, prefix)):
             if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self._path(stage, ""))):
@@ -132,18 +134,18 @@ class Catalog:
         return names
 
     def _newest(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, str]:
-        """By shard the name of its newest manifest: of all shards, or of these, whether they are there or not."""
+        """Shard -> the name of its newest manifest: of all shards, or of these, committed or not."""
         found = self._names(stage, shards[0] if shards is not None and len(shards) == 1 else "")
         wanted = sorted(found) if shards is None else shards
         return {shard: found.get(shard, [shard])[-1] for shard in wanted}
 
     def revisions(self, stage: str, shard: str) -> list[Header]:
-        """The header of each revision of a shard, the newest last; [] where it is not committed."""
+        """The header of each revision of a shard, the newest last; [] if it is not committed."""
         self._manifest_path(stage, shard)
         return [self._read_header(stage, name)[1] for name in self._names(stage, shard).get(shard, [])]
 
     def manifest(self, stage: str, shard: str) -> Manifest:
-        """The newest manifest of one shard; ObjectMissing where it is not committed."""
+        """The newest manifest of one shard; ObjectMissing if it is not committed."""
         return self._manifest(stage, self._newest(stage, [shard])[shard])
 
     def manifest_of(self, header: Header) -> Manifest:
@@ -158,7 +160,7 @@ class Catalog:
         return Manifest(**vars(header), table=table)
 
     def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
-        """What the manifests say of their shards as a whole, some fetched at a time: of all shards, or of these."""
+        """The headers of the newest manifests, several fetched at a time: of all shards, or of these."""
         return self._headers(stage, self._newest(stage, shards))
 
     def _headers(self, stage: str, names: Mapping[str, str]) -> dict[str, Header]:
@@ -166,7 +168,7 @@ class Catalog:
         return dict(zip(names, found, strict=True))
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """These columns of the manifests, shard by shard, some fetched at a time: of all shards, or of these."""
+        """These columns of the manifests, shard by shard, several fetched at a time: of all shards, or of these."""
 
         def load(name: str) -> pa.Table:
             return pq.read_table(io.BytesIO(self._bytes(stage, name)), columns=list(columns), use_threads=False)
@@ -174,14 +176,13 @@ class Catalog:
         return _each(load, list(self._newest(stage, shards).values()))
 
     def read(self, stage: str, shard: str) -> Iterator[Sample]:
-        """The samples of a committed shard, in the order of its rows; ValueError as `read_each`, and at one that cannot
-        be read."""
+        """The samples of a committed shard in the order of its rows; ValueError as `read_each` or at an invalid one."""
         return map(_readable, self.read_each(self.manifest(stage, shard)))
 
     def read_each(self, manifest: Manifest) -> Iterator[Sample | BadSample]:
-        """The samples of a committed shard, in the order of this manifest's rows, or for each why it cannot be read.
+        """The samples of a committed shard, in the order of this manifest's rows, each or why it is invalid.
 
-        ValueError, before the first of them, where the tar is not the one that was committed.
+        ValueError, before the first of them, if the tar is not the one that was committed.
         """
         if manifest.tar is None:
             return iter(())
@@ -199,18 +200,18 @@ class Catalog:
         return read_shard(source, where)
 
     def pending(self, source: str, target: str, shards: Sequence[str] | None = None) -> list[str]:
-        """The shards committed in `source` (of all, or of these) that `target` has not yet: what work is left.
+        """The shards of `source` (of all, or of these) that are still to be made in `target`.
 
-        So is one whose target was made from an earlier revision of the source, with other samples. Reads no tar.
-        ValueError names both manifests where a target was made from another source than the one that stands there.
+        These are the shards that `target` does not have, and those that it made from an earlier revision of the source
+        with other samples. Reads no tar. ValueError names both manifests if a target was made from an unknown source.
         """
-        standing, done = self._newest(source), self._newest(target)
+        committed, done = self._newest(source), self._newest(target)
         if shards is not None:
-            standing = {shard: name for shard, name in standing.items() if shard in set(shards)}
-        both = [shard for shard in standing if shard in done]
+            committed = {shard: name for shard, name in committed.items() if shard in set(shards)}
+        both = [shard for shard in committed if shard in done]
         targets = self._headers(target, {shard: done[shard] for shard in both})
-        sources = _each(lambda shard: hashlib.sha256(self._bytes(source, standing[shard])).hexdigest(), both)
-        pending = [shard for shard in standing if shard not in done]
+        sources = _each(lambda shard: hashlib.sha256(self._bytes(source, committed[shard])).hexdigest(), both)
+        pending = [shard for shard in committed if shard not in done]
         for shard, sha256 in zip(both, sources, strict=True):
             made = targets[shard]
             found = made.meta.get("source")
@@ -221,7 +222,7 @@ class Catalog:
             if not made_from:
                 raise ValueError(
                     f"{self.where(target, made.name)} was made from {found}, not from "
-                    f"{self.where(source, standing[shard])} as it is now (sha256 {sha256}); "
+                    f"{self.where(source, committed[shard])} as it is now (sha256 {sha256}); "
                     f"{self._redo(target, made.name)}"
                 )
             if made_from[0].tar_sha256 != revisions[-1].tar_sha256:
@@ -229,7 +230,7 @@ class Catalog:
         return sorted(pending)
 
     def snapshot(self, stage: str) -> Snapshot:
-        """All that is committed now; `pin` writes it down."""
+        """The snapshot of all shards that are committed now; `pin` writes it."""
         return snapshot_of(stage, list(self.headers(stage).values()))
 
     def counts(self, stage: str) -> dict[str, int]:
@@ -240,7 +241,7 @@ class Catalog:
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
-        """All that is committed now, written down as one file, dated now: a training reads nothing else."""
+        """Write the snapshot of all shards that are committed now as one file, dated now, for a training."""
 
         def load(name: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, name)
@@ -254,35 +255,35 @@ class Catalog:
         except ObjectMissing:
             data = None
         if data is not None and is_whole(data):
-            # The same bytes with a new date, which keeps `gc` from them until the first checkpoint names them.
+            # The same bytes with a new date, so that `gc` does not delete them before the first checkpoint names them.
             self.store.put(path, data)
             return snapshot
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
-            # Named by what was read on the way: a shard may have been made again since the headers were.
+            # The id is that of the manifests read here: there may be a newer revision since the headers were read.
             names = self._newest(stage, snapshot.shards)
             snapshot = write_snapshot(file, stage, _each(load, list(names.values())))
-            # Over a damaged one, too: the manifests that stand there are those that it was made of.
+            # A damaged one is replaced: the manifests are those that it was made of.
             self.store.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
-        """Where every sample of a pinned snapshot lies, from its file alone; ValueError names a file that is unfit."""
+        """The index of a pinned snapshot, from its file alone; ValueError names a file that is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
 
     def _path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):
-            raise ValueError(f"{stage!r} is no stage: use `images` or `regions/<detector id>`")
+            raise ValueError(f"{stage!r} is not a stage: use `images` or `regions/<detector id>`")
         return f"{self.dataset}/{stage}/{name}"
 
     def _manifest_path(self, stage: str, name: str) -> str:
         if not MANIFEST_FILE.fullmatch(f"{name}.parquet"):
-            raise ValueError(f"{name!r} is no shard: use five digits, such as 00000")
+            raise ValueError(f"{name!r} is not a shard: use five digits, such as 00000")
         return self._path(stage, f"{name}.parquet")
 
     def _snapshot_path(self, stage: str, snapshot_id: str) -> str:
         if not _SNAPSHOT.fullmatch(snapshot_id):
-            raise ValueError(f"{snapshot_id!r} is no snapshot: use 16 hex digits, as in a checkpoint's state.json")
+            raise ValueError(f"{snapshot_id!r} is not a snapshot: use 16 hex digits, as in a checkpoint's state.json")
         return self._path(stage, f"snapshots/{snapshot_id}.parquet")
 
     def where(self, stage: str, name: str) -> str:
@@ -293,30 +294,30 @@ class Catalog:
         return f"to make it again, delete {self.where(stage, shard)} and run the stage"
 
     def _bytes(self, stage: str, name: str) -> bytes:
-        """A manifest as it was committed: no reader sees another."""
+        """The bytes of a manifest; ValueError if they are not those that were committed."""
         data = self.store.get(self._manifest_path(stage, name))
         if not is_whole(data):
             with contextlib.suppress(pa.ArrowException, OSError, KeyError, TypeError):
                 check_version_of_unsealed(data, _footer_of(data), MANIFEST_VERSION, self.where(stage, name))
             raise ValueError(
-                f"{self.where(stage, name)} is damaged or no manifest: its {len(data)} bytes are not those that were "
-                f"committed. Put it back as it was; {self._redo(stage, name)}"
+                f"{self.where(stage, name)} is damaged or not a manifest: its {len(data)} bytes differ from those that "
+                f"were committed. Put it back as it was; {self._redo(stage, name)}"
             )
         return data
 
     def _read_header(self, stage: str, name: str) -> tuple[bytes, Header]:
-        """A manifest's bytes and what the JSON in its footer says; ValueError where it is not what its name says."""
+        """A manifest's bytes and the header in its footer; ValueError if they do not fit its name."""
         data, where = self._bytes(stage, name), self.where(stage, name)
         shard, _, revision = name.partition(".r")
         try:
             header = parse_json(_footer_of(data), where, fix=self._redo(stage, name))
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
-            raise ValueError(f"{where} is no manifest ({error!r}); {self._redo(stage, name)}") from error
+            raise ValueError(f"{where} is not a manifest ({error!r}); {self._redo(stage, name)}") from error
         check_version(header.get("version"), MANIFEST_VERSION, where)
         check_version(header.get("shard_version"), SHARD_VERSION, f"the tar of {where}")
         if (header["stage"], header["shard"]) != (stage, shard):
             raise ValueError(
-                f"{where} says that it is shard {header['shard']} of {header['stage']}: move it back there"
+                f"{where} is the manifest of shard {header['shard']} of {header['stage']}: move it back there"
             )
         return data, Header(
             shard=shard,
@@ -344,7 +345,7 @@ def sha256_of(file: Path) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder of this machine for what is made on the way; StorageUnreachable names it where it is full."""
+    """A temporary folder of this machine; StorageUnreachable names it if it is full."""
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)
@@ -352,7 +353,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise StorageUnreachable(
-            f"no room in {tempfile.gettempdir()}, where whole tars and snapshots are made: {error}. Set TMPDIR to a "
+            f"no space in {tempfile.gettempdir()}, where tars and snapshots are made: {error}. Set TMPDIR to a "
             "folder with more space, then run again: what is committed stays"
         ) from error
 
@@ -366,7 +367,7 @@ def _readable(sample: Sample | BadSample) -> Sample:
 def _each(read: Callable[[str], _Read], shards: Sequence[str]) -> Iterator[_Read]:
     """read(shard) for each, in order, some at a time."""
     with ThreadPoolExecutor(_READERS) as pool:
-        for start in range(0, len(shards), 4 * _READERS):  # in portions, so that answers do not pile up
+        for start in range(0, len(shards), 4 * _READERS):  # some at a time, so that answers do not pile up
             yield from pool.map(read, shards[start : start + 4 * _READERS])
 
 
