@@ -176,7 +176,7 @@ def read_checkpoint(store: ObjectStore, folder: str, tensors: bool = True) -> Ch
 def _check_whole(store: ObjectStore, folder: str) -> None:
     if not store.exists(f"{folder}/{STATE}"):
         raise ValueError(
-            f"{store.where(folder)} is no whole checkpoint: it has no {STATE}; name a step-* folder of a run"
+            f"{store.where(folder)} is not a complete checkpoint: it has no {STATE}; name a step-* folder of a run"
         )
 
 

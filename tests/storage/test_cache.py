@@ -231,7 +231,7 @@ def test_a_folder_that_is_not_a_caches_is_refused(tmp_path, place):
     store = open_store(str(tmp_path / "root"))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "photograph.jpg").touch()
-    why = "holds files that are not a cache's" if place == "cache" else "lies in the root .*root or around it"
+    why = "holds other files than a cache's" if place == "cache" else "is in the root .*root or above it"
     with pytest.raises(ValueError, match=rf"data\.cache={tmp_path}\S* {why}; name an empty folder"):
         ShardCache(store, tmp_path / place, 1)
     ShardCache(store, tmp_path / "new", 1)

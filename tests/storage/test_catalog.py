@@ -231,7 +231,7 @@ def test_a_full_folder_for_temporary_files_is_named_with_the_way_out(local, writ
     before, (soft, hard) = names(local.store), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # refuses to write, as a full disk does
     try:
-        with pytest.raises(StorageUnreachable, match=rf"^no room in {tempfile.gettempdir()}.*Set TMPDIR"):
+        with pytest.raises(StorageUnreachable, match=rf"^no space in {tempfile.gettempdir()}.*Set TMPDIR"):
             write(local)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -259,7 +259,7 @@ def test_rows_and_samples_must_match_one_to_one_in_order(local):
     ok = dataclasses.replace
     for given, listed, message in [
         (samples[:-1], rows, rf"row 5 \({samples[3].key}\) is ok, but there is no sample"),
-        (samples[1:], rows, f"row 0 is ok with key {samples[0].key}, but the sample there is {samples[1].key}"),
+        (samples[1:], rows, f"row 0 is ok with key {samples[0].key}, but its sample is {samples[1].key}"),
         ([samples[0], samples[2], samples[1], samples[3]], rows, "row 2 is ok with key"),
         ([*samples, seeded_sample(99)], rows, f"sample {seeded_sample(99).key} comes after the last ok row"),
         (samples, rows[:-1], f"sample {samples[3].key} comes after the last ok row"),
@@ -277,7 +277,7 @@ def test_rows_and_samples_must_match_one_to_one_in_order(local):
 def test_regions_must_be_there_and_of_the_detector_of_the_stage(local):
     samples, rows = shard_of(0, regions=True)
     with pytest.raises(
-        ValueError, match=f"row 0 .* has regions of detector {DETECTOR}, and the stage is regions/other"
+        ValueError, match=f"row 0 .* has regions of detector {DETECTOR}, but the stage is regions/other"
     ):
         local.commit("regions/other", "00000", samples, rows, {})
     with pytest.raises(ValueError, match="row 0 .* has no regions"):
@@ -299,7 +299,7 @@ def test_names_that_do_not_belong_in_a_catalog_are_refused(local):
         ("images", "0"),
         ("images", "000000"),
     ]:
-        with pytest.raises(ValueError, match="is no stage|is no shard"):
+        with pytest.raises(ValueError, match="is not a stage|is not a shard"):
             local.commit(stage, shard, *shard_of(0), {})
     for dataset in ("", "a/b", "runs"):
         with pytest.raises(ValueError, match="cannot be a dataset"):
@@ -416,17 +416,17 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
     commit(local, 0)
     data = local.store.get("captions/images/00000.parquet")
     local.store.put("captions/images/00001.parquet", data)
-    with pytest.raises(ValueError, match=r"images/00001\.parquet says that it is shard 00000 of images"):
+    with pytest.raises(ValueError, match=r"images/00001\.parquet is the manifest of shard 00000 of images"):
         local.counts("images")
     table = pq.read_table(io.BytesIO(data))
     header = {**json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]), "shard": "00001"}
     for wrong, message in [
-        (sealed_parquet(table, {}), "is no manifest"),
+        (sealed_parquet(table, {}), "is not a manifest"),
         (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
         (unsealed(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
-        (unsealed(table, header), "is damaged or no manifest"),
-        (unsealed(table, {}), "is damaged or no manifest"),
-        (b'{"version": 1}', "is damaged or no manifest"),
+        (unsealed(table, header), "is damaged or not a manifest"),
+        (unsealed(table, {}), "is damaged or not a manifest"),
+        (b'{"version": 1}', "is damaged or not a manifest"),
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),
     ]:

@@ -121,7 +121,7 @@ def test_a_download_that_breaks_off_is_asked_for_again_whole_or_in_part(calm, tm
         assert store.get_range("a", 300, 5000) == data[300:5300]
         assert calm.planned == []
     calm.plan("GET", "/a", *["truncated"] * 5)
-    with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a broke off 5 times"):
+    with pytest.raises(StorageUnreachable, match=rf"{tmp_path.name}/a ended early 5 times"):
         store.get_range("a", 0, 1000)
 
 

@@ -179,7 +179,7 @@ def test_verify_names_every_fault(whole):
         [first.tar, "is damaged"],
         [second.tar, "is gone, and", "captions/images/00001.parquet names it"],
         ["captions/images/00002.parquet: 4 rows are ok, its tar has 4", "row 15 is the first of 1 that lie elsewhere"],
-        [f"{REGIONS}/00001.parquet is damaged or no manifest"],
+        [f"{REGIONS}/00001.parquet is damaged or not a manifest"],
     ]
     for fault, expected in zip(faults, parts, strict=True):
         assert all(part in fault for part in expected), (fault, expected)

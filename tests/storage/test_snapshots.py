@@ -243,7 +243,7 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     data = catalog.store.get(path)
     moved = file_of("0" * 16)
     catalog.store.put(moved, data)
-    with pytest.raises(ValueError, match=rf"{moved} says that it is snapshot {snapshot.id} of images: move it back"):
+    with pytest.raises(ValueError, match=rf"{moved} is snapshot {snapshot.id} of images: move it back"):
         catalog.pinned("images", "0" * 16)
     catalog.store.delete(path)
     with pytest.raises(ValueError, match=rf"{path} is gone; put it back"):
@@ -253,9 +253,9 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     for change, message in [
         ({"version": 1}, "is of version 1, this code reads 3"),
         ({"random_init": True}, None),
-        ({"stage": "regions/x"}, f"says that it is snapshot {snapshot.id} of regions/x"),
+        ({"stage": "regions/x"}, f"is snapshot {snapshot.id} of regions/x"),
         ({"shards": [about["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),
-        ({"shards": [about["shards"][0] | {"manifest_sha256": "0" * 64}]}, "says that it is snapshot"),
+        ({"shards": [about["shards"][0] | {"manifest_sha256": "0" * 64}]}, "is snapshot"),
     ]:
         text = json.dumps({**about, **change})
         sink = io.BytesIO()
@@ -268,7 +268,7 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
             with pytest.raises(ValueError, match=rf"{path} {message}"):
                 catalog.pinned("images", snapshot.id)
     for name in ("", "../x", "0" * 15, "0" * 16 + "\n"):
-        with pytest.raises(ValueError, match="is no snapshot"):
+        with pytest.raises(ValueError, match="is not a snapshot"):
             catalog.pinned("images", name)
 
 

@@ -121,7 +121,7 @@ def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
             save_checkpoint(writer, "run", step, recipe, model, optimizer, WORDS, 3, STATE)
     store.delete("runs/run/step-0000003/state.json")
     assert checkpoints(store, "run") == ["runs/run/step-0000001", "runs/run/step-0000002"]
-    with pytest.raises(ValueError, match="is no whole checkpoint: it has no state.json"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint: it has no state.json"):
         read_checkpoint(store, "runs/run/step-0000003")
     remove_old(store, "run", 1, best=None)
     assert checkpoints(store, "run") == ["runs/run/step-0000002"]

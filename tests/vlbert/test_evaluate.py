@@ -614,7 +614,7 @@ def refused(*arguments: str) -> str:
         (["REFCOCO", "RUN", "task.iou=plain"], "SPLIT is missing"),
         (["REFCOCO", "RUN", "val", "task.nothing=1"], "RefCOCOSettings has no field 'nothing'"),
         (["REFCOCO", "ROOT/runs/nothing", "val"], "/runs/nothing has no whole checkpoint; name another run"),
-        (["REFCOCO", "ROOT/runs/tuned/step-0000009", "val"], "step-0000009 is no whole checkpoint"),
+        (["REFCOCO", "ROOT/runs/tuned/step-0000009", "val"], "step-0000009 is not a complete checkpoint"),
         (["REFCOCO", "ROOT", "val"], "storage holds no model: it has no config.json"),
         (["REFCOCO", "RUN", "testC"], "has no split testC"),
         (["REFCOCO", "RUN", "val", "task.folder=nowhere"], "there is no nowhere/"),

@@ -212,7 +212,9 @@ def test_a_torn_or_missing_tar_is_found_before_the_first_step(tmp_path):
     tars = sorted((tmp_path / "captions" / "regions" / "00000000beef").glob("*.tar"))
     whole = tars[1].read_bytes()
     tars[1].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=f"{tars[1].name} has .* bytes, its manifest needs .*: it is torn or gone"):
+    with pytest.raises(
+        ValueError, match=f"{tars[1].name} has .* bytes, but its manifest needs .*: it is torn or missing"
+    ):
         open_samples(store, "captions", None, None, ALONE)
     tars[1].unlink()
     with pytest.raises(ValueError, match=f"{tars[1].name} has 0 bytes"):

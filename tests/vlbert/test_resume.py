@@ -409,7 +409,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one_when_that_is_r
     (first / "optimizer.safetensors").write_bytes(b"")
     for damaged in (last, root / "runs/run/step-0000003"):
         (damaged / "state.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match=r"has no other checkpoint: with .*/step-0000003 removed it begins anew"):
+    with pytest.raises(ValueError, match=r"has no other checkpoint: if you remove .*/step-0000003, it starts"):
         open_checkpoint(str(root / "runs/run"))
 
 
@@ -434,7 +434,7 @@ def test_verify_names_a_damaged_best_json_and_tells_of_torn_lines_of_the_log(sav
     best.write_bytes(data)
     shutil.rmtree(root / "runs/run/step-0000002")
     (fault,) = verify(Inventory(store))
-    assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is no whole checkpoint")
+    assert fault.startswith(f"{best} names {root}/runs/run/step-0000002, which is not a complete checkpoint")
 
 
 def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
