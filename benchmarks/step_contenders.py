@@ -1,24 +1,21 @@
 """The contenders of benchmarks/train_step.py: the fast path in one precision each, and plain fp32."""
 
 import argparse
-import ctypes
 import dataclasses
-import gc
 import itertools
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from benchmarks.measure import synchronise
 from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer, total
-from benchmarks.step_inputs import CLASSES, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import Clock, marked
 from benchmarks.step_tables import PLAIN
+from benchmarks.synthetic import CLASSES, drawn_texts, made_up_vocabulary, masked_pairs
 from storage.sample import Sample
 from storage.settings import override
 from training.distributed import World
@@ -79,11 +76,11 @@ class Fast:
 
 
 class Plain:
-    """The plain path, in exact fp32; each step of it in parts, whose gradients are added."""
+    """The plain path, in exact fp32."""
 
     name = PLAIN
 
-    def __init__(self, recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[Sequence[PlainBatch]]):
+    def __init__(self, recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[PlainBatch]):
         self.recipe, self.plain, self.world = recipe, plain, world
         self.optimizer, self.ahead = plain_optimizer(plain, recipe.optimizer), itertools.cycle(prepared)
 
@@ -91,9 +88,7 @@ class Plain:
         """As that of Fast."""
         with in_precision_of(dataclasses.replace(self.recipe, precision="fp32")):
             for _ in range(steps):
-                parts = next(self.ahead)
-                for part in parts:
-                    (total(self.plain(part.to(self.world.device))) / len(parts)).backward()
+                total(self.plain(next(self.ahead).to(self.world.device))).backward()
                 clip = self.recipe.optimizer.max_grad_norm or torch.inf
                 torch.nn.utils.clip_grad_norm_(self.plain.parameters(), clip, foreach=False)
                 self.optimizer.step()
@@ -147,26 +142,6 @@ def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
     return model.to(device).train()
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def in_turns(
-    contenders: Sequence[Fast | Plain], device: torch.device, rounds: int, steps: int
-) -> dict[str, list[float]]:
-    """Name -> seconds a step, one a round."""
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for _ in range(rounds):
-        for contender in contenders:
-            synchronise(device)
-            start = time.perf_counter()
-            contender.run(steps)
-            synchronise(device)
-            times[contender.name].append((time.perf_counter() - start) / steps)
-    return times
-
-
 def warm_up(contender: Fast | Plain, steps: int) -> None:
     """Whatever is done once: kernels chosen and compiled, moments made."""
     contender.run(steps)
@@ -174,7 +149,7 @@ def warm_up(contender: Fast | Plain, steps: int) -> None:
 
 
 def memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | None]:
-    """GB that a step takes beyond what is held between steps: those kept for its backward pass, and all at its peak."""
+    """GB that a step keeps for its backward pass; on a GPU also its peak, both beyond what is held between steps."""
     kept: dict[int, int] = {}
     model = contender.model if isinstance(contender, Fast) else contender.plain
     held = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
@@ -187,34 +162,11 @@ def memory(contender: Fast | Plain, device: torch.device) -> dict[str, float | N
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         contender.run(1)
-    before = _peak_started(device)
-    contender.run(1)
-    peak = _peak(device)
-    return {
-        "kept for backward": sum(kept.values()) / 1e9,
-        "peak": None if before is None or peak is None else (peak - before) / 1e9,
-    }
-
-
-def _peak_started(device: torch.device) -> int | None:
-    """Bytes in use now, from which on the largest counts; None where the system does not tell."""
-    gc.collect()
+    found: dict[str, float | None] = {"kept for backward": sum(kept.values()) / 1e9, "peak": None}
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        synchronise(device)
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # glibc's: what is free goes back to the system
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
-    except (OSError, AttributeError):
-        return None
-    return _status("VmRSS")
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+        before = torch.cuda.memory_allocated()
+        contender.run(1)
+        found["peak"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return found

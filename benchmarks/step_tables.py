@@ -3,12 +3,11 @@
 import statistics
 from typing import Any
 
+from benchmarks.measure import Table, shown
 from benchmarks.step_parts import PARTS
 
 GOAL = 250  # pairs/s, BASE end to end on one H200
 PLAIN = "plain fp32"
-
-Table = list[list[str]]
 
 
 def parts_table(report: dict[str, Any], name: str) -> Table:
@@ -77,20 +76,6 @@ def other_lines(report: dict[str, Any]) -> list[str]:
             f"{found['data wait']:.1%}"
         )
     return [*lines, *report["notes"]]
-
-
-def shown(table: Table, markdown: bool) -> str:
-    if markdown:
-        head, *rows = ([*row] for row in table)
-        rule = ["---"] + ["---:"] * (len(head) - 1)
-        return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in table
-    )
 
 
 def step_tables(report: dict[str, Any], markdown: bool) -> str:

@@ -4,42 +4,37 @@
     python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
-Inputs are seeded and ragged (benchmarks/step_inputs.py); weights are random, of the recipe's sizes. The contenders take
+Inputs are seeded and ragged (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The contenders take
 turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and held
 against the step without marks: what they do not explain is told. docs/performance.md says how to read the tables.
 """
 
 import argparse
 import dataclasses
-import datetime
-import json
-import os
-import platform
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measure import in_turns, machine, parser, shown, synchronise, timed, write_json
 from benchmarks.plain import PlainPretraining, gradient_errors, padded, total
 from benchmarks.step_contenders import (
     Fast,
     Plain,
     Stored,
-    in_turns,
     measured_recipe,
     memory,
     new_model,
-    synchronise,
     task_of,
     warm_up,
 )
-from benchmarks.step_inputs import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
-from benchmarks.step_tables import check_table, losses_table, shown, step_tables
+from benchmarks.step_tables import check_table, losses_table, step_tables
+from benchmarks.synthetic import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from storage.sample import Sample
 from storage.settings import to_json
 from training.distributed import World
@@ -64,14 +59,9 @@ def loading(recipe: Recipe, samples: Sequence[Sample]) -> dict[str, float]:
     torch.set_num_threads(1)
     try:
         masked_pairs(task, recipe.model.regions, samples[:1])
-        start = time.process_time()
-        examples = masked_pairs(task, recipe.model.regions, samples)
-        decoded = time.process_time()
-        collate(examples)
-        return {
-            "decode": 1000 * (decoded - start) / len(samples),
-            "collate": 1000 * (time.process_time() - decoded) / len(samples),
-        }
+        decoded = timed(lambda: masked_pairs(task, recipe.model.regions, samples))
+        collated = timed(lambda: collate(decoded.result))
+        return {"decode": 1000 * decoded.cpu / len(samples), "collate": 1000 * collated.cpu / len(samples)}
     finally:
         torch.set_num_threads(threads)
 
@@ -101,23 +91,6 @@ def with_loader(
     return {"workers": workers, "pairs/s": steps * pairs / seconds, "data wait": waited / seconds}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where it was measured, and with what."""
-    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def _lines(file: str) -> list[str]:
-    return Path(file).read_text().splitlines() if Path(file).exists() else []
-
-
 def step_report(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one recipe's step."""
     device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
@@ -145,11 +118,18 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{fast.name} does not fit; give --pairs less than {pairs} ({error})") from error
     notes = []
     if options.plain != "none":
-        contenders.append(warm_plain(recipe, PlainPretraining(model, options.plain), world, prepared, notes))
+        plain = PlainPretraining(model, options.plain)
+        contenders.append(Plain(recipe, plain, world, [padded(examples, recipe.model) for examples in prepared]))
+        try:
+            warm_up(contenders[-1], options.batches)
+        except torch.OutOfMemoryError:
+            notes.append(f"{contenders.pop().name} is left out: it does not fit")
+            torch.cuda.empty_cache()
     best, times, marks = {}, {}, {}
-    for number in range(options.rounds):  # one round of each at a time: what others do to the machine, they do to all
-        for name, seconds in in_turns(contenders, device, 1, options.steps).items():
-            times.setdefault(name, []).extend(seconds)
+    turns = {contender.name: functools.partial(contender.run, options.steps) for contender in contenders}
+    for number in range(options.rounds):
+        for name, (spent,) in in_turns(turns, 1, device).items():
+            times.setdefault(name, []).append(spent.wall / options.steps)
         for precision in precisions:
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             with in_precision_of(dataclasses.replace(recipe, precision=precision)):
@@ -181,31 +161,6 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         steps = max(10, options.steps * options.rounds)
         report["with a loader"] = with_loader(fast, samples, pairs, texts, steps, options.workers)
     return report
-
-
-def warm_plain(
-    recipe: Recipe, plain: PlainPretraining, world: World, prepared: Sequence[Sequence[Example]], notes: list[str]
-) -> Plain:
-    """The plain path, each step in as few parts as there is room for; `notes` gets how many, where not one."""
-    parts = 1
-    while True:
-        cut = [
-            [padded(examples[first::parts], recipe.model) for first in range(min(parts, len(examples)))]
-            for examples in prepared
-        ]
-        contender = Plain(recipe, plain, world, cut)
-        try:
-            warm_up(contender, len(prepared))
-        except torch.OutOfMemoryError:
-            if parts >= max(map(len, prepared)):
-                raise
-            parts *= 2
-            contender.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            continue
-        if parts > 1:
-            notes.append(f"{contender.name} takes each step in {parts} parts: a whole one does not fit")
-        return contender
 
 
 def _means(marks: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -277,44 +232,39 @@ def losses_report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--recipe", default="pretrain_vlbert_base", help="of pre-training (%(default)s)")
-    parser.add_argument("--precision", default="", help="one or more of bf16,tf32,fp32; else the recipe's")
-    parser.add_argument("--pairs", type=int, help="a step (2 on a CPU, 64 on a GPU)")
-    parser.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
-    parser.add_argument("--batches", type=int, default=4, help="different batches (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
-    parser.add_argument("--compile", action="store_true", help="as the recipe's compile=true")
-    parser.add_argument(
+    command = parser("train_step", __doc__)
+    command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    command.add_argument("--recipe", default="pretrain_vlbert_base", help="of pre-training (%(default)s)")
+    command.add_argument("--precision", default="", help="one or more of bf16,tf32,fp32; else the recipe's")
+    command.add_argument("--pairs", type=int, help="a step (2 on a CPU, 64 on a GPU)")
+    command.add_argument("--texts", type=int, help="text-only rows a step (as many as pairs, if the recipe has any)")
+    command.add_argument("--batches", type=int, default=4, help="different batches (%(default)s)")
+    command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
+    command.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
+    command.add_argument("--compile", action="store_true", help="as the recipe's compile=true")
+    command.add_argument(
         "--activation-checkpointing", action="store_true", help="as the recipe's activation_checkpointing=true"
     )
-    parser.add_argument(
+    command.add_argument(
         "--plain",
         choices=("each", "joint", "none"),
         default="joint",
         help="rows of the plain path: text and regions padded each, or as one, as published; none: leave it out "
         "(%(default)s)",
     )
-    parser.add_argument(
+    command.add_argument(
         "--workers", type=int, default=0, help="loading processes; 0: leave the loader out (%(default)s)"
     )
-    parser.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
-    parser.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    options = parser.parse_intermixed_args(arguments)
+    command.add_argument("--check", action="store_true", help="hold losses and gradients against the plain path")
+    command.add_argument("--losses", type=int, metavar="STEPS", help="losses of so many steps, in each precision")
+    command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
+    command.add_argument("overrides", nargs="*", metavar="field=value")
+    options = command.parse_intermixed_args(arguments)
     unknown = [name for name in options.precision.split(",") if name and name not in PRECISIONS]
     if unknown:
-        parser.error(f"--precision {unknown[0]}: it is one or more of {','.join(PRECISIONS)}")
+        command.error(f"--precision {unknown[0]}: it is one or more of {','.join(PRECISIONS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here")
+        command.error("--device cuda: there is no GPU here")
     options.steps = options.steps or (8 if options.device.startswith("cuda") else 1)
     return options
 
@@ -332,9 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"python -m benchmarks.train_step: {error}")
     print(tell(report), flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, report)
     sys.exit(int(any(not found["within"] for found in report.get("apart", {}).values())))
 
 
