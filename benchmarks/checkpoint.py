@@ -7,34 +7,31 @@ turns. ROOT is a folder, s3://bucket/prefix, `temporary` for a folder that goes 
 own. The share of time is that of a run with --step seconds a step and --save-every.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from benchmarks.killed_writer import s3_of_its_own
+from benchmarks.measure import machine, parser, write_json
+from benchmarks.synthetic import CLASSES, PIECES, made_up_vocabulary
 from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints
 from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
 from training.optimizer import make_optimizer
 from training.writer import Writer
-from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 
-PIECES, CLASSES = 30_522, 1600  # of BERT's vocabulary and of Visual Genome
 RUN = "checkpoint"
 Files = dict[str, dict[str, Tensor]]
 
@@ -53,8 +50,8 @@ class Line:
 def trained(recipe_name: str, device: torch.device) -> Files:
     """What a checkpoint of the recipe holds."""
     recipe = RECIPES[recipe_name]()
-    words = Vocabulary([*SPECIALS, *(f"word{number}" for number in range(PIECES - len(SPECIALS)))])
-    model = TaskModel(VLBert(recipe.model, PIECES), make_task(recipe.task, words, CLASSES)).to(device)
+    task = make_task(recipe.task, made_up_vocabulary(), CLASSES)
+    model = TaskModel(VLBert(recipe.model, PIECES), task).to(device)
     optimizer = make_optimizer(model, recipe.optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
@@ -109,19 +106,14 @@ def opened(root: str) -> Iterator[ObjectStore]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("roots", nargs="*", metavar="ROOT", default=["temporary"])
-    parser.add_argument("--recipe", default="pretrain_vlbert_base", help="whose model is saved (%(default)s)")
-    parser.add_argument("--saves", type=int, default=3, help="of each way, to each root (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--save-every", type=int, default=5000, help="steps between two saves (%(default)s)")
-    parser.add_argument("--step", type=float, default=0.512, help="seconds of a step: the goal's (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    options = parser.parse_args(arguments)
+    command = parser("checkpoint", __doc__)
+    command.add_argument("roots", nargs="*", metavar="ROOT", default=["temporary"])
+    command.add_argument("--recipe", default="pretrain_vlbert_base", help="whose model is saved (%(default)s)")
+    command.add_argument("--saves", type=int, default=3, help="of each way, to each root (%(default)s)")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    command.add_argument("--save-every", type=int, default=5000, help="steps between two saves (%(default)s)")
+    command.add_argument("--step", type=float, default=0.512, help="seconds of a step: the goal's (%(default)s)")
+    options = command.parse_args(arguments)
     files = trained(options.recipe, torch.device(options.device))
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     print(f"{options.recipe}: {size / 1e9:.2f} GB, of {options.device}, {os.cpu_count()} CPUs\n", flush=True)
@@ -137,9 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
                 lines.append(line)
-    if options.json:
-        about = {"recipe": options.recipe, "bytes": size, "device": options.device, "cpus": os.cpu_count()}
-        options.json.write_text(json.dumps(about | {"lines": [asdict(line) for line in lines]}, indent=1) + "\n")
+    report = {"machine": machine(options.device), "recipe": options.recipe, "bytes": size, "device": options.device}
+    write_json(options.json, report | {"lines": [asdict(line) for line in lines]})
 
 
 if __name__ == "__main__":

@@ -10,20 +10,19 @@ On a CPU one thread computes and another decodes, so that CPU-seconds are those 
 
 import argparse
 import dataclasses
-import io
-import json
+import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.measure import in_turns, parser, shown, timed, write_json
+from benchmarks.synthetic import drawn_sample
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running
 from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, resized_size, to_input
 from detectors.select import SelectionSettings, select_regions
@@ -38,20 +37,12 @@ BARS = {OURS: 1.0, HALF: 0.25}
 GOAL = 180
 
 
-def drawn_images(count: int, height: int, width: int) -> list[Sample]:
-    """JPEGs of coloured rectangles on noise, each another."""
-    samples = []
-    for number in range(count):
-        rng = np.random.default_rng(number)
-        pixels = rng.normal(rng.integers(60, 196, 3), 12, (height, width, 3))
-        for _ in range(25):
-            y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
-            down, across = rng.integers(20, (height // 2, width // 2))
-            pixels[y : y + down, x : x + across] = rng.integers(0, 256, 3)
-        stream = io.BytesIO()
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "jpeg", quality=90)
-        samples.append(Sample(f"drawn{number}", stream.getvalue(), "", "", width, height, ""))
-    return samples
+def detected(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> int:
+    """How many images; ValueError where one could not be read."""
+    wrong = [found for found in detector.detect(samples) if isinstance(found, str)]
+    if wrong:
+        raise ValueError(wrong[0])
+    return len(samples)
 
 
 def read_images(folder: Path) -> list[Sample]:
@@ -91,45 +82,24 @@ def contenders(config: FasterRCNNConfig, weights: Path | None, settings: Detecto
     return detectors
 
 
-class Clock:
-    """Seconds of the wall and of the CPU since it was started, the device's queue emptied first."""
-
-    def __init__(self, device: str):
-        self.device = device
-        self.start()
-
-    def start(self) -> None:
-        self._wait()
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-    def passed(self) -> tuple[float, float]:
-        self._wait()
-        return time.perf_counter() - self.wall, time.process_time() - self.cpu
-
-    def _wait(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-
 @torch.inference_mode()
 def stage_times(detector: FasterRCNNDetector, sample: Sample) -> tuple[dict[str, tuple[float, float]], int]:
     """Stage -> (wall, CPU) seconds of one image, one stage after the other; and how many proposals it had."""
     network, device, times = detector.network, detector.settings.device, {}
 
-    def timed(stage: str, work: Callable[[], object]) -> object:
-        clock = Clock(device)
-        result = work()
-        times[stage] = clock.passed()
-        return result
+    def stage(name: str, work: Callable[[], object]) -> object:
+        spent = timed(work, device)
+        times[name] = spent.wall, spent.cpu
+        return spent.result
 
-    pixels = timed("decode and resize", lambda: resize(decode_bgr(sample.image), network.config))
-    c4 = timed("backbone", lambda: network.backbone(to_input(pixels, device)))
-    logits, deltas = timed("rpn", lambda: network.rpn(c4))
-    boxes, _ = timed("proposals", lambda: network.proposals(logits[0], deltas[0], *pixels.shape[:2]))
-    features = timed("pool and res5", lambda: network.roi_features(c4, [boxes]))
-    probs = timed("heads", lambda: network.heads(features).class_logits.softmax(dim=1).cpu().numpy())
+    pixels = stage("decode and resize", lambda: resize(decode_bgr(sample.image), network.config))
+    c4 = stage("backbone", lambda: network.backbone(to_input(pixels, device)))
+    logits, deltas = stage("rpn", lambda: network.rpn(c4))
+    boxes, _ = stage("proposals", lambda: network.proposals(logits[0], deltas[0], *pixels.shape[:2]))
+    features = stage("pool and res5", lambda: network.roi_features(c4, [boxes]))
+    probs = stage("heads", lambda: network.heads(features).class_logits.softmax(dim=1).cpu().numpy())
     stored, rule = boxes.cpu().numpy(), detector.settings.selection
-    timed("select", lambda: select_regions(stored, probs[:, :-1], rule))
+    stage("select", lambda: select_regions(stored, probs[:, :-1], rule))
     return times, len(boxes)
 
 
@@ -183,28 +153,14 @@ def differences(exact: FasterRCNNDetector, half: FasterRCNNDetector, samples: Se
     }
 
 
-def measured(detectors: dict, samples: Sequence[Sample], rounds: int, device: str) -> dict[str, list]:
-    """Name -> one (wall, CPU) a round, seconds an image; the contenders take turns."""
-    times = {name: [] for name in detectors}
-    for name, detector in detectors.items():
-        detector.detect(samples[: detector.settings.batch])  # whatever is done once
-        print(f"{name}: warm", file=sys.stderr)
-    for _ in range(rounds):
-        for name, detector in detectors.items():
-            clock = Clock(device)
-            found = detector.detect(samples)
-            wall, cpu = clock.passed()
-            wrong = [one for one in found if isinstance(one, str)]
-            if wrong:
-                raise ValueError(f"{name}: {wrong[0]}")
-            times[name].append((wall / len(samples), cpu / len(samples)))
-    return times
-
-
 def compare(options: argparse.Namespace) -> int:
     """Measure and print all; the exit status."""
     config = read_config(options.weights) if options.weights else PRESETS[options.preset]
-    samples = read_images(options.images) if options.images else drawn_images(options.count, 600, 800)
+    samples = (
+        read_images(options.images)
+        if options.images
+        else [drawn_sample(number, None, (800, 600)) for number in range(options.count)]
+    )
     settings = DetectorSettings(
         SelectionSettings(),
         device=options.device,
@@ -213,7 +169,14 @@ def compare(options: argparse.Namespace) -> int:
         workers=options.workers,
     )
     detectors = contenders(config, options.weights, settings)
-    times = measured(detectors, samples, options.rounds, options.device)
+    for name, detector in detectors.items():
+        detected(detector, samples[: settings.batch])  # whatever is done once
+        print(f"{name}: warm", file=sys.stderr)
+    turns = {name: functools.partial(detected, detector, samples) for name, detector in detectors.items()}
+    times = {
+        name: [(spent.wall / len(samples), spent.cpu / len(samples)) for spent in found]
+        for name, found in in_turns(turns, options.rounds, options.device).items()
+    }
     exact = detectors[OURS]
     with running(settings):
         stages = {name: stage_times(detector, samples[0]) for name, detector in detectors.items()}
@@ -225,17 +188,17 @@ def compare(options: argparse.Namespace) -> int:
         f"{sum(flops.values()) / 1e12:.3f} TFLOP an image, {flops['pool and res5'] / sum(flops.values()):.0%} in res5\n"
     )
 
-    print(f"{'seconds an image (wall; CPU)':<24}" + "".join(f"{name:>28}" for name in detectors))
+    table = [["seconds an image (wall; CPU)", *detectors]]
     for stage in STAGES:
         cells = []
         for name in detectors:
             wall, cpu = stages[name][0][stage]
             rate = f", {flops[stage] / wall / 1e9:,.0f} GFLOP/s" if stage in flops else ""
             cells.append(f"{wall:.3f}; {cpu:.3f}{rate}")
-        print(f"{stage:<24}" + "".join(f"{cell:>28}" for cell in cells))
-    print(f"{'proposals':<24}" + "".join(f"{stages[name][1]:>28}" for name in detectors))
+        table.append([stage, *cells])
+    print(shown([*table, ["proposals", *(str(stages[name][1]) for name in detectors)]]))
 
-    print(f"\n{'detect(), in turns':<24}{'images/s':>10}{'s an image':>12}{'CPU-s an image':>16}{'of detectron2':>15}")
+    table = [["detect(), in turns", "images/s", "s an image", "CPU-s an image", "of detectron2"]]
     report = {"device": on, "flops": flops, "contenders": {}}
     base = statistics.median(cpu for _, cpu in times[DETECTRON2]) if DETECTRON2 in times else None
     failed = False
@@ -247,39 +210,35 @@ def compare(options: argparse.Namespace) -> int:
             over = cpu / base > bar
             failed |= over
             share += f" {'over' if over else 'within'} {bar:g}"
-        print(f"{name:<24}{1 / wall:>10.3f}{wall:>12.3f}{cpu:>16.3f}  {share}")
+        table.append([name, f"{1 / wall:.3f}", f"{wall:.3f}", f"{cpu:.3f}", share])
         report["contenders"][name] = {"rounds": rounds, "stages": stages[name][0]}
+    print(f"\n{shown(table)}")
     if options.device.startswith("cuda"):
         print(f"the goal on a GPU of the H200's class is {GOAL} images/s")
     report["differences"] = apart
     print("\nbf16-res5 beside fp32")
     for what, value in report["differences"].items():
         print(f"  {what}: {value:.5g}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, report)
     return int(failed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="vg_resnet101", help="(%(default)s)")
-    parser.add_argument("--weights", type=Path, help="safetensors file that names its network, instead of random ones")
-    parser.add_argument("--images", type=Path, help="folder of JPEGs, instead of drawn ones of 600 x 800 pixels")
-    parser.add_argument("--count", type=int, default=2, help="images (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
-    parser.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    options = parser.parse_args(arguments)
+    command = parser("detect", __doc__)
+    command.add_argument("--preset", choices=sorted(PRESETS), default="vg_resnet101", help="(%(default)s)")
+    command.add_argument("--weights", type=Path, help="safetensors file that names its network, instead of random ones")
+    command.add_argument("--images", type=Path, help="folder of JPEGs, instead of drawn ones of 600 x 800 pixels")
+    command.add_argument("--count", type=int, default=2, help="images (%(default)s)")
+    command.add_argument("--rounds", type=int, default=3, help="turns of each contender (%(default)s)")
+    command.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    command.add_argument("--tf32", action="store_true", help="convolutions of a GPU in TF32")
+    command.add_argument("--batch", type=int, default=1, help="images at a time (%(default)s)")
+    command.add_argument("--workers", type=int, default=1, help="threads that decode (%(default)s)")
+    options = command.parse_args(arguments)
     try:
         sys.exit(compare(options))
     except (ValueError, OSError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+        sys.exit(f"{command.prog}: {error}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ server's not.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
-import os
 import random
 import resource
 import socket
@@ -27,9 +25,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
-import simplejpeg
-
+from benchmarks.measure import machine, parser, write_json
 from storage.collect import CollectSettings, collect
 from storage.download import DownloadSettings
 
@@ -43,19 +39,6 @@ ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # that takes 
 HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS, ONE_HOST)
 DRIP_SECONDS = 0.2  # between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
-
-
-def drawn_jpegs(count: int) -> list[bytes]:
-    """JPEGs of 500 x 375 pixels and about 50 kB: slopes with soft noise, as photographs compress."""
-    drawn = []
-    y, x = np.mgrid[0:375, 0:500]
-    for number in range(count):
-        rng = np.random.default_rng(number)
-        slopes = np.stack([x * rng.uniform(0.1, 0.5), y * rng.uniform(0.1, 0.6), (x + y) * 0.25], axis=-1)
-        pixels = slopes + rng.normal(0, 14, (375, 500, 1)) + rng.normal(0, 5, (375, 500, 3))
-        pixels = np.ascontiguousarray(pixels.clip(0, 255).astype(np.uint8))
-        drawn.append(simplejpeg.encode_jpeg(pixels, quality=76, colorsubsampling="420"))
-    return drawn
 
 
 class Server:
@@ -86,7 +69,9 @@ def _serve(pipe: Connection) -> None:
     # No ordinary limit of open files is enough for every connection of a few thousand rows.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    images = drawn_jpegs(24)
+    from benchmarks.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
+
+    images = [drawn_jpeg(500, 375, number) for number in range(24)]
     mean = statistics.mean(map(len, images))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -189,7 +174,7 @@ def check(what: str, value: float, bar: str) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print all; the exit status."""
-    report = {"images": options.images, "in_flight": IN_FLIGHT, "cores": os.cpu_count(), "bars": BARS}
+    report = {"images": options.images, "in_flight": IN_FLIGHT, "machine": machine(), "bars": BARS}
     passed = []
     with Server() as server:
         report["image_bytes"] = server.image_bytes
@@ -223,27 +208,22 @@ def run(options: argparse.Namespace) -> int:
             passed.append(check("    peak RSS, MB", facts["peak_rss_mb"], "peak RSS, MB"))
     report["passed"] = all(passed)
     print(f"\n{'all bars hold' if all(passed) else 'a bar does not hold'}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, report)
     return 0 if all(passed) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.download", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--images", type=int, default=4000, help="good images (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that they are downloaded (%(default)s)")
-    parser.add_argument(
+    command = parser("download", __doc__)
+    command.add_argument("--images", type=int, default=4000, help="good images (%(default)s)")
+    command.add_argument("--rounds", type=int, default=3, help="times that they are downloaded (%(default)s)")
+    command.add_argument(
         "--rows", type=int, default=5000, help="rows with bad servers among them; 0: none (%(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    options = parser.parse_args(arguments)
+    options = command.parse_args(arguments)
     try:
         sys.exit(run(options))
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+        sys.exit(f"{command.prog}: {error}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What all benchmarks share: turns and their times, tables, the machine, the command line and figures as JSON."""
+"""What all benchmarks share: turns and their times, tables, the machine, the command line and figures as JSON.
+
+torch is imported where it is needed: some of what is measured is the memory of processes without it.
+"""
 
 import argparse
 import datetime
@@ -9,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Table = list[list[str]]
 
@@ -25,13 +29,15 @@ class Spent:
     result: Any
 
 
-def synchronise(device: torch.device | str) -> None:
+def synchronise(device: "torch.device | str") -> None:
     """Wait until a GPU has done what it was given."""
-    if torch.device(device).type == "cuda":
+    if str(device).startswith("cuda"):
+        import torch
+
         torch.cuda.synchronize()
 
 
-def timed(work: Callable[[], object], device: torch.device | str = "cpu") -> Spent:
+def timed(work: Callable[[], object], device: "torch.device | str" = "cpu") -> Spent:
     synchronise(device)
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -40,7 +46,7 @@ def timed(work: Callable[[], object], device: torch.device | str = "cpu") -> Spe
 
 
 def in_turns(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | str = "cpu"
+    contenders: Mapping[str, Callable[[], object]], rounds: int, device: "torch.device | str" = "cpu"
 ) -> dict[str, list[Spent]]:
     """By name, one Spent a round: what others do to the machine, they do to all contenders."""
     found: dict[str, list[Spent]] = {name: [] for name in contenders}
@@ -50,15 +56,17 @@ def in_turns(
     return found
 
 
-def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+def machine(device: "torch.device | str" = "cpu") -> dict[str, Any]:
     """Where it was measured, and with what."""
+    import torch
+
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name() if str(device).startswith("cuda") else None,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }

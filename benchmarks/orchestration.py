@@ -7,11 +7,9 @@ Prints what Prefect adds to each stage, how many task runs it keeps and how larg
 that is over the bars, or where there are other task runs or artifacts than the shards account for.
 """
 
-import argparse
 import importlib.metadata
 import json
 import math
-import os
 import sqlite3
 import sys
 import tempfile
@@ -21,10 +19,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from benchmarks.measure import machine, parser, write_json
 from demo.__main__ import RUN_PIPELINE, flow_parameters, write_deployments
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
 from demo.serve import DemoServer, free_port
@@ -299,11 +298,10 @@ def over(measured: Measured) -> list[str]:
     return [message for right, message in checks if not right]
 
 
-def as_json(measured: Measured) -> str:
+def as_json(measured: Measured) -> dict[str, Any]:
     """For benchmarks/results."""
     facts = asdict(measured) | {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, CPU",
+        "machine": machine(),
         "prefect": importlib.metadata.version("prefect"),
         "bars": {"task_runs": MOST_TASK_RUNS, "bytes": MOST_BYTES},
     }
@@ -311,27 +309,20 @@ def as_json(measured: Measured) -> str:
         asdict(stage) | {"overhead_seconds": stage.overhead, "milliseconds_a_task_run": stage.milliseconds}
         for stage in measured.stages
     ]
-    rounded = json.loads(json.dumps(facts), parse_float=lambda number: round(float(number), 3))
-    return json.dumps(rounded, indent=2) + "\n"
+    return json.loads(json.dumps(facts), parse_float=lambda number: round(float(number), 3))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.orchestration",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shards", type=int, default=SHARDS, help="of captions (%(default)s)")
-    parser.add_argument("--shards-per-task", type=int, default=1, help="the flows' own default is 10 (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    chosen = parser.parse_args(arguments)
+    command = parser("orchestration", __doc__)
+    command.add_argument("--shards", type=int, default=SHARDS, help="of captions (%(default)s)")
+    command.add_argument("--shards-per-task", type=int, default=1, help="the flows' own default is 10 (%(default)s)")
+    chosen = command.parse_args(arguments)
     if chosen.shards < 2 or chosen.shards_per_task < 1:
-        parser.error("--shards must be at least 2, --shards-per-task at least 1")
+        command.error("--shards must be at least 2, --shards-per-task at least 1")
     with tempfile.TemporaryDirectory(prefix="orchestration-") as folder:
         measured = measure(Path(folder), chosen.shards, chosen.shards_per_task)
     print(report(measured))
-    if chosen.json:
-        chosen.json.write_text(as_json(measured))
+    write_json(chosen.json, as_json(measured))
     failed = over(measured)
     print("\n".join(failed) if failed else "within the bars")
     sys.exit(1 if failed else 0)
