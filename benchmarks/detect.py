@@ -24,7 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.measure import in_turns, parser, shown, timed, write_json
 from benchmarks.synthetic import drawn_sample
 from detectors.detect import DetectorSettings, FasterRCNNDetector, running
-from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig, decode_bgr, resize, resized_size, to_input
+from detectors.faster_rcnn import PRESETS, FasterRCNN, FasterRCNNConfig
+from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from detectors.select import SelectionSettings, select_regions
 from detectors.weights.files import load_weights, read_config
 from storage.sample import Regions, Sample

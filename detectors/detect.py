@@ -1,7 +1,7 @@
-"""A Faster R-CNN behind the Detector interface: images in, regions out, as fast as they are exact.
+"""A Faster R-CNN behind the Detector interface: images in, regions out.
 
-The regions of an image are proposals, chosen by select.py: the features and probabilities of a region are those of
-exactly that proposal. `boxes` says which box stands for it, or that boxes are given.
+The regions of an image are proposals, chosen by select.py; a region's features and probabilities are those of its
+proposal. `DetectorSettings.boxes` says which box is stored for it.
 Shape letters: P proposals of an image, N regions, C classes without background, D channels of res5.
 """
 
@@ -18,12 +18,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from detectors import Detector, detector_id
-from detectors.faster_rcnn import (
+from detectors.faster_rcnn import PRECISIONS, FasterRCNN, FasterRCNNConfig, clip_boxes
+from detectors.preprocess import (
     NARROWEST_INPUT,
-    PRECISIONS,
-    FasterRCNN,
-    FasterRCNNConfig,
-    clip_boxes,
     decode_bgr,
     resize,
     resize_scale,
@@ -34,10 +31,10 @@ from detectors.select import SelectionSettings, select_regions
 from storage.sample import Regions, Sample
 from training.precision import float32_products
 
-# Goes into every detector's id: raise it when the code here, in faster_rcnn.py or in select.py finds other regions.
+# Part of every detector's id: raise it when this code, faster_rcnn.py, preprocess.py or select.py finds other regions.
 _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
-# Of res5's input, on a CPU as many as its caches like, on a GPU as many as fill it (1 GB in float32).
+# Boxes that res5 gets at a time: on a CPU what its caches hold, on a GPU what fills it (1 GB in float32).
 _ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
 # Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
@@ -99,7 +96,7 @@ class DetectorSettings:
 
 @contextmanager
 def running(settings: DetectorSettings) -> Iterator[None]:
-    """Torch with these threads and this precision of float32 on GPUs, and afterwards as it was."""
+    """Sets torch's threads and its precision of float32 on GPUs, and restores them afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
@@ -111,13 +108,13 @@ def running(settings: DetectorSettings) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """An image on its way to the network."""
+    """An image as input of the network."""
 
     sample: Sample
     pixels: np.ndarray
     """[H, W, 3], resized."""
     scales: tuple[float, float]
-    """Input pixels a stored pixel, down and across."""
+    """Input pixels per stored pixel: vertical, horizontal."""
     given: Regions | None
 
     @property
@@ -125,19 +122,22 @@ class _Prepared:
         """Height and width of the input."""
         return self.pixels.shape[:2]
 
+    def to_stored(self, boxes: Tensor) -> np.ndarray:
+        """Boxes [K, 4] in input pixels -> pixels of the stored image, clipped to it."""
+        return to_stored_pixels(boxes, self.scales, (self.sample.height, self.sample.width)).numpy()
+
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
-    """What the network says about the boxes of one image."""
+class _Outputs:
+    """The network's outputs for the boxes of one image, on the CPU."""
 
-    sample: Sample
     boxes: np.ndarray
     """float32 [P, 4], stored pixels."""
     probs: np.ndarray
     """float32 [P, C + 1]."""
     attribute_probs: np.ndarray | None
-    moved: np.ndarray | None
-    """float32 [P, 4], stored pixels: where the box head moves each for its most probable class."""
+    regressed: np.ndarray | None
+    """float32 [P, 4], stored pixels: where the box head moves each box for its most probable class."""
     features: np.ndarray | None
     """float32 [P, D]."""
 
@@ -200,36 +200,35 @@ class FasterRCNNDetector:
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
         with running(self.settings), ThreadPoolExecutor(self.settings.workers) as pool, torch.inference_mode():
-            found = self._found(samples, pool)
-            return [one.result() for one in found]
+            return [future.result() for future in self._submit(samples, pool)]
 
-    def _found(self, samples: Sequence[Sample], pool: ThreadPoolExecutor) -> list[Future[Regions | str]]:
+    def _submit(self, samples: Sequence[Sample], pool: ThreadPoolExecutor) -> list[Future[Regions | str]]:
         """One future a sample: batches of equal size go through the network while the pool works before and after."""
-        found = [pool.submit(self._prepare, sample) for sample in samples]
-        waiting: dict[tuple[int, int], list[int]] = {}
-        for place, future in enumerate(list(found)):
+        futures = [pool.submit(self._prepare, sample) for sample in samples]
+        batches: dict[tuple[int, int], list[int]] = {}
+
+        def run(batch: list[int]) -> None:
+            outputs = self._run_network([futures[index].result() for index in batch])
+            for index, output in zip(batch, outputs, strict=True):
+                futures[index] = pool.submit(self._select, output) if isinstance(output, _Outputs) else _done(output)
+
+        for index, future in enumerate(list(futures)):
             prepared = future.result()
             if isinstance(prepared, str):
                 continue
-            batch = waiting.setdefault(prepared.size, [])
-            batch.append(place)
+            batch = batches.setdefault(prepared.size, [])
+            batch.append(index)
             if len(batch) == self.settings.batch:
-                self._see(waiting.pop(prepared.size), found, pool)
-        for batch in waiting.values():
-            self._see(batch, found, pool)
-        return found
-
-    def _see(self, batch: list[int], found: list[Future], pool: ThreadPoolExecutor) -> None:
-        """Replace what stands in `found` at these places by what becomes of it."""
-        prepared = [found[place].result() for place in batch]
-        for place, seen in zip(batch, self._through_network(prepared), strict=True):
-            found[place] = pool.submit(self._choose, seen) if isinstance(seen, _Seen) else _done(seen)
+                run(batches.pop(prepared.size))
+        for batch in batches.values():
+            run(batch)
+        return futures
 
     def _prepare(self, sample: Sample) -> _Prepared | str:
         try:
             image = decode_bgr(sample.image)
         except UnidentifiedImageError:
-            # Its own words hold an address in memory, and the same shard would give another manifest in each run.
+            # Its message has an address in memory: the same shard would give another manifest in each run.
             return "bad_image: UnidentifiedImageError: neither a JPEG nor a PNG"
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             return f"bad_image: {type(error).__name__}: {error}"
@@ -252,102 +251,96 @@ class FasterRCNNDetector:
             scales = (resize_scale(height, width, config),) * 2
         return _Prepared(sample, pixels, scales, given)
 
-    def _through_network(self, batch: list[_Prepared]) -> list[_Seen | str]:
-        """What the network says about images of one size."""
+    def _run_network(self, batch: list[_Prepared]) -> list[_Outputs | str]:
+        """The network's outputs for images of one size, or `status: detail` saying why there are none."""
         network, size = self.network, batch[0].size
         c4 = network.backbone(to_input(np.stack([image.pixels for image in batch]), self.settings.device))
-        # Looked at here, because pooling passes over what is not a number, as if it were not part of the image.
+        # Checked here, because pooling passes over what is not a number, as if it were not part of the image.
         finite = torch.isfinite(c4).flatten(1).all(dim=1).tolist()
         if not all(finite):
             good = [image for image, is_finite in zip(batch, finite, strict=True) if is_finite]
-            seen = iter(self._through_network(good) if good else [])
-            return [next(seen) if is_finite else _not_finite("activations") for is_finite in finite]
+            outputs = iter(self._run_network(good) if good else [])
+            return [next(outputs) if is_finite else _not_finite("activations") for is_finite in finite]
         if self.given:
             boxes = [_to_input_pixels(image.given.boxes, image.scales, c4) for image in batch]
         else:
             logits, deltas = network.rpn(c4)
-            boxes = [self._proposals(image, logits[place], deltas[place], size) for place, image in enumerate(batch)]
+            boxes = [self._proposals(image, logits[i], deltas[i], size) for i, image in enumerate(batch)]
         features = network.roi_features(c4, boxes)
-        outputs = network.heads(features)
-        probs = outputs.class_logits.softmax(dim=1)
-        attribute_probs = moved = None
-        if outputs.attribute_logits is not None:
-            attribute_probs = outputs.attribute_logits.softmax(dim=1)[:, :-1]
+        heads = network.heads(features)
+        probs = heads.class_logits.softmax(dim=1)
+        attribute_probs = regressed = None
+        if heads.attribute_logits is not None:
+            attribute_probs = heads.attribute_logits.softmax(dim=1)[:, :-1]
         if self.settings.boxes == "regressed":
-            moved = network.regressed(torch.cat(boxes), outputs.box_deltas, probs[:, :-1].argmax(dim=1), *size)
-        kept = features if self.settings.keep_features else None
-        # From the device once a batch, and then dealt out to its images.
-        here = [None if one is None else one.cpu() for one in (torch.cat(boxes), probs, attribute_probs, moved, kept)]
-        seen, end = [], 0
-        for place, image in enumerate(batch):
-            start, end = end, end + len(boxes[place])
+            regressed = network.regressed(torch.cat(boxes), heads.box_deltas, probs[:, :-1].argmax(dim=1), *size)
+        if not self.settings.keep_features:
+            features = None
+        # Copied from the device once a batch, then split into images.
+        tensors = (torch.cat(boxes), probs, attribute_probs, regressed, features)
+        tensors = [None if one is None else one.cpu() for one in tensors]
+        outputs, end = [], 0
+        for i, image in enumerate(batch):
+            start, end = end, end + len(boxes[i])
             if start == end:
-                seen.append(_no_proposals(logits[place], deltas[place]))
-            else:
-                seen.append(self._seen(image, *(None if one is None else one[start:end] for one in here)))
-        return seen
+                outputs.append(_no_proposals(logits[i], deltas[i]))
+                continue
+            proposals, *others = (None if one is None else one[start:end] for one in tensors)
+            probs, attribute_probs, regressed, features = (None if one is None else one.numpy() for one in others)
+            outputs.append(
+                _Outputs(
+                    image.given.boxes if image.given else image.to_stored(proposals),
+                    probs,
+                    attribute_probs,
+                    None if regressed is None else image.to_stored(torch.from_numpy(regressed)),
+                    features,
+                )
+            )
+        return outputs
 
     def _proposals(self, image: _Prepared, logits: Tensor, deltas: Tensor, size: tuple[int, int]) -> Tensor:
+        """The proposals [P, 4] (input pixels) that have an area in the stored image."""
         proposals, _ = self.network.proposals(logits, deltas, *size, scale=min(image.scales))
-        return proposals[_have_area(to_stored_pixels(proposals, image.scales, _stored(image)))]
+        stored = to_stored_pixels(proposals, image.scales, (image.sample.height, image.sample.width))
+        return proposals[(stored[:, 2:] > stored[:, :2]).all(dim=1)]
 
-    def _seen(
-        self,
-        image: _Prepared,
-        boxes: Tensor,
-        probs: Tensor,
-        attribute_probs: Tensor | None,
-        moved: Tensor | None,
-        features: Tensor | None,
-    ) -> _Seen:
-        """One image's share of what the network says, on the CPU."""
-        scales, stored = image.scales, _stored(image)
-        return _Seen(
-            image.sample,
-            image.given.boxes if image.given else to_stored_pixels(boxes, scales, stored).numpy(),
-            probs.numpy(),
-            None if attribute_probs is None else attribute_probs.numpy(),
-            None if moved is None else to_stored_pixels(moved, scales, stored).numpy(),
-            None if features is None else features.numpy(),
-        )
-
-    def _choose(self, seen: _Seen) -> Regions | str:
-        """The regions of one image, by the 10-100 rule and most probable first; all in their order if given."""
-        if not np.isfinite(seen.probs).all():
+    def _select(self, outputs: _Outputs) -> Regions | str:
+        """The regions of one image, by the 10-100 rule and most probable first; given boxes all, in their order."""
+        if not np.isfinite(outputs.probs).all():
             return _not_finite("class probabilities")
-        foreground = seen.probs[:, :-1]
+        foreground = outputs.probs[:, :-1]
         if self.given:
-            chosen = np.arange(len(foreground))
+            selected = np.arange(len(foreground))
         else:
-            chosen = select_regions(seen.boxes, foreground, self.settings.selection).indices
-            chosen = chosen[np.argsort(-foreground[chosen].max(axis=1), kind="stable")]
-        boxes = seen.boxes[chosen]
-        if seen.moved is not None:
-            moved = seen.moved[chosen]
-            if not np.isfinite(moved).all():
+            selected = select_regions(outputs.boxes, foreground, self.settings.selection).indices
+            selected = selected[np.argsort(-foreground[selected].max(axis=1), kind="stable")]
+        boxes = outputs.boxes[selected]
+        if outputs.regressed is not None:
+            regressed = outputs.regressed[selected]
+            if not np.isfinite(regressed).all():
                 return _not_finite("boxes")
-            has_area = (moved[:, 2:] > moved[:, :2]).all(axis=1)
-            boxes = np.where(has_area[:, None], moved, boxes)
+            has_area = (regressed[:, 2:] > regressed[:, :2]).all(axis=1)
+            boxes = np.where(has_area[:, None], regressed, boxes)
         attributes = attribute_scores = features = None
-        if seen.attribute_probs is not None:
-            attribute_probs = seen.attribute_probs[chosen]
+        if outputs.attribute_probs is not None:
+            attribute_probs = outputs.attribute_probs[selected]
             if not np.isfinite(attribute_probs).all():
                 return _not_finite("attribute probabilities")
             attributes = attribute_probs.argmax(axis=1).astype(np.int32)
             attribute_scores = attribute_probs.max(axis=1)
-        if seen.features is not None:
-            features = seen.features[chosen]
+        if outputs.features is not None:
+            features = outputs.features[selected]
             if not (np.abs(features) <= _LARGEST_FLOAT16).all():
                 largest = np.abs(features).max()
                 return f"not_finite: a feature is {largest:g}, and float16 holds {_LARGEST_FLOAT16:.0f} at most"
             features = features.astype(np.float16)
         return Regions(
             boxes=boxes,
-            scores=foreground[chosen].max(axis=1),
-            labels=foreground[chosen].argmax(axis=1).astype(np.int32),
+            scores=foreground[selected].max(axis=1),
+            labels=foreground[selected].argmax(axis=1).astype(np.int32),
             detector=self.id,
             background=foreground.shape[1],
-            class_probs=seen.probs[chosen].astype(np.float16),
+            class_probs=outputs.probs[selected].astype(np.float16),
             attributes=attributes,
             attribute_scores=attribute_scores,
             features=features,
@@ -361,7 +354,7 @@ def _done(value: str) -> Future:
 
 
 def _no_proposals(logits: Tensor, deltas: Tensor) -> str:
-    """Why there are none."""
+    """Why an image has no proposals."""
     for what, numbers in (("objectness", logits), ("box deltas", deltas)):
         if not torch.isfinite(numbers).all():
             return _not_finite(what)
@@ -372,21 +365,14 @@ def _not_finite(what: str) -> str:
     return f"not_finite: the network's {what} are not all finite numbers"
 
 
-def _stored(image: _Prepared) -> tuple[int, int]:
-    return image.sample.height, image.sample.width
-
-
-def _have_area(boxes: Tensor) -> Tensor:
-    """bool [K]: which boxes [K, 4] hold any pixels at all."""
-    return (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
-
-
 def to_stored_pixels(boxes: Tensor, scales: Sequence[float], stored: Sequence[int]) -> Tensor:
-    """Boxes [K, 4] in pixels of the network's input, `scales` (down, across) of them a stored pixel, -> pixels of the
-    stored image (height, width), clipped to it."""
+    """Boxes [K, 4] in input pixels -> pixels of the stored image, clipped to it.
+
+    scales: input pixels per stored pixel, vertical and horizontal; stored: the stored image's height and width.
+    """
     down, across = scales
-    each = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)
-    return clip_boxes(boxes * each, *stored)
+    factors = torch.tensor([1 / across, 1 / down, 1 / across, 1 / down], device=boxes.device, dtype=boxes.dtype)
+    return clip_boxes(boxes * factors, *stored)
 
 
 def _to_input_pixels(boxes: np.ndarray, scales: Sequence[float], like: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from detectors.faster_rcnn import NARROWEST_INPUT, FasterRCNNConfig, resize, resized_size, to_input
+from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
+from detectors.preprocess import NARROWEST_INPUT, resize, resized_size, to_input
 from detectors.recipes import DataConfig
 from storage.normalise import FILE_FORMATS
 from storage.order import mix, take

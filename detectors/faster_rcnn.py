@@ -1,38 +1,32 @@
 """ResNet-C4 Faster R-CNN with object classes and attributes: the network of bottom-up attention, on torchvision's ops.
 
-An image goes through `resize` -> `to_input` -> backbone -> RPN -> proposals -> RoI features -> heads; each is callable
-alone. detect.py puts them together behind the Detector interface, train.py trains them.
+Backbone -> RPN -> proposals -> RoI features -> heads; each can be called alone. preprocess.py makes the input,
+detect.py puts all together behind the Detector interface, train.py trains the network.
 Shape letters: N images, H W input pixels, h w cells of the C4 map (stride 16), A anchors a cell, P proposals, K boxes,
 D channels of res5, C classes without background; the background is the last column, as "no attribute" is.
 """
 
 import copy
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import Image
 from torch import Tensor, nn
 
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4, ResNetConfig, fold_norms
 from detectors.roi_align import roi_align
 from detectors.roi_pool import roi_pool_chunks
-from storage.normalise import STORED_FORMATS
 from storage.settings import check, check_choices
 
 STRIDE = 16
-# `fp32`: everything in float32; `bf16-res5`: res5, which has nine tenths of the work, in bfloat16. In the backbone and
-# the RPN bfloat16 would choose other proposals.
+# `fp32`: all in float32; `bf16-res5`: res5, nine tenths of the work, in bfloat16. Backbone and RPN stay in float32,
+# because bfloat16 there would choose other proposals.
 PRECISIONS = ("fp32", "bf16-res5")
-# Pixels that the stem needs each way: its convolution and a pool that does not pad leave nothing of fewer.
-NARROWEST_INPUT = 3
-PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
-# A box grows by at most this factor, so that exp() of a wild delta stays finite.
+# A box grows at most by this factor, so that exp() of any delta stays finite.
 _LARGEST_LOG_SCALE = math.log(1000 / 16)
 
 
@@ -56,7 +50,7 @@ class FasterRCNNConfig:
     """The image's shorter side becomes so many pixels ..."""
     long_side: int = 1000
     """... unless the longer one would then have more than these, which it gets instead."""
-    resize: str = "pil"
+    resize: Literal["pil", "caffe"] = "pil"
     """How: `pil`, antialiased bilinear, rounded to 8 bits; `caffe`, bilinear between the four pixels beside a point, as
     cv2 does, not rounded.
     """
@@ -68,12 +62,12 @@ class FasterRCNNConfig:
     """Proposals that leave it at most."""
     minimum_side: float = 0.0
     """Proposals need longer sides than this, in pixels of the stored image; or as long, with `plus_one`."""
-    box_arithmetic: str = "continuous"
+    box_arithmetic: Literal["continuous", "plus_one"] = "continuous"
     """`continuous`: a box is x2 - x1 wide and ends with the image, and boxes that are too small are dropped among the
     `pre_nms` best, as in detectron2; `plus_one`: it is x2 - x1 + 1 wide and ends at width - 1, and they are dropped
     before, as in Caffe.
     """
-    roi_op: str = "pool"
+    roi_op: Literal["pool", "align1"] = "pool"
     """`pool`: RoIPool, quantised; `align1`: RoIAlign, one sample a bin, without the half-pixel shift."""
     pool_size: int = 14
     """Cells a side of what is pooled from a box."""
@@ -85,28 +79,17 @@ class FasterRCNNConfig:
     """Hidden width of the attribute head."""
 
     def __post_init__(self):
-        choices = {
-            "resize": ("pil", "caffe"),
-            "roi_op": ("pool", "align1"),
-            "box_arithmetic": ("continuous", "plus_one"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)!r}, must be one of {allowed}")
-        at_least_one = ("num_classes", "rpn_channels", "short_side", "long_side", "pre_nms", "post_nms", "pool_size")
-        at_least_one += ("attribute_embedding", "attribute_hidden")
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ValueError(f"FasterRCNNConfig.{name} is {getattr(self, name)}, must be at least 1")
         check_choices(self)
+        at_least_one = ("num_classes", "rpn_channels", "short_side", "pre_nms", "post_nms", "pool_size")
+        for name in (*at_least_one, "attribute_embedding", "attribute_hidden"):
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, self.long_side >= self.short_side, "long_side", f"at least short_side, {self.short_side}")
         for name in ("anchor_sizes", "anchor_ratios", "box_weights"):
             check(self, min(getattr(self, name), default=0) > 0, name, "positive numbers")
         check(self, len(self.box_weights) == 4, "box_weights", "four numbers")
         check(self, 0 <= self.rpn_nms_threshold <= 1, "rpn_nms_threshold", "from 0 to 1")
         check(self, self.minimum_side >= 0, "minimum_side", "0 or more")
         check(self, self.num_attributes >= 0, "num_attributes", "0 or more")
-        if self.long_side < self.short_side:
-            raise ValueError(f"FasterRCNNConfig.long_side {self.long_side} is less than short_side {self.short_side}")
 
     @property
     def num_anchors(self) -> int:
@@ -130,74 +113,6 @@ DEMO = FasterRCNNConfig(
     pool_size=7,
 )
 PRESETS = {"vg_resnet101": VG_RESNET101, "vg_resnet50": VG_RESNET50, "demo": DEMO}
-
-
-# --- pixels -----------------------------------------------------------------------------------------------------------
-
-
-def decode_bgr(data: bytes) -> np.ndarray:
-    """uint8 [height, width, 3] in BGR order of a stored image, JPEG or PNG, RGB or grey, 8 bits.
-
-    ValueError for other pixels, OSError or its like where it is no complete image.
-    """
-    with Image.open(io.BytesIO(data), formats=STORED_FORMATS) as image:
-        if image.mode not in ("RGB", "L"):
-            raise ValueError(f"its pixels are {image.mode}, those of a shard are RGB or L: collect it again")
-        return np.asarray(image.convert("RGB"))[:, :, ::-1]
-
-
-def resize_scale(height: int, width: int, config: FasterRCNNConfig) -> float:
-    """By how much an image is magnified: short side and cap on the long side."""
-    scale = config.short_side / min(height, width)
-    over = max(height, width) * scale
-    # Caffe lets the long side pass its cap by what is rounded away.
-    return config.long_side / max(height, width) if _over(over, config) else scale
-
-
-def _over(long_side: float, config: FasterRCNNConfig) -> bool:
-    return (round(long_side) if config.resize == "caffe" else long_side) > config.long_side
-
-
-def resized_size(height: int, width: int, config: FasterRCNNConfig) -> tuple[int, int]:
-    """Height and width of the network's input: half a pixel is rounded up or, as cv2 does, to the even number."""
-    if config.resize == "caffe":
-        scale = resize_scale(height, width, config)
-        return max(1, round(height * scale)), max(1, round(width * scale))
-    # As detectron2 has it: first the short side, then the long side's cap, each a factor in floating point. Of a
-    # picture of 1280 x 720 the product of both leaves 562.4999... lines and not 562.5, which decides the rounding.
-    scale = config.short_side / min(height, width)
-    sides = (config.short_side, width * scale) if height < width else (height * scale, config.short_side)
-    if max(sides) > config.long_side:
-        cap = config.long_side / max(sides)
-        sides = sides[0] * cap, sides[1] * cap
-    return max(1, int(sides[0] + 0.5)), max(1, int(sides[1] + 0.5))
-
-
-def resize(image_bgr: np.ndarray, config: FasterRCNNConfig) -> np.ndarray:
-    """uint8 BGR pixels of any size -> [H, W, 3], uint8 or, with `caffe`, float32 of 0..255."""
-    sides = image_bgr.shape[:2]
-    height, width = resized_size(*sides, config)
-    if config.resize == "pil":
-        return np.asarray(Image.fromarray(image_bgr).resize((width, height), Image.Resampling.BILINEAR))
-    scale = resize_scale(*sides, config)
-    rows = _interpolated(image_bgr.astype(np.float32), height, scale)
-    return _interpolated(rows.transpose(1, 0, 2), width, scale).transpose(1, 0, 2)
-
-
-def _interpolated(pixels: np.ndarray, length: int, scale: float) -> np.ndarray:
-    """The first axis of float32 [n, ...] magnified to `length` by linear interpolation between pixels' centres."""
-    places = np.clip((np.arange(length) + 0.5) / scale - 0.5, 0, len(pixels) - 1)
-    before = places.astype(np.int64)
-    after = np.minimum(before + 1, len(pixels) - 1)
-    share = (places - before).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1))
-    return pixels[before] * (1 - share) + pixels[after] * share
-
-
-def to_input(resized_bgr: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """BGR [H, W, 3] or [N, H, W, 3] -> float32 [N, 3, H, W], minus the mean of each channel; 0..255, not divided."""
-    pixels = torch.from_numpy(np.array(resized_bgr, order="C")).to(device)
-    pixels = pixels.reshape(-1, *pixels.shape[-3:]).permute(0, 3, 1, 2).float()
-    return pixels - torch.tensor(PIXEL_MEAN_BGR, device=device)[None, :, None, None]
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

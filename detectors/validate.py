@@ -13,8 +13,9 @@ from detectors.average_precision import (
     mean_average_precision,
 )
 from detectors.examples import HeldOutImages
-from detectors.faster_rcnn import FasterRCNN, to_input
+from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import LabelledImage
+from detectors.preprocess import to_input
 from detectors.recipes import DetectorRecipe, ValidationConfig
 from training import distributed
 from training.distributed import World

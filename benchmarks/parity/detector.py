@@ -24,16 +24,8 @@ from torch import Tensor
 from benchmarks.parity.cases import Row, apart, not_run
 from benchmarks.parity.detector_cases import build, prepared, read_config, regenerated
 from detectors.detect import to_stored_pixels
-from detectors.faster_rcnn import (
-    FasterRCNN,
-    HeadOutputs,
-    cell_anchors,
-    decode_bgr,
-    grid_anchors,
-    resize,
-    resize_scale,
-    to_input,
-)
+from detectors.faster_rcnn import FasterRCNN, HeadOutputs, cell_anchors, grid_anchors
+from detectors.preprocess import decode_bgr, resize, resize_scale, to_input
 from detectors.select import SelectionSettings, overlapping, select_regions, surviving_confidence
 
 TOLERANCE = 1e-4  # of the largest value of a tensor

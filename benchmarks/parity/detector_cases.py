@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import standard_normal
-from detectors.faster_rcnn import (
-    PIXEL_MEAN_BGR,
-    STRIDE,
-    FasterRCNN,
-    FasterRCNNConfig,
-    cell_anchors,
-)
+from detectors.faster_rcnn import STRIDE, FasterRCNN, FasterRCNNConfig, cell_anchors
+from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import BATCH_NORM_EPS, ResNetConfig
 
 BOXES_AT_ONCE = 16  # in res5: bounds the memory

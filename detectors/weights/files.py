@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN, FasterRCNNConfig
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.names import read_names
+from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.resnet import Res5, ResNetC4, ResNetConfig
 from storage.safe_json import parse_json, printable, shown
 from storage.settings import from_json

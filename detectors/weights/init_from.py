@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from detectors.faster_rcnn import PIXEL_MEAN_BGR, FasterRCNN
+from detectors.faster_rcnn import FasterRCNN
+from detectors.preprocess import PIXEL_MEAN_BGR
 from detectors.weights.files import (
     ANCHORS,
     COUNTER,

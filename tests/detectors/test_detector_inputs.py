@@ -22,7 +22,8 @@ from torch import Tensor
 
 from detectors.annotated import AnnotatedDetector
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.faster_rcnn import DEMO, FasterRCNN, decode_bgr, resize, resized_size, to_input
+from detectors.faster_rcnn import DEMO, FasterRCNN
+from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.run import detect_shard, main, stage_of
 from detectors.weights.files import weights_hash, write_weights

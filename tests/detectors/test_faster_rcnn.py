@@ -24,13 +24,9 @@ from detectors.faster_rcnn import (
     apply_deltas,
     cell_anchors,
     clip_boxes,
-    decode_bgr,
     grid_anchors,
-    resize,
-    resize_scale,
-    resized_size,
-    to_input,
 )
+from detectors.preprocess import decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.resnet import RESNET101, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig
 from detectors.weights.files import load_resnet, load_weights, weights_hash
 from storage.sample import Sample
@@ -609,7 +605,7 @@ def test_half_precision_in_res5_stays_near_single_precision():
         ({"roi_op": "align2"}, "roi_op is 'align2'"),
         ({"resize": "cv2"}, "resize is 'cv2'"),
         ({"box_arithmetic": "legacy"}, "box_arithmetic is 'legacy'"),
-        ({"long_side": 100}, "long_side 100 is less"),
+        ({"long_side": 100}, "long_side is 100; it must be at least short_side"),
         ({"anchor_sizes": ()}, "anchor_sizes is \\(\\); it must be positive"),
         ({"num_classes": 0}, "num_classes is 0"),
     ],

@@ -20,7 +20,8 @@ from benchmarks.parity.cases import Row, apart
 from benchmarks.parity.detector import compare_folder, in_their_order
 from benchmarks.parity.detector_cases import read_config, regenerated
 from detectors.detect import to_stored_pixels
-from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, grid_anchors, resize, to_input
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, grid_anchors
+from detectors.preprocess import resize, to_input
 from detectors.resnet import ResNetConfig
 from detectors.select import SelectionSettings, select_regions
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from detectors import verify
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.drawing import colour_of
-from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig, decode_bgr, to_input
+from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig
 from detectors.names import read_names
+from detectors.preprocess import decode_bgr, to_input
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
 from detectors.weights.__main__ import main
 from detectors.weights.files import (
