@@ -26,10 +26,10 @@ from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
 from vlbert.model.execution import execute_as
 from vlbert.recipes import RECIPES
+from vlbert.start import make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.train import make_model
 
 
 class Fast:

@@ -13,8 +13,8 @@ from storage.settings import differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
 from vlbert.recipes import RECIPES
+from vlbert.start import check_complete
 from vlbert.tasks.pretraining import PretrainingSettings
-from vlbert.train import check_complete
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:

@@ -17,7 +17,7 @@ from storage.object_store import ObjectStore, open_store
 from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
-from storage.settings import differing_fields, flat, override, to_json
+from storage.settings import override
 from training import distributed
 from training.checkpoints import load_optimizer, settle
 from training.distributed import World
@@ -29,27 +29,22 @@ from training.writer import Writer
 from vlbert.checkpoint import (
     Checkpoint,
     best_by,
-    check_kept,
-    load_model,
     open_checkpoint,
     read_checkpoint,
     save_checkpoint,
-    vocabulary_of,
 )
-from vlbert.config import Recipe, architecture
+from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import SnapshotSpan, TrainingData, check_shares
-from vlbert.data.samples import any_readable, captions, newer_snapshot, open_cache, open_samples
+from vlbert.data.samples import any_readable, newer_snapshot, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.heads import count_parameters
-from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
-from vlbert.tasks import make_task, splits_of, task_of, validation_split
-from vlbert.tasks.base import Questions, Task, TaskModel
-from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.start import check_complete, choose_vocabulary, make_model
+from vlbert.tasks import make_task, task_of, validation_split
+from vlbert.tasks.base import Questions, TaskModel
 from vlbert.validate import validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
@@ -68,10 +63,10 @@ class VLBertRun(Run):
     held_out: tuple[ShardSamples, Questions] | None
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the data, without its stretches: they are in `data`
+    pinned: dict  # what a checkpoint records of the data, without its spans: they are in `data`
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
-    told: set[str] = field(default_factory=set)  # why new shards could not enter
+    reported: set[str] = field(default_factory=set)  # why new shards could not enter
 
     @property
     def samples_per_step(self) -> int:
@@ -79,10 +74,10 @@ class VLBertRun(Run):
 
     @property
     def most_unreadable(self) -> float:
-        return self.recipe.data.unreadable * len(self.data.asked.samples)
+        return self.recipe.data.unreadable * len(self.data.source.samples)
 
     def batches(self) -> Iterator[Sequence[Batch]]:
-        """At some borders of epochs new shards enter."""
+        """New shards enter at boundaries of epochs."""
         done, steps = self.step, self.recipe.steps
         while done < steps:
             ahead = iter(batches(self.data, range(done, steps), self.recipe.data.workers, self.world.device))
@@ -152,32 +147,32 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     if world.first and recipe.compile:
         print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
     if world.first:
-        print(f"on the real data: {run.data.asked.task.paper}", flush=True)
+        print(f"on the real data: {run.data.source.task.paper}", flush=True)
     return metrics
 
 
 def enter_new_shards(run: VLBertRun, step: int, boundary: int) -> bool:
-    """If more is committed than the run is pinned to, pin that, and let sample `border` and all after it be of that."""
+    """Pin a newer snapshot, if there is one, from sample `boundary` on; returns whether there was."""
     world, store = run.world, run.writer.store
     dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
     before = run.data.spans[-1]
-    pinned = run.data.asked.samples.index.snapshot
-    cache = run.data.asked.samples.cache  # from now on filled with the tars of that snapshot
+    pinned = run.data.source.samples.index.snapshot
+    cache = run.data.source.samples.cache  # from now on filled with the tars of that snapshot
     found, samples = None, None
     if world.first:
         try:
             found = newer_snapshot(store, dataset, pinned)
             samples = found and open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
-        except (*EXPECTED, OSError) as error:  # a look that nothing depends on ends no healthy training
+        except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
             found = None
-            if str(error) not in run.told:
-                run.told.add(str(error))
-                print(f"no new shards enter in step {step + 1}, the next border looks again: {error}", flush=True)
+            if str(error) not in run.reported:
+                run.reported.add(str(error))
+                print(f"no new shards enter in step {step + 1}, the next boundary looks again: {error}", flush=True)
     found = distributed.from_first(found, world)
     if found is None:
         return False
     samples = samples or open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
-    run.data.enter(samples, run.data.asked.task.questions(samples, None), found, boundary)
+    run.data.enter(samples, run.data.source.task.questions(samples, None), found, boundary)
     now = run.data.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
@@ -194,7 +189,7 @@ def _pins(run: VLBertRun, snapshot: str) -> dict:
     return run.pinned["data"] | {"snapshot": snapshot}
 
 
-def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertRun | None:
+def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
     """Open the data and make the model: a new one, or that of the run's last checkpoint; None where it is complete."""
     store = open_store(recipe.data.root)
     saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
@@ -205,31 +200,22 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
         metric = best_by(task_of(recipe.task), recipe.task)
         settle(store, recipe.run_name, recipe.keep_checkpoints, metric)
     if resumed and (complete := _complete(recipe, resumed)):
-        say(complete)
+        report(complete)
         return None
     if resumed:
-        say(f"{recipe.run_name} goes on from {resumed.where}, step {state['step']} of {recipe.steps}")
+        report(f"{recipe.run_name} goes on from {resumed.where}, step {state['step']} of {recipe.steps}")
         steps = resumed.config["recipe"]["steps"]
         if steps != recipe.steps:
-            say(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
+            report(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
 
     config = recipe.data
-    spans = stretches_of(resumed) if resumed else []
+    spans = spans_of(resumed) if resumed else []
     before = state["data"] | {"snapshot": spans[-1].snapshot} if resumed else None
     cache = open_cache(store, config)
     samples, pinned = open_samples(store, config.dataset, config.detector, before, world, cache)
     held_out, held_out_pinned = None, None
     if config.held_out:
-        try:
-            held_out, held_out_pinned = open_samples(store, config.held_out, config.detector, state["held_out"], world)
-        except ValueError as error:
-            way_out = (
-                "put its files back, or start another run: run=NAME"
-                if resumed
-                else "make it as docs/operating.md says (Data that is held out), or train without validation: "
-                "data.held_out=none"
-            )
-            raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
+        held_out, held_out_pinned = _open_held_out(store, config, state["held_out"], world, bool(resumed))
     init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
     vocabulary = choose_vocabulary(recipe, resumed or init_from, samples, world)
     num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
@@ -247,24 +233,24 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
             f"{resumed.where} was trained on {spans[-1].questions} questions, now there are {len(questions)}: the "
             "files of the task have changed; put them back, or start another run: run=NAME"
         )
-    model = make_model(recipe, task, vocabulary, init_from, resumed, say).to(world.device)
+    model = make_model(recipe, task, vocabulary, init_from, resumed, report).to(world.device)
     execute_as(recipe, model.vlbert)
     optimizer = make_optimizer(model, recipe.optimizer)
     if resumed:
         load_optimizer(resumed.folder, model, optimizer)
 
-    everything, trainable = count_parameters(model)
-    say(
+    total, trainable = count_parameters(model)
+    report(
         f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples of "
-        f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {everything / 1e6:.2f} M parameters, "
+        f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {total / 1e6:.2f} M parameters, "
         f"{trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
     )
     if pinned["random_init"]:
-        say("WARNING: the regions come from an UNTRAINED detector (random weights)")
+        report("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not held_out:
-        say("there will be no validation: data.held_out names no dataset")
+        report("there will be no validation: data.held_out names no dataset")
     for line in questions.left_out:
-        say(f"left out: {line}")
+        report(f"left out: {line}")
     return VLBertRun(
         recipe=recipe,
         world=world,
@@ -286,8 +272,23 @@ def prepare(recipe: Recipe, world: World, say: Callable[[str], None]) -> VLBertR
     )
 
 
+def _open_held_out(
+    store: ObjectStore, config: DataConfig, before: Mapping[str, Any] | None, world: World, resumed: bool
+) -> tuple[ShardSamples, dict]:
+    try:
+        return open_samples(store, config.held_out, config.detector, before, world)
+    except ValueError as error:
+        way_out = (
+            "put its files back, or start another run: run=NAME"
+            if resumed
+            else "make it as docs/operating.md says (Data that is held out), or train without validation: "
+            "data.held_out=none"
+        )
+        raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
+
+
 def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """What is said of a run that has no step left; None of any other."""
+    """The message about a run that has no step left; None for any other."""
     step = resumed.state["step"]
     if step < recipe.steps:
         return None
@@ -295,9 +296,9 @@ def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
 
 
 def find_complete(name: str, assignments: Sequence[str], processes: int) -> str | None:
-    """What this program, started with these arguments, would say of a run that is complete; nothing is loaded for it.
+    """The message that this program, started with these arguments, would end with where the run is complete.
 
-    None where there is a step left to take, and where anything is wrong: the program then says what.
+    None where a step is left, and where anything is wrong: the program itself then reports what. Loads no tensors.
     """
     try:
         recipe = override(find_recipe(name, RECIPES)(), list(assignments))
@@ -326,127 +327,9 @@ def detector_of(store: ObjectStore, dataset: str, samples: ShardSamples) -> dict
     return {"id": stage.partition("/")[2], "metadata": metadata}
 
 
-def stretches_of(resumed: Checkpoint) -> list[SnapshotSpan]:
-    """Over which snapshots a run went."""
+def spans_of(resumed: Checkpoint) -> list[SnapshotSpan]:
+    """The spans of snapshots that a run has been trained on."""
     return [SnapshotSpan(**span) for span in resumed.state["data"]["snapshots"]]
-
-
-def make_model(
-    recipe: Recipe,
-    task: Task,
-    vocabulary: Vocabulary,
-    init_from: Checkpoint | None,
-    resumed: Checkpoint | None,
-    say: Callable[[str], None],
-) -> TaskModel:
-    """The model with the weights of the checkpoint that goes on or, in a new run, those that the recipe starts from."""
-    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
-    model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
-    if resumed:
-        check_kept(task, resumed)
-        load_model(model, resumed.model, resumed.where)
-        return model
-    if recipe.model.regions.weights and not init_from:
-        from detectors.weights.files import load_resnet
-
-        load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
-        say(f"Fast R-CNN from {recipe.model.regions.weights}")
-    if recipe.bert:
-        say(init_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
-    if init_from:
-        differing = differing_fields(architecture(recipe.model), architecture(init_from.model_config))
-        if differing:
-            raise ValueError(
-                f"{init_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
-                f"{differing[0][2]} there and {differing[0][1]} here"
-            )
-        load_model(model.vlbert, init_from.part("vlbert."), init_from.where)
-        taken = start_head(model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__)
-        say(f"VL-BERT from {init_from.where}, of its head {taken}")
-        if taken == "all":
-            check_kept(task, init_from)
-            return model
-    if hasattr(task, "begin"):
-        task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
-    return model
-
-
-def start_head(head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Take from a checkpoint the whole head, if it is one of the same task and size, else the parts that the head names
-    in `init_from` (part of ours -> part of pre-training's); says what was taken."""
-    found = init_from.part("head.")
-    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
-        load_model(head, found, init_from.where)
-        return "all"
-    taken = []
-    for part, source in getattr(head, "init_from", {}).items():
-        tensors = init_from.part(f"head.{source}.")
-        if tensors:  # a checkpoint of another task than pre-training has no such part
-            load_model(getattr(head, part), tensors, init_from.where)
-            taken.append(source)
-    return ", ".join(taken) or "nothing"
-
-
-def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
-    """That of the checkpoint, else of the file that is named, else BERT's, else one built from the captions."""
-    if checkpoint:
-        return vocabulary_of(checkpoint, recipe.vocabulary)
-    if recipe.vocabulary:
-        return Vocabulary.read(recipe.vocabulary)
-    if recipe.bert:
-        return bert_vocabulary(recipe.bert)
-    pieces = None
-    if world.first:  # it reads every sample, once is enough
-        lines = captions(samples)
-        pieces = Vocabulary.build(lambda: lines, recipe.vocabulary_size).pieces
-    return Vocabulary(distributed.from_first(pieces, world))
-
-
-def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
-    """What no recipe can know and every run must say, and that a run goes on as it began; else a ValueError."""
-    if not recipe.data.root:
-        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
-    if recipe.data.text_batch and not recipe.data.text_corpus:
-        raise ValueError(
-            f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
-            "`python -m vlbert.data.corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
-            "data.text_batch=0"
-        )
-    regions = recipe.model.regions
-    from_pixels = regions.features == "end_to_end"
-    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from or resumed):
-        raise ValueError(
-            "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
-            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.random_init=true"
-        )
-    if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.random_init):
-        raise ValueError(
-            "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
-            "shall start from random weights: random_init=true"
-        )
-    held_out = validation_split(recipe.task) if recipe.data.held_out else None
-    learned = {part for split in getattr(recipe.task, "train_on", ()) for part in splits_of(recipe.task, split)}
-    if held_out is not None and not learned.isdisjoint(splits_of(recipe.task, held_out)):
-        raise ValueError(
-            f"task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
-            "questions with one: validation would measure memory; name another split, or train without validation: "
-            "data.held_out=none"
-        )
-    if not resumed:
-        return
-    fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
-    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
-    for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
-        if name == "data.detector" and now is None:  # the only one that there was, or whichever it began with
-            continue
-        if name == "init_from" and now and before:  # the same checkpoint may lie under another root
-            now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
-        if name.split(".")[0] in fixed and name not in free and now != before:
-            raise ValueError(
-                f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
-                "another run: run=NAME"
-            )
 
 
 def main(arguments: list[str] | None = None) -> None:

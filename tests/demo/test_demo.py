@@ -22,7 +22,7 @@ from flows.settings import quiet_prefect
 from storage.settings import override
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.recipes import DEMO, RECIPES
-from vlbert.train import check_complete
+from vlbert.start import check_complete
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
 

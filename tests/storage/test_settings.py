@@ -30,11 +30,11 @@ from vlbert import evaluate, train
 from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES
+from vlbert.start import check_complete
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
-from vlbert.train import check_complete
 
 
 def test_overrides_reach_every_depth_and_keep_the_types():

@@ -25,13 +25,13 @@ from vlbert.config import Recipe, architecture
 from vlbert.convert import REPORT, Refused, plain_name, read_file, skeleton, standard, to_ours, to_theirs, understand
 from vlbert.model.vlbert import VLBert
 from vlbert.recipes import RECIPES
+from vlbert.start import make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
-from vlbert.train import make_model
 
 pytestmark = needs_key_lists
 

@@ -34,11 +34,12 @@ from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main
 from vlbert.recipes import RECIPES
 from vlbert.results import Answered, flaws_of, warnings
 from vlbert.results_page import worst_and_best
+from vlbert.start import check_complete
 from vlbert.tasks.base import Questions
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
-from vlbert.train import check_complete, train
+from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
 FILES = {"predictions.parquet", "metrics.json", "index.html"}

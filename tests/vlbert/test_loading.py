@@ -35,7 +35,7 @@ def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
     data = training_data(root)  # 20 samples, 8 a step: the epoch ends in the middle of the third step
     keys = [key for step in range(5) for key in captions(data[step][0])]
     first, second = keys[:20], keys[20:40]
-    everything = {data.asked.samples.sample(i).key for i in range(20)}
+    everything = {data.source.samples.sample(i).key for i in range(20)}
     assert set(first) == everything
     assert set(second) == everything
     assert first != second
@@ -138,7 +138,7 @@ def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
 
 
 def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
-    asked = training_data(root).asked
+    asked = training_data(root).source
     world = World(rank, size, CPU)
     data = ValidationData(asked.samples, asked.questions, asked.task, asked.config, TINY_MODEL.regions, world, limit)
     assert all(not unreadable for _, _, unreadable in data)

@@ -17,9 +17,9 @@ from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.heads import count_parameters
 from vlbert.model.layers import Packing
 from vlbert.model.vlbert import VLBert
+from vlbert.start import make_model
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.train import make_model
 
 LETTERS = Vocabulary(
     [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]

@@ -141,7 +141,7 @@ def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
     root, snapshots = grown
     store = open_store(str(root))
     samples = ShardSamples(store, Catalog(store, "captions").pinned(STAGE, snapshots[1]))
-    data.enter(samples, data.asked.task.questions(samples, None), snapshots[1], BORDER)
+    data.enter(samples, data.source.task.questions(samples, None), snapshots[1], BORDER)
 
 
 Rows = list[tuple[str, tuple]]  # key and all that a sample became
@@ -326,7 +326,7 @@ def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_pat
     train(a_run(root, "disturbed"), ALONE, disturb)
     said = [line for line in capsys.readouterr().out.splitlines() if "no new shards enter" in line]
     assert len(said) == 1
-    assert "no new shards enter in step 3, the next border looks again: " in said[0]
+    assert "no new shards enter in step 3, the next boundary looks again: " in said[0]
     assert "00009" in said[0]
     state = open_folder(open_store(str(root)), "runs/disturbed/step-0000009").state
     assert [span["questions"] for span in state["data"]["snapshots"]] == [20]

@@ -17,11 +17,12 @@ from vlbert.checkpoint import read_model
 from vlbert.config import Recipe
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.vlbert import VLBert
+from vlbert.start import check_complete, make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
-from vlbert.train import check_complete, make_model, train
+from vlbert.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -29,9 +29,9 @@ from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.vlbert import VLBert
+from vlbert.start import make_model
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
-from vlbert.train import make_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = Vocabulary([*SPECIALS, *LETTERS, *(f"##{letter}" for letter in LETTERS)])

@@ -255,7 +255,7 @@ def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
     with pytest.raises(ValueError, match=rf"none of {MOST_UNREADABLE} samples from anywhere .* because number \d+$"):
         any_readable(Endless())
     with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be asked"):
-        data.asked.first_readable((0, i % 8) for i in itertools.count())
+        data.source.first_readable((0, i % 8) for i in itertools.count())
 
 
 def test_a_tar_that_goes_while_training_stops_the_run(tmp_path):
@@ -273,10 +273,10 @@ def test_a_tar_that_is_damaged_as_a_whole_stops_nothing(tmp_path):
     commit_samples(tmp_path, "captions", samples, per_shard=count)
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     data = training_data(tmp_path, batch=1)
-    tar = tmp_path / data.asked.samples.index.tars[0]
+    tar = tmp_path / data.source.samples.index.tars[0]
     tar.write_bytes(b"\xff" * tar.stat().st_size)
-    assert any_readable(data.asked.samples).key in {sample.key for sample in samples[count:]}
-    assert captions(data.asked.samples) == [sample.caption for sample in samples[count:]]
+    assert any_readable(data.source.samples).key in {sample.key for sample in samples[count:]}
+    assert captions(data.source.samples) == [sample.caption for sample in samples[count:]]
     missing = [step for step in range(30) if data[step][0].unreadable]
     assert missing, "nothing of the tar was drawn"
     assert all(not data[step][0].counted.any() and len(data[step][0]) == 1 for step in missing)
@@ -285,7 +285,7 @@ def test_a_tar_that_is_damaged_as_a_whole_stops_nothing(tmp_path):
     with pytest.raises(
         ValueError, match=f"{2 * count} of {2 * count} samples cannot be read, the last because .*00001"
     ):
-        captions(training_data(tmp_path).asked.samples)
+        captions(training_data(tmp_path).source.samples)
 
 
 def test_errors_come_out_of_workers_as_they_are(tmp_path):
@@ -309,7 +309,7 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
     """Over all ranks: keys asked, keys left out, and a sum over the boxes that each text was shuffled to."""
     asked, missing, boxes = [], [], []
     for rank in range(size):
-        data, world = training_data(root).asked, World(rank, size, torch.device("cpu"))
+        data, world = training_data(root).source, World(rank, size, torch.device("cpu"))
         more = (data.config, STILL.regions, world, 14)
         for parts, _, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
             missing += [one.key for one in unreadable.values()]
@@ -431,13 +431,13 @@ def test_slots_of_steps_before_a_validation_are_counted_in_the_line_after_it(tmp
 def test_the_losses_of_a_run_are_those_without_the_broken_samples(tmp_path):
     """The mean over what is asked: of the loss only the share of a slot is missing, and it is not divided by more."""
     whole, broken = (training_data(a_root(tmp_path / name, b)) for name, b in (("whole", {}), ("broken", {5: torn})))
-    task = whole.asked.task
+    task = whole.source.task
     torch.manual_seed(0)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)
     key = tiny_sample(5, regions=3).key
     (step,) = [step for step in range(4) if key in whole[step][0].keys]
-    samples, numbers = whole.asked.samples, [number for _, _, number in whole_slots(whole, step)]
-    left = collate(whole.asked.examples([(0, n) for n in numbers if samples.sample(n).key != key], step=0))
+    samples, numbers = whole.source.samples, [number for _, _, number in whole_slots(whole, step)]
+    left = collate(whole.source.examples([(0, n) for n in numbers if samples.sample(n).key != key], step=0))
     expected, found = (model(batch) for batch in (left, broken[step][0]))
     for name, (loss, count) in expected.items():
         assert (float(found[name][0].detach()), found[name][1]) == (float(loss.detach()), count), name

@@ -17,9 +17,10 @@ from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question, read_answers, read_questions, soft_score
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.recipes import RECIPES
+from vlbert.start import check_complete
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vqa import VQA, VQASettings
-from vlbert.train import check_complete, train
+from vlbert.train import train
 
 
 @pytest.fixture

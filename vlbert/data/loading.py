@@ -1,8 +1,8 @@
 """What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
 
 The whole state of the data in a checkpoint is {snapshots, seed, samples consumed}: samples are numbered through all
-epochs, step s takes samples s*batch .. (s+1)*batch - 1, and the stretches say over which snapshot each epoch runs. A
-sample that cannot be read leaves its slot empty, with weight zero: no other takes its place.
+epochs, step s takes samples s*batch .. (s+1)*batch - 1, and spans say over which snapshot each epoch runs. A sample
+that cannot be read leaves its slot empty, with weight zero; no other sample replaces it.
 """
 
 import dataclasses
@@ -31,7 +31,13 @@ CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; A
 
 @dataclass(frozen=True)
 class SnapshotSpan:
-    """Epochs over one snapshot: of so many questions each, from `epoch` on, before which `consumed` samples lie."""
+    """Epochs over one snapshot.
+
+    epoch      the first of them
+    consumed   samples of the run before it
+    questions  samples of each of these epochs
+    snapshot   id
+    """
 
     epoch: int
     consumed: int
@@ -39,37 +45,37 @@ class SnapshotSpan:
     snapshot: str
 
     def boundary(self, step: int, batch: int, every: int | None) -> int | None:
-        """The first sample, in this step, of the epoch that new shards may enter with; None where there is none.
+        """The first sample of the epoch at which new shards may enter, if it lies in this step; else None.
 
-        Such borders lie `every` steps apart or, as epochs are not cut, a little more.
+        Such boundaries lie at least `every` steps apart, in whole epochs.
         """
         if every is None:
             return None
         period = self.questions * -(-every * batch // self.questions)
-        place = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
-        return place if place < (step + 1) * batch else None
+        first = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
+        return first if first < (step + 1) * batch else None
 
     def followed_by(self, questions: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """The stretch over another snapshot that begins at the border of an epoch of this one."""
+        """The span over another snapshot that begins at `boundary`, the first sample of an epoch of this one."""
         epochs, rest = divmod(boundary - self.consumed, self.questions)
         assert rest == 0, f"sample {boundary} is no boundary of an epoch of {self}"
         return SnapshotSpan(self.epoch + epochs, boundary, questions, snapshot)
 
 
-Slot = tuple[int, int, int]  # place in a list of stretches, epoch, question
+Slot = tuple[int, int, int]  # index in a list of spans, epoch, question
 
 
 def drawn(spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
     """The `count` slots after the first `consumed` ones; chunk as in storage.order.shuffled."""
     ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
-    for place, (span, end) in enumerate(zip(spans, ends, strict=True)):
+    for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
         n, samples = span.questions, np.arange(max(consumed, span.consumed), min(consumed + count, end))
-        epochs, places = np.divmod(samples - span.consumed, n)
+        epochs, positions = np.divmod(samples - span.consumed, n)
         for epoch in np.unique(epochs).tolist():
             begins = span.consumed + epoch * n
-            numbers = shuffled(places[epochs == epoch], seed, CAPTIONS, span.epoch + epoch, n, chunk, begins)
-            found += [(place, span.epoch + epoch, number) for number in numbers.tolist()]
+            numbers = shuffled(positions[epochs == epoch], seed, CAPTIONS, span.epoch + epoch, n, chunk, begins)
+            found += [(index, span.epoch + epoch, number) for number in numbers.tolist()]
     assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {spans[0]}"
     return found
 
@@ -91,8 +97,8 @@ def check_shares(config: DataConfig, world_size: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """The questions on the samples of one snapshot, and all that makes an Example of one."""
+class ExampleSource:
+    """Makes the Examples of one snapshot: its samples, the task's questions about them, and how they are read."""
 
     samples: Samples
     questions: Questions
@@ -102,18 +108,18 @@ class Asked:
     stream: int
 
     def examples(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
-        """What each (epoch, question) becomes, in order: an Example, or why there is none."""
+        """The Example of each (epoch, question), in order, or why there is none."""
         numbers = [int(self.questions.samples[number]) for _, number in slots]
         found = []
         for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
             example = self._example(sample, *slot, step)
             if isinstance(example, Unreadable) and isinstance(sample, Sample):
-                example = self._again(number, slot, step) or example
+                example = self._without_cache(number, slot, step) or example
             found.append(example)
         return found
 
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
-        """The first of these that can be asked; ValueError where too many cannot."""
+        """The first of these that can be read; ValueError after MOST_UNREADABLE that cannot."""
         for tried, slot in enumerate(slots, 1):
             (found,) = self.examples([slot], step=0)
             if isinstance(found, Example):
@@ -122,8 +128,8 @@ class Asked:
                 break
         raise ValueError(f"{tried} questions in a row cannot be asked, the last because {found.reason}")
 
-    def _again(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
-        """What a sample becomes that was read and does not decode, if a cache may be to blame."""
+    def _without_cache(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
+        """The Example of a sample that was read and does not decode, read again past the cache; None: no cache."""
         try:
             sample = self.samples.past_cache(number)
         except ValueError as error:
@@ -161,19 +167,19 @@ class TrainingData(Dataset):
         check_shares(config, world.size)
         self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
         self.spans = [*spans] or [SnapshotSpan(0, 0, len(questions), "")]
-        self.asked = Asked(samples, questions, task, config, regions, CAPTIONS)  # over the last stretch
-        self._asked = {len(self.spans) - 1: self.asked}  # by place in `spans`
+        self.source = ExampleSource(samples, questions, task, config, regions, CAPTIONS)  # of the last span
+        self._sources = {len(self.spans) - 1: self.source}  # by index in `spans`
 
     def boundary(self, step: int) -> int | None:
-        """Where new shards may enter in this step, as Stretch.border says."""
+        """The sample of this step at which new shards may enter, if any: see SnapshotSpan.boundary."""
         return self.spans[-1].boundary(step, self.config.batch, self.config.new_shards_every)
 
     def enter(self, samples: Samples, questions: Questions, snapshot: str, boundary: int) -> None:
-        """From sample `border` on, the border of an epoch, run over another snapshot."""
-        before, self.asked = self.asked, dataclasses.replace(self.asked, samples=samples, questions=questions)
+        """From sample `boundary` on, the first of an epoch, read another snapshot."""
+        before, self.source = self.source, dataclasses.replace(self.source, samples=samples, questions=questions)
         self.spans.append(self.spans[-1].followed_by(len(questions), snapshot, boundary))
         last = len(self.spans) - 1
-        self._asked = {last - 1: before, last: self.asked}  # one step may need both
+        self._sources = {last - 1: before, last: self.source}  # one step may need both
 
     def __getitem__(self, step: int) -> list[Batch]:
         count = self.config.batch
@@ -190,30 +196,30 @@ class TrainingData(Dataset):
 
     def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
         found = []
-        for place, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
-            found += self._asked[place].examples([(epoch, number) for _, epoch, number in slots], step + 1)
+        for span, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
+            found += self._sources[span].examples([(epoch, number) for _, epoch, number in slots], step + 1)
         examples, unreadable = _parted(found)
-        if not examples:  # the last slot keeps its place, by any that can be asked
-            place, epoch, number = pairs[-1]
-            others = spread(len(self._asked[place].questions), self.config.seed, epoch, number)
-            examples.append(placeholder(self._asked[place].first_readable((epoch, other) for other in others)))
+        if not examples:  # a batch without any image would not train the image network: see `placeholder`
+            span, epoch, number = pairs[-1]
+            others = spread(len(self._sources[span].questions), self.config.seed, epoch, number)
+            examples.append(placeholder(self._sources[span].first_readable((epoch, other) for other in others)))
         return collate([*examples, *self._texts(texts)], unreadable)
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
         if slots:
-            settings, lines = self.asked.task.settings, np.array([line for _, line in slots])
+            settings, lines = self.source.task.settings, np.array([line for _, line in slots])
             for (epoch, line), tokens in zip(slots, self.corpus.passages(lines, settings.text_length), strict=True):
                 key = f"text-{line}"
-                yield self.asked.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
+                yield self.source.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
 
 
 class ValidationData(Dataset):
-    """data[i] is this rank's i-th batch of held-out questions; they are asked the same in every validation.
+    """data[i] is this rank's i-th batch of held-out questions, the same in every validation.
 
-    Each item is ([batch], numbers, unreadable) or, where the task shuffles, ([batch, the same texts with the pictures
-    of other questions], ...): the text of question i with the picture of question i + 1, in an order that is random and
-    the same in every world. `numbers` are those of the questions that the batch asks; those that cannot be read are in
-    `unreadable`, by number. Without a readable question there is no batch.
+    An item is ([batch], numbers, unreadable). Where the task shuffles it is ([batch, shuffled], ...): the same texts,
+    that of question i with the image of question i + 1, in a random order that is the same in every world. `numbers`
+    are those of the questions in the batch; `unreadable` has those that cannot be read, by number. Where none can be
+    read there is no batch.
     """
 
     def __init__(
@@ -235,7 +241,7 @@ class ValidationData(Dataset):
         if together:  # whole batches
             share = -(-share // together) * together
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
-        self.asked = Asked(samples, questions, task, config, regions, VALIDATION)
+        self.source = ExampleSource(samples, questions, task, config, regions, VALIDATION)
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self.size)
@@ -246,19 +252,19 @@ class ValidationData(Dataset):
         start = self.start + index * self.size
         stop = min(start + self.size, self.stop)
         numbers = self.numbers[start:stop].tolist()
-        found = self.asked.examples([(0, number) for number in numbers], step=0)
+        found = self.source.examples([(0, number) for number in numbers], step=0)
         examples, _ = _parted(found)
         unreadable = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, Unreadable)}
         numbers = [number for number in numbers if number not in unreadable]
         if not examples:
             return [], numbers, unreadable
-        if not self.asked.task.shuffles:
+        if not self.source.task.shuffles:
             return [collate(examples)], numbers, unreadable
         count = len(self.numbers)
-        following = ((0, int(self.numbers[place % count])) for place in range(stop, stop + count))
-        after = self.asked.first_readable(following)
-        pictures = [example.image for example in [*examples[1:], after]]
-        others = [dataclasses.replace(e, image=picture) for e, picture in zip(examples, pictures, strict=True)]
+        following = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))
+        after = self.source.first_readable(following)
+        images = [example.image for example in [*examples[1:], after]]
+        others = [dataclasses.replace(e, image=image) for e, image in zip(examples, images, strict=True)]
         return [collate(examples), collate(others)], numbers, unreadable
 
 

@@ -1,0 +1,147 @@
+"""What a run starts from: which fields it must give, its vocabulary and its first weights."""
+
+from collections.abc import Callable
+
+import torch
+
+from storage.order import mix
+from storage.reading import ShardSamples
+from storage.settings import differing_fields, flat, to_json
+from training import distributed
+from training.distributed import World
+from vlbert.checkpoint import Checkpoint, check_kept, load_model, vocabulary_of
+from vlbert.config import Recipe, architecture
+from vlbert.data.samples import captions
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.model.bert import bert_vocabulary, init_from_bert
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks import splits_of, validation_split
+from vlbert.tasks.base import Task, TaskModel
+from vlbert.tasks.pretraining import PretrainingSettings
+
+
+def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
+    """ValueError where the recipe lacks what every run must give, or a resumed run does not go on as it began."""
+    if not recipe.data.root:
+        raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
+    if recipe.data.text_batch and not recipe.data.text_corpus:
+        raise ValueError(
+            f"data.text_batch is {recipe.data.text_batch} and data.text_corpus is not set; make a corpus with "
+            "`python -m vlbert.data.corpus` and give data.text_corpus=FOLDER, or train without text-only rows: "
+            "data.text_batch=0"
+        )
+    regions = recipe.model.regions
+    from_pixels = regions.features == "end_to_end"
+    if from_pixels and not (regions.weights or regions.random_init or recipe.init_from or resumed):
+        raise ValueError(
+            "the Fast R-CNN has no weights to start from; give model.regions.weights=FILE (a detector's safetensors) "
+            "or init_from=CHECKPOINT, or say that it shall start from random ones: model.regions.random_init=true"
+        )
+    if not (isinstance(recipe.task, PretrainingSettings) or recipe.init_from or recipe.bert or recipe.random_init):
+        raise ValueError(
+            "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
+            "shall start from random weights: random_init=true"
+        )
+    held_out = validation_split(recipe.task) if recipe.data.held_out else None
+    learned = {part for split in getattr(recipe.task, "train_on", ()) for part in splits_of(recipe.task, split)}
+    if held_out is not None and not learned.isdisjoint(splits_of(recipe.task, held_out)):
+        raise ValueError(
+            f"task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
+            "questions with one: validation would measure memory; name another split, or train without validation: "
+            "data.held_out=none"
+        )
+    if resumed:
+        _check_unchanged(recipe, resumed)
+
+
+def _check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
+    """ValueError where a resumed run has another value of a field that decides what is computed."""
+    fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
+    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
+    for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
+        if name == "data.detector" and now is None:  # the only one there was, or the one that it began with
+            continue
+        if name == "init_from" and now and before:  # the same checkpoint may lie under another root
+            now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
+        if name.split(".")[0] in fixed and name not in free and now != before:
+            raise ValueError(
+                f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
+                "another run: run=NAME"
+            )
+
+
+def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
+    """The checkpoint's vocabulary, else that of recipe.vocabulary, else BERT's, else one built from the captions."""
+    if checkpoint:
+        return vocabulary_of(checkpoint, recipe.vocabulary)
+    if recipe.vocabulary:
+        return Vocabulary.read(recipe.vocabulary)
+    if recipe.bert:
+        return bert_vocabulary(recipe.bert)
+    tokens = None
+    if world.first:  # it reads every sample, once is enough
+        lines = captions(samples)
+        tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).pieces
+    return Vocabulary(distributed.from_first(tokens, world))
+
+
+def make_model(
+    recipe: Recipe,
+    task: Task,
+    vocabulary: Vocabulary,
+    init_from: Checkpoint | None,
+    resumed: Checkpoint | None,
+    report: Callable[[str], None],
+) -> TaskModel:
+    """The model with the weights of the checkpoint that is resumed or, in a new run, those that the recipe starts from.
+
+    report: called with a line about each source of weights.
+    """
+    torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
+    model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
+    if resumed:
+        check_kept(task, resumed)
+        load_model(model, resumed.model, resumed.where)
+        return model
+    if recipe.model.regions.weights and not init_from:
+        from detectors.weights.files import load_resnet
+
+        load_resnet(model.vlbert.fast_rcnn.backbone, model.vlbert.fast_rcnn.res5, recipe.model.regions.weights)
+        report(f"Fast R-CNN from {recipe.model.regions.weights}")
+    if recipe.bert:
+        report(init_from_bert(model.vlbert, model.head, recipe.bert, vocabulary))
+    if init_from:
+        differing = differing_fields(architecture(recipe.model), architecture(init_from.model_config))
+        if differing:
+            raise ValueError(
+                f"{init_from.where} has another architecture than recipe {recipe.name}: model.{differing[0][0]} is "
+                f"{differing[0][2]} there and {differing[0][1]} here"
+            )
+        load_model(model.vlbert, init_from.part("vlbert."), init_from.where)
+        taken = start_head(model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__)
+        report(f"VL-BERT from {init_from.where}, of its head {taken}")
+        if taken == "all":
+            check_kept(task, init_from)
+            return model
+    if hasattr(task, "begin"):
+        task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
+    return model
+
+
+def start_head(head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
+    """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the parts that the head names.
+
+    `head.init_from` maps parts of this head to parts of pre-training's. Returns the names of what was taken.
+    """
+    found = init_from.part("head.")
+    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if same_task and {name: tensor.shape for name, tensor in found.items()} == shapes:
+        load_model(head, found, init_from.where)
+        return "all"
+    taken = []
+    for part, source in getattr(head, "init_from", {}).items():
+        tensors = init_from.part(f"head.{source}.")
+        if tensors:  # a checkpoint of another task than pre-training has no such part
+            load_model(getattr(head, part), tensors, init_from.where)
+            taken.append(source)
+    return ", ".join(taken) or "nothing"
