@@ -29,11 +29,13 @@ import numpy as np
 from PIL import Image
 
 from storage.catalog import Catalog
-from storage.inventory import Inventory, collect_garbage, verify
+from storage.garbage import collect_garbage
+from storage.inventory import Inventory
 from storage.manifests import Row
 from storage.object_store import LocalStore, ObjectMissing, ObjectStore, open_store
 from storage.sample import Regions, Sample, sample_key
 from storage.shards import read_span
+from storage.verify import verify
 
 SHARDS, ROWS = 4, 12
 DETECTOR = "0123456789ab"
@@ -230,7 +232,7 @@ def check(
             faults += [f"{kind}: {fault}" for fault in report.run(part)]
             say(
                 f"{kind}: {report.killed} kills ({report.at_boundary} at a system call) over {report.roots} roots, "
-                f"{report.looks} looks, {report.orphans} orphan tars and {report.halves} broken-off puts collected, "
+                f"{report.looks} looks, {report.orphans} orphan tars and {report.halves} interrupted puts collected, "
                 f"{len(faults) - before} faults, {time.monotonic() - started:.0f} s"
             )
     return faults
@@ -343,7 +345,7 @@ class _Part:
             faults.append(f"{catalog.pending(*STAGES)} are pending in the end")
         found = collect_garbage(store, -60, delete=True)
         self.orphans += sum(line.startswith("orphan tar") for line in found)
-        self.halves += sum(line.startswith("broken-off put") for line in found)
+        self.halves += sum(line.startswith("interrupted put") for line in found)
         left = [info.path for info in store.list()]
         if len(left) != len(STAGES) * (2 * SHARDS + 1) or list(store.leftovers()):
             faults.append(f"gc left {left} and {list(store.leftovers())}")

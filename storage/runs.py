@@ -117,7 +117,7 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
     try:
         state = _read_sealed(store.get(name), store.where(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
-            raise ValueError(f"{store.where(name)} belongs to another checkpoint or program")
+            raise ValueError(f"{store.where(name)} is of another checkpoint or program")
         check_version(state["version"], CHECKPOINT_VERSION, store.where(name))
     except OtherVersion:
         raise

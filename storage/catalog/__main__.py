@@ -1,6 +1,77 @@
-"""`python -m storage.catalog`: the commands of storage/inventory.py."""
+"""`python -m storage.catalog`: what a root holds, whether it is undamaged, and what may be deleted.
 
-from storage.inventory import main
+status ROOT                        stages, rows by status, snapshots, what each training run pinned
+verify ROOT [DATASET]              every file checked against its digest; exit status 1 on a fault
+gc ROOT [--grace HOURS] [--delete] what nothing names any more; deletes it only with --delete
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+from storage.garbage import collect_garbage
+from storage.inventory import Inventory, status
+from storage.object_store import ObjectMissing, StorageUnreachable, open_store
+from storage.verify import remarks, verify
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 <= hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours; give 0 or more")
+    return hours
+
+
+def _print_faults(inventory: Inventory) -> int:
+    """The exit status: 1 if there was a fault, or nothing to check."""
+    shards, snapshots = (sum(map(len, found.values())) for found in (inventory.manifests, inventory.snapshots))
+    checkpoints = sum(map(len, inventory.states.values())) if inventory.dataset is None else 0
+    if not shards + snapshots + checkpoints:
+        print(f"nothing is committed under {inventory.store.where()}", file=sys.stderr)
+        return 1
+    faults = 0
+    for fault in verify(inventory):
+        print(fault, flush=True)
+        faults += 1
+    for remark in remarks(inventory):
+        print(f"no fault, but: {remark}")
+    result = f"{faults:,} faults" if faults else "no fault: all is as it was committed"
+    print(f"{result} (checked: shards {shards:,}, snapshots {snapshots:,}, checkpoints {checkpoints:,})")
+    return 1 if faults else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m storage.catalog", description="What is committed under a root.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, description in [
+        ("status", "stages, rows by status, snapshots, and what each training run pinned"),
+        ("verify", "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault"),
+        ("gc", "list what nothing names any more; deletes it only with --delete"),
+    ]:
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("root", help="a folder or s3://bucket/prefix")
+        if name == "verify":
+            command.add_argument("dataset", nargs="?", help="only this dataset")
+        if name == "gc":
+            command.add_argument("--grace", type=_hours, default=24, help="hours that things must be old (24)")
+            command.add_argument("--delete", action="store_true", help="delete them")
+    options = parser.parse_args(arguments)
+    try:
+        store = open_store(options.root, write=False)  # `gc` deletes, which raises its own errors
+        if options.command == "verify":
+            sys.exit(_print_faults(Inventory(store, options.dataset)))
+        lines = {
+            "status": lambda: status(store),
+            "gc": lambda: collect_garbage(store, options.grace * 3600, options.delete),
+        }[options.command]()
+    except (ValueError, ObjectMissing, StorageUnreachable) as error:
+        sys.exit(str(error))
+    print("\n".join(lines) or f"nothing is committed under {options.root}")
+
 
 if __name__ == "__main__":
     main()

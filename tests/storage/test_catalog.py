@@ -19,10 +19,11 @@ import pytest
 from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
 
 from storage.catalog import Catalog, Row, ShardIndex
-from storage.inventory import Inventory, verify
+from storage.inventory import Inventory
 from storage.object_store import LocalStore, ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.sample import Sample
 from storage.shards import read_span
+from storage.verify import verify
 
 REGIONS = f"regions/{DETECTOR}"
 

@@ -43,11 +43,13 @@ from storage.collect import (
     plan,
 )
 from storage.download import CaptionRow, Download, DownloadSettings, commit_images
-from storage.inventory import Inventory, collect_garbage, find_garbage, verify
+from storage.garbage import collect_garbage, find_garbage
+from storage.inventory import Inventory
 from storage.normalise import NormalisedImage
 from storage.object_store import StorageUnreachable, open_store
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
+from storage.verify import verify
 
 IMAGES = "images"
 

@@ -13,8 +13,10 @@ from s3_faults import FAULTS, FaultyS3, faulty
 from seeded import DETECTOR, as_dict, shard_of
 
 from storage.catalog import Catalog
-from storage.inventory import Inventory, collect_garbage, status, verify
+from storage.garbage import collect_garbage
+from storage.inventory import Inventory, status
 from storage.object_store import StorageUnreachable, open_store
+from storage.verify import verify
 
 REGIONS = f"regions/{DETECTOR}"
 

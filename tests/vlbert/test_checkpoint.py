@@ -15,9 +15,10 @@ from places import DATA
 from safetensors.torch import load
 
 from detectors.resnet import ResNetConfig
-from storage.inventory import Inventory, verify
+from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.runs import CHECKPOINT_VERSION, as_json, checkpoints, open_folder, read_state, sealed_json
+from storage.verify import verify
 from training.checkpoints import load_optimizer, remove_old
 from training.optimizer import make_optimizer
 from training.writer import Writer

@@ -18,11 +18,13 @@ from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, t
 
 from benchmarks.killed_training import check
 from storage.catalog import Catalog, Row
-from storage.inventory import Inventory, main, verify
+from storage.catalog.__main__ import main
+from storage.inventory import Inventory
 from storage.object_store import open_store
 from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
+from storage.verify import verify
 from training.distributed import World
 from training.log import read_metrics
 from training.loop import batches

@@ -1,0 +1,105 @@
+"""Garbage collection: what nothing names any more, by age; `python -m storage.catalog gc` lists or deletes it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from storage.catalog import Catalog
+from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
+from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
+from storage.snapshots import read_snapshot
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that nothing names any more; modified in seconds since 1970, by the storage's clock.
+
+    remove() checks again; False if it stays, because it was written again or is named now.
+    """
+
+    what: str
+    where: str
+    size: int
+    modified: float
+    remove: Callable[[], bool]
+
+
+def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
+    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock.
+
+    Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
+    their stage, images of shards that a collection left in progress, and what interrupted puts left.
+    """
+    now = store.now()
+    left = list(store.leftovers())
+    inventory = Inventory(store)
+    pinned = {(pin.dataset, pin.stage, pin.snapshot) for pin in inventory.pins()}
+    found = [_interrupted(one) for one in left]
+    named = set()
+    for (dataset, stage), manifests in inventory.manifests.items():
+        catalog = Catalog(store, dataset)
+        for shard, header in catalog.headers(stage, sorted(manifests)).items():
+            named.add(header.tar)
+            if header.revision != int(MANIFEST.fullmatch(manifests[shard].path)[4] or 1):  # committed since the listing
+                named |= {earlier.tar for earlier in catalog.revisions(stage, shard)}
+    for dataset, stage, shard in inventory.replaced:
+        # A reader of the revision before may be about to pin it.
+        if now - inventory.manifests[dataset, stage][shard].modified <= grace:
+            named |= {header.tar for header in Catalog(store, dataset).revisions(stage, shard)}
+    for (dataset, stage), snapshots in inventory.snapshots.items():
+        for name, info in snapshots.items():
+            used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
+            if used or now - info.modified <= grace:
+                _, shards = read_snapshot(store, info.path)
+                named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards}
+            else:
+                found.append(_object("unpinned snapshot", store, info))
+    found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
+    found += [_object("partial shard", store, info) for info in inventory.partials]
+    return [one for one in found if now - one.modified > grace]
+
+
+def _interrupted(leftover: Leftover) -> Garbage:
+    def remove() -> bool:
+        leftover.remove()
+        return True
+
+    return Garbage("interrupted put", leftover.name, leftover.size, leftover.modified, remove)
+
+
+def _object(what: str, store: ObjectStore, info: ObjectInfo) -> Garbage:
+    def remove() -> bool:
+        if info not in store.list(info.path):  # deleted, or with a new date: a writer uses it now
+            return False
+        if _named_by_a_manifest(store, info.path):  # by a writer that paused for the whole grace time
+            return False
+        store.delete(info.path)
+        return True
+
+    return Garbage(what, store.where(info.path), info.size, info.modified, remove)
+
+
+def _named_by_a_manifest(store: ObjectStore, path: str) -> bool:
+    tar = TAR.fullmatch(path)
+    if tar is None:
+        return False
+    dataset, stage, shard = tar.groups()
+    try:
+        return Catalog(store, dataset).headers(stage, [shard])[shard].tar == path
+    except ObjectMissing:
+        return False
+
+
+def collect_garbage(store: ObjectStore, grace: float, delete: bool) -> list[str]:
+    """A line for each thing that may be deleted; with `delete` it is deleted, unless a last check finds it in use."""
+    found = find_garbage(store, grace)
+    rows, size = [], 0
+    for one in found:
+        if delete and not one.remove():
+            continue
+        rows.append((one.what, f"{megabytes(one.size)}", date_of(one.modified), one.where))
+        size += one.size
+    if not rows:
+        return ["nothing to delete"]
+    things = "1 thing" if len(rows) == 1 else f"{len(rows):,} things"
+    done = "deleted" if delete else "to delete: run again with --delete"
+    return [*aligned(("what", "MB", "written (UTC)", "where"), rows), f"{things}, {megabytes(size)} MB {done}"]

@@ -1,0 +1,229 @@
+"""Verify: every committed file checked against its digest, and manifests, snapshots and sources against each other."""
+
+import contextlib
+import mmap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.catalog import Catalog, sha256_of, temporary_folder
+from storage.digests import is_whole
+from storage.inventory import Inventory
+from storage.manifests import OK, Manifest
+from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable
+from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
+from storage.safe_json import parse_json
+from storage.shards import index_shard
+from storage.snapshots import SNAPSHOT_SCHEMA, read_columns, read_snapshot
+
+_READERS = 4  # tars hashed at a time
+_PIECE = 2**24  # bytes of a tar that are fetched at a time
+
+
+def verify(inventory: Inventory) -> Iterator[str]:
+    """Every fault of tars, manifests, sources and snapshots. Reads everything; all checkpoints, too, if the inventory
+    is not that of one dataset."""
+    store = inventory.store
+    if inventory.dataset is None:
+        yield from _faults_of_runs(inventory)
+    for (name, stage), found in sorted(inventory.manifests.items()):
+        catalog = Catalog(store, name)
+
+        def check(shard: str, catalog: Catalog = catalog, stage: str = stage) -> list[str]:
+            faults = []
+            try:
+                catalog.revisions(stage, shard)  # an earlier one is checked, too
+                faults.extend(_faults_of_shard(inventory, catalog, catalog.manifest(stage, shard)))
+            except (ValueError, ObjectMissing) as error:
+                faults.append(str(error))
+            return faults
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            for faults in pool.map(check, sorted(found)):
+                yield from faults
+    for (name, stage), found in sorted(inventory.snapshots.items()):
+        for info in found.values():
+            try:
+                yield from _faults_of_snapshot(Catalog(store, name), stage, info)
+            except (ValueError, ObjectMissing, FileNotFoundError) as error:
+                yield str(error)
+
+
+def _faults_of_shard(inventory: Inventory, catalog: Catalog, manifest: Manifest) -> Iterator[str]:
+    store, where = catalog.store, catalog.where(manifest.stage, manifest.name)
+    table = manifest.table
+    counted = dict(sorted(Counter(table["status"].to_pylist()).items()))
+    if counted != manifest.statuses:
+        yield f"{where} has rows {counted}, but its header counts {manifest.statuses}"
+    ok = table.filter(pc.equal(table["status"], OK))
+    source = manifest.meta.get("source", {})
+    if "manifest_sha256" in source:
+        with contextlib.suppress(ValueError):  # it is damaged, which is reported for its own shard
+            revisions = catalog.revisions(source["stage"], source["shard"])  # an earlier one is pending, not a fault
+            if source["manifest_sha256"] not in [one.sha256 for one in revisions]:
+                yield (f"{where} was made from another {catalog.where(source['stage'], source['shard'])} than is there")
+    if manifest.tar is None:
+        if len(ok):
+            yield f"{where} names no tar for {len(ok)} rows that are ok"
+        return
+    # Not in the listing if the shard was made again since.
+    tar = inventory.tars.get(manifest.tar) or next(store.list(manifest.tar), None)
+    try:
+        if tar is None:
+            raise ObjectMissing(manifest.tar)
+        with _as_file(store, tar) as file:
+            sha256 = sha256_of(file)
+            if (sha256, tar.size) != (manifest.tar_sha256, manifest.tar_bytes):
+                yield (
+                    f"{store.where(manifest.tar)} is damaged: {tar.size} bytes of sha256 {sha256[:12]}..., but {where} "
+                    f"has {manifest.tar_bytes} of {manifest.tar_sha256[:12]}..."
+                )
+                return
+            spans = [(span.key, span.offset, span.length) for span in index_shard(file)]
+    except (ObjectMissing, FileNotFoundError):
+        yield f"{store.where(manifest.tar)} is gone, and {where} names it"
+        return
+    except StorageUnreachable:
+        raise
+    except OSError as error:
+        yield f"{store.where(manifest.tar)} cannot be read ({error}), and {where} names it"
+        return
+    recorded = list(zip(*(ok[name].to_pylist() for name in ("key", "offset", "length")), strict=True))
+    if recorded != spans:
+        rows = ok["row"].to_pylist()
+        wrong = [row for row, here, span in zip(rows, recorded, spans, strict=False) if here != span]
+        yield (
+            f"{where}: {len(recorded)} rows are ok, its tar has {len(spans)} samples; "
+            f"{f'row {wrong[0]} is the first of {len(wrong)} that differ' if wrong else 'the others are equal'}"
+        )
+
+
+def _faults_of_runs(inventory: Inventory) -> Iterator[str]:
+    store = inventory.store
+    folders = [path.removesuffix(f"/{STATE}") for steps in inventory.states.values() for path in steps.values()]
+    with ThreadPoolExecutor(_READERS) as pool:
+        for faults in pool.map(lambda path: list(_faults_of_checkpoint(store, path)), sorted(folders)):
+            yield from faults
+    for run, path in sorted(inventory.bests.items()):
+        try:
+            best = named_best(store, run)
+            if best and not store.exists(f"{best.checkpoint}/{STATE}"):
+                yield (
+                    f"{store.where(path)} names {store.where(best.checkpoint)}, which is not a complete checkpoint; "
+                    f"put it back, or delete {store.where(path)}"
+                )
+        except ValueError as error:
+            yield str(error)
+
+
+def _faults_of_checkpoint(store: ObjectStore, path: str) -> Iterator[str]:
+    """Faults of the files of a checkpoint; none if a training has removed it since the listing."""
+    try:
+        state = read_state(store, path)
+        found = {info.path.removeprefix(f"{path}/"): info for info in store.list(f"{path}/")}
+        for name, wanted in sorted(state["files"].items()):
+            if name not in found:
+                fault = "is gone"
+            elif found[name].size != wanted["bytes"]:
+                fault = differing({"bytes": found[name].size}, wanted)
+            elif (hashed := file_hash(_pieces(store, found[name]))) != wanted:
+                fault = differing(hashed, wanted)
+            else:
+                continue
+            if not store.exists(f"{path}/{STATE}"):
+                return
+            yield f"{store.where(f'{path}/{name}')} {fault}; {way_out(store, path)}"
+    except ObjectMissing:
+        return
+    except ValueError as error:
+        yield str(error)
+
+
+def remarks(inventory: Inventory) -> Iterator[str]:
+    """What is no fault but worth knowing: torn lines of a run's log."""
+    store = inventory.store
+    for _, path in sorted(inventory.metrics.items() if inventory.dataset is None else ()):
+        for number, line in enumerate(store.get(path).splitlines(), 1):
+            try:
+                parse_json(line, f"{store.where(path)}, line {number},", nan=True, fix="its numbers are lost")
+            except ValueError as error:
+                yield str(error)
+
+
+def _pieces(store: ObjectStore, info: ObjectInfo) -> Iterator[bytes]:
+    """The bytes of an object, in pieces."""
+    for offset in range(0, info.size, _PIECE):
+        yield store.get_range(info.path, offset, min(_PIECE, info.size - offset))
+
+
+@contextlib.contextmanager
+def _as_file(store: ObjectStore, info: ObjectInfo) -> Iterator[Path]:
+    """The object as a file of this machine: a temporary copy if it is in a bucket."""
+    local = store.local_path(info.path)
+    if local is not None:
+        yield local
+        return
+    with temporary_folder("verify-") as folder:
+        with (folder / "copy").open("xb") as copy:
+            for piece in _pieces(store, info):
+                copy.write(piece)
+        yield folder / "copy"
+
+
+def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Iterator[str]:
+    path = info.path
+    store, where = catalog.store, catalog.store.where(path)
+    snapshot, shards = read_snapshot(store, path)
+    with (
+        _as_file(store, info) as file,
+        file.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        if not is_whole(data):
+            yield f"{where} is damaged: its bytes differ from those that were written; put it back, or remove it"
+            return
+    groups = read_columns(store, path, SNAPSHOT_SCHEMA.names)
+    for shard, rows in zip(shards, _regrouped(groups, [shard["rows"] for shard in shards]), strict=True):
+        try:
+            revisions = catalog.revisions(stage, shard["shard"])
+            manifest = next((one for one in revisions if one.sha256 == shard["manifest_sha256"]), None)
+            manifest = manifest and catalog.manifest_of(manifest)
+        except ValueError:
+            revisions, manifest = None, None  # reported as a fault of its own
+        if revisions == []:
+            yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
+        if manifest is not None:
+            ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
+            expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))
+            if not all(rows[name].equals(expected[name]) for name in SNAPSHOT_SCHEMA.names):
+                yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
+        # If the shard was made again, the tar that the snapshot names must still exist.
+        if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
+            tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
+            try:
+                found = next(store.list(tar), None)
+                whole = found is not None and found.size == shard["tar_bytes"]
+                if whole:
+                    with _as_file(store, found) as file:
+                        whole = tar.endswith(f"-{sha256_of(file)[:12]}.tar")
+            except (ObjectMissing, FileNotFoundError):
+                whole = False
+            if not whole:
+                yield f"{store.where(tar)} is gone or damaged, and {where} names it"
+
+
+def _regrouped(groups: Iterable[pa.Table], counts: Sequence[int]) -> Iterator[pa.Table]:
+    """The rows of all groups in tables of `counts` rows."""
+    groups = iter(groups)
+    waiting = next(groups, None)
+    for count in counts:
+        parts = [SNAPSHOT_SCHEMA.empty_table()]
+        while count:
+            parts.append(waiting.slice(0, count))
+            count -= len(parts[-1])
+            waiting = waiting.slice(len(parts[-1])) if len(parts[-1]) < len(waiting) else next(groups, None)
+        yield pa.concat_tables(parts)
