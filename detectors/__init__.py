@@ -9,18 +9,18 @@ from storage.sample import Regions, Sample
 
 
 class Detector(Protocol):
-    """Finds regions in images; two detectors with the same id find the same regions in the same image."""
+    """Finds regions in images; detectors with equal ids find equal regions in an image."""
 
     id: str
-    """12 hex digits: a hash of everything that decides the output (weights, settings, version of the rules)."""
+    """12 hex digits: a hash of everything that changes the output (weights, settings, version of the code's rules)."""
     metadata: dict
-    """JSON-able description, written to every shard's manifest: `backend`, `random_init`, settings, files' hashes."""
+    """What every shard's manifest records of it, as JSON: `backend`, `random_init`, settings, hashes of files."""
 
     def detect(self, samples: Sequence[Sample]) -> list[Regions | str]:
-        """Per sample its regions, or `status: detail` saying why there are none."""
+        """Each sample's regions, or `status: detail` saying why there are none."""
 
 
-def detector_id(decisive: dict) -> str:
-    """12 hex digits of the hash of a JSON-able description of everything that decides a detector's output."""
-    canonical = json.dumps(decisive, sort_keys=True, separators=(",", ":"))
+def detector_id(hashed: dict) -> str:
+    """12 hex digits of the hash of everything that changes a detector's output; JSON types only."""
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

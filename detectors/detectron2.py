@@ -2,8 +2,8 @@
 
 `FasterRCNNDetector` takes a `Detectron2FasterRCNN` for a `FasterRCNN`: the methods are the same, the state dict has the
 same names, and so the same weight files load. What bottom-up attention changed about detectron2's C4 network stands
-here: Caffe's pool in the stem, a res5 that keeps its map, the attribute head.
-detectron2 is imported where the network is built, not before; docs/detectron2.md tells how to install it.
+here: Caffe's pool in the stem, a res5 that keeps its map's size, the attribute head.
+detectron2 is imported only when the network is built; docs/detectron2.md says how to install it.
 Shape letters as in faster_rcnn.py.
 """
 
@@ -20,12 +20,12 @@ _NORMS = {"frozen": "FrozenBN", "batch": "BN"}
 # RoIPool has no sampling ratio; detectron2's `ROIAlign` is the one without the half-pixel shift.
 _POOLERS = {"pool": ("ROIPool", 0), "align1": ("ROIAlign", 1)}
 _STEM_POOLS = ("caffe", "torch")
-# What RPN and RoI heads want to know for training alone.
+# Arguments of RPN and RoI heads that only training uses.
 _TRAINING = {"batch_size_per_image": 1, "positive_fraction": 0.5}
 
 
 class Detectron2FasterRCNN(nn.Module):
-    """What FasterRCNN offers a detector, by detectron2. ValueError where it is not installed or cannot do `config`."""
+    """FasterRCNN's interface, computed by detectron2; ValueError where it is not installed or lacks a setting."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -93,7 +93,7 @@ class Detectron2FasterRCNN(nn.Module):
 
 
 def _check(config: FasterRCNNConfig) -> None:
-    """ValueError that names the first setting which this backend does not know."""
+    """ValueError names the first setting that this backend lacks."""
     choices = {
         "ResNetConfig.norm": (config.resnet.norm, _NORMS),
         "ResNetConfig.stem_pool": (config.resnet.stem_pool, _STEM_POOLS),
@@ -114,7 +114,7 @@ def _require_detectron2() -> None:
     except ImportError as error:
         raise ValueError(
             f"backend detectron2 needs the package detectron2, which cannot be imported here ({error}). "
-            "docs/detectron2.md tells how to install it; backend faster_rcnn computes the same without it"
+            "docs/detectron2.md says how to install it; backend faster_rcnn computes the same without it"
         ) from error
 
 
@@ -147,7 +147,7 @@ def _backbone(config: ResNetConfig) -> nn.Module:
             return F.max_pool2d(F.relu_(self.conv1(images)), kernel_size=3, stride=2, padding=0, ceil_mode=True)
 
     class C4(ResNet):
-        """Puts out its last map, where ResNet has a dict."""
+        """Returns its last map, where ResNet returns a dict."""
 
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images)["res4"]

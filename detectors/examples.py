@@ -1,5 +1,4 @@
-"""The images of a step as the network gets them: read, resized, mirrored by chance, in an order that (seed, epoch)
-decide."""
+"""The images of a training step: read, resized, mirrored at random, in an order that depends on (seed, epoch)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from storage.order import mix, take
 from training.distributed import World
 from training.log import Unreadable
 
-_ORDER, _CHANCE = 0, 1  # streams of randomness that never meet
-# What Pillow raises where a file is no whole image.
+_ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
+# What Pillow raises for a file that is no complete image.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
@@ -39,7 +38,7 @@ class Example:
     attributes: np.ndarray
     """float32 [G, number of attributes + 1], as in losses.Target."""
     seed: int
-    """Of the random choices among anchors and regions."""
+    """Of the sampling of anchors and regions."""
 
     def target(self, device: torch.device) -> Target:
         """On the device."""
@@ -54,7 +53,7 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one rank computes in a step, and which images could not be read: those after them took their places."""
+    """The examples of one rank in a step, and the images that could not be read: the next ones replace them."""
 
     examples: list[Example]
     unreadable: list[Unreadable]
@@ -78,7 +77,7 @@ def read_resized(image: LabelledImage, config: FasterRCNNConfig) -> np.ndarray:
 
 
 def make_example(image: LabelledImage, config: FasterRCNNConfig, mirrored: bool, seed: int) -> Example:
-    """The image and its objects, crowds left out, as the network sees them."""
+    """The image and its objects, without crowds, as input of the network."""
     pixels = read_resized(image, config)
     height, width = pixels.shape[:2]
     scale = np.array([width / image.width, height / image.height] * 2, np.float32)
@@ -117,10 +116,10 @@ class TrainingImages(Dataset):
 
     def _example(self, step: int, epoch: int, number: int, unreadable: list[Unreadable]) -> Example:
         """Image `number`, or the next that can be read."""
-        for place in range(number, number + len(self.images)):
-            image = self.images[place % len(self.images)]
-            chance = np.random.default_rng([self.config.seed, _CHANCE, epoch, number])
-            mirrored, seed = bool(chance.random() < self.config.flip), mix(self.config.seed, epoch, number) % 2**63
+        for index in range(number, number + len(self.images)):
+            image = self.images[index % len(self.images)]
+            rng = np.random.default_rng([self.config.seed, _AUGMENTATION, epoch, number])
+            mirrored, seed = bool(rng.random() < self.config.flip), mix(self.config.seed, epoch, number) % 2**63
             try:
                 return make_example(image, self.network, mirrored, seed)
             except BAD_IMAGE as error:
@@ -129,18 +128,18 @@ class TrainingImages(Dataset):
 
 
 class HeldOutImages(Dataset):
-    """data[i] is the place of one of this rank's held-out images among all, and its pixels, or why there are none."""
+    """data[i] is the index of one of this rank's held-out images among all, and its pixels or why there are none."""
 
     def __init__(self, images: Sequence[LabelledImage], network: FasterRCNNConfig, world: World):
         self.images, self.network = images, network
-        self.places = range(world.rank, len(images), world.size)
+        self.indices = range(world.rank, len(images), world.size)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[int, np.ndarray | str]:
-        place = self.places[index]
+        number = self.indices[index]
         try:
-            return place, read_resized(self.images[place], self.network)
+            return number, read_resized(self.images[number], self.network)
         except BAD_IMAGE as error:
-            return place, f"{self.images[place].file}: {error}"
+            return number, f"{self.images[number].file}: {error}"

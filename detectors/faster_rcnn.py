@@ -185,13 +185,13 @@ class ProposalGenerator(nn.Module):
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
         self.rpn_head = RPNHead(config)
-        # Not part of the state dict: published files that bring anchors of their own are handled in weights.py.
+        # Not in the state dict: load_weights handles the anchors of published files.
         self.register_buffer("cell_anchors", cell_anchors(config), persistent=False)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOutputs:
-    """What the heads say about K boxes."""
+    """The heads' outputs for K boxes."""
 
     class_logits: Tensor
     """[K, C + 1]."""
@@ -244,7 +244,7 @@ class RoIHeads(nn.Module):
 
 
 class FasterRCNN(nn.Module):
-    """The network; its state dict has detectron2's names, so published files load by name (weights.py)."""
+    """The network; its state dict has detectron2's names, so published files load by name."""
 
     def __init__(self, config: FasterRCNNConfig):
         super().__init__()
@@ -256,7 +256,7 @@ class FasterRCNN(nn.Module):
 
     @classmethod
     def random_init(cls, config: FasterRCNNConfig, seed: int) -> "FasterRCNN":
-        """The network with random weights, the same for the same seed; it finds nothing meaningful."""
+        """The network with random weights, equal for equal seeds; its detections mean nothing."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(config).eval()
@@ -279,7 +279,7 @@ class FasterRCNN(nn.Module):
         scores = logits.permute(1, 2, 0).flatten()
         deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(-1, 4)
         scores = torch.where(torch.isfinite(scores), scores, -torch.inf)
-        # Caffe drops boxes before the best are taken, detectron2 afterwards: then there is less to compute.
+        # Caffe drops boxes before the best are taken, detectron2 afterwards.
         if not caffe:
             best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
             boxes, scores, deltas = boxes[best], scores[best], deltas[best]
@@ -294,7 +294,7 @@ class FasterRCNN(nn.Module):
             best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
             boxes, scores = boxes[best], scores[best]
         ends = torch.tensor([0, 0, caffe, caffe], device=boxes.device)
-        # Boxes are only suppressed by better ones: what is kept of the best few stays, and is mostly enough.
+        # Boxes are only suppressed by better ones, so suppression among the best few is exact, and mostly enough.
         few = 4 * config.post_nms
         kept = torchvision.ops.nms((boxes + ends)[:few], scores[:few], config.rpn_nms_threshold)
         if len(kept) < config.post_nms and few < len(boxes):
@@ -320,18 +320,18 @@ class FasterRCNN(nn.Module):
         return torch.cat(features) if features else c4.new_zeros(0, self.config.resnet.res5_channels)
 
     def _pooled(self, c4: Tensor, boxes: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What res5 gets, so many boxes at a time, in its dtype."""
-        kind = next(self.roi_heads.res5.parameters()).dtype
+        """Chunks [k, 16w, pool_size, pool_size] of pooled boxes, in the dtype of res5."""
+        dtype = next(self.roi_heads.res5.parameters()).dtype
         at_a_time = self.rois_at_a_time
         if at_a_time and c4.device.type == "cpu" and self.config.roi_op == "pool":
             for image, own in zip(c4, boxes, strict=True):
                 if len(own):
-                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, at_a_time, kind)
+                    yield from roi_pool_chunks(image, own, self.config.pool_size, 1 / STRIDE, at_a_time, dtype)
             return
         rois = torch.cat([F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)])
         for some in rois.split(at_a_time or max(1, len(rois))):
             if len(some):
-                yield self.pool(c4, some).to(kind, memory_format=torch.channels_last)
+                yield self.pool(c4, some).to(dtype, memory_format=torch.channels_last)
 
     def heads(self, features: Tensor) -> HeadOutputs:
         """Classes, boxes and attributes for features [K, D]."""
@@ -345,7 +345,7 @@ class FasterRCNN(nn.Module):
         return clip_boxes(moved, height - extra, width - extra)
 
     def for_inference(self, precision: str, rois_at_a_time: int) -> "FasterRCNN":
-        """A copy that computes the same faster, to the last digits: norms in the convolutions, channels last.
+        """A faster copy, equal up to rounding: norms folded into the convolutions, channels last.
 
         precision: one of PRECISIONS; rois_at_a_time bounds the memory of res5.
         """

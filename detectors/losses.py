@@ -1,4 +1,4 @@
-"""What the network is taught: which anchors and regions match an object, which of them are asked about, five losses.
+"""The losses: which anchors and regions match an object, which of them are sampled, and five losses.
 
 Shape letters: A anchors of an image, P proposals, R regions of interest of an image, G objects, K boxes.
 """
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from detectors.faster_rcnn import FasterRCNN, grid_anchors
 from detectors.recipes import SamplingConfig
 
-# How an anchor or a region is taught: not at all, as background, or as the object that it matches.
+# The label of an anchor or region: not sampled, background, or the object that it matches.
 IGNORED, BACKGROUND, FOREGROUND = -1, 0, 1
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One image with its objects, as the network gets them."""
+    """One image and its objects, on the device."""
 
     pixels: Tensor
     """float32 [1, 3, H, W], what to_input gives."""
@@ -33,11 +33,11 @@ class Target:
     attributes: Tensor
     """float32 [G, number of attributes + 1], 1 where an object has one; the last column is "no attribute"."""
     generator: torch.Generator
-    """Of the random choices among its anchors and regions; on the CPU, so that devices agree."""
+    """Samples its anchors and regions; on the CPU, so that all devices sample alike."""
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1, 1, 1, 1)) -> Tensor:
-    """dx, dy, dw, dh [K, 4] that move boxes [K, 4] onto targets [K, 4], times `weights`: apply_deltas undoes it."""
+    """dx, dy, dw, dh [K, 4] from boxes [K, 4] to targets [K, 4], times `weights`: the inverse of apply_deltas."""
     size, target_size = boxes[:, 2:] - boxes[:, :2], targets[:, 2:] - targets[:, :2]
     centre, target_centre = boxes[:, :2] + 0.5 * size, targets[:, :2] + 0.5 * target_size
     deltas = torch.cat([(target_centre - centre) / size, torch.log(target_size / size)], dim=1)
@@ -47,33 +47,33 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float] = (1,
 def match_anchors(
     anchors: Tensor, objects: Tensor, height: int, width: int, sampling: SamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """How each anchor is taught, int64 [A], and the object that it overlaps most, int64 [A]."""
-    overlaps = torchvision.ops.box_iou(objects, anchors)  # [G, A]
+    """Each anchor's label, int64 [A], and the object of the highest IoU with it, int64 [A]."""
+    iou = torchvision.ops.box_iou(objects, anchors)  # [G, A]
     if sampling.anchors_inside:
         inside = (anchors[:, :2] >= 0).all(dim=1) & (anchors[:, 2] <= width) & (anchors[:, 3] <= height)
-        overlaps = overlaps.masked_fill(~inside, -1)
-    best, matched = overlaps.max(dim=0)
-    taught = torch.full_like(matched, IGNORED)
-    taught[best < sampling.anchor_negative] = BACKGROUND
-    best_of_object = overlaps.amax(dim=1, keepdim=True)
-    # Else an object of unusual shape, which no anchor overlaps by anchor_positive, would never be proposed.
-    closest = ((overlaps == best_of_object) & (best_of_object > 0)).any(dim=0)
-    taught[closest | (best >= sampling.anchor_positive)] = FOREGROUND
+        iou = iou.masked_fill(~inside, -1)
+    best, matched = iou.max(dim=0)
+    labels = torch.full_like(matched, IGNORED)
+    labels[best < sampling.anchor_negative] = BACKGROUND
+    best_of_object = iou.amax(dim=1, keepdim=True)
+    # An object of unusual shape, whose IoU with every anchor is below anchor_positive, would never be proposed.
+    closest = ((iou == best_of_object) & (best_of_object > 0)).any(dim=0)
+    labels[closest | (best >= sampling.anchor_positive)] = FOREGROUND
     if sampling.anchors_inside:
-        taught[~inside] = IGNORED
-    return taught, matched
+        labels[~inside] = IGNORED
+    return labels, matched
 
 
-def choose(taught: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices of the foreground and of the background that are asked about: `count` together, where there are so many,
-    of which the foreground may be its share."""
-    foreground = (taught == FOREGROUND).nonzero().flatten()
-    background = (taught == BACKGROUND).nonzero().flatten()
-    foreground = _some(foreground, round(count * foreground_share), generator)
-    return foreground, _some(background, count - len(foreground), generator)
+def subsample(labels: Tensor, count: int, foreground_share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices of the sampled foreground and background: `count` in all or, where there are fewer, all; of the count,
+    `foreground_share` at most are foreground."""
+    foreground = (labels == FOREGROUND).nonzero().flatten()
+    background = (labels == BACKGROUND).nonzero().flatten()
+    foreground = _sample(foreground, round(count * foreground_share), generator)
+    return foreground, _sample(background, count - len(foreground), generator)
 
 
-def _some(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _sample(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` of the indices, or all, in ascending order."""
     order = torch.randperm(len(indices), generator=generator)[:count]
     return indices[order.sort().values.to(indices.device)]
@@ -81,7 +81,7 @@ def _some(indices: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _proposing(network: FasterRCNN, sampling: SamplingConfig) -> Iterator[None]:
-    """The network with training's numbers of proposals."""
+    """Within it the network makes training's numbers of proposals."""
     before = network.config
     network.config = replace(before, pre_nms=sampling.pre_nms, post_nms=sampling.post_nms)
     try:
@@ -91,9 +91,9 @@ def _proposing(network: FasterRCNN, sampling: SamplingConfig) -> Iterator[None]:
 
 
 class Losses(nn.Module):
-    """The network and its losses in one forward pass, as DistributedDataParallel wants them.
+    """The network and its losses in one forward pass, as DistributedDataParallel needs it.
 
-    Each loss comes as (sum, by how many to divide it), so that any number of processes adds up to the same.
+    Each loss is (sum, number of its terms), so that the mean is the same on any number of processes.
     """
 
     def __init__(self, network: FasterRCNN, sampling: SamplingConfig):
@@ -101,12 +101,12 @@ class Losses(nn.Module):
         self.network, self.sampling = network, sampling
 
     def forward(self, targets: Sequence[Target]) -> dict[str, tuple[Tensor, int]]:
-        found: dict[str, list[tuple[Tensor, int]]] = {}
-        # Images of one size go through together; padding to one size would change what is seen near the border.
+        parts: dict[str, list[tuple[Tensor, int]]] = {}
+        # Images of one size form a batch; padding to one size would change features near the border.
         for _, group in groupby(sorted(targets, key=_size), key=_size):
             for name, loss in self._of_group(list(group)).items():
-                found.setdefault(name, []).append(loss)
-        return {name: (sum(s for s, _ in losses), sum(c for _, c in losses)) for name, losses in found.items()}
+                parts.setdefault(name, []).append(loss)
+        return {name: (sum(s for s, _ in losses), sum(c for _, c in losses)) for name, losses in parts.items()}
 
     def _of_group(self, targets: list[Target]) -> dict[str, tuple[Tensor, int]]:
         network = self.network
@@ -127,52 +127,52 @@ class Losses(nn.Module):
         logits = logits.float().permute(0, 2, 3, 1).flatten(1)  # [N, A]
         deltas = deltas.float().unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)  # [N, A, 4]
         objectness, boxes, count = logits.sum() * 0, deltas.sum() * 0, 0
-        for of_image, moves, target in zip(logits, deltas, targets, strict=True):
-            taught, matched = match_anchors(anchors, target.boxes, *target.pixels.shape[2:], sampling)
-            foreground, background = choose(taught, sampling.anchors, sampling.anchor_foreground, target.generator)
-            asked = torch.cat([foreground, background])
-            truth = torch.zeros(len(asked), device=asked.device)
+        for own_logits, own_deltas, target in zip(logits, deltas, targets, strict=True):
+            labels, matched = match_anchors(anchors, target.boxes, *target.pixels.shape[2:], sampling)
+            foreground, background = subsample(labels, sampling.anchors, sampling.anchor_foreground, target.generator)
+            sampled = torch.cat([foreground, background])
+            truth = torch.zeros(len(sampled), device=sampled.device)
             truth[: len(foreground)] = 1
-            objectness = objectness + F.binary_cross_entropy_with_logits(of_image[asked], truth, reduction="sum")
+            objectness = objectness + F.binary_cross_entropy_with_logits(own_logits[sampled], truth, reduction="sum")
             wanted = encode_deltas(anchors[foreground], target.boxes[matched[foreground]])
-            boxes = boxes + F.smooth_l1_loss(moves[foreground], wanted, reduction="sum", beta=sampling.anchor_beta)
-            count += len(asked)
+            boxes = boxes + F.smooth_l1_loss(own_deltas[foreground], wanted, reduction="sum", beta=sampling.anchor_beta)
+            count += len(sampled)
         return {"objectness": (objectness, count), "anchors": (boxes, count)}
 
     def _regions(self, proposals: Tensor, target: Target) -> tuple[Tensor, Tensor, int]:
-        """Regions of interest [R, 4], the object that each overlaps most, int64 [R], and how many, the first ones, show
-        it."""
+        """Regions of interest [R, 4], the object of each one's highest IoU, int64 [R], and how many are foreground:
+        these come first."""
         sampling = self.sampling
         boxes = torch.cat([proposals, target.boxes])
         best, matched = torchvision.ops.box_iou(boxes, target.boxes).max(dim=1)
-        taught = torch.where(best >= sampling.roi_positive, FOREGROUND, BACKGROUND)
-        foreground, background = choose(taught, sampling.rois, sampling.roi_foreground, target.generator)
-        asked = torch.cat([foreground, background])
-        return boxes[asked], matched[asked], len(foreground)
+        labels = torch.where(best >= sampling.roi_positive, FOREGROUND, BACKGROUND)
+        foreground, background = subsample(labels, sampling.rois, sampling.roi_foreground, target.generator)
+        sampled = torch.cat([foreground, background])
+        return boxes[sampled], matched[sampled], len(foreground)
 
     def _of_regions(
         self, features: Tensor, regions: list[tuple[Tensor, Tensor, int]], targets: list[Target]
     ) -> dict[str, tuple[Tensor, int]]:
         config, sampling, predictor = self.network.config, self.sampling, self.network.roi_heads.box_predictor
-        labels, shows, wanted, attributes = [], [], [], []
+        labels, is_foreground, wanted, attributes = [], [], [], []
         for (boxes, matched, foreground), target in zip(regions, targets, strict=True):
             label = target.labels[matched].clone()
             label[foreground:] = config.num_classes
             labels.append(label)
-            shows.append(torch.arange(len(boxes), device=boxes.device) < foreground)
+            is_foreground.append(torch.arange(len(boxes), device=boxes.device) < foreground)
             objects = matched[:foreground]
             wanted.append(encode_deltas(boxes[:foreground], target.boxes[objects], config.box_weights))
             attributes.append(target.attributes[objects])
-        labels, shows, wanted, attributes = map(torch.cat, (labels, shows, wanted, attributes))
+        labels, is_foreground, wanted, attributes = map(torch.cat, (labels, is_foreground, wanted, attributes))
         classes = F.cross_entropy(predictor.cls_score(features).float(), labels, reduction="sum")
-        moves = predictor.bbox_pred(features[shows]).float().unflatten(1, (-1, 4))
-        own = moves[torch.arange(len(moves), device=moves.device), labels[shows]]
+        deltas = predictor.bbox_pred(features[is_foreground]).float().unflatten(1, (-1, 4))
+        own = deltas[torch.arange(len(deltas), device=deltas.device), labels[is_foreground]]
         boxes = F.smooth_l1_loss(own, wanted, reduction="sum", beta=sampling.roi_beta)
         losses = {"classes": (classes, len(labels)), "boxes": (boxes, len(labels))}
         if predictor.attr_score is not None:
-            # Given the true class, as the most probable one is mostly wrong at first.
-            embedded = predictor.cls_embedding(labels[shows])
-            hidden = F.relu(predictor.fc_attr(torch.cat([features[shows], embedded], dim=1)))
+            # Given the true class: the most probable one is mostly wrong at first.
+            embedded = predictor.cls_embedding(labels[is_foreground])
+            hidden = F.relu(predictor.fc_attr(torch.cat([features[is_foreground], embedded], dim=1)))
             logs = predictor.attr_score(hidden).float().log_softmax(dim=1)
             losses["attributes"] = (-(logs * attributes).sum(), int(attributes.sum()))
         return losses

@@ -1,4 +1,4 @@
-"""What a training of the detector consists of: frozen settings that check themselves, and one function a run.
+"""What a training of the detector consists of: frozen settings that check themselves, and one function per recipe.
 
 The numbers of `detector_vg_resnet101` are those of bottom-up attention's own training on Visual Genome
 (peteanderson80/bottom-up-attention: solver, configuration and training network of faster_rcnn_end2end_final); the
@@ -46,13 +46,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Which anchors and which regions of interest are asked about, and how their losses are added."""
+    """Which anchors and regions of interest are sampled, and how their losses are added."""
 
     anchors: int = 256  # an image
     anchor_foreground: float = 0.5  # share of them that may be positive
     anchor_positive: float = 0.7  # IoU with an object from which an anchor is positive; the best of an object always is
-    anchor_negative: float = 0.3  # IoU with every object below which it is negative; in between it is not asked about
-    anchors_inside: bool = True  # anchors that cross the image's border are not asked about
+    anchor_negative: float = 0.3  # IoU with every object below which it is negative; in between it is ignored
+    anchors_inside: bool = True  # anchors that cross the image's border are ignored
     pre_nms: int = 12_000  # in training: boxes that enter the RPN's suppression ...
     post_nms: int = 2_000  # ... and proposals that leave it at most; objects' own boxes are added
     rois: int = 128  # regions of interest an image
@@ -118,13 +118,11 @@ class DetectorRecipe:
     run: str = ""  # name of the run; empty: the recipe's name
     steps: int = 380_000  # optimizer steps in all
     init_from: str | None = None  # weight file to start with: a ResNet (torchvision's, or ours) or a whole detector
-    random_init: bool = False  # start from random weights: said in so many words, or refused
+    random_init: bool = False  # start from random weights; without it or init_from a run is refused
     frozen_stages: int = 2  # 2: stem and res2 do not learn; 0: everything does
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products and convolutions, on any device
-    spike: float | None = (
-        5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
-    )
-    most_skipped: int = 10  # so many steps left out in a row, for a spike or a loss that is no number, end the run
+    spike: float | None = 5.0  # a step is skipped where its loss is so many times the mean of the last 100; None: never
+    most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is no number, end the run
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
     half: bool = False  # weights.safetensors in float16; it is read as float32
     log_every: int = 20  # steps between progress lines
@@ -143,7 +141,7 @@ class DetectorRecipe:
         check(self, not (self.random_init and self.init_from), "random_init", "false with init_from")
         if self.network.box_arithmetic != "continuous":
             raise ValueError(
-                f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learnt as x2 - x1 wide; set "
+                f"network.box_arithmetic is {self.network.box_arithmetic}: boxes are learned as x2 - x1 wide; set "
                 "network.box_arithmetic=continuous"
             )
 
@@ -155,8 +153,8 @@ class DetectorRecipe:
 def detector_vg_resnet101() -> DetectorRecipe:
     """1600 classes and 400 attributes of Visual Genome, from an ImageNet ResNet-101; one image on each of 8 GPUs.
 
-    Theirs reached mAP@0.5 10.2 % (weighted by the classes' objects 15.1 %) on the 5,000 images of their val.txt, after
-    380,000 steps. Their learning rate is an image's of eight; on N GPUs take data.batch=N and N/8 of it.
+    The authors' detector has mAP@0.5 10.2 % (weighted by objects a class 15.1 %) on the 5,000 images of their val.txt,
+    after 380,000 steps. Their learning rate is for 8 images a step; on N GPUs set data.batch=N and N/8 of it.
     """
     return DetectorRecipe(
         name="detector_vg_resnet101",
@@ -168,8 +166,8 @@ def detector_vg_resnet101() -> DetectorRecipe:
 
 def detector_demo() -> DetectorRecipe:
     """The data of `make demo`, from nothing, in about three minutes of one thread."""
-    # The ResNet and the pooling of VL-BERT's demo, so that its Fast R-CNN can start from this one. Where a shape lies
-    # between cells 16 pixels wide, RoIAlign sees and RoIPool rounds away: with it, shapes are learnt in half the steps.
+    # The ResNet and the pooling of VL-BERT's demo, so that its Fast R-CNN can start from this one. RoIAlign keeps
+    # positions between cells 16 pixels wide, which RoIPool rounds: with it, shapes are learned in half the steps.
     resnet = replace(DEMO.resnet, stride_in_1x1=False, stem_pool="torch", norm="batch")
     return DetectorRecipe(
         name="detector_demo",

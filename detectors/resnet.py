@@ -1,4 +1,4 @@
-"""The ResNet that the detector and VL-BERT's region features share, cut where RoIs are pooled: C4 below, res5 above.
+"""The ResNet of the detector and of VL-BERT's region features, in two parts: C4 before RoI pooling, res5 after it.
 
 Parameters are named as detectron2 names them (`res3.0.conv1.norm.weight`), so that published weights map one to one.
 Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
@@ -103,17 +103,17 @@ class NormedConv(nn.Conv2d):
     def folds(self) -> bool:
         """Whether the norm is multiplied into the weight: for good, or a frozen one in half precision.
 
-        In float32 that would round in another order than the published program: what is zero to the last bit before a
-        ReLU would not be any more, which moves gradients of single convolutions by a thousandth.
+        In float32 that would round in another order than the published program: exact zeros before a ReLU would become
+        nonzero, which changes gradients of single convolutions by a thousandth.
         """
         if isinstance(self.norm, FrozenNorm):
             return computed_in(self.weight).itemsize == 2
         return isinstance(self.norm, nn.Identity)
 
     def folded(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of one convolution that does the same as this one and its norm with fixed statistics.
+        """Weight and bias of one convolution equal to this one and its norm with fixed statistics.
 
-        The weight learns through the product, which costs nothing beside a pass over what the convolution puts out.
+        The weight gets its gradient through the product, which is much smaller than the convolution's output.
         """
         norm = self.norm
         if isinstance(norm, nn.Identity):
@@ -123,31 +123,31 @@ class NormedConv(nn.Conv2d):
 
 
 def computed_in(weight: Tensor) -> torch.dtype:
-    """The type of numbers that a convolution computes in: autocast's, or the weight's."""
+    """The dtype that a convolution computes in: autocast's, or the weight's."""
     device = weight.device.type
-    # Of a device without autocast, such as `meta`, is_autocast_enabled raises.
+    # is_autocast_enabled raises for a device without autocast, such as `meta`.
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if cast else weight.dtype
 
 
-# PyTorch's CPU kernels (oneDNN's) that add and cut at zero while a result is still at hand; torch.compile uses them. In
-# bfloat16 on a CPU, reading and writing results again for that takes as long as the convolutions themselves.
+# PyTorch's CPU kernels (oneDNN's) that fuse a convolution with addition and ReLU; torch.compile uses them, too. Without
+# them, in bfloat16 on a CPU, addition and ReLU take as long as the convolutions.
 _FUSED = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
 _FUSED_DTYPES = (torch.float32, torch.bfloat16) if _FUSED and torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 
 
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) on a CPU, of which only the result is kept: it says where the ReLU cut."""
+    """relu(conv(x) + bias + shortcut) on a CPU; only the result is saved, which says where the ReLU was active."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
-        how = (weight, bias, conv.padding, conv.stride, conv.dilation, 1)
+        arguments = (weight, bias, conv.padding, conv.stride, conv.dilation, 1)
         if shortcut is None:
-            y = _FUSED(x, *how, "relu", [], "")
+            y = _FUSED(x, *arguments, "relu", [], "")
         else:
-            y = _FUSED.binary(x, shortcut, *how, "add", 1.0, "relu", [], "")
+            y = _FUSED.binary(x, shortcut, *arguments, "add", 1.0, "relu", [], "")
         ctx.save_for_backward(x, weight, y)
-        ctx.how = (conv.stride, conv.padding, conv.dilation)
+        ctx.geometry = (conv.stride, conv.padding, conv.dilation)
         return y
 
     @staticmethod
@@ -155,23 +155,25 @@ class _FusedConvReLU(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, y = ctx.saved_tensors
         gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        asked = (*ctx.needs_input_grad[:2], False)  # the bias comes of buffers
-        gradients = torch.ops.aten.convolution_backward(gradient, x, weight, None, *ctx.how, False, [0, 0], 1, asked)
+        needed = (*ctx.needs_input_grad[:2], False)  # the bias is computed from buffers
+        gradients = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, *ctx.geometry, False, [0, 0], 1, needed
+        )
         return *gradients, gradient if ctx.needs_input_grad[3] else None, None
 
 
 def conv_relu(conv: NormedConv, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """ReLU of what a convolution makes of x, plus `shortcut`."""
-    kind = computed_in(conv.weight)
-    if x.device.type != "cpu" or kind not in _FUSED_DTYPES or not conv.folds or torch.compiler.is_compiling():
-        y = conv(x)  # a compiler fuses by itself what it can see
+    """relu(conv(x) + shortcut), its norm included."""
+    dtype = computed_in(conv.weight)
+    if x.device.type != "cpu" or dtype not in _FUSED_DTYPES or not conv.folds or torch.compiler.is_compiling():
+        y = conv(x)  # a compiler fuses these operations by itself
         return F.relu_(y if shortcut is None else y.add_(shortcut))
     weight, bias = conv.folded()
-    # In bfloat16 the kernels can add in no other layout.
-    layout = torch.channels_last if kind == torch.bfloat16 else torch.preserve_format
-    x, weight = x.to(kind, memory_format=layout), weight.to(kind, memory_format=layout)
-    shortcut = None if shortcut is None else shortcut.to(kind, memory_format=layout)
-    return _FusedConvReLU.apply(x, weight, bias.to(kind), shortcut, conv)
+    # In bfloat16 the kernels add in no other layout.
+    layout = torch.channels_last if dtype == torch.bfloat16 else torch.preserve_format
+    x, weight = x.to(dtype, memory_format=layout), weight.to(dtype, memory_format=layout)
+    shortcut = None if shortcut is None else shortcut.to(dtype, memory_format=layout)
+    return _FusedConvReLU.apply(x, weight, bias.to(dtype), shortcut, conv)
 
 
 class Stem(nn.Module):
@@ -224,8 +226,8 @@ def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) ->
 def _initialise(module: nn.Module, config: ResNetConfig) -> None:
     """He initialisation by fan-out.
 
-    A frozen norm does not renormalise, so each residual sum would add as much variance as it finds: the last conv of
-    a block is then scaled by 1/sqrt(number of blocks), which keeps the growth through the whole network below e.
+    A frozen norm does not renormalise, so each residual sum would double the variance. The last convolution of a block
+    is therefore scaled by 1/sqrt(number of blocks), which keeps the growth through the whole network below e.
     """
     for conv in module.modules():
         if isinstance(conv, NormedConv):
@@ -253,7 +255,7 @@ class ResNetC4(nn.Module):
         return self.res4(self.res3(self.res2(self.stem(images))))
 
     def freeze(self, stages: int) -> "ResNetC4":
-        """Stop learning in the first `stages` of stem, res2, res3, res4; live batch norms there become frozen ones."""
+        """Freeze the first `stages` of stem, res2, res3, res4; live batch norms there become frozen ones."""
         if not 0 <= stages <= 4:
             raise ValueError(f"cannot freeze {stages} stages, only 0 (none) to 4 (stem, res2, res3, res4)")
         for stage in (self.stem, self.res2, self.res3, self.res4)[:stages]:
@@ -262,7 +264,7 @@ class ResNetC4(nn.Module):
 
 
 class Res5(nn.Module):
-    """The last stage, applied to pooled regions: [K, 16w, h, w] -> [K, 32w, h, w], or half the size if not dilated.
+    """The last stage, applied to pooled regions: [K, 16w, h, w] -> [K, 32w, h, w]; half the size if not dilated.
 
     Its parameters are named as those of detectron2's `roi_heads.res5`: `0.conv1.weight`, ...
     """
@@ -281,7 +283,7 @@ class Res5(nn.Module):
         return x
 
     def freeze(self, stages: int = 1) -> "Res5":
-        """Stop learning if `stages` is 1, do nothing if it is 0."""
+        """Freeze it if `stages` is 1, do nothing if it is 0."""
         if stages not in (0, 1):
             raise ValueError(f"cannot freeze {stages} stages of res5, which is one")
         if stages:
@@ -290,7 +292,7 @@ class Res5(nn.Module):
 
 
 def freeze_module(module: nn.Module) -> None:
-    """No parameter of `module` asks for a gradient any more, and its live batch norms become frozen ones."""
+    """Parameters of `module` get no gradient any more, and its live batch norms become frozen ones."""
     for conv in module.modules():
         if isinstance(conv, NormedConv) and isinstance(conv.norm, nn.BatchNorm2d):
             conv.norm = FrozenNorm.of(conv.norm)
@@ -298,9 +300,9 @@ def freeze_module(module: nn.Module) -> None:
 
 
 def fold_norms(module: nn.Module) -> None:
-    """Multiply the norms of `module` into its convolutions for good: the same in eval(), with less to do.
+    """Multiply the norms of `module` into its convolutions, for faster inference.
 
-    It can only be used any more, not trained, saved or loaded.
+    The module cannot be trained, saved or loaded afterwards.
     """
     for conv in module.modules():
         if isinstance(conv, NormedConv):

@@ -1,7 +1,7 @@
 """RoIAlign with one sample a cell, as torchvision.ops.roi_align(sampling_ratio=1, aligned=False) computes it.
 
-A sample is then a weighted sum of the four cells of a map around it, which is what an embedding bag computes: of maps
-that are channels last, in a tenth of the time on a CPU, mostly because the gradient needs no other layout.
+A sample is a weighted sum of the four cells around it, which an embedding bag computes. For channels-last maps on a CPU
+this takes a tenth of torchvision's time, mostly because the gradient keeps the layout.
 Shape letters: K boxes, N maps, C channels, h w cells of a map, S samples a side.
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MOST = 2**31 - 1  # numbers that one embedding bag may put out: on GPUs its gradient counts them in 32 bits
+_MAX_OUTPUTS = 2**31 - 1  # of one embedding bag: on GPUs its gradient counts them in 32 bits
 
 
 def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -> Tensor:
@@ -21,12 +21,12 @@ def roi_align(groups: Sequence[Tensor], rois: Tensor, size: int, scale: float) -
     rois [K, 5]: number of the map, 0..N-1 over all groups; xyxy in input pixels. They get no gradient.
     scale: cells an input pixel.
     """
-    kind = torch.promote_types(groups[0].dtype, torch.float32)
+    dtype = torch.promote_types(groups[0].dtype, torch.float32)
     with torch.autocast(rois.device.type, enabled=False):
-        flat = [maps.to(kind).permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
+        flat = [maps.to(dtype).permute(0, 2, 3, 1).flatten(0, 2) for maps in groups]
         flat = flat[0] if len(flat) == 1 else torch.cat(flat)  # (all cells, C)
-        layout, at_a_time = _layout(groups), max(1, _MOST // (size * size * flat.shape[1]))
-        samples = [_samples(flat, layout, some, size, scale) for some in rois.detach().to(kind).split(at_a_time)]
+        layout, at_a_time = _layout(groups), max(1, _MAX_OUTPUTS // (size * size * flat.shape[1]))
+        samples = [_samples(flat, layout, some, size, scale) for some in rois.detach().to(dtype).split(at_a_time)]
     samples = samples[0] if len(samples) == 1 else torch.cat(samples)
     return samples.view(-1, size, size, flat.shape[1]).permute(0, 3, 1, 2)
 
@@ -51,18 +51,18 @@ def _layout(groups: Sequence[Tensor]) -> Tensor:
 
 
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """The shares and numbers, float and int64 [K, S, 2], of the two cells beside each of S samples of [K] stretches.
+    """The weights and indices, float and int64 [K, S, 2], of the two cells beside each of S samples of an interval.
 
-    A stretch is at least one cell long. Beyond -1 and `cells`, int64 [K, 1], there is nothing; between there and the
-    outermost cells there is what these hold.
+    first, last [K]: the intervals, in cells; each is made at least one cell long. cells, int64 [K, 1]: how many the map
+    has. A sample beyond -1 or `cells` is 0; one between there and the outermost cell has that cell's value.
     """
     each = (last - first).clamp(min=1) / size
     numbers = torch.arange(size, dtype=first.dtype, device=first.device)
-    places = first[:, None] + numbers * each[:, None] + 0.5 * each[:, None]  # rounded as torchvision does
-    there = (places >= -1) & (places <= cells)
+    positions = first[:, None] + numbers * each[:, None] + 0.5 * each[:, None]  # rounded as torchvision does
+    inside = (positions >= -1) & (positions <= cells)
     end = cells - 1
-    places = torch.minimum(places.clamp(min=0), end.to(places.dtype))
-    before = torch.minimum(places.long().clamp(min=0), end)  # also of a place that is no number
-    share = places - before
-    shares = torch.stack([1 - share, share], dim=-1) * there[:, :, None]
+    positions = torch.minimum(positions.clamp(min=0), end.to(positions.dtype))
+    before = torch.minimum(positions.long().clamp(min=0), end)  # also of a position that is not a number
+    share = positions - before
+    shares = torch.stack([1 - share, share], dim=-1) * inside[:, :, None]
     return shares, torch.stack([before, torch.minimum(before + 1, end)], dim=-1)

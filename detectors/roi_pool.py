@@ -37,14 +37,14 @@ def roi_pool_chunks(
         for top in tops:
             for left in lefts:
                 window = (level[some] + top[some, :, None]) * width + left[some, None, :]
-                found = windows.index_select(0, window.flatten())
-                pooled = found if pooled is None else torch.maximum(pooled, found, out=pooled)
+                maxima = windows.index_select(0, window.flatten())
+                pooled = maxima if pooled is None else torch.maximum(pooled, maxima, out=pooled)
         pooled[empty[some].flatten()] = 0
         yield pooled.view(-1, size, size, channels).permute(0, 3, 1, 2)
 
 
 def _bins(first: Tensor, last: Tensor, size: int, scale: float, cells: int) -> tuple[Tensor, Tensor]:
-    """Where each of `size` bins of [K] stretches begins and ends, two int64 [K, S]; in float32, as Caffe does it."""
+    """The first cell and the one behind the last of `size` bins of K intervals, int64 [K, S]; float32, as Caffe."""
     first, last = (first * scale + 0.5).floor(), (last * scale + 0.5).floor()
     each = ((last - first + 1).clamp(min=1) / size)[:, None]
     numbers = torch.arange(size, dtype=each.dtype)
@@ -58,7 +58,7 @@ def _log2(bins: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _windows(cells: Tensor, axis: int, levels: int) -> list[Tensor]:
-    """Maxima over 1, 2, 4, ... 2^levels cells along an axis; where a window would pass the end, over fewer."""
+    """Maxima over 1, 2, 4, ... 2^levels cells along an axis; over fewer where a window would pass the end."""
     windows = [cells]
     for level in range(levels):
         before, step = windows[-1], 2**level

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# How far the floor under which pairs are left out is lowered when too few boxes survive above it, and where that ends.
+# The factor by which the floor is lowered when too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
 _LOWER_BY = 0.25
 _LOWEST_FLOOR = 1e-4
 
@@ -46,7 +46,7 @@ class SelectionSettings:
 class Selection:
     """The boxes kept, int64 [K] indices: ascending, unless minimum or maximum decided, then most confident first.
 
-    confidence is float32 [P], exact wherever it decided about a box and 0 where it was found too low to matter.
+    confidence is float32 [P]: exact where it decided about a box, 0 where it was too low to matter.
     """
 
     indices: np.ndarray
@@ -56,8 +56,8 @@ class Selection:
 def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: SelectionSettings) -> Selection:
     """Apply the rule to boxes [P, 4] (xyxy, original-image pixels) with probabilities [P, C], background left out.
 
-    Exact, though only pairs (box, class) above a floor are looked at: a pair can only be suppressed by a more probable
-    one of the same class, so what lies below the floor decides nothing above it.
+    Exact, although only pairs (box, class) above a floor are considered: a pair is only suppressed by a more probable
+    one of the same class, so pairs below the floor change nothing above it.
     """
     if len(boxes) != len(foreground_probs) or not foreground_probs.size:
         if len(boxes) == len(foreground_probs) == 0:
@@ -80,10 +80,10 @@ def select_regions(boxes: np.ndarray, foreground_probs: np.ndarray, settings: Se
 
 
 def surviving_confidence(overlaps: np.ndarray, probs: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """float32 [P]: each box's highest probability >= floor in a class in which suppression spares it, or 0.
+    """float32 [P]: each box's highest probability >= floor in a class in which it is not suppressed, or 0.
 
-    overlaps bool [P, P] says which boxes suppress each other. All classes take a step at once: step k decides about
-    each class's box of rank k.
+    overlaps bool [P, P]: which boxes suppress each other. All classes proceed together: step k decides about the box of
+    rank k in each class.
     """
     probs = probs[:, (probs >= floor).any(axis=0)]
     if not probs.size:

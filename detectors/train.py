@@ -52,7 +52,7 @@ BEST_BY = "map50"  # the metric by which checkpoints are compared
 
 @dataclass(eq=False, kw_only=True)
 class DetectorRun(Run):
-    """All that one process needs to train: made by `prepare`. `model` is the network with its losses."""
+    """A training run in one process, made by `prepare`; `model` is the network with its losses."""
 
     recipe: DetectorRecipe
     model: Losses
@@ -93,7 +93,7 @@ class DetectorRun(Run):
         return bool(self.truth.held_out)
 
     def validate(self) -> tuple[dict[str, float], list[dict]]:
-        # Live norms count on each rank by themselves; those of rank 0 are what is validated, and saved.
+        # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
         distributed.share_buffers(self.network, self.world)
         return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)
 
@@ -107,7 +107,7 @@ class DetectorRun(Run):
 
 
 def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
-    """The whole run, or the rest of it; returns the metrics of the last validation."""
+    """Train from the start or from the last checkpoint to the end; returns the metrics of the last validation."""
     check_shares(recipe, world.size)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -123,21 +123,21 @@ def train(recipe: DetectorRecipe, world: World) -> dict[str, float]:
 
 
 def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) -> DetectorRun:
-    """Read the annotations and make the network: a new one, or that of the run's last checkpoint."""
-    objects = open_store(recipe.root)
-    saved = distributed.from_first(checkpoints(objects, recipe.run_name), world)
-    folder = open_folder(objects, saved[-1]) if saved else None
+    """Read the annotations, and build the network: a new one or that of the run's last checkpoint."""
+    store = open_store(recipe.root)
+    saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
+    folder = open_folder(store, saved[-1]) if saved else None
     state = folder.state if folder else {"step": 0}
     if not saved:
         check_decay(recipe.optimizer, recipe.steps)  # one that has begun may be ended early
     else:
         check_same(recipe, folder.json(CONFIG), folder.where)
-    # Once for all: the files of Visual Genome take minutes and gigabytes to read.
+    # On one rank: Visual Genome's files take minutes and gigabytes to read.
     truth = distributed.from_first(read_ground_truth(recipe.data) if world.first else None, world)
     check_names(recipe, truth)
     if saved and state["data"] != truth.hash:
         raise ValueError(
-            f"{objects.where(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
+            f"{store.where(saved[-1])} was trained on other annotations ({state['data']}, these are {truth.hash}): "
             "images, boxes or names have changed. Put them back, or start another run: run=NAME"
         )
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
@@ -151,30 +151,30 @@ def prepare(recipe: DetectorRecipe, world: World, say: Callable[[str], None]) ->
     optimizer = make_optimizer(network, recipe.optimizer)
     if saved:
         load_optimizer(folder, network, optimizer)
-    if saved and world.first:  # it may have been killed before it came to that
-        settle(objects, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
+    if saved and world.first:  # a run that was killed may not have removed its old checkpoints
+        settle(store, recipe.run_name, recipe.keep_checkpoints, BEST_BY)
     run = DetectorRun(
         recipe=recipe,
         world=world,
         model=Losses(network, recipe.sampling),
         optimizer=optimizer,
-        writer=Writer(objects),
+        writer=Writer(store),
         step=state["step"],
         loop_state=state.get("loop"),
         truth=truth,
     )
     _describe(run, say)
     if run.step >= recipe.steps:
-        say(f"{recipe.run_name} is complete: {objects.where(saved[-1])} has step {run.step} of {recipe.steps}")
-        # It may have been stopped between its last checkpoint and this, or be ended early: steps=STEP.
-        if world.first and not objects.exists(_result(recipe)):
+        say(f"{recipe.run_name} is complete: {store.where(saved[-1])} has step {run.step} of {recipe.steps}")
+        # A run may be stopped between its last checkpoint and here, or be ended early with steps=STEP.
+        if world.first and not store.exists(_result(recipe)):
             say(write_result(run, run.step, state["validation"]))
     elif saved:
-        say(f"{recipe.run_name} goes on from {objects.where(saved[-1])}, step {run.step} of {recipe.steps}")
+        say(f"{recipe.run_name} goes on from {store.where(saved[-1])}, step {run.step} of {recipe.steps}")
         if recipe.optimizer.schedule == "linear" and state["steps"] != recipe.steps:
             say(f"it had {state['steps']} steps, now it has {recipe.steps}: the learning rate goes on as in such a run")
-        if world.first and objects.exists(_result(recipe)):
-            objects.delete(_result(recipe))  # of an earlier end
+        if world.first and store.exists(_result(recipe)):
+            store.delete(_result(recipe))  # of an earlier end
     return run
 
 
@@ -195,14 +195,10 @@ def _describe(run: DetectorRun, say: Callable[[str], None]) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
 def _load(network: FasterRCNN, folder: Folder) -> None:
     tensors = load_tensors(folder, MODEL)
     own = network.state_dict()
-    # Norms of stages that do not learn were saved frozen, and count nothing.
+    # Norms of frozen stages are saved without a counter.
     tensors |= {name: tensor for name, tensor in own.items() if COUNTER.search(name) and name not in tensors}
     network.load_state_dict(tensors, strict=True)
 
@@ -212,9 +208,9 @@ def _result(recipe: DetectorRecipe) -> str:
 
 
 def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
-    """Write the weight file of step `done` that detectors.run reads, its norms frozen; says where."""
-    recipe, objects = run.recipe, run.writer.store
-    tensors = {n: _plain(t) for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
+    """Write the weights of step `done`, with frozen norms, for detectors.run; returns a line that says where."""
+    recipe, store = run.recipe, run.writer.store
+    tensors = {n: t.detach().cpu() for n, t in run.network.state_dict().items() if not COUNTER.search(n)}
     if recipe.half:
         tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
     resnet = dataclasses.replace(recipe.network.resnet, norm="frozen")
@@ -236,12 +232,12 @@ def write_result(run: DetectorRun, done: int, metrics: dict[str, float]) -> str:
         file = Path(folder) / "weights.safetensors"
         sha256 = write_weights(file, tensors, metadata)
         size = file.stat().st_size
-        objects.put(_result(recipe), file)
-    return f"{objects.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
+        store.put(_result(recipe), file)
+    return f"{store.where(_result(recipe))}: {size / 1e6:.2f} MB, sha256 {sha256}"
 
 
 def _halved(tensor: Tensor) -> Tensor:
-    """In float16, unless a number would become infinite or lose its digits, as variances of norms may."""
+    """In float16, unless a number would overflow or lose precision, as variances of norms may."""
     half = tensor.half()
     close = torch.allclose(half.float(), tensor, rtol=2**-10, atol=1e-4 * float(tensor.abs().max()))
     return half if torch.isfinite(half).all() and close else tensor
@@ -251,7 +247,7 @@ def _halved(tensor: Tensor) -> Tensor:
 
 
 def check_complete(recipe: DetectorRecipe) -> None:
-    """What no recipe can know and every run must say; else a ValueError."""
+    """ValueError where a setting that depends on the machine or the data is missing."""
     data = recipe.data
     if not recipe.root:
         raise ValueError("root is not set; give root=FOLDER or root=s3://bucket/prefix, for the run's files")
@@ -274,11 +270,10 @@ def check_complete(recipe: DetectorRecipe) -> None:
     if not recipe.init_from and not recipe.random_init:
         raise ValueError(
             "the network has no weights to start from; give init_from=FILE, an ImageNet ResNet's or a detector's, or "
-            "say that it shall start from random ones: random_init=true"
+            "start from random ones: random_init=true"
         )
-    for name in ("annotations", "objects", "attributes", "image_data", "classes", "attribute_names"):
-        _check_file(getattr(data, name), f"data.{name}")
-    for name in ("train_list", "held_out_list"):
+    files = ("annotations", "objects", "attributes", "image_data", "classes", "attribute_names")
+    for name in (*files, "train_list", "held_out_list"):
         _check_file(getattr(data, name), f"data.{name}")
     _check_file(recipe.init_from, "init_from")
 
@@ -289,7 +284,7 @@ def _check_file(file: str | None, name: str) -> None:
 
 
 def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
-    """ValueError where the batch cannot be dealt out evenly."""
+    """ValueError where the processes cannot share the batch evenly."""
     if recipe.data.batch % world_size:
         raise ValueError(
             f"data.batch = {recipe.data.batch} cannot be shared by {world_size} processes; choose a multiple"
@@ -298,11 +293,8 @@ def check_shares(recipe: DetectorRecipe, world_size: int) -> None:
 
 def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
     """ValueError where the lists of names are not as long as the network's heads."""
-    network = recipe.network
-    for what, names, wanted in (
-        ("classes", truth.classes, network.num_classes),
-        ("attributes", truth.attribute_names, network.num_attributes),
-    ):
+    for what, names in (("classes", truth.classes), ("attributes", truth.attribute_names)):
+        wanted = getattr(recipe.network, f"num_{what}")
         if len(names) != wanted:
             raise ValueError(
                 f"the data has {len(names)} {what}, the network {wanted}; set network.num_{what}={len(names)}"
@@ -310,7 +302,7 @@ def check_names(recipe: DetectorRecipe, truth: GroundTruth) -> None:
 
 
 def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
-    """ValueError where a run would go on otherwise than it began; the files' places may change, their content not."""
+    """ValueError where a setting that a run must keep was changed; files may move, but not change."""
     fixed = {"network", "sampling", "optimizer", "frozen_stages", "precision"}
     fixed |= {"data.batch", "data.flip", "data.seed"}
     for name, now, before in differing_fields(flat(to_json(recipe)), flat(saved)):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from detectors.resnet import ResNetConfig
-from detectors.weights.safe_pickle import named_tensors, read_untrusted
+from detectors.weights.safe_pickle import named_tensors, read_weight_file
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model
@@ -396,7 +396,7 @@ def restore(tensors: dict[str, Tensor], report: list[dict], where: str) -> dict[
 
 def read_file(file: Path) -> dict[str, Tensor]:
     """Key -> tensor of a file of theirs; it cannot run code, and a ValueError says what it is instead."""
-    _, loaded = read_untrusted(file)
+    _, loaded = read_weight_file(file)
     tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
     if not isinstance(tensors, dict) or not tensors:
         raise ValueError(f"{file} holds no state dict: a dict of named tensors, or one below 'state_dict', is needed")

@@ -1,7 +1,7 @@
-"""The published weight files of the Visual Genome network -> tensors under our names: one short table a release.
+"""Converts published weight files of the Visual Genome network to our names: one short table per release.
 
-A file is read without running anything that stands in it, told by the names of its tensors, and converted whole or not
-at all; the report says of every tensor what became of it. The command is that of weights.py.
+A file's release is recognised by the names of its tensors. It is converted completely or not at all, and the report
+says what became of every tensor. The command is `python -m detectors.weights`.
 Shape letters: A anchors a cell, C classes without background, D channels of res5.
 """
 
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """From their tensor to ours."""
+    """A change from their tensor to ours."""
 
     says: str
     their_shape: Callable[[Shape], Shape]
@@ -81,12 +81,12 @@ _OBJECTNESS = Change(
 
 @dataclass(frozen=True)
 class Release:
-    """What a release calls things, and how it meant its weights to be used."""
+    """The names of a release's tensors, and the settings that belong to its weights."""
 
     name: str
     description: str
     marks: tuple[str, ...]
-    """Patterns; a file with a tensor that one of them finds is of this release."""
+    """Patterns: a file is of this release if one of them finds a tensor's name."""
     names: tuple[tuple[str, str], ...] = ()
     """(beginning of their name, of ours), {} a number; all other names are the same. The first match counts."""
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -168,7 +168,7 @@ _PRE_ACTIVATION = re.compile(r"^backbone\.stem\.norm\.|\bres[2-5]\.\d+\.norm\.|^
 
 
 def release_of(shapes: Mapping[str, Shape], file: Path) -> Release:
-    """Which release's names these are; ValueError for none, and for the one that is another network."""
+    """The release of a file with these tensors; ValueError for an unknown one, and for one that is another network."""
     before = sorted(name for name in shapes if _PRE_ACTIVATION.search(name))
     if before:
         raise ValueError(
@@ -199,7 +199,8 @@ def caffe_cell_anchors() -> Tensor:
 
 
 def network_of(shapes: Mapping[str, Shape]) -> FasterRCNNConfig:
-    """The Visual Genome network in the size of these tensors, by our names; what no shape tells is as published."""
+    """The Visual Genome network in the size of these tensors, by our names; settings that no shape shows are as
+    published."""
     standard = FasterRCNNConfig()
 
     def side(name: str, axis: int, otherwise: int) -> int:

@@ -1,8 +1,8 @@
-"""Published weight files -> tensors, without running anything that stands in them.
+"""Reads the tensors of published weight files without running any code in them.
 
-Files of torch, the zip files of today and those before, and pickles of numpy arrays: safe_pickle.py reads the pickles,
-stand-ins take the place of what they name, and tensors are made here of the bytes that are there. Neither numpy's nor
-torch's own reader sees the file.
+The files are torch's (zip files, and the older format) or pickles of numpy arrays. storage/safe_pickle.py interprets
+the pickle with stand-ins for the classes that it names; the tensors are then made here from the file's bytes. Neither
+numpy's nor torch's own reader is used.
 """
 
 import re
@@ -25,27 +25,27 @@ _ZIP = b"PK\x03\x04"
 _OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that torch wrote before it wrote zip files
 # What detectron2's trainers write beside the model.
 _BESIDE_THE_MODEL = ("__author__", "matching_heuristics", "optimizer", "scheduler", "iteration", "epoch")
-# How much larger than their file all tensors may be: a few may share their numbers, as tied weights do.
+# How many times larger than their file all tensors may be: tied weights share their numbers.
 _SHARING = 4
-# What a damaged zip file makes Python's reader raise, beside ValueError.
+# What Python's reader of zip files raises for a damaged one.
 _TORN = (ValueError, OSError, EOFError, LookupError, ArithmeticError, MemoryError, RuntimeError)
 _TORN += (struct.error, zlib.error, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What stood in a file."""
+    """The contents of a weight file."""
 
     tensors: dict[str, Tensor]
     beside: tuple[str, ...]
-    """Names of what else there was: no weights."""
+    """Names of what else it holds: no weights."""
     container: str
     """`torch file` or `pickle of numpy arrays`."""
 
 
 def read_tensors(file: Path) -> WeightFile:
-    """The tensors of a file, by name; they stand alone in it or below `model`. ValueError says what it is instead."""
-    container, loaded = read_untrusted(file)
+    """The tensors of a file, by name, at the top or below `model`. ValueError says what the file holds instead."""
+    container, loaded = read_weight_file(file)
     model = loaded.get("model", loaded) if isinstance(loaded, dict) else None
     if not isinstance(model, dict) or not model:
         raise ValueError(f"{file} holds no dict of tensors, neither by name nor below 'model'")
@@ -56,10 +56,10 @@ def read_tensors(file: Path) -> WeightFile:
     return WeightFile(named_tensors(file, model), beside, container)
 
 
-def read_untrusted(file: Path) -> tuple[str, Any]:
-    """WeightFile.container and what a file of torch or a pickle holds; of its tensors named_tensors makes some.
+def read_weight_file(file: Path) -> tuple[str, Any]:
+    """WeightFile.container and the value of a torch file or pickle, with stand-ins for its tensors (`named_tensors`).
 
-    ValueError where it is another file, is torn, or names what no weights need.
+    ValueError where it is another kind of file, is torn, or names what no weights need.
     """
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
@@ -87,7 +87,7 @@ def read_untrusted(file: Path) -> tuple[str, Any]:
 
 
 def named_tensors(file: Path, named: dict[Any, Any]) -> dict[str, Tensor]:
-    """The tensors of a dict of read_untrusted's. ValueError names what is none, or is larger than it may be."""
+    """The tensors of a dict in read_weight_file's value. ValueError names what is no tensor, or too large."""
     tensors, made, left = {}, {}, _SHARING * file.stat().st_size
     try:
         for name, value in named.items():
@@ -161,7 +161,7 @@ class _Dtype(StandIn):
 
 
 class _Latin1:
-    """Bytes, as Python 3 writes them for Python 2; encoded when they are needed, for once may be asked for often."""
+    """Bytes as Python 3 pickles them for Python 2; encoded only when needed, as a pickle may name them often."""
 
     __slots__ = ("text",)
 
@@ -188,7 +188,7 @@ _STORAGES = {
 
 
 class _Storage:
-    """Numbers of a file of torch, read once and when a tensor of them is asked for."""
+    """The numbers of a torch file, read once, for the first tensor that uses them."""
 
     __slots__ = ("count", "dtype", "flat", "key", "read")
 
@@ -256,7 +256,7 @@ class _Tensor(StandIn):
 
 
 class _Other(StandIn):
-    """Stands for what no weight is made of: numbers of numpy and the like, beside the weights."""
+    """Stands for values beside the weights, such as numpy's scalars."""
 
     __slots__ = ("name",)
 
@@ -265,7 +265,7 @@ class _Other(StandIn):
 
 
 def _read_zip(file: Path) -> Any:
-    """What torch writes today: data.pkl, and a stored, not compressed, member of each storage."""
+    """Torch's format since 1.6: data.pkl, and an uncompressed member for each storage."""
     archive = zipfile.ZipFile(file)  # open as long as a storage may be read: its list of members is read once
     members = {member.filename: member for member in archive.infolist()}
     if len(members) != len(archive.infolist()):
@@ -285,29 +285,29 @@ def _read_zip(file: Path) -> Any:
 
 
 def _read_old_torch(data: bytes) -> Any:
-    """What torch wrote before 1.6: pickles one behind the other, then of each storage its count and numbers."""
-    places: dict[str, tuple[int, int]] = {}
+    """Torch's format before 1.6: several pickles, then for each storage its count and numbers."""
+    spans: dict[str, tuple[int, int]] = {}
 
     def read(key: str) -> bytes:
-        start, end = places[key]
+        start, end = spans[key]
         return data[start:end]
 
     storages = _Storages(read)
-    _, place = read_pickle(data)
-    version, place = read_pickle(data, place)
-    machine, place = read_pickle(data, place)
+    _, offset = read_pickle(data)
+    version, offset = read_pickle(data, offset)
+    machine, offset = read_pickle(data, offset)
     if version != 1001 or not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise ValueError("of another version than torch's 1001, or of a machine whose big end comes first")
-    value, place = read_pickle(data, place, _NAMES, storages.named)
-    keys, place = read_pickle(data, place)
+    value, offset = read_pickle(data, offset, _NAMES, storages.named)
+    keys, offset = read_pickle(data, offset)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(keys) != storages.keys():
         raise ValueError("its list of storages is not of its tensors")
     for key in keys:
-        end = place + 8 + storages[key].count * storages[key].dtype.itemsize
-        if int.from_bytes(data[place : place + 8], "little") != storages[key].count or end > len(data):
+        end = offset + 8 + storages[key].count * storages[key].dtype.itemsize
+        if int.from_bytes(data[offset : offset + 8], "little") != storages[key].count or end > len(data):
             raise ValueError(f"its storage {printable(key)[:100]} is not whole")
-        places[key] = place + 8, end
-        place = end
+        spans[key] = offset + 8, end
+        offset = end
     return value
 
 
@@ -324,7 +324,7 @@ def _of_length(value: Any, length: int | None = None) -> tuple:
 
 
 def _count(shape: Any) -> int:
-    """How many numbers stand in a shape."""
+    """The number of elements of a shape."""
     count = 1
     for side in _of_length(shape):
         if type(side) is not int or not 0 <= side < 2**48:
@@ -349,7 +349,7 @@ def _ordered_dict(pairs: Any = None) -> dict:
             raise ValueError("an OrderedDict of no pairs")
         check_key(pair[0])
         found[pair[0]] = pair[1]
-    pairs.clear()  # a list that is named again and again would give a whole dict each time
+    pairs.clear()  # a list that is named often would give a whole dict each time
     return found
 
 
@@ -386,7 +386,7 @@ _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
 }
-# What trainers write beside the weights: their counts, best numbers and settings.
+# What training programs save beside the weights: counters, best metrics and settings.
 _BESIDE = [(f"{core}.multiarray", "scalar") for core in _CORES]
 _BESIDE += [("collections", "Counter"), ("__builtin__", "set"), ("builtins", "set")]
 _BESIDE += [("torch", "Size"), ("torch", "device"), *(("torch", str(dtype)[6:]) for dtype in _STORAGES.values())]

@@ -32,7 +32,7 @@ from detectors.average_precision import (
 from detectors.examples import TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, apply_deltas
 from detectors.ground_truth import read_ground_truth
-from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, choose, encode_deltas, match_anchors
+from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, encode_deltas, match_anchors, subsample
 from detectors.recipes import (
     RECIPES,
     SGD,
@@ -129,14 +129,14 @@ def test_anchors_are_taught_by_overlap_and_the_best_of_each_object_always():
 def test_so_many_are_chosen_and_the_foreground_has_its_share():
     taught = torch.tensor([FOREGROUND] * 10 + [BACKGROUND] * 100 + [IGNORED] * 50)
     generator = torch.Generator().manual_seed(0)
-    foreground, background = choose(taught, 32, 0.25, generator)
+    foreground, background = subsample(taught, 32, 0.25, generator)
     assert (len(foreground), len(background)) == (8, 24)
     assert (taught[foreground] == FOREGROUND).all()
     assert (taught[background] == BACKGROUND).all()
     assert len(set(background.tolist())) == 24
-    again = choose(taught, 32, 0.25, generator)[1]
+    again = subsample(taught, 32, 0.25, generator)[1]
     assert set(again.tolist()) != set(background.tolist())
-    few, rest = choose(taught[8:40], 32, 0.25, generator)
+    few, rest = subsample(taught[8:40], 32, 0.25, generator)
     assert (len(few), len(rest)) == (2, 30)
 
 
@@ -665,7 +665,7 @@ def test_a_detector_for_other_classes_starts_from_all_layers_that_fit(root):
         (["optimizer.schedule=step", "optimizer.decay_at=6"], "optimizer.decay_at names update 6, and the run has 6"),
         (["optimizer.rate=1"], "OptimizerConfig has no field 'rate'"),
         (["sampling.anchor_negative=0.8"], "anchor_negative is 0.8; it must be at most anchor_positive"),
-        (["network.box_arithmetic=plus_one"], "boxes are learnt as x2 - x1 wide"),
+        (["network.box_arithmetic=plus_one"], "boxes are learned as x2 - x1 wide"),
         (["network.num_classes=7"], "the data has 8 classes, the network 7; set network.num_classes=8"),
         (["data.held_out_last=24"], "data.held_out_last is 24, and there are 24 images"),
         (["data.images=absent"], "data.images names absent, which is no folder"),

@@ -131,7 +131,7 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
 ):
     monkeypatch.delitem(sys.modules, "detectors.detectron2")
     module = importlib.import_module("detectors.detectron2")
-    message = r"backend detectron2 needs the package detectron2, .* docs/detectron2\.md tells how to install it"
+    message = r"backend detectron2 needs the package detectron2, .* docs/detectron2\.md says how to install it"
     with pytest.raises(ValueError, match=message):
         module.Detectron2FasterRCNN(DEMO)
     with pytest.raises(ValueError, match=message):

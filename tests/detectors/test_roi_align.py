@@ -81,5 +81,5 @@ def test_under_autocast_samples_lie_where_they_lie_in_float32():
 def test_many_regions_are_pooled_some_at_a_time_to_the_same(monkeypatch):
     rois, maps = hostile_rois(3, 9, 12, 3), torch.randn(3, 4, 9, 12, generator=torch.Generator().manual_seed(1))
     expected = roi_align([maps], rois, 3, SCALE)
-    monkeypatch.setattr("detectors.roi_align._MOST", 100 * 3 * 3 * 4)
+    monkeypatch.setattr("detectors.roi_align._MAX_OUTPUTS", 100 * 3 * 3 * 4)
     torch.testing.assert_close(roi_align([maps], rois, 3, SCALE), expected, rtol=0, atol=0)
