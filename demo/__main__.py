@@ -1,13 +1,12 @@
 """Draw demo data, serve them, and run the whole pipeline with a real Prefect server; ends with a report and a table.
 
     make demo [ROOT=demo-root] [SEED=0]             everything; what is done already is not done again
-    make demo-full [ROOT=demo-full-root] [SEED=0]   the detector is trained there, too, and the models with three seeds
-                                                    and on VCR besides
+    make demo-full [ROOT=demo-full-root] [SEED=0]   trains the detector too, and the models with three seeds and on VCR
     make ui [ROOT=demo-root]                        the flow UI on what was recorded. To collect removed shards again,
-                                                    serve the pictures: python -m demo.serve ROOT/data
+                                                    serve the images: python -m demo.serve ROOT/data
 
-Regions come from a detector that was trained on such scenes: `make demo` takes the one beside this file. Exits with 1
-where detector or models are not as good as they should be.
+`make demo` finds regions with the detector beside this file, which was trained on such scenes. Exits with 1 where the
+detector or the models did not learn enough.
 """
 
 import argparse
@@ -29,7 +28,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import TypeAdapter
 
-from demo.data import DEFAULT_PORT, ROWS_PER_SHARD, DemoData, DemoDataSettings, draw_demo_data, read_demo_data
+from demo.data import (
+    DEFAULT_PORT,
+    DESCRIPTION,
+    ROWS_PER_SHARD,
+    VISUAL_WORDS,
+    DemoData,
+    DemoDataSettings,
+    draw_demo_data,
+    read_demo_data,
+)
 from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
 from demo.tasks import DEMO_TASKS, OF_DEMO, ROLES, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
@@ -56,35 +64,25 @@ DATASETS = ("captions", "held-out", "coco")  # the last is what tasks ask about
 SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
-LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, minus that with another scene's picture
+LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, less that with another scene's image
 # What our stages log begins with the name of a dataset or of a run; the rest of a worker's log is Prefect's.
 _STAGE_LINE = re.compile(
     r"(?P<time>\d\d:\d\d:\d\d)\.\d+ \| \w+ +\| (?:Flow|Task) run '[^']*' - "
     rf"(?P<said>(?:{'|'.join([*DATASETS, PRETRAIN_RUN, DETECTOR_RUN, *ROLES])})(?:-seed\d+)?"
     r"(?:: | is complete| goes on).*)"
 )
-# Seconds that a stage may take on two cores: a goal, not a gate.
+# Seconds that a stage may take on two cores, in `make demo` and in `make demo-full`: a goal, not a gate.
 BUDGET = {
-    "draw and serve": 15,
-    "server": 45,
-    "download": 15,
-    "detect": 30,
-    "pre-train": 150,
-    "fine-tune": 90,
-    "report": 15,
-    "total": 360,
-}
-FULL_BUDGET = {
-    "draw and serve": 15,
-    "server": 150,
-    "train detector": 300,
-    "download": 15,
-    "detect": 60,
-    "pre-train": 480,
-    "fine-tune": 690,
-    "evaluate": 75,
-    "report": 15,
-    "total": 1800,
+    "draw and serve": (15, 15),
+    "server": (45, 150),
+    "train detector": (0, 300),
+    "download": (15, 15),
+    "detect": (30, 60),
+    "pre-train": (150, 480),
+    "fine-tune": (90, 690),
+    "evaluate": (0, 75),
+    "report": (15, 15),
+    "total": (360, 1800),
 }
 
 
@@ -107,38 +105,28 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     data = draw(root / "data", DemoDataSettings(seed=seed))
     home, deployments = root / "prefect", root / "prefect.yaml"
     weights = root / "runs" / DETECTOR_RUN / "weights.safetensors" if full else SHIPPED_DETECTOR
-    told = [
-        flow_parameters(root, data, seed, processes)
-        if not full
-        else flow_parameters(root, data, seed + number, processes, weights, f"-seed{seed + number}", tuple(DEMO_TASKS))
-        for number in range(SEEDS if full else 1)
+    parameters = [
+        flow_parameters(root, data, number, processes, weights, f"-seed{number}", tuple(DEMO_TASKS))
+        if full
+        else flow_parameters(root, data, seed, processes)
+        for number in range(seed, seed + (SEEDS if full else 1))
     ]
-    write_deployments(deployments, told[0])
-    trained, pipelines = None, []
+    write_deployments(deployments, parameters[0])
     with DemoServer(data.root):
-        drawn, own = time.monotonic() - started, own_peak()
+        stages = [Stage("draw and serve", time.monotonic() - started, own_peak())]
+        before = time.monotonic()
         say("starting a Prefect server and a worker")
         with serving(home, free_port(0), deployments, query_seconds=2.0):
-            if full:
-                trained = run_deployment(home / "worker.log", TRAIN_DETECTOR)
+            log = home / "worker.log"
+            trained = run_deployment(log, TRAIN_DETECTOR) if full else None
             pipelines = [
-                run_deployment(
-                    home / "worker.log", PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")}
-                )
-                for each in told
+                run_deployment(log, PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")})
+                for each in parameters
             ]
-    elapsed = time.monotonic() - started - drawn
     working = stages_of(pipelines, trained)
-    stages = [
-        Stage("draw and serve", drawn, own),
-        # What Prefect itself took: server, deployments and worker, and of the pipeline runs all that no stage worked.
-        Stage(
-            "server",
-            elapsed - sum(stage.seconds for stage in working),
-            max(pipeline.peak_bytes for pipeline in pipelines),
-        ),
-        *working,
-    ]
+    # What Prefect itself took: server, deployments and worker, and of the pipeline runs all that no stage worked.
+    elapsed = time.monotonic() - before - sum(stage.seconds for stage in working)
+    stages += [Stage("server", elapsed, max(pipeline.peak_bytes for pipeline in pipelines)), *working]
     if full:
         before = time.monotonic()
         evaluated = [evaluate_vcr(root, runs_of(each), start) for each in pipelines for start in STARTS]
@@ -151,7 +139,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     report = write_report(root, data, found, [(stage.name, stage.seconds) for stage in stages], pipelines)
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
-    print(table(stages, FULL_BUDGET if full else BUDGET))
+    print(table(stages, full))
     print(places(root, report, pipelines))
     failed = gates(pipelines, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
@@ -172,10 +160,8 @@ def stages_of(pipelines: "Sequence[PipelineResult]", trained: "TrainedDetector |
 
 
 def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
-    """Ask the runs of answers and of rationales all of val, for the number that needs both; the memory it took, bytes.
-
-    What is there already is left alone.
-    """
+    """Evaluate the runs of answers and of rationales together on val, where that is not done; the memory it took,
+    bytes."""
     names = [runs[run_of(task, start)] for task in ("vcr-answers", "vcr-rationales")]
     folder = joint_folder(root, names[0])
     if (folder / "metrics.json").is_file():
@@ -190,31 +176,20 @@ def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
 
     OtherDemoData where others are there: all that was made of them would have to go, too.
     """
-    if (folder / "demo.json").exists():
-        try:
-            data = read_demo_data(folder)
-        except ValueError as error:  # of another version
-            raise OtherDemoData(f"{error}\n{_elsewhere(folder.parent)}") from error
-        if data.settings != settings:
-            raise OtherDemoData(
-                f"{folder} holds the demo data of seed {data.settings.seed}, not of seed {settings.seed}: shards and "
-                f"runs beside it are made of them.\nFor that seed: {again('demo', folder.parent, data.settings.seed)}. "
-                f"{_elsewhere(folder.parent)}"
-            )
-        port = data.port
-    else:
-        port = free_port()
-        if port != DEFAULT_PORT:
-            say(
-                f"WARNING: port {DEFAULT_PORT} is taken, so the demo data are served at {port}. Its URLs say so: keys, "
-                "shards and numbers differ from those of the default port"
-            )
+    port = DEFAULT_PORT if (folder / DESCRIPTION).exists() else free_port()
+    if port != DEFAULT_PORT:
+        say(
+            f"WARNING: port {DEFAULT_PORT} is taken, so the demo data are served at {port}. Their URLs name it: keys, "
+            "shards and numbers differ from those of the default port"
+        )
     say(f"drawing {settings.train_scenes + settings.held_out_scenes} scenes into {folder}")
-    return draw_demo_data(folder, settings, port)
-
-
-def _elsewhere(root: Path) -> str:
-    return f"For another: make demo ROOT=OTHER, or first remove this one: make clean ROOT={shlex.quote(str(root))}"
+    try:
+        return draw_demo_data(folder, settings, port)
+    except ValueError as error:
+        raise OtherDemoData(
+            f"{error}\nThe shards and runs beside them are made of them. For others: make demo ROOT=OTHER, or first "
+            f"remove these: make clean ROOT={shlex.quote(str(folder.parent))}"
+        ) from error
 
 
 def again(what: str, root: Path, seed: int = 0) -> str:
@@ -312,7 +287,7 @@ def flow_parameters(
         text=(str(data.text),),
         vocabulary_size=500,
         vocabulary_captions=(str(data.train_tsv),),
-        monitored_words=tuple(data.words_of_the_picture),
+        monitored_words=VISUAL_WORDS,
         overrides=overrides,
         processes=machine,
     )
@@ -384,12 +359,11 @@ def of_children(name: str, stages: Sequence) -> Stage:
     return Stage(name, sum(stage.seconds for stage in stages), max(stage.peak_bytes for stage in stages))
 
 
-def table(stages: Sequence[Stage], budget: dict[str, int]) -> str:
+def table(stages: Sequence[Stage], full: bool) -> str:
     lines = [f"\n{'stage':<16}{'seconds':>9}{'budget':>9}{'peak MB of one process':>24}"]
-    lines += [
-        f"{stage.name:<16}{stage.seconds:>9.1f}{budget[stage.name]:>9}{stage.peak_bytes / 1e6:>24.0f}"
-        for stage in stages
-    ]
+    for stage in stages:
+        budget = BUDGET[stage.name][full]
+        lines.append(f"{stage.name:<16}{stage.seconds:>9.1f}{budget:>9}{stage.peak_bytes / 1e6:>24.0f}")
     return "\n".join(lines) + "\n"
 
 
@@ -408,32 +382,29 @@ def places(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> s
 
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
     """What detector and models (means over the pipeline runs) should have learned and did not, one line each."""
-    measured = [numbers_of(pipeline) for pipeline in pipelines]
-    means = mean(measured)
-    tasks = [task for task in DEMO_TASKS if run_of(task, "with") in means]
+    seeds = [numbers_of(pipeline) for pipeline in pipelines]
+    means = mean(seeds)
+    tasks = {name: task for name, task in DEMO_TASKS.items() if name in means}
     print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
-    for number, numbers in enumerate([*measured, means] if len(measured) > 1 else measured):
-        of = "" if len(measured) == 1 else "mean: " if numbers is means else f"seed {number + 1} of {len(measured)}: "
-        told = [
-            f"{DEMO_TASKS[task].title} {numbers[run_of(task, 'with')]:.3f} pre-trained, "
-            f"{numbers[run_of(task, 'without')]:.3f} not, {numbers[task]:.3f} by chance"
-            for task in tasks
+    rows = {f"seed {i} of {len(seeds)}: ": numbers for i, numbers in enumerate(seeds, 1)} | {"mean: ": means}
+    for name, numbers in rows.items() if len(seeds) > 1 else [("", means)]:
+        results = [
+            f"{task.title} {numbers[run_of(key, 'with')]:.3f} pre-trained, {numbers[run_of(key, 'without')]:.3f} not, "
+            f"{numbers[key]:.3f} by chance"
+            for key, task in tasks.items()
         ]
-        print("; ".join([f"{of}grounding {numbers['grounding']:.3f}", *told]))
+        print("; ".join([f"{name}grounding {numbers['grounding']:.3f}", *results]))
+    gap = means["grounding"]
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
-        (
-            means["grounding"] >= LEAST_GROUNDING,
-            f"grounding is {means['grounding']:.3f}, under {LEAST_GROUNDING}: it does not look",
-        ),
+        (gap >= LEAST_GROUNDING, f"grounding is {gap:.3f}, under {LEAST_GROUNDING}: the model does not use the image"),
     ]
-    for task in tasks:
-        title, least = DEMO_TASKS[task].title, DEMO_TASKS[task].least_gain
-        with_it, without, chance = means[run_of(task, "with")], means[run_of(task, "without")], means[task]
-        said = f"{title} with pre-training is {with_it:.3f}, not {least} over"
+    for key, task in tasks.items():
+        with_it, without, chance = means[run_of(key, "with")], means[run_of(key, "without")], means[key]
+        message = f"{task.title} with pre-training is {with_it:.3f}, not {task.least_gain} over"
         checks += [
-            (with_it - chance >= least, f"{said} chance ({chance:.3f})"),
-            (with_it - without >= least, f"{said} {without:.3f} without it"),
+            (with_it - chance >= task.least_gain, f"{message} chance ({chance:.3f})"),
+            (with_it - without >= task.least_gain, f"{message} {without:.3f} without it"),
         ]
     return [f"GATE FAILED: {message}" for passed, message in checks if not passed]
 
@@ -441,7 +412,7 @@ def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float)
 def show_ui(root: Path, port: int) -> None:
     """Serve the deployments on the demo's database, with the flow UI, until Ctrl-C.
 
-    Does not serve the images: they are collected already.
+    The images are not served: they are collected already.
     """
     deployments = root / "prefect.yaml"
     if not deployments.is_file():

@@ -1,16 +1,16 @@
-"""Draw the demo data: captioned scenes, a text corpus, and pictures that RefCOCO+, VQA 2.0 and VCR ask about.
+"""Draw the demo data: captioned scenes, a text corpus, and images that RefCOCO+, VQA 2.0 and VCR ask about.
 
-    python -m demo.data OUT --seed 0
+    python -m demo.data FOLDER [seed=1 train_scenes=100 ...]
 
 All files are in the official formats. Colour and shape of every object are uniform and independent, and each is named
-once in a caption: nothing but the picture tells them. The same settings and port give the same bytes.
+once in a caption: only the image tells them. The same settings and port give the same bytes.
 """
 
 import argparse
 import dataclasses
 import io
 import json
-import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ from demo.sentences import caption, document, expression
 from demo.task_files import (
     REFCOCO_NAMES,
     SPLITS,
-    TaskPicture,
+    TaskImage,
     refcoco_files,
     task_image_name,
     vcr_files,
-    vcr_names,
     vqa_files,
-    vqa_names,
 )
+from storage.settings import add_fields, override
 
 DATA_VERSION = 3  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
+DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
 ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
 
 CATEGORIES = tuple(sorted(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES))  # COCO id: position + 1
-WORDS_OF_THE_PICTURE = tuple(sorted([*COLOURS, *SHAPES]))
+VISUAL_WORDS = tuple(sorted([*COLOURS, *SHAPES]))  # those of a caption that only the image tells
 
 # What may be wrong with a row of train.tsv: all but "duplicate" are folders below /broken, acted out by demo/serve.py.
 BROKEN_KINDS = ("404", "dropped", "html", "truncated", "slow", "bomb", "private-redirect", "duplicate")
@@ -52,7 +52,7 @@ SPLIT_SHAPES = {
     "testB": ("star", "cross", "ring"),
 }
 
-# One stream of random numbers per part of the data, so that a change to one leaves the others as they were.
+# Each part of the data has random numbers of its own: a change to one leaves the others as they are.
 _CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM = range(6)
 
 
@@ -61,39 +61,36 @@ class DemoDataSettings:
     """Everything that decides what is drawn; the port only stands in the URLs."""
 
     seed: int = 0  # of all random choices
-    width: int = 224  # of every picture, pixels
-    height: int = 168  # of every picture, pixels
-    train_scenes: int = 800  # captioned pictures to learn from
-    held_out_scenes: int = 300  # captioned pictures to measure on
-    max_objects: int = 3  # objects in a captioned picture: 1 to this many
+    width: int = 224  # of every image, pixels
+    height: int = 168  # of every image, pixels
+    train_scenes: int = 800  # captioned images to learn from
+    held_out_scenes: int = 300  # captioned images to measure on
+    max_objects: int = 3  # objects in a captioned image: 1 to this many
     broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
     text_lines: int = 2000  # lines of text.txt
-    task_train: int = 400  # pictures that the tasks ask about, to learn from
-    task_held_out: int = 100  # such pictures in each of val, testA and testB
-    task_refs: int = 2  # objects of such a picture that an expression of RefCOCO+ means, at most; one expression each
-    task_min_objects: int = 3  # objects in such a picture, at least
-    task_max_objects: int = 5  # objects in such a picture, at most
+    task_train: int = 400  # images that the tasks ask about, to learn from
+    task_held_out: int = 100  # such images in each of val, testA and testB
+    task_refs: int = 2  # objects of such an image with an expression of RefCOCO+, at most
+    task_min_objects: int = 3  # objects in such an image, at least
+    task_max_objects: int = 5  # objects in such an image, at most
     jpeg_quality: int = 90  # 1 to 95
 
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it cannot be negative")
-        if self.width < 112 or self.height < 112:
-            raise ValueError(f"pictures of {self.width}x{self.height} pixels are too small; give at least 112x112")
-        if self.train_scenes < 1:
-            raise ValueError("train_scenes is 0; at least one captioned picture is needed")
-        if not 1 <= self.jpeg_quality <= 95:
-            raise ValueError(f"jpeg_quality is {self.jpeg_quality}; give 1 to 95")
-        # Objects that soon find a place, and that words.py can count, with one more in the text corpus.
-        room = min(self.width * self.height // 5000, 8)
-        if not 1 <= self.max_objects <= room:
-            raise ValueError(f"max_objects is {self.max_objects}; pictures of this size hold 1 to {room}")
-        if not 2 <= self.task_min_objects <= self.task_max_objects <= room:
-            raise ValueError(
-                f"a picture of the tasks would hold {self.task_min_objects} to {self.task_max_objects} objects; "
-                f"give two numbers in order from 2 to {room}"
-            )
+    def __post_init__(self) -> None:
+        most = min(self.width * self.height // 5000, 8)  # objects that find room, and that sentences.py can count
+        for holds, names, wanted in (
+            (min(dataclasses.astuple(self)) >= 0, "no field", "may be negative"),
+            (min(self.width, self.height) >= 112, "width and height", "must be at least 112"),
+            (self.train_scenes >= 1, "train_scenes", "must be at least 1"),
+            (1 <= self.jpeg_quality <= 95, "jpeg_quality", "must be 1 to 95"),
+            (1 <= self.max_objects <= most, "max_objects", f"must be 1 to {most} in images of this size"),
+            (
+                2 <= self.task_min_objects <= self.task_max_objects <= most,
+                "task_min_objects and task_max_objects",
+                f"must be in order, from 2 to {most} in images of this size",
+            ),
+        ):
+            if not holds:
+                raise ValueError(f"DemoDataSettings: {names} {wanted}; given are {self}")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -101,103 +98,38 @@ class DemoDataSettings:
         return self.width, self.height
 
     @property
-    def task_pictures(self) -> list[tuple[int, str]]:
-        """Number and split of each picture that the tasks ask about."""
+    def task_images(self) -> list[tuple[int, str]]:
+        """Number and split of each image that the tasks ask about."""
         sizes = dict.fromkeys(SPLITS, self.task_held_out) | {"train": self.task_train}
         return list(enumerate((split for split in SPLITS for _ in range(sizes[split])), FIRST_TASK_IMAGE))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DemoData:
-    """Where the files of the demo data are."""
+    """Where the files of the demo data are; the folder `coco` has the images that all three tasks ask about."""
 
     root: Path
     settings: DemoDataSettings
     port: int
 
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def about(self) -> Path:
-        return self.root / "demo.json"
-
-    @property
-    def train_tsv(self) -> Path:
-        return self.root / "train.tsv"
-
-    @property
-    def held_out_tsv(self) -> Path:
-        return self.root / "held_out.tsv"
-
-    @property
-    def text(self) -> Path:
-        return self.root / "text.txt"
-
-    @property
-    def images(self) -> Path:
-        return self.root / "images"
-
-    @property
-    def annotations(self) -> Path:
-        return self.root / "annotations.json"
-
-    @property
-    def task_images(self) -> Path:
-        """The pictures that all three tasks ask about; like COCO's, they may lie anywhere."""
-        return self.root / "coco"
-
-    @property
-    def refcoco(self) -> Path:
-        return self.root / "refcoco+"
-
-    @property
-    def refcoco_refs(self) -> Path:
-        return self.refcoco / REFCOCO_NAMES[0]
-
-    @property
-    def refcoco_instances(self) -> Path:
-        return self.refcoco / REFCOCO_NAMES[1]
-
-    @property
-    def vqa(self) -> Path:
-        return self.root / "vqa"
-
-    @property
-    def vcr(self) -> Path:
-        return self.root / "vcr"
-
-    @property
-    def words_of_the_picture(self) -> list[str]:
-        """The colour and shape words, sorted: those that only the picture tells."""
-        return list(WORDS_OF_THE_PICTURE)
-
-    def files(self) -> list[Path]:
-        """Every file, demo.json last."""
-        scenes = range(self.settings.train_scenes + self.settings.held_out_scenes)
-        pictures = self.settings.task_pictures
-        return [
-            self.train_tsv,
-            self.held_out_tsv,
-            self.text,
-            self.annotations,
-            *(self.images / image_name(number) for number in scenes),
-            *(self.task_images / task_image_name(*picture) for picture in pictures),
-            *(self.refcoco / name for name in REFCOCO_NAMES),
-            *(self.vqa / name for name in vqa_names()),
-            *(self.vcr / name for name in vcr_names(pictures)),
-            self.about,
-        ]
+    def __post_init__(self) -> None:
+        self.description = self.root / DESCRIPTION
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.train_tsv, self.held_out_tsv = self.root / "train.tsv", self.root / "held_out.tsv"
+        self.text = self.root / "text.txt"
+        self.images, self.annotations = self.root / "images", self.root / "annotations.json"
+        self.task_images = self.root / "coco"
+        self.refcoco, self.vqa, self.vcr = self.root / "refcoco+", self.root / "vqa", self.root / "vcr"
+        self.refcoco_refs, self.refcoco_instances = (self.refcoco / name for name in REFCOCO_NAMES)
 
 
 def image_name(number: int) -> str:
     return f"{number:06d}.jpg"
 
 
-def jpeg(picture: np.ndarray, quality: int) -> bytes:
+def jpeg(pixels: np.ndarray, quality: int) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=quality, subsampling=0)  # whole colour: objects are small
+    Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling=0)  # whole colour: objects are small
     return file.getvalue()
 
 
@@ -214,9 +146,9 @@ def draw_into(
     coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, quality: int, name: str = ""
 ) -> list[dict]:
     """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
-    picture, visible = draw_scene(rng, scene)
+    pixels, visible = draw_scene(rng, scene)
     name = name or image_name(number)
-    (folder / name).write_bytes(jpeg(picture, quality))
+    (folder / name).write_bytes(jpeg(pixels, quality))
     coco["images"].append({"id": number, "file_name": name, "width": scene.width, "height": scene.height})
     annotations = []
     for thing, mask in zip(scene.objects, visible, strict=True):
@@ -246,11 +178,10 @@ def draw_into(
 
 def draw_captioned(data: DemoData) -> None:
     """images/, annotations.json, train.tsv and held_out.tsv."""
-    settings = data.settings
     data.images.mkdir(parents=True, exist_ok=True)
     coco = coco_file()
-    for number, scene, _, rng in captioned_scenes(settings):
-        draw_into(coco, data.images, number, scene, rng, settings.jpeg_quality)
+    for number, scene, _, rng in captioned_scenes(data.settings):
+        draw_into(coco, data.images, number, scene, rng, data.settings.jpeg_quality)
     data.annotations.write_text(json.dumps(coco))
     write_caption_lists(data)
 
@@ -264,7 +195,7 @@ def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, s
 
 
 def write_caption_lists(data: DemoData) -> None:
-    """train.tsv, with the broken rows strewn in, and held_out.tsv: caption TAB url.
+    """train.tsv, with the broken rows in random positions, and held_out.tsv: caption TAB url.
 
     A "duplicate" is a copy of a good row of the same shard of ROWS_PER_SHARD rows, or of any where that shard has none.
     """
@@ -272,43 +203,42 @@ def write_caption_lists(data: DemoData) -> None:
     rows = [f"{words}\t{data.base_url}/images/{image_name(n)}\n" for n, _, words, _ in captioned_scenes(settings)]
     train, held_out = rows[: settings.train_scenes], rows[settings.train_scenes :]
     rng = np.random.default_rng([settings.seed, _BROKEN_STREAM])
-    places = rng.permutation(len(train) + settings.broken_rows)[: settings.broken_rows].tolist()
-    good = dict(zip(sorted(set(range(len(train) + len(places))) - set(places)), train, strict=True))  # by place
+    broken = rng.permutation(len(train) + settings.broken_rows)[: settings.broken_rows].tolist()
+    good = dict(zip(sorted(set(range(len(train) + len(broken))) - set(broken)), train, strict=True))  # by row
     listed = dict(good)
-    for i, place_of_row in enumerate(places):
+    for i, number in enumerate(broken):
         kind = BROKEN_KINDS[i % len(BROKEN_KINDS)]
         if kind == "duplicate":
-            beside = [row for n, row in good.items() if n // ROWS_PER_SHARD == place_of_row // ROWS_PER_SHARD]
-            listed[place_of_row] = choose(rng, beside or list(good.values()))
+            beside = [row for n, row in good.items() if n // ROWS_PER_SHARD == number // ROWS_PER_SHARD]
+            listed[number] = choose(rng, beside or list(good.values()))
         else:
             words = caption(rng, caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size))
             name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
-            listed[place_of_row] = f"{words}\t{data.base_url}/broken/{kind}/{name}\n"
+            listed[number] = f"{words}\t{data.base_url}/broken/{kind}/{name}\n"
     data.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
     data.held_out_tsv.write_text("".join(held_out))
 
 
 def draw_tasks(data: DemoData) -> None:
-    """coco/ with the pictures, and what refcoco+/, vqa/ and vcr/ say and ask about them."""
+    """coco/ with the images, and refcoco+/, vqa/ and vcr/ with the annotations and questions about them."""
     settings = data.settings
     data.task_images.mkdir(parents=True, exist_ok=True)
-    coco, pictures = coco_file(), []
-    for picture, (number, split) in enumerate(settings.task_pictures):
-        rng = np.random.default_rng([settings.seed, _TASK_STREAM, picture])
+    coco, images = coco_file(), []
+    for index, (number, split) in enumerate(settings.task_images):
+        rng = np.random.default_rng([settings.seed, _TASK_STREAM, index])
         eligible = []
         while not eligible:
-            objects = int(rng.integers(settings.task_min_objects, settings.task_max_objects + 1))
-            appearances = task_appearances(rng, objects)
-            eligible = [i for i, appearance in enumerate(appearances) if appearance.shape in SPLIT_SHAPES[split]]
+            objects = task_appearances(rng, int(rng.integers(settings.task_min_objects, settings.task_max_objects + 1)))
+            eligible = [i for i, one in enumerate(objects) if one.shape in SPLIT_SHAPES[split]]
         targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.task_refs]]
-        expressions = {target: expression(rng, appearances, target) for target in targets}
-        scene, name = place(rng, appearances, settings.size), task_image_name(number, split)
+        expressions = {target: expression(rng, objects, target) for target in targets}
+        scene, name = place(rng, objects, settings.size), task_image_name(number, split)
         annotations = draw_into(coco, data.task_images, number, scene, rng, settings.jpeg_quality, name)
-        pictures.append(TaskPicture(number, split, scene, annotations, expressions))
+        images.append(TaskImage(number, split, scene, annotations, expressions))
     for folder, files in (
-        (data.refcoco, refcoco_files(coco, pictures)),
-        (data.vqa, vqa_files(pictures, (settings.seed, _VQA_STREAM))),
-        (data.vcr, vcr_files(pictures, (settings.seed, _VCR_STREAM))),
+        (data.refcoco, refcoco_files(coco, images)),
+        (data.vqa, vqa_files(images, (settings.seed, _VQA_STREAM))),
+        (data.vcr, vcr_files(images, (settings.seed, _VCR_STREAM))),
     ):
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -323,89 +253,53 @@ def write_text(data: DemoData) -> None:
     data.text.write_text("".join(lines))
 
 
-def write_about(data: DemoData) -> None:
-    about = {
-        "version": DATA_VERSION,
-        "settings": dataclasses.asdict(data.settings),
-        "port": data.port,
-        "base_url": data.base_url,
-        "words_of_the_picture": data.words_of_the_picture,
-    }
-    partial = data.about.with_suffix(".partial")
-    partial.write_text(json.dumps(about, indent=2) + "\n")
-    partial.replace(data.about)
-
-
-def command(data: DemoData, port: int | str) -> str:
-    """What draws the data for `port`, as one types it."""
-    fields = [
-        (field.name, getattr(data.settings, field.name), field.default) for field in dataclasses.fields(data.settings)
-    ]
-    given = [f"--{name.replace('_', '-')} {value}" for name, value, default in fields if value != default]
-    return " ".join(["python -m demo.data", shlex.quote(str(data.root)), *given, f"--port {port}"])
-
-
-def read_demo_data(out: Path) -> DemoData:
-    """The data that was drawn into `out`. ValueError where there is none, or one of another version."""
-    file = Path(out) / "demo.json"
+def read_demo_data(folder: Path) -> DemoData:
+    """The data that were drawn into the folder. ValueError where there are none, or those of another version."""
+    file = Path(folder) / DESCRIPTION
     if not file.exists():
-        raise ValueError(f"{out} holds no demo data (no demo.json); draw them: python -m demo.data {out}")
-    about = json.loads(file.read_text())
-    if about.get("version") != DATA_VERSION:
+        raise ValueError(f"{folder} holds no demo data (no {DESCRIPTION}); draw them: python -m demo.data {folder}")
+    description = json.loads(file.read_text())
+    if description.get("version") != DATA_VERSION:
         raise ValueError(
-            f"{file} is of version {about.get('version')}, this code draws {DATA_VERSION}; remove the folder {out} "
-            "and draw again"
+            f"{file} is of version {description.get('version')}, this code draws {DATA_VERSION}: remove {folder} and "
+            "draw again"
         )
-    return DemoData(Path(out), DemoDataSettings(**about["settings"]), about["port"])
+    return DemoData(Path(folder), DemoDataSettings(**description["settings"]), description["port"])
 
 
-def is_drawn(data: DemoData) -> bool:
-    """Whether `data` lie in their folder, with these settings, this port and all files."""
-    return data.about.exists() and read_demo_data(data.root) == data and all(file.exists() for file in data.files())
+def draw_demo_data(folder: Path, settings: DemoDataSettings, port: int = DEFAULT_PORT) -> DemoData:
+    """Draw demo data into the folder. Those of the same settings that are there already stay, with their port.
 
-
-def draw_demo_data(out: Path, settings: DemoDataSettings, port: int = DEFAULT_PORT) -> DemoData:
-    """Draw demo data into the folder `out`, or leave them alone if they are there already, with all their files.
-
-    Data of other settings are replaced: their files are removed first. With another port, only the lists of URLs
-    are written again. demo.json is written last: an interrupted drawing has none, and is done again.
+    ValueError where data of other settings or of another version are there. An interrupted drawing is done again.
     """
-    data = DemoData(Path(out), settings, port)
-    if is_drawn(data):
+    if (Path(folder) / DESCRIPTION).exists():
+        data = read_demo_data(folder)
+        if data.settings != settings:
+            raise ValueError(f"{folder} holds demo data of other settings: {data.settings}, not {settings}")
         return data
-    old = read_demo_data(data.root) if data.about.exists() else None
-    if old is not None:
-        data.about.unlink()
-    if old is not None and old.settings == settings and all(file.exists() for file in data.files()[:-1]):
-        write_caption_lists(data)
-    else:
-        for file in old.files() if old is not None else []:
-            file.unlink(missing_ok=True)
-        draw_captioned(data)
-        write_text(data)
-        draw_tasks(data)
-    write_about(data)
+    data = DemoData(Path(folder), settings, port)
+    draw_captioned(data)
+    write_text(data)
+    draw_tasks(data)
+    description = {"version": DATA_VERSION, "settings": dataclasses.asdict(settings), "port": port}
+    partial = data.description.with_suffix(".partial")
+    partial.write_text(json.dumps(description, indent=2) + "\n")
+    partial.replace(data.description)
     return data
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.data", description="Draw the demo data.")
-    parser.add_argument("out", type=Path, help="the folder to draw it into")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the server that its URLs name (%(default)s)")
-    for field in dataclasses.fields(DemoDataSettings):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help="(%(default)s)")
-    chosen = vars(parser.parse_args(arguments))
-    out, port = chosen.pop("out"), chosen.pop("port")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to draw them")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="of the server that the URLs name (%(default)s)")
+    add_fields(parser, DemoDataSettings())
+    options = parser.parse_args(arguments)
+    started = time.perf_counter()
     try:
-        data = DemoData(out, DemoDataSettings(**chosen), port)
-        if is_drawn(data):
-            print(f"{out} already holds these data; nothing drawn")
-            return
-        start = time.perf_counter()
-        draw_demo_data(out, data.settings, port)
+        data = draw_demo_data(options.folder, override(DemoDataSettings(), options.fields), options.port)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    print(f"drew {len(data.files())} files into {out} in {time.perf_counter() - start:.1f} s, for {data.base_url}")
+        sys.exit(f"error: {error}")
+    print(f"{options.folder}: demo data for {data.base_url}, after {time.perf_counter() - started:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Serve demo data's pictures over HTTP, and misbehave at the URLs that say so: the web in small.
+"""Serve the images of the demo data over HTTP, and misbehave at the URLs that say so, as the web does.
 
-python -m demo.serve OUT
+python -m demo.serve FOLDER
 """
 
 import argparse
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from demo.data import DEFAULT_PORT, command, image_name, read_demo_data
+from demo.data import DEFAULT_PORT, image_name, read_demo_data
 
 HOST = "127.0.0.1"
 PRIVATE_ADDRESS = "http://10.255.255.1/"  # where "private-redirect" points: a network no caption list may reach
 BOMB_SIDE = 30_000  # pixels: what the header of "bomb" promises
-DRIP_SECONDS = 1.0  # between two bytes of "slow": any picture takes hours
+DRIP_SECONDS = 1.0  # between two bytes of "slow": any image takes hours
 
 
 def free_port(preferred: int = DEFAULT_PORT) -> int:
@@ -60,8 +60,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if picture := re.fullmatch(r"/images/([0-9]+\.jpg)", path):
-            file = self.server.images / picture[1]
+        if image := re.fullmatch(r"/images/([0-9]+\.jpg)", path):
+            file = self.server.images / image[1]
             if file.is_file():
                 return self.answer(200, "image/jpeg", file.read_bytes())
         elif broken := re.fullmatch(r"/broken/([a-z-]+)/([0-9]+\.(?:jpg|png))", path):
@@ -76,10 +76,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             page = b"<!DOCTYPE html><title>Moved</title><p>This picture has moved to our new gallery.</p>\n"
             self.answer(200, "text/html; charset=utf-8", page)
         elif kind == "truncated":
-            whole = self.server.some_picture()
+            whole = self.server.some_image()
             self.answer(200, "image/jpeg", whole[: len(whole) // 2])
         elif kind == "slow":
-            self.drip(self.server.some_picture())
+            self.drip(self.server.some_image())
         elif kind == "bomb":
             self.answer(200, "image/png", png_bomb())
         elif kind == "private-redirect":
@@ -101,7 +101,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(404, "text/plain; charset=utf-8", b"no such picture\n")
 
     def drip(self, body: bytes) -> None:
-        """Send `body` byte by byte until it is done, the client leaves or the server stops."""
+        """Send `body` byte by byte until it is sent, the client leaves or the server stops."""
         self.send_response(200)
         self.send_header("Content-Type", "image/jpeg")
         self.send_header("Content-Length", str(len(body)))
@@ -113,7 +113,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a thousand lines of access log would hide what the other stages say."""
+        """Nothing: a thousand lines of access log would hide those of the stages."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -125,23 +125,23 @@ class _Server(http.server.ThreadingHTTPServer):
         self.stopping = threading.Event()
         super().__init__((HOST, port), _Handler)
 
-    def some_picture(self) -> bytes:
+    def some_image(self) -> bytes:
         return (self.images / image_name(0)).read_bytes()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that hang up or fall silent are the rule here; anything else is our fault and is printed."""
+        """Clients may hang up or fall silent; any other error is one of this program and is printed."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 class DemoServer:
-    """Serves OUT/images in a thread, on 127.0.0.1, while the `with` block runs.
+    """Serves the images of the demo data in `folder` in a thread, on 127.0.0.1, while the `with` block runs.
 
-    Without `port`, it is the one that the data's lists name; 0 takes any free one. ValueError where it is taken.
+    port: None takes the one in the lists of URLs, 0 any free one. ValueError where it is taken.
     """
 
-    def __init__(self, out: Path, port: int | None = None):
-        data = read_demo_data(out)
+    def __init__(self, folder: Path, port: int | None = None):
+        data = read_demo_data(folder)
         port = data.port if port is None else port
         try:
             self._server = _Server(data.images, port)
@@ -149,8 +149,8 @@ class DemoServer:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ValueError(
-                f"port {port} is taken; stop what listens there, or start afresh: `make demo ROOT=OTHER`. Where "
-                f"nothing was collected from the lists yet, they may name another port: `{command(data, 'PORT')}`"
+                f"port {port} is taken, and the URLs of {folder} name it; stop what listens there, or draw other demo "
+                "data: make demo ROOT=OTHER"
             ) from error
         self.port = self._server.server_address[1]
         self.base_url = f"http://{HOST}:{self.port}"
@@ -168,25 +168,18 @@ class DemoServer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m demo.serve", description="Serve demo data over HTTP.")
-    parser.add_argument("out", type=Path, help="the folder that demo.data drew into")
-    parser.add_argument("--port", type=int, help="only to make sure: the data's lists name theirs")
-    chosen = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m demo.serve", description="Serve the demo data over HTTP.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder that demo.data drew into")
+    folder = parser.parse_args(arguments).folder
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
-        data = read_demo_data(chosen.out)
-        if chosen.port not in (None, data.port):
-            raise ValueError(
-                f"the lists in {chosen.out} name port {data.port}, not {chosen.port}. Where nothing was collected "
-                f"from them yet, write them anew (the pictures stay): `{command(data, chosen.port)}`"
-            )
-        server = DemoServer(chosen.out)
+        server = DemoServer(folder)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        sys.exit(f"error: {error}")
     with server:
-        print(f"serving {chosen.out} at {server.base_url} (Ctrl-C stops it)", flush=True)
+        print(f"serving {folder} at {server.base_url} (Ctrl-C stops it)", flush=True)
         stop.wait()
 
 

@@ -1,4 +1,4 @@
-"""The files of RefCOCO+, VQA 2.0 and VCR about drawn pictures, as each data set ships its own: name -> bytes."""
+"""The files of RefCOCO+, VQA 2.0 and VCR about drawn images, as each data set ships its own: name -> bytes."""
 
 import json
 import math
@@ -13,19 +13,19 @@ from demo.scenes import RING_HOLE, SHAPE_SCALE, Scene, SceneObject, outline
 from vlbert.datasets.refcoco import FILES as REFCOCO_NAMES
 from vlbert.datasets.vqa import frequent_answers, question_files
 
-SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the pictures; the two others call the last two `test`
-# The part of COCO that a picture of each split would be of; VQA's splits have these names.
+SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the images; the two others call the last two `test`
+# The part of COCO that an image of each split would be of; VQA's splits have these names.
 PARTS = {"train": "train2014", "val": "val2014", "testA": "test2015", "testB": "test2015"}
 ANSWERS = "answers_vqa.txt"
 VCR_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
 VCR_MOVIE = "drawn_world"  # the folder in vcr1images
 VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all shapes
-ITEMS = 2  # of VCR about a picture, each about another object
+ITEMS = 2  # of VCR about an image, each about another object
 
 
 @dataclass(frozen=True)
-class TaskPicture:
-    """A picture that tasks ask about.
+class TaskImage:
+    """An image that tasks ask about.
 
     annotations  of the COCO file, in the order of the scene's objects
     expressions  of RefCOCO+: number of an object -> the words that mean it
@@ -49,20 +49,20 @@ def task_image_name(number: int, split: str) -> str:
 # --- RefCOCO+ ---------------------------------------------------------------------------------------------------------
 
 
-def refcoco_files(coco: dict, pictures: Sequence[TaskPicture]) -> dict[str, bytes]:
+def refcoco_files(coco: dict, images: Sequence[TaskImage]) -> dict[str, bytes]:
     """refs(unc).p is Python 2's pickle protocol 0, as published."""
     refs = []
-    meant = [(picture, *reference) for picture in pictures for reference in picture.expressions.items()]
-    for ref_id, (picture, target, words) in enumerate(meant):
-        annotation = picture.annotations[target]
+    meant = [(image, *reference) for image in images for reference in image.expressions.items()]
+    for ref_id, (image, target, words) in enumerate(meant):
+        annotation = image.annotations[target]
         refs.append(
             {
                 "sent_ids": [ref_id],
-                "file_name": f"{picture.file_name.removesuffix('.jpg')}_{ref_id}.jpg",
+                "file_name": f"{image.file_name.removesuffix('.jpg')}_{ref_id}.jpg",
                 "ann_id": annotation["id"],
                 "ref_id": ref_id,
-                "image_id": picture.number,
-                "split": picture.split,
+                "image_id": image.number,
+                "split": image.split,
                 "sentences": [{"tokens": words.split(), "raw": words, "sent_id": ref_id, "sent": words}],
                 "category_id": annotation["category_id"],
             }
@@ -73,23 +73,18 @@ def refcoco_files(coco: dict, pictures: Sequence[TaskPicture]) -> dict[str, byte
 # --- VQA 2.0 ----------------------------------------------------------------------------------------------------------
 
 
-def vqa_names() -> list[str]:
-    """Of all that `vqa_files` gives; a test split has no annotations."""
-    return [*(name for part in dict.fromkeys(PARTS.values()) for name in question_files(part)), ANSWERS]
-
-
-def vqa_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str, bytes]:
+def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
     """Questions of all splits, ten answers to each where it is not of a test, and the list of answers to choose from.
 
     seed: of the random choices.
     """
     asked = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
-    for picture in pictures:
-        rng = np.random.default_rng([*seed, picture.number])
-        appearances, part = [thing.appearance for thing in picture.scene.objects], PARTS[picture.split]
+    for image in images:
+        rng = np.random.default_rng([*seed, image.number])
+        appearances, part = [thing.appearance for thing in image.scene.objects], PARTS[image.split]
         for number, question in enumerate(questions.questions(rng, appearances)):
-            ids = {"image_id": picture.number, "question_id": picture.number * 1000 + number}
+            ids = {"image_id": image.number, "question_id": image.number * 1000 + number}
             said = questions.annotated(rng, question)
             asked[part].append(ids | {"question": question.text})
             answered[part].append(
@@ -121,33 +116,27 @@ def vqa_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str,
 # --- VCR --------------------------------------------------------------------------------------------------------------
 
 
-def vcr_names(pictures: Sequence[tuple[int, str]]) -> list[str]:
-    """Of all that `vcr_files` gives for pictures (number, split)."""
-    metadata = [f"vcr1images/{_metadata_name(task_image_name(*picture))}" for picture in pictures]
-    return [*(f"{split}.jsonl" for split in dict.fromkeys(VCR_SPLITS.values())), *metadata]
-
-
 def _metadata_name(file_name: str) -> str:
     return f"{VCR_MOVIE}/{file_name.removesuffix('.jpg')}.json"
 
 
-def vcr_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str, bytes]:
-    """Items of all splits, those of the test without labels, and the metadata of all pictures."""
+def vcr_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
+    """Items of all splits, those of the test without labels, and the metadata of all images."""
     lines, files = {split: [] for split in VCR_SPLITS.values()}, {}
-    for picture in pictures:
-        things, split = picture.scene.objects, VCR_SPLITS[picture.split]
-        files[f"vcr1images/{_metadata_name(picture.file_name)}"] = _json(_metadata(picture))
-        rng = np.random.default_rng([*seed, picture.number])
+    for image in images:
+        things, split = image.scene.objects, VCR_SPLITS[image.split]
+        files[f"vcr1images/{_metadata_name(image.file_name)}"] = _json(_metadata(image))
+        rng = np.random.default_rng([*seed, image.number])
         for number, item in enumerate(questions.items(rng, [thing.appearance for thing in things], ITEMS)):
             line = {
                 "movie": VCR_MOVIE,
                 "objects": [VCR_OBJECT] * len(things),
-                "img_fn": f"{VCR_MOVIE}/{picture.file_name}",
-                "metadata_fn": _metadata_name(picture.file_name),
+                "img_fn": f"{VCR_MOVIE}/{image.file_name}",
+                "metadata_fn": _metadata_name(image.file_name),
                 "question": item.question,
                 "answer_choices": item.answers,
                 "rationale_choices": item.rationales,
-                "img_id": f"{split}-{picture.number}",
+                "img_id": f"{split}-{image.number}",
                 "question_number": number,
                 "annot_id": f"{split}-{len(lines[split])}",
             }
@@ -157,18 +146,18 @@ def vcr_files(pictures: Sequence[TaskPicture], seed: Sequence[int]) -> dict[str,
     return {f"{split}.jsonl": "".join(lines[split]).encode() for split in lines} | files
 
 
-def _metadata(picture: TaskPicture) -> dict:
+def _metadata(image: TaskImage) -> dict:
     """Boxes x1 y1 x2 y2 and how sure one is of them, and the outlines of the objects, whole where one hides another."""
     boxes = []
-    for annotation in picture.annotations:
+    for annotation in image.annotations:
         x, y, width, height = annotation["bbox"]
         boxes.append([x, y, x + width, y + height, 1.0])
     return {
         "boxes": boxes,
-        "segms": [[_polygon(thing, picture.scene)] for thing in picture.scene.objects],
+        "segms": [[_polygon(thing, image.scene)] for thing in image.scene.objects],
         "names": [VCR_OBJECT] * len(boxes),
-        "width": picture.scene.width,
-        "height": picture.scene.height,
+        "width": image.scene.width,
+        "height": image.scene.height,
     }
 
 

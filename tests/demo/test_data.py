@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import http.client
 import io
-import itertools
 import json
 import os
 import pickle
@@ -26,7 +25,7 @@ import pytest
 from PIL import Image
 from places import SHARED
 
-from demo import data, scenes, sentences
+from demo import data, scenes
 from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
 from demo.scenes import COLOURS, SHAPES, Appearance, Scene, SceneObject
 from demo.serve import DemoServer, free_port
@@ -37,20 +36,9 @@ PARTS = DemoDataSettings(
 )
 TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
 OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
-LOCATION_WORDS = {
-    "left",
-    "right",
-    "top",
-    "bottom",
-    "above",
-    "below",
-    "under",
-    "over",
-    "middle",
-    "center",
-    "next",
-    "near",
-}
+LOCATION_WORDS = set(
+    ["left", "right", "top", "bottom", "above", "below", "under", "over", "middle", "center", "next", "near"]
+)
 ADJECTIVE = "(?:big|large|small|little|plain|solid|striped)"
 
 
@@ -101,7 +89,7 @@ def a_scene(*objects: tuple[str, str, float, float], radius: float = 28, striped
     return Scene(tuple(things), dark=True, width=224, height=168)
 
 
-# ---- words and pictures say the same ----
+# ---- words and images say the same ----
 
 
 def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annotations):
@@ -111,8 +99,8 @@ def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annota
         named = [" ".join(pair) for pair in OBJECT.findall(caption)]
         assert sorted(named) == sorted(a["category"] for a in annotations[name]), (name, caption)
         assert 1 <= len(named) <= 3
-        # No word of the picture stands anywhere else: nothing can be copied.
-        told = [word for word in caption.split() if word in data.WORDS_OF_THE_PICTURE]
+        # No word of the image stands anywhere else: nothing can be copied.
+        told = [word for word in caption.split() if word in data.VISUAL_WORDS]
         assert len(told) == 2 * len(named), caption
 
 
@@ -157,18 +145,9 @@ def test_places_and_relations_of_a_caption_hold(captions, annotations):
     assert min(checked.values()) >= 5, checked
 
 
-def test_size_word_tells_the_drawn_size(annotations):
-    sides = collections.defaultdict(list)
-    for a in itertools.chain(*annotations.values()):
-        sides[a["attributes"][2]].append(max(a["bbox"][2:]))
-    assert np.percentile(sides["small"], 2) >= 28
-    assert np.percentile(sides["small"], 98) <= 42 < np.percentile(sides["big"], 2)
-    assert np.percentile(sides["big"], 98) <= 70
-
-
 def test_colours_and_shapes_are_uniform_and_independent():
     rng = np.random.default_rng(7)
-    appearances = [o.appearance for _ in range(3000) for o in sentences.caption_scene(rng, 2, (224, 168)).objects]
+    appearances = [o.appearance for _ in range(3000) for o in scenes.caption_scene(rng, 2, (224, 168)).objects]
     counts = np.array([sum(appearance.category == c for appearance in appearances) for c in data.CATEGORIES])
     assert ((counts - 6000 / 36) ** 2 / (6000 / 36)).sum() < 67  # chi-square, 35 degrees of freedom: p = 0.001
     pairs = list(zip(appearances[::2], appearances[1::2], strict=True))
@@ -177,21 +156,7 @@ def test_colours_and_shapes_are_uniform_and_independent():
         assert abs(same - chance) < 3.5 * np.sqrt(chance * (1 - chance) / 3000), field
 
 
-def test_words_of_the_picture_are_the_colour_and_shape_words(drawn):
-    assert drawn.words_of_the_picture == sorted({word for name in data.CATEGORIES for word in name.split()})
-    assert json.loads(drawn.about.read_text())["words_of_the_picture"] == drawn.words_of_the_picture
-    assert not [word for word in drawn.words_of_the_picture if word[0] in "aeiou"]  # "an" would give them away
-
-
-def test_text_corpus_has_varied_lines_that_are_longer_than_captions(drawn, captions):
-    lines = drawn.text.read_text().splitlines()
-    assert len(lines) == PARTS.text_lines
-    assert len(set(lines)) == len(lines)
-    assert np.mean([len(line.split()) for line in lines]) > 1.5 * np.mean([len(c.split()) for c in captions.values()])
-    assert len({OBJECT.sub("", caption) for caption in captions.values()}) > 0.6 * len(captions)
-
-
-# ---- pictures and boxes ----
+# ---- images and boxes ----
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -201,9 +166,9 @@ def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
     scene = a_scene(("red", shape, 70.3, 101.7), radius=27, striped=striped)
     rng = np.random.default_rng(1)
     [annotation] = data.draw_into(data.coco_file(), tmp_path, 5, scene, rng, 90)
-    picture = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
-    assert picture.shape == (168, 224, 3)
-    red = picture[..., 0] - picture[..., 1:].max(2) > 45
+    image = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
+    assert image.shape == (168, 224, 3)
+    red = image[..., 0] - image[..., 1:].max(2) > 45
     columns, rows = np.flatnonzero(red.any(0)), np.flatnonzero(red.any(1))
     x, y, width, height = annotation["bbox"]
     edges = np.array([x, y, x + width, y + height]) - [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
@@ -226,45 +191,13 @@ def test_no_object_is_hidden_by_half():
     rng = np.random.default_rng(3)
     shares = []
     for _ in range(150):
-        scene = sentences.caption_scene(rng, 5, (224, 168))
+        scene = scenes.caption_scene(rng, 5, (224, 168))
         _, visible = scenes.draw_scene(rng, scene)
         for thing, seen in zip(scene.objects, visible, strict=True):
             _, _, alpha, _ = scenes.rasterise(thing)
             shares.append(seen.sum() / (alpha >= 0.5).sum())
     assert min(shares) >= 0.5
     assert 0.05 < np.mean(np.array(shares) < 0.999) < 0.5  # some overlap, most do not
-
-
-@pytest.mark.parametrize(
-    ("shape", "share", "corners"),
-    [("circle", 0.785, 0), ("square", 1.0, 4), ("triangle", 0.5, 2), ("star", 0.39, 0), ("cross", 0.59, 0)]
-    + [("ring", 0.57, 0)],
-)  # fmt: skip
-def test_a_shape_is_drawn_as_its_name_says(shape, share, corners):
-    """Told by the share of its box that it fills, the corners of the box in it, and whether its middle is open."""
-    _, [seen] = scenes.draw_scene(np.random.default_rng(0), a_scene(("red", shape, 100, 80)))
-    columns, rows = np.flatnonzero(seen.any(0)), np.flatnonzero(seen.any(1))
-    box = seen[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    assert box.mean() == pytest.approx(share, abs=0.03)
-    assert sum(box[y : y + 3, x : x + 3].any() for y in (0, len(box) - 3) for x in (0, box.shape[1] - 3)) == corners
-    assert seen[80, 100] == (shape != "ring")
-    assert seen[80 - 20 : 80 - 8, 100].any()
-
-
-def test_a_striped_object_has_stripes_and_a_solid_one_has_none():
-    for colour, radius in itertools.product(COLOURS, (scenes.SMALL[0], scenes.BIG[1])):
-        for striped in (False, True):
-            scene = a_scene((colour, "circle", 100, 80), radius=radius, striped=striped)
-            picture, _ = scenes.draw_scene(np.random.default_rng(0), scene)
-            brightness = picture[72:89, 92:109].max(2)
-            assert (np.percentile(brightness, 90) - np.percentile(brightness, 10) > 50) == striped, (colour, radius)
-
-
-def test_colours_are_what_their_names_say():
-    for name, (red, green, blue) in COLOURS.items():
-        high = tuple(channel > 130 for channel in (red, green, blue))
-        said = {"red": (1, 0, 0), "yellow": (1, 1, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "purple": (1, 0, 1)}
-        assert high == said.get(name, (1, 1, 1)), name
 
 
 def test_colours_are_told_apart_in_the_jpeg(drawn, annotations):
@@ -289,9 +222,9 @@ def test_annotation_files_are_coco(drawn):
         assert len({a["id"] for a in coco["annotations"]}) == len(coco["annotations"])
         sizes = {}
         for image in coco["images"]:
-            with Image.open(folder / image["file_name"]) as picture:
-                assert (picture.format, picture.mode) == ("JPEG", "RGB")
-                assert picture.size == (image["width"], image["height"]) == (224, 168)
+            with Image.open(folder / image["file_name"]) as opened:
+                assert (opened.format, opened.mode) == ("JPEG", "RGB")
+                assert opened.size == (image["width"], image["height"]) == (224, 168)
             sizes[image["id"]] = (image["width"], image["height"])
         assert len(sizes) == len(coco["images"]) == len(list(folder.iterdir()))
         for a in coco["annotations"]:
@@ -366,7 +299,7 @@ def test_distractors_share_colour_or_shape(drawn):
             assert any(mine & set(b["category"].split()) for b in objects if b is not a)
 
 
-def test_the_picture_alone_does_not_tell_which_object_is_meant(drawn):
+def test_the_image_alone_does_not_tell_which_object_is_meant(drawn):
     """Neither its position in the file, nor its size, nor how many objects are like it gives the target away."""
     found = by_file_name(drawn.refcoco_instances)
     ranks = collections.defaultdict(list)
@@ -433,12 +366,12 @@ def field_types(record: dict) -> dict[str, type]:
     return {field: type(value) for field, value in record.items()}
 
 
-# ---- the pictures of the tasks, and VQA ----
+# ---- the images of the tasks, and VQA ----
 
 
 @pytest.fixture(scope="module")
 def things(drawn: data.DemoData) -> dict[str, list[dict]]:
-    """By file name, the objects of the pictures that the tasks ask about, in their order."""
+    """By file name, the objects of the images that the tasks ask about, in their order."""
     return by_file_name(drawn.refcoco_instances)
 
 
@@ -454,7 +387,7 @@ def items(drawn: data.DemoData) -> dict[str, list[vcr.Item]]:
     return {split: vcr.read_items(drawn.vcr / f"{split}.jsonl") for split in ("train", "val", "test")}
 
 
-def test_every_task_asks_about_pictures_that_are_there_and_no_picture_is_of_two_splits(drawn, asked, items, things):
+def test_every_task_asks_about_images_that_are_there_and_no_image_is_of_two_splits(drawn, asked, items, things):
     expressions = {split: set(by_file) for split, by_file in refcoco.read_expressions(drawn.refcoco).items()}
     questions = {split: {one.image for one in of} for split, of in asked.items()}
     choices = {split: {one.image for one in of} for split, of in items.items()}
@@ -518,7 +451,7 @@ def test_the_answers_to_choose_from_are_those_of_nine_questions_and_hold_nearly_
 
 
 def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
-    """What a reader who never sees a picture says: of the choices, the word most often right beside these words."""
+    """What a reader who never sees an image says: of the choices, the word most often right beside these words."""
     seen = collections.Counter((word, answer) for text, answer in learned for word in set(text.split()))
     return [
         max(choices, key=lambda answer: sum(seen[word, answer] for word in set(text.split())))
@@ -638,62 +571,36 @@ def test_the_files_have_the_fields_of_the_official_ones(drawn):
 # ---- drawing again ----
 
 
-def test_two_runs_write_the_same_bytes(tmp_path):
+def test_the_same_settings_give_the_same_bytes(tmp_path):
     for hash_seed, name in enumerate(("a", "b")):
-        command = [sys.executable, "-m", "demo.data", str(tmp_path / name), "--seed", "5"]
-        for field in dataclasses.fields(TINY):
-            if field.name != "seed":
-                command += [f"--{field.name.replace('_', '-')}", str(getattr(TINY, field.name))]
-        # Another hash seed: no order may hang on that of a set.
+        fields = [f"{name}={value}" for name, value in dataclasses.asdict(TINY).items() if name != "seed"]
+        command = [sys.executable, "-m", "demo.data", str(tmp_path / name), "seed=5", *fields]
+        # Another hash seed: no order may come from that of a set.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)}, capture_output=True)
-    a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
-    assert a == b
-    assert set(a) == {str(f.relative_to(tmp_path / "a")) for f in read_demo_data(tmp_path / "a").files()}
-    draw_demo_data(tmp_path / "c", dataclasses.replace(TINY, seed=6))
-    c = contents(tmp_path / "c")
-    assert a.keys() == c.keys()
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    other = contents(draw_demo_data(tmp_path / "c", dataclasses.replace(TINY, seed=6)).root)
     # So few questions have no answer nine times.
-    assert [name for name in a if a[name] == c[name]] == ["vqa/answers_vqa.txt"]
+    assert [name for name, data in contents(tmp_path / "a").items() if other[name] == data] == ["vqa/answers_vqa.txt"]
 
 
-def test_a_drawn_world_is_not_drawn_again(tmp_path, capsys):
-    draw_demo_data(tmp_path, TINY)
+def test_data_that_are_there_stay_with_their_port_and_an_interrupted_drawing_is_done_again(tmp_path):
+    drawn = draw_demo_data(tmp_path, TINY, 9001)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    options = [f"--{f.name.replace('_', '-')}={getattr(TINY, f.name)}" for f in dataclasses.fields(TINY)]
-    data.main([str(tmp_path), *options])
-    assert "already holds these data" in capsys.readouterr().out
+    assert draw_demo_data(tmp_path, TINY, 8791) == drawn == read_demo_data(tmp_path)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+    whole = contents(tmp_path)
+    drawn.description.unlink()
+    drawn.annotations.write_text("half")
+    draw_demo_data(tmp_path, TINY, 9001)
+    assert contents(tmp_path) == whole
 
 
-def test_a_missing_file_is_drawn_again(tmp_path):
-    draw_demo_data(tmp_path, TINY)
-    before = contents(tmp_path)
-    (tmp_path / "coco" / "COCO_val2014_000000500002.jpg").unlink()
-    draw_demo_data(tmp_path, TINY)
-    assert contents(tmp_path) == before
-
-
-def test_another_port_changes_the_lists_only(tmp_path):
-    draw_demo_data(tmp_path, TINY, port=8791)
-    before = contents(tmp_path)
-    assert draw_demo_data(tmp_path, TINY, port=9001) == read_demo_data(tmp_path)
-    after = contents(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"train.tsv", "held_out.tsv", "demo.json"}
-    for name in ("train.tsv", "held_out.tsv"):
-        assert after[name] == before[name].replace(b":8791/", b":9001/")
-
-
-def test_other_settings_replace_the_world(tmp_path):
-    draw_demo_data(tmp_path, TINY)
-    smaller = draw_demo_data(tmp_path, dataclasses.replace(TINY, train_scenes=1, task_train=1))
-    assert set(contents(tmp_path)) == {str(f.relative_to(tmp_path)) for f in smaller.files()}
-
-
-def test_an_unknown_version_is_refused(tmp_path):
-    draw_demo_data(tmp_path, TINY)
-    about = json.loads((tmp_path / "demo.json").read_text())
-    (tmp_path / "demo.json").write_text(json.dumps(about | {"version": 0}))
-    with pytest.raises(ValueError, match=r"version 0.*remove the folder"):
+def test_data_of_other_settings_or_of_another_version_are_refused(tmp_path):
+    drawn = draw_demo_data(tmp_path, TINY)
+    with pytest.raises(ValueError, match="demo data of other settings: .*seed=0.*, not .*seed=1"):
+        draw_demo_data(tmp_path, dataclasses.replace(TINY, seed=1))
+    drawn.description.write_text(json.dumps(json.loads(drawn.description.read_text()) | {"version": 0}))
+    with pytest.raises(ValueError, match=r"demo.json is of version 0.*remove"):
         draw_demo_data(tmp_path, TINY)
     with pytest.raises(ValueError, match="draw them: python -m demo.data"):
         read_demo_data(tmp_path / "elsewhere")
@@ -703,17 +610,17 @@ def test_an_unknown_version_is_refused(tmp_path):
     ("field", "value"),
     [("max_objects", 8), ("max_objects", 0), ("jpeg_quality", 0), ("train_scenes", 0), ("seed", -1), ("width", 80)]
     + [("task_min_objects", 6), ("task_max_objects", 8)],
-)
-def test_settings_check_themselves(field, value):
-    with pytest.raises(ValueError, match=f"{value}"):
+)  # fmt: skip
+def test_settings_that_cannot_be_drawn_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"(must be|negative).*{field}={value}"):
         DemoDataSettings(**{field: value})
 
 
-def test_the_largest_settings_find_a_place():
+def test_the_largest_settings_find_room():
     rng = np.random.default_rng(0)
     for _ in range(20):
-        assert len(sentences.caption_scene(rng, 8, (224, 168)).objects) == 8
-        assert len(sentences.caption_scene(rng, 3, (112, 112)).objects) == 3
+        assert len(scenes.caption_scene(rng, 8, (224, 168)).objects) == 8
+        assert len(scenes.caption_scene(rng, 3, (112, 112)).objects) == 3
         assert len(set(scenes.task_appearances(rng, 7))) == 7
 
 
@@ -731,51 +638,41 @@ def fetch(server: DemoServer, path: str) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-def test_server_serves_the_pictures(server, drawn):
-    status, content_type, body = fetch(server, "/images/000007.jpg?size=full")
-    assert (status, content_type) == (200, "image/jpeg")
-    assert body == (drawn.images / "000007.jpg").read_bytes()
+def test_every_good_url_of_the_lists_leads_to_its_image(tmp_path):
+    drawn = draw_demo_data(tmp_path, TINY, free_port(0))
+    rows = (drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()).splitlines()
+    urls = {row.split("\t")[1] for row in rows if "/broken/" not in row}
+    with DemoServer(tmp_path) as server:
+        for url in urls:
+            assert url.startswith(server.base_url)
+            image = (drawn.images / url.rpartition("/")[2]).read_bytes()
+            assert fetch(server, url.removeprefix(server.base_url)) == (200, "image/jpeg", image)
+    assert len(urls) == 5
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/images/", "/images/999999.jpg", "/images/../train.tsv", "/images/..%2ftrain.tsv"]
     + ["/broken/404/000301.jpg", "/broken/unknown/000301.jpg", "/demo.json"],
 )  # fmt: skip
-def test_server_finds_nothing_else(server, path):
+def test_the_server_finds_nothing_else(server, path):
     with pytest.raises(urllib.error.HTTPError) as error:
         fetch(server, path)
     assert error.value.code == 404
 
 
-def test_dropped_resets_the_connection(server):
+def test_broken_urls_misbehave_as_they_say(server):
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         fetch(server, "/broken/dropped/000302.jpg")
-
-
-def test_html_is_a_page_where_a_picture_should_be(server):
     status, content_type, body = fetch(server, "/broken/html/000303.jpg")
     assert (status, content_type) == (200, "text/html; charset=utf-8")
     assert b"<p>" in body
-
-
-def test_truncated_ends_amid_a_picture(server):
     status, content_type, body = fetch(server, "/broken/truncated/000304.jpg")
     assert (status, content_type) == (200, "image/jpeg")
-    picture = Image.open(io.BytesIO(body))
     with pytest.raises(OSError, match="truncated"):
-        picture.load()
-
-
-def test_bomb_promises_more_pixels_than_anyone_should_decode(server):
+        Image.open(io.BytesIO(body)).load()
     _, content_type, body = fetch(server, "/broken/bomb/000305.png")
-    assert content_type == "image/png"
+    assert (content_type, struct.unpack(">II", body[16:24])) == ("image/png", (30_000, 30_000))
     assert len(body) < 200
-    assert struct.unpack(">II", body[16:24]) == (30_000, 30_000)
-    with pytest.raises(Image.DecompressionBombError):
-        Image.open(io.BytesIO(body))
-
-
-def test_redirect_leads_into_a_private_network(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     connection.request("GET", "/broken/private-redirect/000306.jpg")
     answer = connection.getresponse()
@@ -790,9 +687,6 @@ def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
         assert int(answer.headers["Content-Length"]) > 1000
         assert answer.read(1) == b"\xff"
         assert fetch(server, "/images/000000.jpg")[0] == 200  # others are served meanwhile
-        impatient = urllib.request.urlopen(server.base_url + "/broken/slow/000308.jpg", timeout=0.3)
-        with pytest.raises(TimeoutError):
-            impatient.read()
         started = time.monotonic()
     assert time.monotonic() - started < 2
     with pytest.raises(http.client.IncompleteRead):
@@ -802,19 +696,7 @@ def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
         socket.create_connection(("127.0.0.1", server.port), timeout=2)
 
 
-def test_every_good_url_of_the_lists_leads_to_its_picture(tmp_path):
-    port = free_port(0)
-    drawn = draw_demo_data(tmp_path, TINY, port)
-    rows = (drawn.train_tsv.read_text() + drawn.held_out_tsv.read_text()).splitlines()
-    urls = {row.split("\t")[1] for row in rows if "/broken/" not in row}
-    with DemoServer(tmp_path):
-        for url in urls:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                assert answer.read() == (drawn.images / url.rpartition("/")[2]).read_bytes()
-    assert len(urls) == 5
-
-
-def test_a_taken_port_is_said_and_avoided(drawn):
+def test_a_taken_port_is_named_and_avoided(drawn):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -825,18 +707,12 @@ def test_a_taken_port_is_said_and_avoided(drawn):
     assert free_port(taken) == taken
 
 
-def test_the_program_serves_quietly_until_it_is_told_to_stop(tmp_path):
-    port = free_port(0)
-    draw_demo_data(tmp_path, TINY, port)
+def test_the_program_serves_quietly_until_it_is_stopped(tmp_path):
+    port = draw_demo_data(tmp_path, TINY, free_port(0)).port
     command = [sys.executable, "-m", "demo.serve", str(tmp_path)]
-    wrong = subprocess.run([*command, "--port", "1"], capture_output=True, text=True, timeout=20, check=False)
-    assert wrong.returncode == 1
-    assert f"name port {port}, not 1" in wrong.stderr
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline().startswith(f"serving {tmp_path} at http://127.0.0.1:{port}")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/images/000001.jpg", timeout=5) as answer:
-        assert answer.status == 200
-    # A client that leaves amid an answer is no news.
+    # A client that leaves during an answer is no error.
     urllib.request.urlopen(f"http://127.0.0.1:{port}/broken/slow/1.jpg", timeout=5).close()
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=10) == ("", "")
