@@ -46,7 +46,7 @@ def attention_of(prediction: Prediction) -> Attention:
     real = torch.cat([batch.text_mask[row], batch.region_mask[row], torch.ones(1, dtype=torch.bool)])
     maps = torch.stack([layer[row][:, real][:, :, real] for layer in prediction.encoded.attentions]).float()
     regions = ["whole image", *prediction.names][: int(batch.region_mask[row].sum())]
-    return Attention(prediction.pieces[row], regions, maps)
+    return Attention(prediction.tokens[row], regions, maps)
 
 
 def chosen_heads(attention: Attention, heads: str | None) -> list[tuple[int, int]]:

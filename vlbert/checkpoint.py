@@ -78,20 +78,20 @@ def model_files(
     config: ModelConfig,
     vocab_size: int,
     vocabulary: Vocabulary | None,
-    about: dict | None = None,
+    metadata: dict | None = None,
 ) -> dict[str, bytes]:
-    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*", `about` adds to config.json."""
+    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*"; config.json gets `metadata` too."""
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     hashes = {"files": {MODEL: file_hash([model])}}
-    return _model_files(config, vocab_size, vocabulary, (about or {}) | hashes) | {MODEL: model}
+    return _model_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | {MODEL: model}
 
 
 def _model_files(
-    config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, about: dict | None
+    config: ModelConfig, vocab_size: int, vocabulary: Vocabulary | None, metadata: dict | None
 ) -> dict[str, bytes]:
     """All but the tensors."""
     plain = {"version": CHECKPOINT_VERSION, "model": to_json(config), "vocab_size": vocab_size}
-    files = {CONFIG: as_json(plain | (about or {}))}
+    files = {CONFIG: as_json(plain | (metadata or {}))}
     return files | ({VOCABULARY: vocabulary.text().encode()} if vocabulary else {})
 
 
@@ -111,9 +111,9 @@ def save_checkpoint(
 
     detector: id and description of that whose regions the run learns from (vlbert.train.detector_of).
     """
-    about = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
-    about |= {"detector": detector} if detector else {}
-    files = _model_files(recipe.model, len(vocabulary), vocabulary, about)
+    metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
+    metadata |= {"detector": detector} if detector else {}
+    files = _model_files(recipe.model, len(vocabulary), vocabulary, metadata)
     kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
     files |= {TASK: as_json(kept)} if kept else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
@@ -207,17 +207,17 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
     _check_there(folder)
     config = read_config(folder.get(CONFIG), folder.where_of(CONFIG))
     if not folder.state:
-        folder = replace(folder, hashes=_told_hashes(config, folder.where_of(CONFIG)))
+        folder = replace(folder, hashes=_recorded_hashes(config, folder.where_of(CONFIG)))
     model, vocabulary = load_tensors(folder, MODEL) if tensors else {}, None
     if folder.has(VOCABULARY):
         where = folder.where_of(VOCABULARY)
         try:
-            pieces = folder.get(VOCABULARY).decode().splitlines()
+            tokens = folder.get(VOCABULARY).decode().splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not UTF-8 ({error}); copy it again") from error
-        vocabulary = Vocabulary(pieces, where=where)
+        vocabulary = Vocabulary(tokens, where=where)
         if len(vocabulary) != config["vocab_size"]:
-            raise ValueError(f"{where} has {len(vocabulary)} pieces, the model {config['vocab_size']}: not its own")
+            raise ValueError(f"{where} has {len(vocabulary)} tokens, the model {config['vocab_size']}: not its own")
     return Checkpoint(
         folder=folder,
         config=config,
@@ -229,16 +229,16 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
     )
 
 
-def _told_hashes(config: dict, where: str) -> dict:
+def _recorded_hashes(config: dict, where: str) -> dict:
     """What config.json of a model says of the files beside it; {} where it says nothing."""
-    told = config.get("files", {})
-    sound = isinstance(told, dict) and all(
-        isinstance(about, dict) and isinstance(about.get("bytes"), int) and isinstance(about.get("sha256"), str)
-        for about in told.values()
+    hashes = config.get("files", {})
+    sound = isinstance(hashes, dict) and all(
+        isinstance(one, dict) and isinstance(one.get("bytes"), int) and isinstance(one.get("sha256"), str)
+        for one in hashes.values()
     )
     if not sound:
         raise ValueError(f"{where}: `files` must say `bytes` and `sha256` of each file; copy it again")
-    return told
+    return hashes
 
 
 def _read_kept(data: bytes, where: str) -> dict:
@@ -265,12 +265,12 @@ def check_kept(task: Any, checkpoint: Checkpoint) -> None:
         if before is None or now == before:  # it may be older than the file, or converted
             continue
         at = next((i for i, pair in enumerate(zip(now, before, strict=False)) if pair[0] != pair[1]), None)
-        told = f"there are {len(before)} there and {len(now)} here"
+        difference = f"there are {len(before)} there and {len(now)} here"
         if at is not None:
-            told = f"number {at} is {before[at]!r} there and {now[at]!r} here"
+            difference = f"number {at} is {before[at]!r} there and {now[at]!r} here"
         raise ValueError(
             f"{checkpoint.where}/{TASK} has other {name} than {getattr(task.settings, 'folder', 'the task')} now: "
-            f"{told}; put those back that it was trained with, or start another run, and not from it"
+            f"{difference}; put those back that it was trained with, or start another run, and not from it"
         )
 
 
@@ -294,7 +294,7 @@ def vocabulary_of(checkpoint: Checkpoint, file: str | None) -> Vocabulary:
     vocabulary = Vocabulary.read(file)
     if len(vocabulary) != checkpoint.vocab_size:
         raise ValueError(
-            f"vocabulary={file} has {len(vocabulary)} pieces, {checkpoint.where} was trained with "
+            f"vocabulary={file} has {len(vocabulary)} tokens, {checkpoint.where} was trained with "
             f"{checkpoint.vocab_size}; give the vocab.txt that belongs to it"
         )
     return vocabulary

@@ -1,4 +1,4 @@
-"""Every setting of a run, each with what it is for. Frozen, and checked when made: errors come at second 0."""
+"""Every setting of a run. The dataclasses are frozen and check themselves when they are made."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,28 +10,27 @@ from training.optimizer import OptimizerConfig, check_decay
 
 @dataclass(frozen=True)
 class RegionConfig:
-    """One vector a region: by a Fast R-CNN that is trained along (paper 3.2, 3.3), or kept by a detector beforehand."""
+    """Where the appearance features of regions come from, one vector a region: see vlbert/model/fast_rcnn.py."""
 
-    features: Literal["end_to_end", "precomputed"] = "end_to_end"  # from pixels, or float16 vectors in the shards
-    resnet: ResNetConfig = ResNetConfig(
-        stem_pool="torch"
-    )  # ResNet-101; the authors pad its first pool, detectors do not
-    short_side: int = 600  # pictures are resized to this many pixels on their short side ...
-    long_side: int = 1000  # ... unless the long side would pass this
+    # end_to_end: a Fast R-CNN that is trained along (paper 3.2, 3.3); precomputed: float16 vectors in the shards
+    features: Literal["end_to_end", "precomputed"] = "end_to_end"
+    resnet: ResNetConfig = ResNetConfig(stem_pool="torch")  # ResNet-101; the authors pad its first pooling layer
+    short_side: int = 600  # pixels; images are resized so that their short side is this long ...
+    long_side: int = 1000  # ... or their long side this, whichever is smaller
     roi_size: int = 14  # RoIAlign gives roi_size x roi_size cells a region
-    frozen_stages: int = 2  # 2: conv1 and res2 get no gradient, as in the authors' code; 0: all is trained
-    weights: str | None = None  # safetensors file of a detector whose ResNet (backbone and res5) to start from
-    random_init: bool = False  # start from random weights: said in so many words, or refused
-    pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0..255: the VG detector's
-    pixel_std: float = 1.0  # pixels are divided by it after the mean is taken off
-    # Masked regions lose their raw pixels (paper 3.3) or, as precomputed features must, nothing but their own vector,
-    # which one learned vector replaces: then regions that overlap them still show what is asked for.
+    frozen_stages: int = 2  # stages without gradient, 0 to 5; 2: conv1 and res2, as in the authors' code
+    weights: str | None = None  # safetensors file of a detector: backbone and res5 start from its ResNet
+    random_init: bool = False  # start from random weights; a run without any weights is refused unless this is true
+    pixel_mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)  # of B, G, R, 0 to 255: the VG detector's
+    pixel_std: float = 1.0  # pixels are divided by it after the mean is subtracted
+    # What a masked region loses. pixels: its raw pixels (paper 3.3). features: only its own vector, which one learned
+    # vector replaces; regions that overlap it still show it. Precomputed features are always masked the second way.
     masking: Literal["pixels", "features"] = "pixels"
-    masked_pixels: Literal["mean", "black"] = "mean"  # what hidden pixels show: the mean colour, or zeros before it
-    # How pictures of several sizes are padded with zeros: `groups` of similar shape, at most two a batch, each to its
-    # largest height and width; the whole `batch` to its largest, as the authors' code does; or `fixed`, each to
-    # short_side x long_side (upright: long_side x short_side) whatever the batch, as it does in VCR. Features near a
-    # picture's right and lower border depend on it.
+    masked_pixels: Literal["mean", "black"] = "mean"  # value of masked pixels: the mean colour, or 0 before it
+    # How images of several sizes are padded with zeros. groups: at most two groups of similar shape a batch, each
+    # padded to its largest height and width. batch: all to the largest of the batch, as in the authors' code. fixed:
+    # each to short_side x long_side (upright: long_side x short_side), as in the authors' VCR. Features near an image's
+    # right and lower border depend on it.
     padding: Literal["groups", "batch", "fixed"] = "groups"
 
     def __post_init__(self):
@@ -46,7 +45,7 @@ class RegionConfig:
 
     @property
     def channels(self) -> int:
-        """Width D of a region's vector; precomputed ones come from a ResNet of the same width."""
+        """Width D of a region's vector; precomputed vectors have it too."""
         return self.resnet.res5_channels
 
     @property
@@ -60,29 +59,27 @@ class ModelConfig:
     """VL-BERT's architecture; the defaults are BASE as the authors trained it."""
 
     layers: str = "J" * 12  # one letter a layer; J: joint attention over text and regions
-    hidden_size: int = 768  # width of the encoder
-    num_heads: int = 12  # attention heads of a layer; they divide hidden_size
+    hidden_size: int = 768  # width C of the model
+    num_heads: int = 12  # attention heads, a divisor of hidden_size
     intermediate_size: int = 3072  # width of the feed-forward layers
-    max_positions: int = 512  # position embeddings: the longest row of text; BERT has 512
-    dropout: float = 0.1  # probability, in the embedding and in each layer
-    initializer_range: float = (
-        0.02  # standard deviation of new weights. 0.02 belongs to 768 channels: with 96, take 0.06
-    )
-    visual_embedding_size: int | None = None  # width of a look, the visual feature embedding; None: hidden
-    visual_dropout: bool = True  # dropout on what goes into the look's fully connected layer
+    max_positions: int = 512  # rows of the position table: tokens of a row, and 2 for its regions and [END]
+    dropout: float = 0.1  # probability, in embedding, attention and layers
+    initializer_range: float = 0.02  # standard deviation of new weights; 0.02 suits 768 channels, 0.06 suits 96
+    visual_embedding_size: int | None = None  # width of a visual feature embedding; None: hidden_size
+    visual_dropout: bool = True  # dropout before the fully connected layer of the visual feature embedding
     visual_activation: Literal["relu", "none"] = "relu"  # after that layer
-    visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's own rule, or as all
-    visual_norm: Literal["layer_norm", "scale", "none"] = "layer_norm"  # before a look is added to words and regions
-    visual_gain_words: float = 0.0  # gain that this norm (or scale) starts with, at words ...
-    visual_gain_regions: float = 0.0  # ... and at regions; at 0 the picture is faded in
+    visual_initialisation: Literal["pytorch", "normal"] = "pytorch"  # of that layer: nn.Linear's, or as all others
+    visual_norm: Literal["layer_norm", "scale", "none"] = "layer_norm"  # before it is added to tokens and regions
+    visual_gain_words: float = 0.0  # initial gain of that norm (or scale) at tokens ...
+    visual_gain_regions: float = 0.0  # ... and at regions; 0 fades the image in
     geometry: Literal["centre", "corners"] = "centre"  # a box as centre and size, or as its two corners
-    geometry_channels: int = 2048  # width of the sine and cosine embedding of a box
-    special_tokens: Literal["own", "vocabulary"] = "own"  # [IMG] and [END]: apart, or words that can be answers too
+    geometry_channels: int = 2048  # width of the geometry embedding, a multiple of 8
+    special_tokens: Literal["own", "vocabulary"] = "own"  # [IMG] and [END]: own embeddings, or rows of the word table
     masked_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
-    end_visual_embedding: bool = False  # [END] carries the look of the whole image, as words do
+    end_visual_embedding: bool = False  # [END] carries the visual feature embedding of the whole image, as words do
     region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
-    head_initialisation: Literal["xavier", "normal"] = "xavier"  # linear layers that fine-tuning adds
-    regions: RegionConfig = RegionConfig()  # where the vector of a region comes from
+    head_initialisation: Literal["xavier", "normal"] = "xavier"  # of linear layers that fine-tuning adds
+    regions: RegionConfig = RegionConfig()
 
     def __post_init__(self):
         check_choices(self)
@@ -100,7 +97,7 @@ class ModelConfig:
         check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
         check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
         alone = self.special_tokens == "own" or (self.region_classes is None and not self.masked_region_token)
-        check(self, alone, "special_tokens", "own where regions have tokens by class or hidden ones one of theirs")
+        check(self, alone, "special_tokens", "own where regions have tokens by class, or masked ones their own")
 
     def word_rows(self, vocab_size: int) -> int:
         """Rows of the word table: the vocabulary and, where they belong to it, [IMG] and [END] behind it."""
@@ -109,21 +106,21 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and in which portions."""
+    """The data of a run, and how it is dealt out and read."""
 
     root: str = ""  # folder or s3://bucket/prefix that holds the shards; a run needs it
-    dataset: str = "captions"  # whose region shards are trained on
-    held_out: str | None = None  # dataset that validation reads; None: no validation
+    dataset: str = "captions"  # dataset to train on: its region shards
+    held_out: str | None = None  # dataset to validate on; None: no validation
     detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
-    batch: int = 128  # examples with a picture, over all ranks together and one optimizer step
+    batch: int = 128  # examples with an image of one optimizer step, over all ranks
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
     text_corpus: str | None = None  # folder made by `python -m vlbert.data.corpus`; needed where text_batch > 0
     unreadable: float = 0.1  # share of the samples that may be unreadable; more end the run
     gradient_accumulation: int = 1  # batches are cut into this many parts, one backward pass each
-    flip: float = 0.0  # probability of mirroring a picture
+    flip: float = 0.0  # probability of mirroring an image
     workers: int = 2  # loading processes a rank; 0: load in the training process
-    new_shards_every: int | None = 100  # steps between looks for new shards, at least: they enter at the first border
-    #                                     of an epoch after that; None: never
+    new_shards_every: int | None = 100  # least steps between checks for new shards, which enter at the next boundary of
+    #                                     an epoch; None: never
     chunk: int = 1  # so many neighbours of a shard stay together in the order: fewer range requests; 1: a full shuffle
     cache: str | None = None  # folder of each machine for whole tars of an s3:// root, filled in the background
     cache_gb: float = 100.0  # 10^9 bytes that the folder may take
@@ -145,36 +142,32 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run, whole: `recipes.py` holds functions that return one; the command line may override fields."""
+    """The full configuration of a run. Functions of recipes.py return one; the command line overrides fields."""
 
-    name: str  # of the recipe; also that of the run where `run` is empty
-    task: Any  # the settings of a task; its type decides which (vlbert.tasks.make_task)
-    model: ModelConfig = ModelConfig()  # the architecture
-    data: DataConfig = DataConfig()  # what is read, in which batches
-    optimizer: OptimizerConfig = OptimizerConfig()  # how weights change, and at which rate
+    name: str  # of the recipe
+    task: Any  # the settings of a task; their type decides which (vlbert.tasks.make_task)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     steps: int = 250_000  # optimizer steps in all
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
-    init_from: str | None = None  # checkpoint whose VL-BERT this run starts with ("path of a step-* folder")
-    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, its pooler alone
-    random_init: bool = False  # start from random weights: said in so many words where a run fine-tunes, or refused
+    init_from: str | None = None  # checkpoint whose VL-BERT this run starts with: path of a step-* folder, or a model's
+    bert: str | None = None  # Hugging Face folder or hub name of a BERT to start from; with init_from, only its pooler
+    random_init: bool = False  # start from random weights; a fine-tuning without a start is refused unless this is true
     vocabulary: str | None = None  # vocab.txt; None: that of init_from or bert, else built from the captions
-    vocabulary_size: int = 30_522  # at most so many pieces where the vocabulary is built
-    # What matrix products and convolutions are computed in, on any device: fp32; tf32, which rounds what goes into them
-    # to 10 bits (GPUs; CPUs compute fp32); or bf16, with weights, norms, losses and RoIAlign in fp32 (CPUs want AMX).
+    vocabulary_size: int = 30_522  # most tokens of a vocabulary that is built
+    # Type of matrix products and convolutions, on any device. fp32; tf32: inputs rounded to 10 bits (GPUs; CPUs compute
+    # fp32); bf16: with weights, norms, losses and RoIAlign in fp32 (on CPUs it is fast only with AMX).
     precision: Literal["fp32", "tf32", "bf16"] = "bf16"
-    activation_checkpointing: bool = (
-        False  # keep no activations but compute them again in the backward pass: half the memory
-    )
-    compile: bool = False  # torch.compile: takes minutes at the start, and does not pay on CPUs
-    spike: float | None = (
-        5.0  # a step is left out where its loss is so many times the mean of the last 100; None: never
-    )
-    most_skipped: int = 10  # so many steps left out in a row, for a spike or a loss that is no number, end the run
+    activation_checkpointing: bool = False  # compute activations again in the backward pass: half the memory
+    compile: bool = False  # torch.compile: takes minutes at the start, and is not faster on CPUs
+    spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
+    most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is not finite, end the run
     log_every: int = 20  # steps between progress lines
     validate_every: int = 5_000  # steps between validations; the last step always validates
-    validation_samples: int | None = 10_000  # at most so many held-out examples a validation; None: all
+    validation_samples: int | None = 10_000  # most held-out examples of a validation; None: all
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
-    keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed
+    keep_checkpoints: int = 2  # the newest so many are kept, and the one that validated best
 
     def __post_init__(self):
         check_choices(self)
@@ -203,7 +196,7 @@ class Recipe:
         return self.run or self.name
 
 
-# Fields of a model that a run may choose anew when it starts from a checkpoint: what it begins with, and how it is fed.
+# Fields of a model that may differ from the checkpoint it starts from: initialisation, dropout, input images.
 _FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.masked_pixels"}
@@ -212,5 +205,5 @@ _FREE |= {"regions.weights", "regions.random_init"}
 
 
 def architecture(config: ModelConfig) -> dict[str, object]:
-    """The fields, dotted, that two models must share for one to take the other's weights."""
+    """The fields (dotted) and values that two models must share so that one can load the other's weights."""
     return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}

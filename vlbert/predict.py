@@ -127,7 +127,7 @@ class Predictor:
         seconds["model"] = time.monotonic() - started
         vocabulary = self.task.vocabulary
         pieces = [
-            [vocabulary.pieces[token] for token in tokens[mask].tolist()]
+            [vocabulary.tokens[token] for token in tokens[mask].tolist()]
             for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
         ]
         return Prediction(sample, names, with_class_names(row, names, classes), batch, pieces, encoded, seconds)

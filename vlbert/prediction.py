@@ -22,7 +22,7 @@ class Prediction:
     sample    the picture as it would be stored, with its regions
     names     of the regions, in their order: number, from 1, and, where the detector knows it, class
     row       what the task's `predictions` say (vlbert/tasks/__init__.py); None where nothing was asked
-    pieces    the word pieces that the model read, special tokens included
+    tokens    the tokens that the model read, special tokens included
     encoded   with attention maps, where they were asked for; one row, or one a choice
     seconds   of the detector, the model
     """
@@ -31,7 +31,7 @@ class Prediction:
     names: list[str]
     row: dict | None = None
     batch: Batch | None = None
-    pieces: list[list[str]] = field(default_factory=list)
+    tokens: list[list[str]] = field(default_factory=list)
     encoded: Encoded | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class Prediction:
     @property
     def chosen(self) -> int:
         """The row of the batch that the answer comes from: of several choices, that of the one that was chosen."""
-        return int(np.argmax(self.row["probabilities"])) if len(self.pieces) > 1 else 0
+        return int(np.argmax(self.row["probabilities"])) if len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
         """What was asked and said, line by line, with the probability of each that has one."""
@@ -64,8 +64,8 @@ class Prediction:
         row = self.row
         told = [(row["asked"], None)] if row["asked"] else []
         told += [] if row["truth"] is None else [(f"right would be: {row['truth']}", None)]
-        if "[UNK]" in self.pieces[self.chosen]:
-            told.append((f"read as: {' '.join(self.pieces[self.chosen])}", None))
+        if "[UNK]" in self.tokens[self.chosen]:
+            told.append((f"read as: {' '.join(self.tokens[self.chosen])}", None))
         seen, found = int(self.batch.region_mask[self.chosen].sum()) - 1, len(self.names)
         if seen < found:
             told.append((f"{seen} of {found} regions were seen: the text leaves no room for more", None))

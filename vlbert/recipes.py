@@ -24,7 +24,7 @@ _SIZE_OF_LARGE = {"layers": "J" * 24, "hidden_size": 1024, "num_heads": 16, "int
 LARGE = ModelConfig(**_SIZE_OF_LARGE)
 
 # Small enough to learn from 800 drawn scenes in two minutes on two cores. What decides: N(0, 0.02) leaves attention
-# of 96 channels inert, so weights start wider; and a picture faded in from gain 0 comes too late
+# of 96 channels inert, so weights start wider; and an image faded in from gain 0 comes too late
 DEMO = ModelConfig(
     layers="J" * 3,
     hidden_size=96,
@@ -69,8 +69,8 @@ def pretrain_vlbert_base() -> Recipe:
             bert="bert-base-uncased",
         )
     )
-    # The one rule that is not the authors': no weights of theirs are started from, and web photos in groups of shape
-    # have a third fewer pixels than in one tensor.
+    # The one rule that is not the authors': web photos in groups of similar shape have a third fewer pixels than in one
+    # tensor, and no weights of theirs are loaded that would need theirs.
     return override_values(recipe, {"model.regions.padding": "groups"})
 
 
@@ -166,7 +166,7 @@ def finetune_vcr_large() -> Recipe:
 
 
 def finetune_vcr_base_paper() -> Recipe:
-    """Paper 4.2.1 and A.2: 256 triplets of question, answer and picture a step."""
+    """Paper 4.2.1 and A.2: 256 triplets of question, answer and image a step."""
     recipe = finetune_vcr_base()
     optimizer = replace(recipe.optimizer, learning_rate=5e-3)
     return paper(replace(recipe, name="finetune_vcr_base_paper", optimizer=optimizer, bert=None))
@@ -302,7 +302,7 @@ def pretrain_vlbert_demo() -> Recipe:
         name="pretrain_vlbert_demo",
         task=PretrainingSettings(
             words=WordMasking(probability=0.25),
-            # Most of the chosen regions stay in sight: there the encoder learns which looks belong to which class.
+            # Most of the chosen regions stay visible: there the encoder learns which appearance belongs to which class.
             regions=RegionMasking(probability=0.5, masked=0.3),
             max_elements=None,
             text_length=24,

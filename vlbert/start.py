@@ -81,7 +81,7 @@ def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: Sh
     tokens = None
     if world.first:  # it reads every sample, once is enough
         lines = captions(samples)
-        tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).pieces
+        tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).tokens
     return Vocabulary(distributed.from_first(tokens, world))
 
 

@@ -24,7 +24,7 @@ class Rule:
     field: str
     paper: Any
     published: Any
-    section: str  # of the paper; "open" where it says nothing, and under `paper` stands what ours does of itself
+    section: str  # of the paper; "open" where it says nothing: `paper` is then our own choice
     what: str
     task: str | None = None
 
@@ -32,22 +32,30 @@ class Rule:
 _PRETRAINING, _VCR, _VQA, _REFCOCO = (f"{task}Settings" for task in ("Pretraining", "VCR", "VQA", "RefCOCO"))
 
 RULES = (
-    Rule(1, "task.region_target", "class", "distribution", "3.3", "what a masked region is asked for", _PRETRAINING),
-    Rule(2, "task.regions.masked", 1.0, 0.9, "3.3", "share of chosen regions that are hidden", _PRETRAINING),
+    Rule(1, "task.region_target", "class", "distribution", "3.3", "label of a masked region", _PRETRAINING),
+    Rule(2, "task.regions.masked", 1.0, 0.9, "3.3", "share of chosen regions that are masked", _PRETRAINING),
     Rule(3, "task.words.masked", 1.0, 0.8, "3.3", "share of chosen words that become [MASK]", _PRETRAINING),
-    Rule(3, "task.words.random", 0.0, 0.1, "3.3", "share that become any other piece", _PRETRAINING),
-    Rule(4, "task.max_elements", None, 64, "3.3", "pieces and regions of a row; none: all regions", _PRETRAINING),
+    Rule(3, "task.words.random", 0.0, 0.1, "3.3", "share that become any other token", _PRETRAINING),
+    Rule(4, "task.max_elements", None, 64, "3.3", "tokens and regions of a row; none: all regions", _PRETRAINING),
     Rule(5, "task.text_specials", True, False, "3.3", "[CLS] and [SEP] round a text-only row", _PRETRAINING),
-    Rule(6, "model.visual_activation", "none", "relu", "3.2", "after the fully connected layer of a look"),
+    Rule(6, "model.visual_activation", "none", "relu", "3.2", "after the fully connected layer of the visual feature"),
     Rule(6, "model.visual_dropout", False, True, "3.2", "dropout before that layer"),
-    Rule(6, "model.visual_norm", "none", "layer_norm", "3.2", "between a look and the token that it joins"),
+    Rule(6, "model.visual_norm", "none", "layer_norm", "3.2", "between the visual feature embedding and the token"),
     Rule(6, "model.visual_initialisation", "normal", "pytorch", "4.1", "first weights of that layer"),
     Rule(6, "model.head_initialisation", "normal", "xavier", "4.1", "first weights of fine-tuning's layers"),
     Rule(7, "model.geometry", "corners", "centre", "3.2", "how a box enters the geometry embedding"),
     Rule(8, "model.special_tokens", "vocabulary", "own", "3.2", "whether [IMG] and [END] are words"),
     Rule(8, "model.masked_region_token", False, True, "3.2", "a masked region has another token than [IMG]"),
-    Rule(8, "model.end_visual_embedding", True, False, "3.2", "[END] carries the look of the whole image"),
-    Rule(9, "task.mention_visual_embedding", "image", "object", "3.2", "look of a word that names an object", _VCR),
+    Rule(8, "model.end_visual_embedding", True, False, "3.2", "[END] carries the visual feature of the whole image"),
+    Rule(
+        9,
+        "task.mention_visual_embedding",
+        "image",
+        "object",
+        "3.2",
+        "visual feature of a word that names an object",
+        _VCR,
+    ),
     Rule(10, "model.regions.frozen_stages", 0, 2, "A.2", "first stages of the ResNet that are not trained"),
     Rule(10, "model.regions.resnet.norm", "batch", "frozen", "A.2", "whether its BatchNorms are trained"),
     Rule(11, "optimizer.kind", "adam", "adamw", "A.2", "weight decay in the gradient, or beside it"),
@@ -57,25 +65,33 @@ RULES = (
     Rule(11, "optimizer.max_grad_norm", None, 10.0, "A.2", "largest gradient norm", _VCR),
     Rule(11, "optimizer.max_grad_norm", None, 1.0, "A.2", "largest gradient norm", _VQA),
     Rule(11, "optimizer.max_grad_norm", None, 1.0, "A.2", "largest gradient norm", _REFCOCO),
-    Rule(12, "model.regions.masked_pixels", "black", "mean", "3.3", "what hidden pixels show"),
+    Rule(12, "model.regions.masked_pixels", "black", "mean", "3.3", "value of masked pixels"),
     Rule(13, "task.loss", "softmax", "sigmoid", "4.2", "one of four choices, or each by itself", _VCR),
     Rule(13, "task.pooled", False, True, "4.2", "BERT's tanh pooler between [CLS] and the score", _VCR),
     Rule(13, "task.instance_masks", False, True, "4.2", "only an object's own cells count in its feature", _VCR),
-    Rule(13, "task.hidden_regions", 0.15, 0.0, "4.2", "regions hidden and asked for; 0: all asked, in sight", _VCR),
+    Rule(
+        13,
+        "task.hidden_regions",
+        0.15,
+        0.0,
+        "4.2",
+        "share of regions masked and labelled; 0: all labelled, visible",
+        _VCR,
+    ),
     Rule(13, "task.names", "class", "neutral", "4.2", "how a person is called who is mentioned", _VCR),
     Rule(14, "task.loss", "cross_entropy", "bce", "4.2", "the best answer, or each to its soft score", _VQA),
     Rule(14, "task.answers_from_words", False, True, "4.2", "first weights of the answers", _VQA),
     Rule(15, "task.whole_image_competes", False, True, "4.2", "the whole image may be the answer", _REFCOCO),
     Rule(15, "task.iou", "plain", "published", "4.2", "overlaps of planes, or of pixels, x2 - x1 + 1 wide", _REFCOCO),
-    Rule(16, "data.flip", 0.0, 0.5, "A.2", "probability of mirroring a picture"),
+    Rule(16, "data.flip", 0.0, 0.5, "A.2", "probability of mirroring an image"),
     Rule(
-        18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _PRETRAINING
+        18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _PRETRAINING
     ),
-    Rule(18, "model.regions.padding", "groups", "fixed", "open", "how pictures of several sizes are padded", _VCR),
-    Rule(18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _VQA),
-    Rule(18, "model.regions.padding", "groups", "batch", "open", "how pictures of several sizes are padded", _REFCOCO),
+    Rule(18, "model.regions.padding", "groups", "fixed", "open", "how images of several sizes are padded", _VCR),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _VQA),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _REFCOCO),
     Rule(19, "task.truncation", "each", "shared", "open", "rows whose question a long choice shortens", _VCR),
-    Rule(20, "task.swap_left_right", True, False, "open", "left for right in texts of a mirrored picture", _VCR),
+    Rule(20, "task.swap_left_right", True, False, "open", "left for right in texts of a mirrored image", _VCR),
 )
 # Where the description of the authors' code has the details of each difference.
 _DESCRIBED = {
@@ -95,7 +111,7 @@ _DESCRIBED |= {11: "7", 12: "1.4", 13: "4", 14: "5", 15: "6", 16: "3.4", 18: "13
 # features (rules 12 and 14) are a recipe of their own: model.regions.features.
 
 
-_FOLLOWS = {"name", "validate_every", "save_every"}  # what follows from the rest is no difference
+_FOLLOWS = {"name", "validate_every", "save_every"}  # they follow from other fields
 
 
 def paper(recipe: Recipe) -> Recipe:
@@ -120,8 +136,8 @@ def rules_of(recipe: Recipe) -> list[Rule]:
     ]
 
 
-def _set(recipe: Recipe, book: Variant) -> Recipe:
-    return override_values(recipe, {rule.field: getattr(rule, book) for rule in rules_of(recipe)})
+def _set(recipe: Recipe, variant: Variant) -> Recipe:
+    return override_values(recipe, {rule.field: getattr(rule, variant) for rule in rules_of(recipe)})
 
 
 def table() -> str:
@@ -137,7 +153,7 @@ def table() -> str:
 
 
 def numbers(recipes: Mapping[str, Callable[[], Recipe]]) -> str:
-    """What else differs between the recipes of the two books, as Markdown."""
+    """What else differs between the recipes of the two variants, as Markdown."""
     lines = ["| recipe | field | paper | authors' code |", "|---|---|---|---|"]
     ruled = {rule.field for rule in RULES}
     for name, make in recipes.items():

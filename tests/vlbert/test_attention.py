@@ -48,7 +48,7 @@ def asked(text: str, regions: int = 2, beside: str | None = None) -> Prediction:
     with torch.no_grad():
         encoded = model(batch, attentions=True)
     pieces = [
-        [WORDS.pieces[i] for i in tokens[mask]] for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
+        [WORDS.tokens[i] for i in tokens[mask]] for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
     ]
     return Prediction(
         sample, [f"{n} thing" for n in range(1, regions + 1)], {"probabilities": [0.6, 0.4]}, batch, pieces, encoded

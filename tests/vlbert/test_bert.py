@@ -177,13 +177,13 @@ def test_a_bert_of_another_shape_is_refused(tmp_path, change, said):
 
 def test_a_bert_of_another_vocabulary_is_refused(tmp_path):
     saved(tmp_path, BertModel)
-    other = Vocabulary([*LETTERS.pieces[:5], *reversed(LETTERS.pieces[5:])])
+    other = Vocabulary([*LETTERS.tokens[:5], *reversed(LETTERS.tokens[5:])])
     with pytest.raises(ValueError, match="every word would get the weights of another; give vocabulary=FILE"):
         init_from_bert(*ours(), str(tmp_path), other)
 
 
 def test_a_bert_that_tells_capitals_apart_is_refused(tmp_path):
-    for kind, pieces, lower in (("told", LETTERS.pieces, False), ("seen", [*LETTERS.pieces[:-1], "Z"], True)):
+    for kind, pieces, lower in (("told", LETTERS.tokens, False), ("seen", [*LETTERS.tokens[:-1], "Z"], True)):
         (tmp_path / kind).mkdir()
         BERT.save_pretrained(tmp_path / kind)
         (tmp_path / kind / "pieces.txt").write_text("".join(f"{piece}\n" for piece in pieces))
@@ -231,7 +231,7 @@ def test_a_berts_own_code_is_not_run(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("builtins.input", lambda *_: "yes")
     model, head = ours()
     if kind == "bert":
-        assert bert_vocabulary(str(tmp_path)).pieces == LETTERS.pieces
+        assert bert_vocabulary(str(tmp_path)).tokens == LETTERS.tokens
         init_from_bert(model, head, str(tmp_path), LETTERS)
     else:
         for read in (bert_vocabulary, lambda name: init_from_bert(model, head, name, LETTERS)):

@@ -79,7 +79,7 @@ def model_and_optimizer() -> tuple[TaskModel, torch.optim.Optimizer]:
 def test_a_golden_checkpoint_is_read_to_the_exact_values():
     saved = read_checkpoint(open_store(str(GOLDEN / "checkpoint")), FOLDER)
     assert saved.model_config == RECIPE.model
-    assert saved.vocabulary.pieces == WORDS.pieces
+    assert saved.vocabulary.tokens == WORDS.tokens
     assert saved.num_classes == 3
     hashes = saved.state["files"]
     assert saved.state == {"version": CHECKPOINT_VERSION, "step": 3, "files": hashes} | STATE
@@ -178,7 +178,7 @@ def test_a_checkpoint_and_what_save_pretrained_wrote_are_opened_alike(tmp_path):
     ]
     expected, _ = model_and_optimizer()
     for model in (trained, again):
-        assert (model.config, model.vocabulary.pieces) == (RECIPE.model, WORDS.pieces)
+        assert (model.config, model.vocabulary.tokens) == (RECIPE.model, WORDS.tokens)
         for name, tensor in expected.vlbert.state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor), name
 
@@ -206,7 +206,7 @@ def model_folder(tmp_path) -> Path:
         ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", None, "holds no model: it has no model.safetensors"),
-        ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 pieces, the model 7: not its own"),
+        ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 tokens, the model 7: not its own"),
     ],
 )
 def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):

@@ -92,7 +92,7 @@ def test_a_file_becomes_a_model_and_the_report_names_every_key_once(converted, k
         else:
             assert entry["counts"] == int(state[entry["theirs"]])
     assert saved.config["task"] == TASKS[kind]
-    assert saved.vocabulary.pieces == WORDS.pieces
+    assert saved.vocabulary.tokens == WORDS.tokens
     assert saved.model_config.num_heads == 1  # of 64 channels
     model = VLBert.from_pretrained(folder)
     task = make_task(understand(shapes_of(state)).task, WORDS, 1600)

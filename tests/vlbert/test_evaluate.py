@@ -488,7 +488,7 @@ def test_a_task_model_is_that_of_its_checkpoint(world):
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.model.items())
     assert model.task.settings.train_on == ("val",)
-    assert model.vlbert.vocabulary.pieces == checkpoint.vocabulary.pieces
+    assert model.vlbert.vocabulary.tokens == checkpoint.vocabulary.tokens
 
     other = dataclasses.replace(a_recipe(world), precision="fp32")
     _, recipe = load_task_model(checkpoint, ["task.iou=plain", "data.batch=2"], other)

@@ -170,5 +170,5 @@ def test_live_norms_take_statistics_of_all_pictures_at_once():
 
 def test_a_batch_without_pixels_is_refused_by_name():
     given = [dataclasses.replace(e, image=dataclasses.replace(e.image, pixels=None)) for e in examples()[1:]]
-    with pytest.raises(ValueError, match=r"the batch with sample 0 has pixels of 0 of its 5 pictures, .*end_to_end"):
+    with pytest.raises(ValueError, match=r"the batch with sample 0 has pixels of 0 of its 5 images, .*end_to_end"):
         network()(collate(given))

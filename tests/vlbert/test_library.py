@@ -89,7 +89,7 @@ def test_what_is_saved_loads_again_and_computes_the_same(model, folder):
     loaded = VLBert.from_pretrained(folder)
     assert not loaded.training
     assert loaded.config == TINY_MODEL
-    assert loaded.vocabulary.pieces == WORDS.pieces
+    assert loaded.vocabulary.tokens == WORDS.tokens
     assert equal(loaded, model)
     torch.manual_seed(1)
     assert not equal(VLBert(TINY_MODEL, len(WORDS)).eval(), model)
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_a_run_loads_like_any_model(model, tmp_path):
         path = save_checkpoint(writer, "run", 3, recipe, task_model, optimizer, WORDS, 8, {})
     loaded = VLBert.from_pretrained(tmp_path / path)
     assert equal(loaded, model)
-    assert loaded.vocabulary.pieces == WORDS.pieces
+    assert loaded.vocabulary.tokens == WORDS.tokens
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
@@ -182,7 +182,7 @@ def test_a_name_of_the_hub_is_fetched_from_it_and_kept(model, hub, tmp_path):
     model.save_pretrained(hub / name)
     loaded = VLBert.from_pretrained(name, cache_dir=cache)
     assert equal(loaded, model)
-    assert loaded.vocabulary.pieces == WORDS.pieces
+    assert loaded.vocabulary.tokens == WORDS.tokens
     assert Hub.asked == [
         f"/{name}/resolve/{revision}/{file}"  # whatever is pushed meanwhile, all files are of one commit
         for revision, file in (("main", "config.json"), (Hub.commit, "vocab.txt"), (Hub.commit, "model.safetensors"))
@@ -231,7 +231,7 @@ def test_a_name_that_is_no_model_is_said_to_be_none(hub, tmp_path):
         ("model.safetensors", b"", "model.safetensors is damaged: it has"),
         ("model.safetensors", b"<!DOCTYPE html><html></html>", "model.safetensors is damaged: it has"),
         ("model.safetensors", 0.5, "model.safetensors is damaged: it has"),
-        ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 pieces, the model 200"),
+        ("vocab.txt", WORDS.text().removesuffix("word190\n").encode(), "vocab.txt has 199 tokens, the model 200"),
         ("vocab.txt", b"\xff\xfe", "vocab.txt is not UTF-8"),
     ],
 )

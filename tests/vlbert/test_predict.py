@@ -174,7 +174,7 @@ def test_the_guess_is_the_models_own(root, pretrained):
         encoded = model.vlbert(batch)
         logits = model.head.words(model.vlbert, encoded.text[:, 2])[0]
     (mask,) = pretrained(sample, "a [MASK] square").row["masks"]
-    assert mask["guesses"][0]["said"] == WORDS.pieces[int(logits.argmax())]
+    assert mask["guesses"][0]["said"] == WORDS.tokens[int(logits.argmax())]
     assert mask["guesses"][0]["probability"] == pytest.approx(float(logits.softmax(0).max()))
 
 
@@ -310,7 +310,7 @@ def test_a_rationale_is_asked_behind_the_answer_as_it_was_written(root):
     (answers, behind), _ = predictions_asked(_parser().parse_args([runs, str(root / "photo.jpg"), *options]))
     colour = answers.said.split()[-1]
     assert (answers.said, answers.row["asked"]) == (f"object 2 is {colour}", "why")
-    assert behind.pieces[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
+    assert behind.tokens[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
     assert behind.batch.token_region[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
 
 

@@ -70,21 +70,21 @@ def test_the_same_texts_build_the_same_vocabulary_in_every_process(tmp_path):
     assert len(hashes) == 1
     built = Vocabulary.build(lambda: texts, 90)
     assert len(built) <= 90
-    assert built.pieces[:5] == list(SPECIALS)
+    assert built.tokens[:5] == list(SPECIALS)
     assert "[UNK]" not in built.decode(built.encode(texts[0]))
 
 
 def test_a_vocabulary_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="there is no word in the texts"):
         Vocabulary.build(lambda: ["", " "], 100)
-    with pytest.raises(ValueError, match="26 different letters, which take 57 pieces .* 40 at most"):
+    with pytest.raises(ValueError, match="26 different letters, which take 57 tokens .* 40 at most"):
         Vocabulary.build(lambda: ["abcdefghijklmnopqrstuvwxyz"], 40)
 
 
 def test_a_vocabulary_survives_its_file(tmp_path):
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     again = Vocabulary.read(tmp_path / "vocab.txt")
-    assert (again.pieces, again.hash) == (WORDS.pieces, WORDS.hash)
+    assert (again.tokens, again.hash) == (WORDS.tokens, WORDS.hash)
 
 
 def test_a_file_that_is_no_vocabulary_is_refused(tmp_path):
@@ -341,8 +341,8 @@ def test_a_torn_corpus_is_refused_by_name_and_made_again(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "kind", "place", "value", "says"),
     [
-        ("tokens.u16", "<u2", 3, len(WORDS), f"holds piece {len(WORDS)}, and the vocabulary has {len(WORDS)}"),
-        ("tokens.u16", "<u2", 0, 65535, "holds piece 65535"),
+        ("tokens.u16", "<u2", 3, len(WORDS), f"holds token {len(WORDS)}, and the vocabulary has {len(WORDS)}"),
+        ("tokens.u16", "<u2", 0, 65535, "holds token 65535"),
         ("offsets.i64", "<i8", 1, -1, "line 0 ends before it begins"),
         ("offsets.i64", "<i8", 1, 2**40, "line 1 ends before it begins"),
     ],

@@ -242,7 +242,7 @@ def test_ranks_and_parts_miss_the_same_slots_and_a_part_without_any_holds_one_pl
 
 def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
     data = training_data(a_root(tmp_path / "all", dict.fromkeys(range(8), torn), count=8))
-    with pytest.raises(ValueError, match="8 questions in a row cannot be asked, the last because sample"):
+    with pytest.raises(ValueError, match="8 questions in a row cannot be read, the last because sample"):
         data[0]
 
     class Endless:
@@ -254,7 +254,7 @@ def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
 
     with pytest.raises(ValueError, match=rf"none of {MOST_UNREADABLE} samples from anywhere .* because number \d+$"):
         any_readable(Endless())
-    with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be asked"):
+    with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be read"):
         data.source.first_readable((0, i % 8) for i in itertools.count())
 
 
@@ -297,7 +297,7 @@ def test_errors_come_out_of_workers_as_they_are(tmp_path):
         next(batches(gone, range(4), 1, ALONE.device))
     assert str(missing.value).startswith("there is no object captions/regions")
     with pytest.raises(
-        ValueError, match=r"^8 questions in a row cannot be asked, the last because sample \w+: its JPEG .*$"
+        ValueError, match=r"^8 questions in a row cannot be read, the last because sample \w+: its JPEG .*$"
     ):
         next(batches(training_data(torn_root), range(4), 1, ALONE.device))
 

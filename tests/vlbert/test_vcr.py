@@ -222,7 +222,7 @@ def test_people_get_names_in_turn_that_depend_on_the_sample_alone(task, samples)
     found = set()
     for seed in range(30):
         first, third = (asked(neutral, samples, seed=seed).texts[i].tokens for i in (0, 1))
-        names = WORDS.pieces[first[3]], WORDS.pieces[third[11]]
+        names = WORDS.tokens[first[3]], WORDS.tokens[third[11]]
         assert PEOPLE[(PEOPLE.index(names[0]) + 1) % 13] == names[1], "the next person gets the next name"
         assert texts(asked(neutral, samples, seed=seed)) == texts(asked(neutral, samples, seed=seed))
         assert "dog" in WORDS.decode(first)
@@ -662,7 +662,7 @@ def own(task: VCR, sample: object, *question: object) -> Example:
 def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     sample = tiny_sample(7, regions=3)
     neutral = changed(task, names="neutral")
-    words = Vocabulary([*WORDS.pieces, "object"])
+    words = Vocabulary([*WORDS.tokens, "object"])
     example = own(VCR(neutral.settings, words, 8), sample, "Why is [1] near [2, 3]?", ["no", "[3] is", "the [2]", "no"])
     decoded = [words.decode(text.tokens) for text in example.texts]
     assert decoded[1] == "[CLS] why is object near object and object ? [SEP] object is [SEP]"

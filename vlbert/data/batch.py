@@ -44,10 +44,10 @@ class ImageInput:
     """The image of an example.
 
     boxes     float32 [r, 4]     x1 y1 x2 y2 in pixels of the resized image; row 0 is the whole image
-    hidden    bool [r]           regions that the model must not see (masked regions); never row 0
+    masked    bool [r]           masked regions, which the model must not see; never row 0
     size      (width, height)    of the resized image
     pixels    uint8 [3, h, w]    RGB, already resized; None where features are precomputed
-    covered   float32 [h, 4]     further boxes whose pixels are hidden, though they are no regions of the row, or None
+    covered   float32 [h, 4]     boxes that are no regions of the row but whose pixels are masked too, or None
     features  float [r, D]       precomputed ones, row 0 included; None end to end
     cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
                                  None: all of it

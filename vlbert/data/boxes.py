@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:
-    """Where a box lies, as sines and cosines (paper 3.2, after Hu et al. 2018).
+    """The geometry embedding of boxes: sines and cosines of their position (paper 3.2, after Hu et al. 2018).
 
-    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the picture each lies in -> [K, channels].
+    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the image each lies in -> [K, channels].
     corners: the paper's (x1/W, y1/H, x2/W, y2/H); else the authors' code's (xc/W, yc/H, w/W, h/H). Each number, times
     100, is divided by 1000^(i/n) for i < n = channels / 8 and becomes n sines, then n cosines; the four follow in turn.
     """
@@ -26,22 +26,22 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
 
 
 def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:
-    """Which pixels lie in a hidden region: boxes [P, R, 4], hidden bool [P, R] -> bool [P, height, width].
+    """Which pixels lie in a masked region: boxes [P, R, 4], masked bool [P, R] -> bool [P, height, width].
 
-    A box hides rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included: no pixel it touches is left.
+    A box masks rows int(y1)..int(y2) and columns int(x1)..int(x2), both ends included: every pixel that it touches.
     """
     x1, y1, x2, y2 = boxes.to(torch.int64).unbind(dim=2)
     x, y = torch.arange(width, device=boxes.device), torch.arange(height, device=boxes.device)
     columns = (x >= x1[..., None]) & (x <= x2[..., None]) & masked[..., None]  # (P, R, W)
     rows = (y >= y1[..., None]) & (y <= y2[..., None])  # (P, R, H)
-    # A pixel is hidden where any region has both its row and its column: a small matrix product finds them all.
+    # A pixel is masked where any region has both its row and its column: a small matrix product finds them all.
     return torch.bmm(rows.float().transpose(1, 2), columns.float()) > 0
 
 
 def flip_horizontally(boxes: np.ndarray, width: float) -> np.ndarray:
-    """The boxes [r, 4] after the picture of `width` pixels is mirrored left to right.
+    """The boxes [r, 4] after the image of `width` pixels is mirrored left to right.
 
-    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `masked_pixels` hides.
+    Column i becomes column width - 1 - i, and a box names the columns at its ends: those that `masked_pixels` masks.
     """
     x1, y1, x2, y2 = boxes.T
     return np.stack([width - 1 - x2, y1, width - 1 - x1, y2], axis=1)

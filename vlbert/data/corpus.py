@@ -73,7 +73,7 @@ class TextCorpus:
             largest = int(self.tokens[start : start + _TOKENS_AT_ONCE].max())
             if largest >= len(vocabulary):
                 raise ValueError(
-                    f"{folder / 'tokens.u16'} is damaged: it holds piece {largest}, and the vocabulary has "
+                    f"{folder / 'tokens.u16'} is damaged: it holds token {largest}, and the vocabulary has "
                     f"{len(vocabulary)}{again}"
                 )
 
@@ -81,7 +81,7 @@ class TextCorpus:
         return len(self.offsets) - 1
 
     def passages(self, lines: np.ndarray, length: int) -> np.ndarray:
-        """int64 [lines, length]: each of `lines`, and as many behind it as fill `length` pieces, round the end.
+        """int64 [lines, length]: each of `lines`, and as many behind it as fill `length` tokens, round the end.
 
         All are shorter where the whole corpus is: no line is taken twice.
         """
@@ -128,7 +128,7 @@ def encode_corpus(
     that a training has mapped is replaced, never changed. One process at a time may write there (see make_corpus).
     """
     if len(vocabulary) > 2**16:
-        raise ValueError(f"the vocabulary has {len(vocabulary)} pieces; the corpus format holds ids up to 65535")
+        raise ValueError(f"the vocabulary has {len(vocabulary)} tokens; the corpus format holds ids up to 65535")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=_WORKING, dir=folder) as name:
         working = Path(name)
@@ -188,7 +188,7 @@ def _portions(parts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 def make_corpus(
     folder: Path, files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]
 ) -> tuple[dict, bool]:
-    """The corpus of `files` in `folder`, with its vocab.txt: the one given, or one of at most `size` pieces built here.
+    """The corpus of `files` in `folder`, with its vocab.txt: the one given, or one of at most `size` tokens built here.
 
     It is built from the lines and from the captions of the lists `captions`. Returns (what corpus.json says, whether it
     was made now): a folder that was made from the same bytes is left as it is. ValueError says what is wrong with an
@@ -276,7 +276,7 @@ def _hash(file: Path) -> str:
 def _parts(files: Iterable[Path], at_once: int = _PART) -> Iterator[tuple[str, bool]]:
     """The lines of the files in parts of about `at_once` bytes at most, each with whether its line ends there.
 
-    A long line is cut between words, so that its parts have the same pieces as the whole. ValueError names file and
+    A long line is cut between words, so that its parts have the same tokens as the whole. ValueError names file and
     line of what is not UTF-8, and a gzip file that is damaged.
     """
     for file in files:
@@ -307,12 +307,12 @@ def _decoded(part: bytes, file: Path, number: int) -> str:
 
 def _cut(part: bytes) -> tuple[bytes, bytes]:
     """The beginning of a line up to its last blank, and the rest; up to its last letter where there is no blank."""
-    place = max(part.rfind(b" "), part.rfind(b"\t"))
-    if place <= 0:
-        place = len(part) - 1
-        while place > 0 and part[place] & 0xC0 == 0x80:  # goes on with a letter that began before
-            place -= 1
-    return (part[:place], part[place:]) if place > 0 else (part, b"")
+    cut = max(part.rfind(b" "), part.rfind(b"\t"))
+    if cut <= 0:
+        cut = len(part) - 1
+        while cut > 0 and part[cut] & 0xC0 == 0x80:  # goes on with a letter that began before
+            cut -= 1
+    return (part[:cut], part[cut:]) if cut > 0 else (part, b"")
 
 
 @contextlib.contextmanager
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", help="text files, plain or gzip, one document a line")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vocabulary", type=Path, help="vocab.txt to use, such as BERT's")
-    source.add_argument("--build", type=int, metavar="SIZE", help="build a vocabulary of at most SIZE pieces")
+    source.add_argument("--build", type=int, metavar="SIZE", help="build a vocabulary of at most SIZE tokens")
     parser.add_argument("--captions", type=Path, nargs="*", default=[], help="caption lists (TSV) to build it from too")
     arguments = parser.parse_args()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A picture file of one's own, as ingest would store it."""
+"""An image file of one's own, as ingest would store it."""
 
 import io
 from pathlib import Path
@@ -14,7 +14,7 @@ IMAGES = ImageSettings(max_bytes=200 * 2**20)
 
 
 def read_image(image: str | Path | bytes | Image.Image) -> Sample:
-    """The picture of a file, of a file's bytes, or of Pillow's, as ingest would store it: upright, RGB or grey, JPEG.
+    """The image of a file, of a file's bytes, or of Pillow's, as ingest would store it: upright, RGB or grey, JPEG.
 
     ValueError says why it cannot be one.
     """
@@ -49,7 +49,7 @@ def read_image(image: str | Path | bytes | Image.Image) -> Sample:
 
 
 def _as_png(image: bytes | Image.Image) -> bytes:
-    """A PNG of Pillow's picture, or of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF;
+    """A PNG of Pillow's image, or of a file in a format of FILE_FORMATS that ingest does not take, such as TIFF;
     Refused where it is none, has no pixels, or holds some that nobody can bring to 8 bits."""
     try:
         if isinstance(image, Image.Image):
@@ -77,7 +77,7 @@ def _png_of(opened: Image.Image) -> bytes:
 
 
 def _plain(opened: Image.Image) -> Image.Image:
-    """The picture in a mode that a PNG holds, its grey of 16 bits where it has more than 8."""
+    """The image in a mode that a PNG holds, its grey of 16 bits where it has more than 8."""
     if opened.mode == "F":
         raise Refused("not_image", "its pixels are floating-point numbers; save it with 8 or 16 bits a channel")
     if opened.mode in ("I", "I;16B", "I;16L", "I;16N"):

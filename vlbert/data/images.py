@@ -1,4 +1,4 @@
-"""From a stored JPEG to what the model sees of it: decoded, resized, perhaps mirrored, its boxes moved along."""
+"""From a stored JPEG to the model's input: decode, resize, perhaps mirror, and move the boxes along."""
 
 import dataclasses
 import re
@@ -48,7 +48,7 @@ class PreparedImage:
     ) -> ImageInput:
         """The ImageInput of the whole image and the first `count` of r regions; `masked`, bool [1 + r], says which are.
 
-        As published, those behind the first `count` matter too: their pixels are hidden where they are, and,
+        As published, those behind the first `count` matter too: their pixels are masked where they are, and,
         precomputed, the whole image's vector is the mean over all that are not. `more`: further fields of ImageInput.
         """
         count = len(self.boxes) - 1 if count is None else count

@@ -126,7 +126,7 @@ class ExampleSource:
                 return found
             if tried == MOST_UNREADABLE:
                 break
-        raise ValueError(f"{tried} questions in a row cannot be asked, the last because {found.reason}")
+        raise ValueError(f"{tried} questions in a row cannot be read, the last because {found.reason}")
 
     def _without_cache(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
         """The Example of a sample that was read and does not decode, read again past the cache; None: no cache."""

@@ -1,4 +1,4 @@
-"""What is hidden from the model, and what it is asked: masked words and masked regions (paper 3.3)."""
+"""Masked words and masked regions: which are chosen, and what becomes of them (paper 3.3)."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from vlbert.data.vocabulary import Vocabulary
 class WordMasking:
     """Task 1, masked words. Defaults: the authors' code; the paper masks every chosen word (masked = 1)."""
 
-    probability: float = 0.15  # that a word is chosen, and then asked for
+    probability: float = 0.15  # that a word is chosen: it has a label
     masked: float = 0.8  # share of chosen words that become [MASK] ...
-    random: float = 0.1  # ... or random pieces; the rest is left as it is
-    whole_words: bool = True  # choose words, else single pieces
+    random: float = 0.1  # ... or random tokens; the rest stays as it is
+    whole_words: bool = True  # choose whole words; else single tokens
 
     def __post_init__(self):
         _check_shares(self, self.probability, self.masked, self.random)
@@ -22,10 +22,10 @@ class WordMasking:
 
 @dataclass(frozen=True)
 class RegionMasking:
-    """Task 2, masked regions. Defaults: the authors' code; the paper hides every chosen region (masked = 1)."""
+    """Task 2, masked regions. Defaults: the authors' code; the paper masks every chosen region (masked = 1)."""
 
-    probability: float = 0.15  # that a region is chosen, and then asked for
-    masked: float = 0.9  # share of chosen regions that are masked; the rest stays in sight
+    probability: float = 0.15  # that a region is chosen: it has a label
+    masked: float = 0.9  # share of chosen regions that are masked; the rest stays visible
 
     def __post_init__(self):
         _check_shares(self, self.probability, self.masked)
@@ -39,20 +39,20 @@ def _check_shares(rule: WordMasking | RegionMasking, probability: float, *shares
 def mask_words(
     tokens: np.ndarray, vocabulary: Vocabulary, rule: WordMasking, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens with chosen words hidden, bool [t] of the pieces asked for); tokens int64 [t] hold no special token."""
+    """(masked tokens int64 [t], bool [t] of the tokens with a label); `tokens` int64 [t] hold no special token."""
     word = vocabulary.word_of(tokens) if rule.whole_words else np.arange(len(tokens))
     word = word - word[:1]  # a passage may begin in the middle of a word, which then is word 0
-    draws = rng.random(word[-1] + 1 if len(word) else 0)[word]  # (t,) one draw a word, shared by its pieces
-    asked = draws < rule.probability
-    hidden = tokens.copy()
+    draws = rng.random(word[-1] + 1 if len(word) else 0)[word]  # (t,) one draw a word, shared by its tokens
+    chosen = draws < rule.probability
+    changed = tokens.copy()
     masked, replaced = rule.probability * rule.masked, rule.probability * (rule.masked + rule.random)
-    hidden[draws < masked] = vocabulary.mask
+    changed[draws < masked] = vocabulary.mask
     random = (draws >= masked) & (draws < replaced)
-    hidden[random] = rng.choice(vocabulary.ordinary, size=int(random.sum()))
-    return hidden, asked
+    changed[random] = rng.choice(vocabulary.ordinary, size=int(random.sum()))
+    return changed, chosen
 
 
 def mask_regions(count: int, rule: RegionMasking, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(bool [1 + count] of the regions to hide, same of those asked for); row 0, the whole image, is neither."""
+    """(bool [1 + count] of the masked regions, same of those with a label); row 0, the whole image, is neither."""
     draws = np.concatenate([[1.0], rng.random(count)])
     return draws < rule.probability * rule.masked, (draws < rule.probability)

@@ -15,10 +15,9 @@ from training.distributed import World, from_first
 from vlbert.config import DataConfig
 
 ANYWHERE = 3  # stream of randomness, beside those of vlbert/data/loading.py
-MOST_UNREADABLE = 100  # samples from anywhere: where as many cannot be read, the storage is at fault and not a sample
+MOST_UNREADABLE = 100  # where so many samples in a row cannot be read, the storage is at fault
 
-
-_TOGETHER = 256  # samples that are read at a time where all of them are
+_TOGETHER = 256  # samples that are read at a time, where all are read
 
 
 def region_stage(store: ObjectStore, dataset: str, detector: str | None) -> str:
@@ -56,7 +55,7 @@ def open_samples(
 ) -> tuple[ShardSamples, dict]:
     """(samples, what a checkpoint pins): all that is committed now or, resuming, exactly the snapshot of `pinned`.
 
-    Rank 0 looks what is committed, for all: a detector may commit another shard meanwhile.
+    Rank 0 looks for all ranks: a detector may commit another shard meanwhile.
     """
     catalog = Catalog(store, dataset)
     if pinned is None:
@@ -78,9 +77,9 @@ def open_samples(
 
 
 def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """The id of all that is committed now, pinned, where that is more than there was before; None where it is not.
+    """Pin what is committed now and return the snapshot's id; None where no shard is new.
 
-    A stage that lacks a shard of before, such as one that is made again just now, is not more.
+    None too where a shard of before is missing, as while a stage is made again.
     """
     catalog = Catalog(store, dataset)
     if not set(before.shards) < set(catalog.shards(before.stage)):
@@ -90,7 +89,7 @@ def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | 
 
 
 def spread(n: int, *where: int) -> list[int]:
-    """So many of n numbers as may be unreadable, from all over: neighbours lie in one tar, which may be damaged."""
+    """Up to MOST_UNREADABLE of n numbers, from all over: neighbours lie in one tar, which may be damaged."""
     return shuffled(np.arange(min(n, MOST_UNREADABLE)), mix(*where), ANYWHERE, 0, n).tolist()
 
 
@@ -106,7 +105,7 @@ def any_readable(samples: Samples) -> Sample:
 
 
 def captions(samples: Samples) -> list[str]:
-    """Those of all samples that can be read; ValueError where most cannot."""
+    """The captions of all samples that can be read; ValueError where most cannot."""
     found, last = [], None
     for start in range(0, len(samples), _TOGETHER):
         for sample in samples.samples(range(start, min(start + _TOGETHER, len(samples)))):

@@ -47,13 +47,13 @@ def _own_vocabulary(name: str) -> Vocabulary | None:
     except OSError as error:
         raise ValueError(f"{name} is neither the folder of a BERT nor the name of one on the hub: {error}") from error
     ids = tokenizer.get_vocab()
-    pieces = sorted(ids, key=ids.get)
-    if not set(pieces) - set(SPECIALS):  # what transformers gives where there is no vocab.txt
+    tokens = sorted(ids, key=ids.get)
+    if not set(tokens) - set(SPECIALS):  # what transformers gives where there is no vocab.txt
         return None
-    capitals = any(re.search("[A-Z]", piece) for piece in pieces if not piece.startswith("["))
+    capitals = any(re.search("[A-Z]", token) for token in tokens if not token.startswith("["))
     if capitals or not getattr(tokenizer, "do_lower_case", True):
         raise ValueError(f"{name} is a cased BERT; captions are lower-cased here, take an uncased one")
-    return Vocabulary(pieces, where=name)
+    return Vocabulary(tokens, where=name)
 
 
 def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocabulary) -> str:
@@ -66,7 +66,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     config, theirs = _read(name)
     _check(vlbert, config, name)
     own = _own_vocabulary(name)
-    if own is not None and own.pieces != vocabulary.pieces:
+    if own is not None and own.tokens != vocabulary.tokens:
         raise ValueError(
             f"the run's vocabulary is not that of {name}: every word would get the weights of another; give "
             f"vocabulary=FILE with {name}'s own vocab.txt, or bert=none"
@@ -93,12 +93,12 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
             taken.append(words)
         else:
             lacking.append(words)
-    said = f"{', '.join(taken)} from {name}"
+    message = f"{', '.join(taken)} from {name}"
     if lacking:
-        said += f"; it came without {', '.join(lacking)}, which begins new"
+        message += f"; it came without {', '.join(lacking)}, which begins new"
     if own is None:
-        said += "; it came without a vocabulary: that of the run was taken to be its own"
-    return said
+        message += "; it came without a vocabulary: that of the run was taken to be its own"
+    return message
 
 
 def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Module | Tensor, str]]]:

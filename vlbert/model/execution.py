@@ -1,4 +1,4 @@
-"""How a model is computed in training, where a recipe asks for another way: with less memory, or by compiled kernels.
+"""Other ways to compute a model in training: with less memory (activation checkpointing), or by compiled kernels.
 
 Neither changes what is computed, nor a name in the state dict. Both are done block by block: a layer of the encoder, or
 a residual block of the Fast R-CNN.

@@ -13,11 +13,11 @@ from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch
 from vlbert.data.boxes import masked_pixels
 
-STRIDE = 16  # pixels of the picture per cell of the C4 map
+STRIDE = 16  # pixels of the image per cell of the C4 map
 
 
 class FastRCNN(nn.Module):
-    """The appearance of every real region of the pictures of a batch; padded regions are never computed."""
+    """The appearance feature of every real region of a batch's images; padded regions are never computed."""
 
     def __init__(self, config: RegionConfig):
         super().__init__()
@@ -32,39 +32,39 @@ class FastRCNN(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(config.pixel_mean).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The K real regions of the batch's pictures, in picture order: [K, D]."""
+        """The K real regions of the batch's images, in image order: [K, D]."""
         return self.appearance(self.network_input(batch), batch)
 
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
         """The same from pixels that are normalised already: float [p, 3, H, W] of each group -> [K, D]."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
         mask = batch.region_mask[batch.image_rows]  # (P, R)
-        pictures, _ = mask.nonzero(as_tuple=True)  # (K,)
+        images, _ = mask.nonzero(as_tuple=True)  # (K,)
         boxes = batch.boxes[batch.image_rows][mask]  # (K, 4)
-        rois = torch.cat([pictures[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
-        # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 pictures.
+        rois = torch.cat([images[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
+        # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 images.
         cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(computed_in(self.pixel_mean))
         cells = self.res5(cells)  # (K, D, S, S)
         if len(batch.cells):
-            cells = cells * batch.cells[:, None]  # what is not the object counts as zero, in the mean too
+            cells = cells * batch.cells[:, None]  # cells beside the object count as 0, in the mean too
         return cells.mean(dim=(2, 3))
 
     def network_input(self, batch: Batch) -> list[Tensor]:
-        """Pixels as the network takes them: float [p, 3, H, W], BGR, mean off, hidden regions and padding blank.
+        """Pixels as the network takes them: float [p, 3, H, W], BGR, mean subtracted, masked regions and padding blank.
 
-        One tensor a group of pictures, as RegionConfig.padding says; with live norms one of all. ValueError where the
-        batch has no pixels, and where a picture is larger than a fixed padding.
+        One tensor a group of images, as RegionConfig.padding says; with live norms one of all. ValueError where the
+        batch has no pixels, and where an image is larger than a fixed padding.
         """
-        shown, pictures = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
-        if shown != pictures:
+        shown, images = sum(len(group) for group in batch.pixels), len(batch.image_sizes)
+        if shown != images:
             raise ValueError(
-                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {pictures} pictures, and the "
+                f"the batch with sample {batch.keys[0]} has pixels of {shown} of its {images} images, and the "
                 "model sees pixels; read it with model.regions.features=end_to_end"
             )
         padding, groups = self.config.padding, batch.pixels
         if padding == "fixed":
             groups = self._fixed(batch)
-        # Live norms take statistics of all pictures of a batch: one tensor, with more padding.
+        # Live norms take statistics of all images of a batch: one tensor, with more padding.
         if padding == "batch" or self.config.resnet.norm == "batch":
             height, width = (max(group.shape[axis] for group in groups) for axis in (2, 3))
             groups = [torch.cat([_padded(group, height, width) for group in groups])]
@@ -73,7 +73,7 @@ class FastRCNN(nn.Module):
         return [self._normalised(*group, batch) for group in zip(groups, own, strict=True)]
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
-        """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; picture order stays."""
+        """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; image order stays."""
         short, long = self.config.short_side, self.config.long_side
         sizes, groups, first = batch.image_sizes.tolist(), [], 0
         for group in batch.pixels:
@@ -85,7 +85,7 @@ class FastRCNN(nn.Module):
                 large = [size for size in own[begin:end] if size[0] > width or size[1] > height]
                 if large:
                     raise ValueError(
-                        f"a picture of the batch with sample {batch.keys[0]} is {large[0][0]} x {large[0][1]} pixels, "
+                        f"an image of the batch with sample {batch.keys[0]} is {large[0][0]} x {large[0][1]} pixels, "
                         f"more than model.regions.padding=fixed takes, {width} x {height}; resize it to short_side "
                         "and long_side"
                     )
@@ -94,7 +94,7 @@ class FastRCNN(nn.Module):
         return groups
 
     def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
-        """One group of pictures, given with their numbers [p]."""
+        """One group of images, given with their numbers [p]."""
         pixels = (pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
         height, width = pixels.shape[2:]
         if self.config.masking == "pixels":
@@ -104,8 +104,8 @@ class FastRCNN(nn.Module):
             hole = masked_pixels(boxes, masked, height, width)[:, None]
             blank = 0.0 if self.config.masked_pixels == "mean" else -self.pixel_mean / self.config.pixel_std
             pixels = torch.where(hole, blank, pixels)
-        # After the mean is off, padding is zero again, as the network's own padding is. Cells near the border still see
-        # where a picture ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.
+        # Padding is zero after the mean is subtracted, as the network's own padding is. Cells near the border still see
+        # where an image ends in a larger tensor; batches of one size avoid that, and so does padding=fixed.
         sizes = batch.image_sizes[numbers]  # (p, 2)
         inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
         inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
@@ -114,5 +114,5 @@ class FastRCNN(nn.Module):
 
 
 def _padded(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Pictures [p, 3, h, w] with zeros on their right and below: [p, 3, height, width]."""
+    """Images [p, 3, h, w] with zeros on their right and below: [p, 3, height, width]."""
     return F.pad(pixels, (0, width - pixels.shape[3], 0, height - pixels.shape[2]))

@@ -268,7 +268,7 @@ class Pretraining:
             {"said": self._text(text, places, pieces), "probability": probability} for pieces, probability in ways
         ]
         sure = [guesses[0][1] for _, _, guesses in (*asked, *masked)]
-        pieces = self.vocabulary.pieces
+        pieces = self.vocabulary.tokens
         return {
             "asked": self._text(text),
             "said": filled[0]["said"],
