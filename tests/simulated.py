@@ -24,24 +24,27 @@ JPEG = encode(draw(32, 32))
 
 @dataclass
 class Answer:
-    """What a server sends, `seconds` after it was asked; None: never."""
+    """What a server sends, `seconds` after the request (None: never), and its body `body_seconds` later."""
 
     seconds: float | None = 0.1
     status: int = 200
     body: bytes = JPEG
     headers: dict[str, str] = field(default_factory=dict)
     refused: bool = False  # no connection at all
+    body_seconds: float = 0.0
 
 
 class Network:
     """aiohttp's session, as far as the Fetcher uses it. `serve(url, time, in flight at its host)` says what comes.
 
-    `asked` are the requests by URL, `answered` the moments of each host's answers, `most` in flight at each host.
+    `requests` are URLs and times in order, `asked` their numbers by URL, `answered` the moments of each host's answers,
+    `most` the most in flight at each host.
     """
 
     def __init__(self, serve: Callable[[yarl.URL, float, int], Answer], read_timeout: float):
         self.serve = serve
         self.read_timeout = read_timeout
+        self.requests: list[tuple[str, float]] = []
         self.asked: Counter[str] = Counter()
         self.answered: dict[str, list[float]] = {}
         self.now: Counter[str] = Counter()
@@ -50,6 +53,7 @@ class Network:
     @asynccontextmanager
     async def get(self, url: yarl.URL, **_: object) -> AsyncIterator["_Response"]:
         loop, host = asyncio.get_running_loop(), f"{url.host}:{url.port}"
+        self.requests.append((str(url), loop.time()))
         self.asked[str(url)] += 1
         self.now[host] += 1
         self.most[host] = max(self.most[host], self.now[host])
@@ -75,17 +79,18 @@ class _Response:
         self.status, self.reason = answer.status, ""
         self.headers = multidict.CIMultiDict(answer.headers)
         self.content_length = len(answer.body)
-        self.content = _Content(answer.body)
+        self.content = _Content(answer.body, answer.body_seconds)
 
 
 class _Content:
-    def __init__(self, body: bytes):
-        self._left = body
+    def __init__(self, body: bytes, seconds: float):
+        self._left, self._seconds = body, seconds
 
     def at_eof(self) -> bool:
         return not self._left
 
     async def readany(self) -> bytes:
+        await asyncio.sleep(self._seconds)
         left, self._left = self._left, b""
         return left
 
