@@ -140,7 +140,7 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
     print(table(stages, full))
-    print(places(root, report, pipelines))
+    print(where_to_look(root, report, pipelines))
     failed = gates(pipelines, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
@@ -367,7 +367,7 @@ def table(stages: Sequence[Stage], full: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def places(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> str:
+def where_to_look(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> str:
     checkpoints = [
         trained.checkpoint for pipeline in pipelines for trained in (pipeline.pretrained, *pipeline.finetuned)
     ]

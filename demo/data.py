@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from demo.scenes import COLOURS, SHAPES, Scene, caption_scene, choose, draw_scene, place, task_appearances
+from demo.scenes import COLOURS, SHAPES, Scene, arrange, caption_scene, choose, draw_scene, task_appearances
 from demo.sentences import caption, document, expression
 from demo.task_files import (
     REFCOCO_NAMES,
@@ -232,7 +232,7 @@ def draw_tasks(data: DemoData) -> None:
             eligible = [i for i, one in enumerate(objects) if one.shape in SPLIT_SHAPES[split]]
         targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.task_refs]]
         expressions = {target: expression(rng, objects, target) for target in targets}
-        scene, name = place(rng, objects, settings.size), task_image_name(number, split)
+        scene, name = arrange(rng, objects, settings.size), task_image_name(number, split)
         annotations = draw_into(coco, data.task_images, number, scene, rng, settings.jpeg_quality, name)
         images.append(TaskImage(number, split, scene, annotations, expressions))
     for folder, files in (

@@ -1,7 +1,7 @@
-"""What tasks ask about a scene: VQA's questions with their answers, and VCR's items of four choices each.
+"""Questions about a scene: VQA's questions with their answers, and VCR's items of four choices each.
 
-Who does not see the picture can only guess a colour or a shape: no word of a question tells it, and the four choices of
-an item differ in a colour alone.
+Without the image one can only guess a colour or a shape: no word of a question tells it, and the four choices of an
+item differ in a colour alone.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demo.scenes import COLOURS, SHAPES, Appearance, choose
+from demo.scenes import COLOURS, SHAPES, Appearance, alike, choose
 from vlbert.datasets.vcr import CHOICES
 
 ANNOTATORS = 10  # of every question of VQA
@@ -23,7 +23,7 @@ Tokens = list[str | list[int]]
 
 @dataclass(frozen=True)
 class Question:
-    """A question of VQA, its right answer, and what else a careless annotator may say."""
+    """A question of VQA, its right answer, and what a careless annotator may answer."""
 
     text: str
     answer: str
@@ -48,8 +48,7 @@ def describe(objects: Sequence[Appearance], target: int, without: str) -> str | 
     fields = [field for field in ("shape", "colour", "striped", "big") if field != without]
     for size in range(1, len(fields) + 1):
         for chosen in itertools.combinations(fields, size):
-            same = [all(getattr(one, f) == getattr(objects[target], f) for f in chosen) for one in objects]
-            if sum(same) == 1:
+            if alike(objects, target, chosen) == 1:
                 return _in_words(objects[target], chosen)
     return None
 
@@ -62,17 +61,15 @@ def _in_words(appearance: Appearance, chosen: Sequence[str]) -> str:
 
 
 def about_colour(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
-    said = describe(objects, target, without="colour")
-    others = tuple(colour for colour in COLOURS if colour != objects[target].colour)
-    return said and Question(
-        f"What color is the {said}?", objects[target].colour, others, "what color is the", answer_type="other"
-    )
+    words, answer = describe(objects, target, without="colour"), objects[target].colour
+    others = tuple(colour for colour in COLOURS if colour != answer)
+    return words and Question(f"What color is the {words}?", answer, others, "what color is the", answer_type="other")
 
 
 def about_shape(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question | None:
-    said = describe(objects, target, without="shape")
-    others = tuple(shape for shape in SHAPES if shape != objects[target].shape)
-    return said and Question(f"What shape is the {said}?", objects[target].shape, others, "what", answer_type="other")
+    words, answer = describe(objects, target, without="shape"), objects[target].shape
+    others = tuple(shape for shape in SHAPES if shape != answer)
+    return words and Question(f"What shape is the {words}?", answer, others, "what", answer_type="other")
 
 
 def about_number(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
@@ -82,9 +79,9 @@ def about_number(rng: np.random.Generator, objects: Sequence[Appearance], target
     count = sum(getattr(other, field) == getattr(appearance, field) for other in objects)
     plural = "crosses" if appearance.shape == "cross" else f"{appearance.shape}s"
     texture = "striped" if appearance.striped else "plain"
-    said = {"colour": f"{appearance.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
+    words = {"colour": f"{appearance.colour} shapes", "shape": plural, "striped": f"{texture} shapes"}[field]
     others = (_NUMBERS[count], str(count + 1), str(count - 1))  # the first is as good
-    return Question(f"How many {said} are there?", str(count), others, "how many", answer_type="number")
+    return Question(f"How many {words} are there?", str(count), others, "how many", answer_type="number")
 
 
 def about_presence(rng: np.random.Generator, objects: Sequence[Appearance], target: int) -> Question:
@@ -93,9 +90,9 @@ def about_presence(rng: np.random.Generator, objects: Sequence[Appearance], targ
     colour, shape = appearance.colour, appearance.shape
     absent = [(colour, other) for other in SHAPES] + [(other, shape) for other in COLOURS]
     absent = [pair for pair in absent if pair not in there]
-    says_yes = rng.random() < 0.5
-    colour, shape = (colour, shape) if says_yes else choose(rng, absent)
-    answer, other = ("yes", "no") if says_yes else ("no", "yes")
+    present = rng.random() < 0.5
+    colour, shape = (colour, shape) if present else choose(rng, absent)
+    answer, other = ("yes", "no") if present else ("no", "yes")
     return Question(f"Is there a {colour} {shape}?", answer, (other,), "is there a", answer_type="yes/no")
 
 
@@ -105,9 +102,9 @@ _KINDS = (about_colour, about_colour, about_shape, about_number, about_presence)
 def questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Question]:
     """One of each kind, two about colours, each about an object of its own as far as there are so many."""
     order, found = rng.permutation(len(objects)).tolist(), {}
-    for number, ask in enumerate(_KINDS):
+    for number, make in enumerate(_KINDS):
         for target in (*order[number % len(order) :], *order[: number % len(order)]):
-            question = ask(rng, objects, target)
+            question = make(rng, objects, target)
             if question and question.text not in found:
                 found[question.text] = question
                 break
@@ -115,10 +112,10 @@ def questions(rng: np.random.Generator, objects: Sequence[Appearance]) -> list[Q
 
 
 def annotated(rng: np.random.Generator, question: Question) -> list[str]:
-    """What ten annotators say: the right answer, but for three of them at most."""
+    """The answers of ten annotators: the right one, but for three of them at most."""
     others = int(rng.choice(len(_DISAGREEING), p=_DISAGREEING))
-    said = [question.answer] * (ANNOTATORS - others) + [choose(rng, question.others) for _ in range(others)]
-    return [said[i] for i in rng.permutation(ANNOTATORS)]
+    answers = [question.answer] * (ANNOTATORS - others) + [choose(rng, question.others) for _ in range(others)]
+    return [answers[i] for i in rng.permutation(ANNOTATORS)]
 
 
 def items(rng: np.random.Generator, objects: Sequence[Appearance], most: int) -> list[Item]:
@@ -138,12 +135,12 @@ def item(rng: np.random.Generator, objects: Sequence[Appearance], one: int, othe
     mine, its = objects[one].colour, objects[other].colour
     answers = [[[one], "is", colour, "."] for colour in _four_colours(rng, mine, without=())]
     rationales = [["because", [other], "is", colour, "."] for colour in _four_colours(rng, its, without=(mine,))]
-    places = [rng.permutation(CHOICES).tolist() for _ in range(2)]
+    orders = [rng.permutation(CHOICES).tolist() for _ in range(2)]
     answers, rationales = (
-        [choices[i] for i in order] for choices, order in zip((answers, rationales), places, strict=True)
+        [choices[i] for i in order] for choices, order in zip((answers, rationales), orders, strict=True)
     )
     question = ["how", "does", [one], "differ", "from", [other], "?"]
-    return Item(question, answers, places[0].index(0), rationales, places[1].index(0))
+    return Item(question, answers, orders[0].index(0), rationales, orders[1].index(0))
 
 
 def _four_colours(rng: np.random.Generator, first: str, without: Sequence[str]) -> list[str]:

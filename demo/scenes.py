@@ -17,7 +17,7 @@ COLOURS = {  # no name begins with a vowel: "an" would give the colour away
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 
-SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the picture's resolution
+SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the image's resolution
 SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # radius in pixels, drawn uniformly; the gap lets "small" and "big" be seen
 CLOSEST = 0.78  # distance of two centres, in sums of their radii: below 1 they may overlap, at 0.78 never by half
 SHAPE_SCALE = {"circle": 0.94, "square": 1.2, "triangle": 1.16, "star": 1.1, "cross": 1.06, "ring": 1.0}
@@ -41,7 +41,7 @@ class Appearance:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object at its place. Pixels of the picture, y downwards; angles in radians."""
+    """One object at its position. Pixels of the image, y downwards; angles in radians."""
 
     appearance: Appearance
     x: float
@@ -70,7 +70,7 @@ def draw_appearance(rng: np.random.Generator, colours: Sequence[str], shapes: Se
     return Appearance(choose(rng, colours), choose(rng, shapes), striped=rng.random() < 0.5, big=rng.random() < 0.5)
 
 
-def place(rng: np.random.Generator, appearances: Sequence[Appearance], size: tuple[int, int]) -> Scene:
+def arrange(rng: np.random.Generator, appearances: Sequence[Appearance], size: tuple[int, int]) -> Scene:
     """Place every object in an image of `size` (width, height): inside it, never hiding half of another."""
     width, height = size
     while True:
@@ -90,13 +90,13 @@ def place(rng: np.random.Generator, appearances: Sequence[Appearance], size: tup
 
 def caption_scene(rng: np.random.Generator, number: int, size: tuple[int, int]) -> Scene:
     """`number` objects whose colours and shapes say nothing about one another."""
-    return place(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
+    return arrange(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
 
 
 def task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
     """`number` different appearances, each sharing its colour or its shape with another.
 
-    All are drawn by one rule, and the one asked for is chosen afterwards: without the expression none is likelier.
+    All are drawn by one rule, and the target is chosen afterwards: without the expression none is likelier.
     """
     while True:
         colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: 2 + number // 5]]
@@ -105,6 +105,11 @@ def task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
         shared = all(any(a is not b and (a.colour == b.colour or a.shape == b.shape) for b in found) for a in found)
         if len(set(found)) == number and shared:
             return found
+
+
+def alike(objects: Sequence[Appearance], target: int, fields: Sequence[str]) -> int:
+    """How many objects have the same values as objects[target] in all fields, itself included."""
+    return sum(all(getattr(one, f) == getattr(objects[target], f) for f in fields) for one in objects)
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
@@ -162,7 +167,7 @@ def background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
 
 
 def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The picture, uint8 [H, W, 3], and per object the pixels in which one sees it, bool [H, W]."""
+    """The image, uint8 [H, W, 3], and per object the pixels in which one sees it, bool [H, W]."""
     canvas = background(rng, scene)
     visible = []
     for thing in scene.objects:
@@ -171,7 +176,7 @@ def draw_scene(rng: np.random.Generator, scene: Scene) -> tuple[np.ndarray, list
         blend(canvas, left + 2, top + 3, np.asarray(shadow, np.float32) / 255 * 0.35, np.zeros(3, np.float32))
         blend(canvas, left, top, alpha, paint(rng, thing, rim))
         mask = np.zeros(canvas.shape[:2], bool)
-        # The margin kept by `place` leaves every pixel of an object inside the picture; only shadows and empty rims
+        # The margin kept by `arrange` leaves every pixel of an object inside the image; only shadows and empty rims
         # of the patch can reach over the edge.
         rows, columns, part = overlap(canvas.shape, left, top, alpha)
         mask[rows, columns] = part >= 0.5
@@ -195,7 +200,7 @@ def paint(rng: np.random.Generator, thing: SceneObject, rim: np.ndarray) -> np.n
 
 
 def overlap(shape: tuple[int, ...], left: int, top: int, patch: np.ndarray) -> tuple[slice, slice, np.ndarray]:
-    """Rows and columns of the picture that the patch covers, and the part of the patch that lies in the picture."""
+    """Rows and columns of the image that the patch covers, and the part of the patch that lies in the image."""
     rows = slice(max(top, 0), min(top + len(patch), shape[0]))
     columns = slice(max(left, 0), min(left + patch.shape[1], shape[1]))
     return rows, columns, patch[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]

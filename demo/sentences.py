@@ -1,4 +1,4 @@
-"""What is said about scenes: captions, a text corpus and expressions that refer to one object.
+"""Sentences about scenes: captions, a text corpus and expressions that refer to one object.
 
 A caption names each object's colour and shape exactly once, so that a masked one cannot be copied from elsewhere.
 """
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from demo.scenes import Appearance, Scene, SceneObject, caption_scene, choose
+from demo.scenes import Appearance, Scene, SceneObject, alike, caption_scene, choose
 
 _SIZE_WORDS = {True: ("big", "large"), False: ("small", "little")}
 _TEXTURE_WORDS = {True: ("striped",), False: ("plain", "solid")}
 _NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_PLACES = {
+_LOCATIONS = {
     ("top", "left"): ("in the top left corner", "at the top left"),
     ("top", "middle"): ("at the top", "near the top"),
     ("top", "right"): ("in the top right corner", "at the top right"),
@@ -27,13 +27,13 @@ _PLACES = {
 }
 
 
-def place_words(rng: np.random.Generator, thing: SceneObject, scene: Scene) -> str:
+def location_words(rng: np.random.Generator, thing: SceneObject, scene: Scene) -> str:
     def third(share: float, names: tuple[str, str, str]) -> str:
         return names[0] if share < 0.36 else names[2] if share > 0.64 else names[1]
 
     row = third(thing.y / scene.height, ("top", "middle", "bottom"))
     column = third(thing.x / scene.width, ("left", "middle", "right"))
-    return choose(rng, _PLACES[row, column])
+    return choose(rng, _LOCATIONS[row, column])
 
 
 def relation_words(rng: np.random.Generator, a: SceneObject, b: SceneObject) -> str:
@@ -67,7 +67,7 @@ def noun_phrase(rng: np.random.Generator, appearance: Appearance) -> str:
 
 
 def clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
-    """Each object in exactly one clause: alone, with its place, or related to another; in random order."""
+    """Each object in exactly one clause: alone, with its location, or related to another; in random order."""
     things = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
     found = []
     while things:
@@ -77,7 +77,7 @@ def clauses(rng: np.random.Generator, scene: Scene) -> list[str]:
             other = things.pop()
             found.append(f"{phrase} {relation_words(rng, thing, other)} {noun_phrase(rng, other.appearance)}")
         elif rng.random() < 0.75:
-            found.append(f"{phrase} {place_words(rng, thing, scene)}")
+            found.append(f"{phrase} {location_words(rng, thing, scene)}")
         else:
             found.append(phrase)
     return found
@@ -103,7 +103,7 @@ def chain(rng: np.random.Generator, scene: Scene) -> str:
     words = [noun_phrase(rng, scene.objects[0].appearance), "is"]
     for a, b in itertools.pairwise(scene.objects):
         words += [relation_words(rng, a, b), noun_phrase(rng, b.appearance), ", which is"]
-    return " ".join([*words, place_words(rng, scene.objects[-1], scene)])
+    return " ".join([*words, location_words(rng, scene.objects[-1], scene)])
 
 
 def summary(rng: np.random.Generator, scene: Scene) -> str:
@@ -122,7 +122,7 @@ def summary(rng: np.random.Generator, scene: Scene) -> str:
 
 
 def document(rng: np.random.Generator, max_objects: int, size: tuple[int, int]) -> str:
-    """One line of the text corpus: two or three sentences about pictures that were never drawn.
+    """One line of the text corpus: two or three sentences about scenes that are not drawn.
 
     The first has up to max_objects + 1 objects, more than any caption.
     """
@@ -138,10 +138,9 @@ def expression(rng: np.random.Generator, objects: Sequence[Appearance], target: 
     """Words that fit objects[target] and no other object, without a word of location (RefCOCO+ forbids them)."""
     fields = ("colour", "shape", "striped", "big")
 
-    def fitting(chosen: Sequence[str]) -> int:
-        return sum(all(getattr(one, f) == getattr(objects[target], f) for f in chosen) for one in objects)
-
-    subsets = [s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if fitting(s) == 1]
+    subsets = [
+        s for size in (1, 2, 3, 4) for s in itertools.combinations(fields, size) if alike(objects, target, s) == 1
+    ]
     shortest = [s for s in subsets if len(s) == len(subsets[0])]
     chosen = choose(rng, subsets if rng.random() < 0.3 else shortest)
     return expression_words(rng, objects[target], chosen)

@@ -78,15 +78,15 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
 
     seed: of the random choices.
     """
-    asked = {part: [] for part in PARTS.values()}
+    unanswered = {part: [] for part in PARTS.values()}
     answered = {part: [] for part in PARTS.values()}
     for image in images:
         rng = np.random.default_rng([*seed, image.number])
         appearances, part = [thing.appearance for thing in image.scene.objects], PARTS[image.split]
         for number, question in enumerate(questions.questions(rng, appearances)):
             ids = {"image_id": image.number, "question_id": image.number * 1000 + number}
-            said = questions.annotated(rng, question)
-            asked[part].append(ids | {"question": question.text})
+            given = questions.annotated(rng, question)
+            unanswered[part].append(ids | {"question": question.text})
             answered[part].append(
                 ids
                 | {
@@ -95,20 +95,20 @@ def vqa_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, byt
                     "multiple_choice_answer": question.answer,
                     "answers": [
                         {"answer": answer, "answer_confidence": "yes", "answer_id": i}
-                        for i, answer in enumerate(said, 1)
+                        for i, answer in enumerate(given, 1)
                     ],
                 }
             )
     files = {}
-    for part in asked:
-        about = {
+    for part in unanswered:
+        metadata = {
             "info": {"description": "Questions about drawn scenes", "version": "2.0"},
             "license": {},
             "data_type": "mscoco",
             "data_subtype": part,
         }
-        held = ({"task_type": "Open-Ended", "questions": asked[part]}, {"annotations": answered[part]})
-        files |= {name: _json(about | what) for name, what in zip(question_files(part), held, strict=False)}
+        contents = ({"task_type": "Open-Ended", "questions": unanswered[part]}, {"annotations": answered[part]})
+        files |= {name: _json(metadata | what) for name, what in zip(question_files(part), contents, strict=False)}
     answers = frequent_answers([*answered["train2014"], *answered["val2014"]])
     return files | {ANSWERS: "".join(f"{answer}\n" for answer in answers).encode()}
 
