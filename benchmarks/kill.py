@@ -19,7 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100, help="of writers (100); 0 leaves them out")
     parser.add_argument("--training-kills", type=int, default=12, help="of trainings (12); 0 leaves them out")
+    parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.rank_of:  # a process of a training that is killed
+        root, seen, workers = options.rank_of
+        from benchmarks import killed_training  # not above: writers are forked, and torch would come with them
+
+        return killed_training.trained(Path(root), Path(seen), int(workers))
     rows, failed = [], []
     for name, kills in (("killed_writer", options.kills), ("killed_training", options.training_kills)):
         if not kills:
@@ -27,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="kill-") as folder:
             say = lambda line: print(line, flush=True)  # noqa: E731
-            faults = importlib.import_module(f"benchmarks.{name}").check(Path(folder), options.seed, kills, say)
+            check = importlib.import_module(f"benchmarks.{name}").check
+            faults = check(Path(folder), options.seed, kills, say)
         failed += [f"{name}: {fault}" for fault in faults]
         rows.append((name, kills, len(faults), time.monotonic() - started, "FAILED" if faults else "passed"))
     print(f"\n{'part':<16} {'kills':>6} {'faults':>7} {'seconds':>8}  result (seed {options.seed})")

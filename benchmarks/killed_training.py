@@ -1,18 +1,15 @@
 """Trainings that are killed and go on: real torchrun, real SIGKILL, held against one that nobody stopped.
 
-    python -m benchmarks.killed_training [--seed 0] [--kills 6]
-
-A small VL-BERT is trained on drawn scenes while a shard is committed that enters at the border of an epoch. It is
-killed at random steps, one rank alone or torchrun with all of them, and goes on with another number of loading
-processes. In the same world everything must be equal to the bit: batches, losses, validations, weights, optimizer.
-Where the world changes, samples and masks must be, and every sample must come exactly once an epoch.
+A small VL-BERT is trained on drawn samples while a shard is committed that enters at an epoch boundary. It is killed at
+random steps, one rank alone or torchrun with all of them, and goes on with another number of loading processes. In the
+same world everything must be equal to the bit: batches, losses, validations, weights, optimizer. Where the world
+changes, samples and masks must be, and every sample must come exactly once an epoch. `python -m benchmarks.kill` runs
+it at full length.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -20,36 +17,33 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
+from torch import Tensor
 
-from demo.scenes import caption_scene, draw_scene
-from demo.sentences import caption
-from storage.catalog import Catalog
-from storage.manifests import Row
+from benchmarks.synthetic import commit_samples, drawn_sample
+from detectors.resnet import ResNetConfig
 from storage.object_store import open_store
 from storage.runs import read_state
-from storage.sample import Regions, Sample, sample_key
+from storage.sample import Sample
+from training.distributed import World
+from training.loop import run_in_world
+from training.optimizer import OptimizerConfig
+from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
+from vlbert.data.batch import Batch
+from vlbert.data.corpus import make_corpus
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.train import train
 
-if TYPE_CHECKING:  # the harness itself needs no torch
-    from torch import Tensor
-
-    from training.distributed import World
-    from vlbert.config import Recipe
-    from vlbert.data.batch import Batch
-
-DETECTOR, CLASSES = "00000000cafe", 5
 SIZE = (160, 120)  # width, height
 FIRST, MORE, HELD_OUT = 44, 16, 6  # samples at the beginning, committed on the way, held out
 BATCH, STEPS, SAVE_EVERY = 12, 24, 3  # of 2, 3, 4 and 1 processes; an epoch of 44 ends in the middle of a step
-COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the border
+COMMITS_AT = 4  # step in which the other shard is committed: behind the first checkpoint, before the boundary
 WAIT = 120.0  # seconds for a training to come to the step at which it is to be killed, or to its end
 RUN = "training"
 CLOCKED = ("samples_per_second", "data_wait", "save_wait", "memory_gb")  # of a line of metrics.jsonl
@@ -59,53 +53,26 @@ Say = Callable[[str], None]
 # --- what is trained --------------------------------------------------------------------------------------------------
 
 
-def scene_sample(number: int) -> Sample:
-    """A drawn scene with its caption and one region an object."""
-    rng = np.random.default_rng(number)
-    scene = caption_scene(rng, 1 + number % 3, SIZE)
-    pixels, _ = draw_scene(rng, scene)
-    picture = io.BytesIO()
-    Image.fromarray(pixels).save(picture, "JPEG", quality=90)
-    boxes = np.array([[o.x - o.radius, o.y - o.radius, o.x + o.radius, o.y + o.radius] for o in scene.objects])
-    count, text, url = len(boxes), caption(rng, scene), f"http://example.org/{number:06d}.jpg"
-    regions = Regions(
-        boxes=np.clip(boxes, 0, [*SIZE, *SIZE]).astype(np.float32),
-        scores=np.ones(count, np.float32),
-        labels=rng.integers(1, 1 + CLASSES, count).astype(np.int32),
-        detector=DETECTOR,
-        class_probs=rng.dirichlet(np.ones(1 + CLASSES), count).astype(np.float16),
-    )
-    sha256 = hashlib.sha256(picture.getvalue()).hexdigest()
-    return Sample(sample_key(url, text), picture.getvalue(), text, url, *SIZE, sha256, regions=regions)
+def sample_of(number: int) -> Sample:
+    return drawn_sample(number, None, SIZE, regions=1 + number % 3)
 
 
 def commit(root: Path, dataset: str, shard: int, numbers: range) -> None:
-    """A region shard of these scenes, unless it is there."""
-    samples = [scene_sample(number) for number in numbers]
-    rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in zip(numbers, samples, strict=True)]
-    catalog = Catalog(open_store(str(root)), dataset)
-    catalog.commit(f"regions/{DETECTOR}", f"{shard:05d}", samples, rows, {"random_init": False})
+    """A region shard of these samples, unless it is there."""
+    commit_samples(str(root), dataset, [sample_of(number) for number in numbers], numbers[0], shard)
 
 
 def make_root(root: Path) -> None:
     """Shards and text for a training."""
-    from vlbert.data.corpus import make_corpus
-
     for shard, first in enumerate(range(0, FIRST, 16)):
         commit(root, "captions", shard, range(first, min(FIRST, first + 16)))
     commit(root, "held-out", 0, range(1000, 1000 + HELD_OUT))
-    (root / "lines.txt").write_text("".join(f"{scene_sample(number).caption}\n" for number in range(2000, 2030)))
+    (root / "lines.txt").write_text("".join(f"{sample_of(number).caption}\n" for number in range(2000, 2030)))
     make_corpus(root / "text", [root / "lines.txt"], vocabulary=None, size=150, captions=[])
 
 
-def recipe(root: Path, workers: int) -> "Recipe":
+def recipe(root: Path, workers: int) -> Recipe:
     """Seconds on a CPU, with all that a random generator could spoil: masks, mirrors, dropout."""
-    from detectors.resnet import ResNetConfig
-    from training.optimizer import OptimizerConfig
-    from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
-    from vlbert.data.masking import RegionMasking, WordMasking
-    from vlbert.tasks.pretraining import PretrainingSettings
-
     resnet = ResNetConfig(blocks=(1, 1, 1, 1), width=4, stem_pool="torch", res5_dilated=False)
     regions = RegionConfig(resnet=resnet, short_side=64, long_side=96, roi_size=4, frozen_stages=0, random_init=True)
     model = ModelConfig("JJ", hidden_size=32, num_heads=4, intermediate_size=64, max_positions=96, geometry_channels=32)
@@ -139,14 +106,12 @@ def recipe(root: Path, workers: int) -> "Recipe":
 
 def trained(root: Path, seen: Path, workers: int) -> None:
     """What each rank does: train, and write down what every step is computed from, before it is."""
-    from training.loop import run_in_world
-    from vlbert.train import train
 
-    def work(world: "World") -> None:
+    def work(world: World) -> None:
         seen.mkdir(parents=True, exist_ok=True)
         (seen / f"{world.rank}.pid").write_text(str(os.getpid()))
 
-        def observe(step: int, parts: "Sequence[Batch]") -> None:
+        def observe(step: int, parts: Sequence[Batch]) -> None:
             if step == COMMITS_AT and world.first:
                 commit(root, "captions", 90, range(FIRST, FIRST + MORE))
             line = {"step": step, "batches": [batch_digest(part) for part in parts]}
@@ -159,7 +124,7 @@ def trained(root: Path, seen: Path, workers: int) -> None:
     run_in_world("killed_training", work)
 
 
-def digest(*arrays: "Tensor") -> str:
+def digest(*arrays: Tensor) -> str:
     """16 hex digits over the bytes, shapes and dtypes of tensors."""
     state = hashlib.sha256()
     for array in arrays:
@@ -169,7 +134,7 @@ def digest(*arrays: "Tensor") -> str:
     return state.hexdigest()[:16]
 
 
-def batch_digest(batch: "Batch") -> str:
+def batch_digest(batch: Batch) -> str:
     """Of all tensors of a batch, padding included."""
     values = vars(batch)
     tensors = {name: value for name, value in values.items() if hasattr(value, "numpy")}
@@ -177,7 +142,7 @@ def batch_digest(batch: "Batch") -> str:
     return digest(*(tensors[name] for name in sorted(tensors)))
 
 
-def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
+def sample_digests(batch: Batch) -> Iterator[tuple[str, str]]:
     """(key, digest of all that it became without its padding) of each sample of a batch, in order."""
     answers = iter(batch.labels["words"].split(batch.label_masks["word_label_mask"].sum(1).tolist()))
     classes = iter(batch.labels["region_classes"].split(batch.label_masks["region_label_mask"].sum(1).tolist()))
@@ -185,9 +150,9 @@ def sample_digests(batch: "Batch") -> Iterator[tuple[str, str]]:
         words, regions = batch.text_mask[row], batch.region_mask[row]
         parts = [batch.tokens[row][words], batch.label_masks["word_label_mask"][row][words], next(answers)]
         parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
-        picture = int(batch.image_of[row])
-        if picture >= 0:
-            parts.append(batch.image(picture))
+        image = int(batch.image_of[row])
+        if image >= 0:
+            parts.append(batch.image(image))
         yield key, digest(*parts)
 
 
@@ -201,7 +166,7 @@ class Attempt:
         self.size, self.folder = size, root / "seen" / f"{number}-of-{size}"
         self.folder.mkdir(parents=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command += ["-m", "benchmarks.killed_training", "--rank-of", str(root), str(self.folder), str(workers)]
+        command += ["-m", "benchmarks.kill", "--rank-of", str(root), str(self.folder), str(workers)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with open(self.folder / "log.txt", "wb") as log:
             self.process = subprocess.Popen(
@@ -320,7 +285,7 @@ def half_written(root: Path) -> set[str]:
 
 
 def in_order(attempt: Attempt) -> dict[int, list[tuple[str, str]]]:
-    """By step the samples of all ranks, in the order of their slots, pictures before text."""
+    """By step the samples of all ranks, in the order of their slots, images before text."""
     steps: dict[int, list] = {}
     for rank in range(attempt.size):
         for line in attempt.seen(rank):
@@ -357,7 +322,7 @@ def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
     if [span["questions"] for span in spans] != [FIRST, FIRST + MORE]:
         faults.append(f"{root.name}: the shard that was committed on the way did not enter: {spans}")
     for span, end in zip(spans, [*(s["consumed"] for s in spans[1:]), len(keys)], strict=True):
-        n, everything = span["questions"], {scene_sample(number).key: 1 for number in range(span["questions"])}
+        n, everything = span["questions"], {sample_of(number).key: 1 for number in range(span["questions"])}
         for number, start in enumerate(range(span["consumed"], end - n + 1, n), span["epoch"]):
             if Counter(keys[start : start + n]) != everything:
                 faults.append(f"{root.name}: epoch {number} does not hold every sample once")
@@ -442,21 +407,3 @@ def check_stopped(folder: Path, seed: int, size: int, rank: int | None, say: Say
     third = Attempt(stopped, 1, size, 0)
     problem = problem or third.wait()
     return [problem] if problem else differences(first, [second, third]) + unequal(whole, stopped)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.killed_training", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=6, help="in all; four of them where the world changes")
-    parser.add_argument("--rank-of", nargs=3, metavar=("ROOT", "SEEN", "WORKERS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank_of:
-        root, seen, workers = options.rank_of
-        return trained(Path(root), Path(seen), int(workers))
-    with tempfile.TemporaryDirectory(prefix="killed-training-") as folder:
-        faults = check(Path(folder), options.seed, options.kills, print)
-    sys.exit("\n".join(faults) if faults else None)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Writers of shards, killed at seeded moments and started again: what is visible is whole, and in the end all is there.
 
-Half of the kills come after a random time, spread over the whole life of a writer; half at the border of a system call
+Half of the kills come after a random time, spread over the whole life of a writer; half at a system call
 (fsync, link, rename, unlink, a send or a receive), before or after it, because that is where half a commit would show.
 A reader looks at everything visible while the writers work. `python -m benchmarks.kill` runs it at full length.
 """

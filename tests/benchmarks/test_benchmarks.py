@@ -92,7 +92,6 @@ FAST = {"detect", "checkpoint"}  # the others take some seconds each, in process
 # Programs whose small runs stand in a file of tests with more about them.
 ELSEWHERE = {
     "conformance": "benchmarks/test_conformance.py",
-    "killed_training": "vlbert/test_resume.py",
     "orchestration": "flows/test_orchestration.py",
     "parity": "benchmarks/test_parity.py",
 }
