@@ -21,10 +21,10 @@ SHOWN = 3  # values that differ, of each line
 
 def check_file(file: Path) -> list[Comparison | NotCompared | Path]:
     """All that one expected file says, compared, and the inputs; an exception where that cannot be done."""
-    said = read_expected(file)
+    expected = read_expected(file)
     for knows, compared in KINDS:
-        if knows(said):
-            return list(compared(file, said))
+        if knows(expected):
+            return list(compared(file, expected))
     raise ValueError("it is of no kind that is known here")
 
 
@@ -38,14 +38,14 @@ def check_folder(folder: Path) -> bool:
     for file in files:
         where = str(file.parent.relative_to(folder))
         try:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found = check_file(file)
         except Exception as error:  # noqa: BLE001  files may be torn anywhere; one must not keep the others from being compared
             failed.add(file)
             remarks.append(f"{file}: NOT COMPARED: {type(error).__name__}: {error}")
             continue
-        remarks += [f"{file}: {warning.message}" for warning in told]
+        remarks += [f"{file}: {warning.message}" for warning in caught]
         used |= {one for one in found if isinstance(one, Path)}
         for one in found:
             if isinstance(one, Path):

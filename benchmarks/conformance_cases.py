@@ -42,7 +42,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class NotCompared:
-    """What official code could have said and did not, which is no disagreement; or a whole file of inputs that is
+    """What official code could have stated and did not, which is no disagreement; or a whole file of inputs that is
     missing, or that nothing could be compared with, which fails."""
 
     what: str
@@ -91,9 +91,9 @@ def needed(file: Path, ending: str, below: bool = False) -> Path:
 def vqa_scores(file: Path, expected: Any) -> Found:
     """Accuracy per question, overall and per type, in percent."""
     annotations = needed(file, "annotations.json")
-    said = needed(file, "results.json")
-    yield from (annotations, said)
-    rows, results = vqa.read_annotations(annotations), vqa.read_results(said)
+    stated = needed(file, "results.json")
+    yield from (annotations, stated)
+    rows, results = vqa.read_annotations(annotations), vqa.read_results(stated)
     scores = vqa.score(results, rows)
     wanted = expected["perQuestion"]
     if left := [row["question_id"] for row in rows if str(row["question_id"]) not in wanted]:
@@ -106,26 +106,26 @@ def vqa_scores(file: Path, expected: Any) -> Found:
         ("perAnswerType", "accuracy of an answer type", scores.per_answer_type),
         ("perQuestionType", "accuracy of a question type", scores.per_question_type),
     ):
-        said = [value for key, value in expected.items() if key.startswith(name)]
-        if not said:
+        stated = [value for key, value in expected.items() if key.startswith(name)]
+        if not stated:
             yield NotCompared(f"{what}: {file.name} has no {name}")
         elif isinstance(found, dict):
-            yield compare(what, found, said[0], two_decimals)
+            yield compare(what, found, stated[0], two_decimals)
         else:
-            yield compare(what, {name: found}, {name: said[0]}, two_decimals)
+            yield compare(what, {name: found}, {name: stated[0]}, two_decimals)
     questions = beside(file, "questions.json")
     if questions is None:
         yield NotCompared("the questions: no *questions.json", fails=True)
         return
     yield questions
-    asked = read_json(questions, "DIR")
-    lacking = [name for name in ("data_subtype",) if name not in asked]
+    metadata = read_json(questions, "DIR")
+    lacking = [name for name in ("data_subtype",) if name not in metadata]
     lacking += ["multiple_choice_answer"] * any("multiple_choice_answer" not in row for row in rows)
     if lacking:
         yield NotCompared(f"the questions with their answers: there is no {', '.join(lacking)}", fails=True)
         return
     joined = {question.question_id: question for question in vqa.join_questions(questions, annotations, "conformance")}
-    texts = {row["question_id"]: row["question"] for row in asked["questions"]}
+    texts = {row["question_id"]: row["question"] for row in metadata["questions"]}
     yield compare("question with its answers", {i: one.text for i, one in joined.items() if one.answers}, texts)
 
 
@@ -145,7 +145,7 @@ def vqa_normalised(file: Path, expected: Any) -> Found:
 
 
 def vqa_soft_targets(file: Path, expected: Any) -> Found:
-    """What each answer of a vocabulary is worth, given what the annotators said."""
+    """What each answer of a vocabulary is worth, given what the annotators stated."""
     task = VQA(VQASettings(answers=len(expected["vocab"])), Vocabulary([*SPECIALS]), 1)
     task.answers = expected["vocab"]
     ours, wanted = {}, {}
@@ -169,11 +169,11 @@ def vcr_hits(file: Path, expected: Any) -> Found:
     for name in names:
         ours = {row["annot_id"]: row[name] for row in hits}
         yield compare(name.replace("_", " "), ours, {number: row[name] for number, row in wanted.items()})
-    said = {name: expected[name] for name in names.values() if name in expected}
-    if missing := [name for name in names.values() if name not in said]:
+    stated = {name: expected[name] for name in names.values() if name in expected}
+    if missing := [name for name in names.values() if name not in stated]:
         yield NotCompared(f"{', '.join(missing)}: {file.name} does not say")
-    means = {share: sum(row[name] for row in hits) / len(hits) for name, share in names.items() if share in said}
-    yield compare("share of hits", means, said, near(NUMBER_TOLERANCE))
+    means = {share: sum(row[name] for row in hits) / len(hits) for name, share in names.items() if share in stated}
+    yield compare("share of hits", means, stated, near(NUMBER_TOLERANCE))
     if "n" in expected:
         yield compare("number of items", {"n": len(hits)}, {"n": expected["n"]})
 
@@ -184,8 +184,10 @@ def refcoco_hits(file: Path, expected: Any) -> Found:
     refs, expressions = _data_set(file, wanted)
     predictions = needed(file, "predictions.json")
     yield from (refs, refs.parent / refcoco.FILES[1], predictions)
-    said = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR", list)}
-    ours = {sentence: _judged(*expressions[sentence], box) for sentence, box in said.items() if sentence in expressions}
+    stated = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR", list)}
+    ours = {
+        sentence: _judged(*expressions[sentence], box) for sentence, box in stated.items() if sentence in expressions
+    }
     boxes = {number: _corners(row["gt_box_xywh"]) for number, row in wanted.items()}
     yield compare("referred box", {number: row["box"] for number, row in ours.items()}, boxes, _close)
     for name in ("split", "ref_id"):
@@ -200,8 +202,8 @@ def refcoco_hits(file: Path, expected: Any) -> Found:
                 yield NotCompared(f"{name}: {file.name} has no {prefix}_{what}")
     if "sent_ids_where_conventions_disagree" in expected:
         parted = {i for i, row in ours.items() if len({row[f"{prefix}_hit"] for prefix in CONVENTIONS.values()}) > 1}
-        said = dict.fromkeys(expected["sent_ids_where_conventions_disagree"], True)
-        yield compare("expression on which conventions differ", dict.fromkeys(sorted(parted), True), said)
+        stated = dict.fromkeys(expected["sent_ids_where_conventions_disagree"], True)
+        yield compare("expression on which conventions differ", dict.fromkeys(sorted(parted), True), stated)
     yield from _splits(file, expected, expressions)
 
 
@@ -283,13 +285,13 @@ def retrieval_ranks(file: Path, expected: Any) -> Found:
         sizes = {"n_images": len(scores), "n_captions": scores.shape[1]}
         yield compare("number of images, captions", sizes, {name: expected[name] for name in sizes})
     yield from _retrieved("all images", [retrieval.ranks(scores, image_of)], [expected["full"]])
-    said = next((value for name, value in expected.items() if name.endswith("folds")), None)
+    stated = next((value for name, value in expected.items() if name.endswith("folds")), None)
     mean = next((value for name, value in expected.items() if name.endswith("fold_mean")), None)
-    if said is None:
+    if stated is None:
         yield NotCompared(f"folds: {file.name} does not say")
     else:
-        found = retrieval.folds(scores, image_of, len(said))
-        yield from _retrieved(f"{len(said)} folds", found, said)
+        found = retrieval.folds(scores, image_of, len(stated))
+        yield from _retrieved(f"{len(stated)} folds", found, stated)
         if mean is None:
             yield NotCompared(f"mean of the folds: {file.name} does not say")
         else:
@@ -307,10 +309,10 @@ def _split_captions(file: Path, count: int) -> tuple[dict, dict]:
         (split, name): texts for split, of in retrieval.read_splits(file, count).items() for name, texts in of.items()
     }
     images = json.loads(file.read_bytes())["images"]
-    said = {
+    stated = {
         (one["split"], one["filename"]): [sentence["raw"] for sentence in one["sentences"][:count]] for one in images
     }
-    return ours, said
+    return ours, stated
 
 
 def _recalls(ranks: retrieval.Ranks) -> dict[str, float]:
@@ -322,9 +324,9 @@ def _flat(recalls: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{way} {name}": value for way in ("i2t", "t2i") for name, value in recalls[way].items()}
 
 
-def _retrieved(what: str, found: Sequence[retrieval.Ranks], said: Sequence[dict]) -> Found:
+def _retrieved(what: str, found: Sequence[retrieval.Ranks], stated: Sequence[dict]) -> Found:
     ranks, wanted_ranks, numbers, wanted = {}, {}, {}, {}
-    for fold, (one, expected) in enumerate(zip(found, said, strict=True)):
+    for fold, (one, expected) in enumerate(zip(found, stated, strict=True)):
         for way, of in (("i2t", one.captions_of_image), ("t2i", one.image_of_caption)):
             ranks |= {f"fold {fold} {way} {i}": rank for i, rank in enumerate(of.tolist())}
             wanted_ranks |= {f"fold {fold} {way} {i}": r for i, r in enumerate(expected.get(f"{way}_rank0", ()))}
@@ -353,10 +355,10 @@ def selections(file: Path, expected: Any) -> Found:
         yield file.parent / case["case"]
         data = np.load(file.parent / case["case"])
         boxes = data["rois"][:, 1:] / data["im_scale"]
-        for threshold, said in case["expected"].items():
+        for threshold, stated in case["expected"].items():
             settings = SelectionSettings(threshold=float(threshold), strict=False, plus_one=True)
             chosen = select_regions(boxes, data["cls_prob"][:, 1:], settings)
-            name, kept = f"{case['case']} at {threshold}", said["keep_indices"]
+            name, kept = f"{case['case']} at {threshold}", stated["keep_indices"]
             same = sorted(chosen.indices.tolist()) == sorted(kept)
             tied = same and np.array_equal(chosen.confidence[chosen.indices], chosen.confidence[kept])
             ours[name] = kept if tied else chosen.indices.tolist()
@@ -396,18 +398,18 @@ def _entries(expected: Any, name: str, *fields: str) -> bool:
 
 
 KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Path, Any], Found]], ...] = (
-    (lambda said: isinstance(said, dict) and "perQuestion" in said, vqa_scores),
-    (lambda said: _entries({"rows": said}, "rows", "input", "after_punctuation"), vqa_normalised),
-    (lambda said: _entries(said, "cases", "answers", "target"), vqa_soft_targets),
-    (lambda said: _entries(said, "per_example", "annot_id", "answer_hit"), vcr_hits),
-    (lambda said: _entries(said, "per_expression", "sent_id"), refcoco_hits),
-    (lambda said: isinstance(said, dict) and {"i2t", "t2i"} <= {*said.get("full", ())}, retrieval_ranks),
-    (lambda said: _entries(said, "cases", "case", "expected"), selections),
-    (lambda said: isinstance(said, np.ndarray), geometry),
-    (lambda said: _entries(said, "rows", "caption", "url"), caption_rows),
+    (lambda expected: isinstance(expected, dict) and "perQuestion" in expected, vqa_scores),
+    (lambda expected: _entries({"rows": expected}, "rows", "input", "after_punctuation"), vqa_normalised),
+    (lambda expected: _entries(expected, "cases", "answers", "target"), vqa_soft_targets),
+    (lambda expected: _entries(expected, "per_example", "annot_id", "answer_hit"), vcr_hits),
+    (lambda expected: _entries(expected, "per_expression", "sent_id"), refcoco_hits),
+    (lambda expected: isinstance(expected, dict) and {"i2t", "t2i"} <= {*expected.get("full", ())}, retrieval_ranks),
+    (lambda expected: _entries(expected, "cases", "case", "expected"), selections),
+    (lambda expected: isinstance(expected, np.ndarray), geometry),
+    (lambda expected: _entries(expected, "rows", "caption", "url"), caption_rows),
 )
 
 
 def read_expected(file: Path) -> Any:
-    """What official code said."""
+    """What official code stated."""
     return np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())

@@ -63,8 +63,8 @@ for package in ("torch", "torchvision", "transformers", "numpy", "pyarrow", "msg
     print(package, importlib.metadata.version(package))
 print("cores", os.cpu_count())
 if sys.argv[1] == "cuda":
-    about = torch.cuda.get_device_properties(0)
-    print(about.name, f"{about.total_memory / 1e9:.0f} GB", "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
+    device = torch.cuda.get_device_properties(0)
+    print(device.name, f"{device.total_memory / 1e9:.0f} GB", "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version())
 FACTS
 
 section check 80 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --check --precision fp32,tf32,bf16 \

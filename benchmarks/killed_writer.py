@@ -100,7 +100,7 @@ class Fate:
 
 
 def writer(root: str, variant: int, folder: str, environment: dict, fate: Fate, counts: Synchronized) -> None:
-    """The process that is killed; `counts` tells how many of _CALLS there were."""
+    """The process that is killed; `counts` says how many of _CALLS there were."""
     os.environ.update(environment)
     tempfile.tempdir = folder
     time.sleep(max(0.0, fate.start - time.monotonic()))  # two writers begin together, and so meet
@@ -119,10 +119,10 @@ def monitored(fate: Fate, counts: Synchronized) -> Iterator[None]:
             return
         if isinstance(getattr(argument, "__self__", None), str | io.BytesIO):  # no call of the system
             return
-        place = _CALLS.index(name)
+        index = _CALLS.index(name)
         with counting:
-            counts[place] += 1
-            if name == fate.call and counts[place] == fate.number:
+            counts[index] += 1
+            if name == fate.call and counts[index] == fate.number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     threading.setprofile(at_boundary)
@@ -193,9 +193,9 @@ class Reader:
                         raise ValueError(f"{info.path} has {len(index.keys())} keys for {len(index)} samples")
                 except ValueError as error:
                     self.faults.append(f"a snapshot is not whole: {error}")
-        for place, sha256 in self.seen.items():
-            if found.get(place) != sha256:
-                self.faults.append(f"{place} was visible and has {'changed' if place in found else 'gone'}")
+        for shard, sha256 in self.seen.items():
+            if found.get(shard) != sha256:
+                self.faults.append(f"{shard} was visible and has {'changed' if shard in found else 'gone'}")
         self.seen |= found
 
     def _shard(self, stage: str, shard: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.orchestration [--shards 331] [--shards-per-task 1] [--json FILE]
 
-Real flows, server, worker, downloads, detector and torchrun; a shard holds two small pictures, a training is one step.
+Real flows, server, worker, downloads, detector and torchrun; a shard holds two small images, a training is one step.
 Prints what Prefect adds to each stage, how many task runs it keeps and how large its database is. Exits with 1 where
 that is over the bars, or where there are other task runs or artifacts than the shards account for.
 """
@@ -118,8 +118,8 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         task_max_objects=2,
     )
     demo_data = draw_demo_data(folder / "data", settings, free_port(0))
-    told = parameters(folder / "root", demo_data, shards_per_task)
-    write_deployments(folder / "prefect.yaml", told)
+    chosen = parameters(folder / "root", demo_data, shards_per_task)
+    write_deployments(folder / "prefect.yaml", chosen)
     home, port = folder / "prefect", free_port(0)
     with DemoServer(demo_data.root), serving(home, port, folder / "prefect.yaml", query_seconds=1.0):
         settle(lambda: rows_of(home))
@@ -134,17 +134,17 @@ def measure(folder: Path, shards: int, shards_per_task: int) -> Measured:
         ask = Server(f"http://127.0.0.1:{port}/api")
         task_runs, flow_runs = ask.count("task_runs"), ask.count("flow_runs")
         stages, waited = stages_of(ask)
-    return Measured(shards, shards_per_task, task_runs, flow_runs, stages, waited, seconds, look(home, before))
+    return Measured(shards, shards_per_task, task_runs, flow_runs, stages, waited, seconds, database_of(home, before))
 
 
 def parameters(root: Path, demo_data: DemoData, shards_per_task: int) -> dict:
     """The demo's, with ROWS a shard of captions, one step a training and one fine-tuning."""
-    told = flow_parameters(root, demo_data, seed=0, processes=1)
-    told["datasets"][0] |= {"rows_per_shard": ROWS, "shards_per_task": shards_per_task}
-    told["pretraining"]["overrides"] = [*told["pretraining"]["overrides"], *SHORT, "data.text_batch=2"]
-    told["finetunings"] = told["finetunings"][:1]
-    told["finetunings"][0]["overrides"] = [*told["finetunings"][0]["overrides"], *SHORT]
-    return told
+    chosen = flow_parameters(root, demo_data, seed=0, processes=1)
+    chosen["datasets"][0] |= {"rows_per_shard": ROWS, "shards_per_task": shards_per_task}
+    chosen["pretraining"]["overrides"] = [*chosen["pretraining"]["overrides"], *SHORT, "data.text_batch=2"]
+    chosen["finetunings"] = chosen["finetunings"][:1]
+    chosen["finetunings"][0]["overrides"] = [*chosen["finetunings"][0]["overrides"], *SHORT]
+    return chosen
 
 
 def expected_task_runs(shards: int, shards_per_task: int) -> int:
@@ -237,7 +237,7 @@ def size_of(home: Path) -> int:
         return math.prod(database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
 
 
-def look(home: Path, before: int) -> Database:
+def database_of(home: Path, before: int) -> Database:
     """The database, its server having ended."""
     files = sum(file.stat().st_size for file in home.glob("prefect.db*"))  # before SQLite tidies its journal up
     with closing(_open(home)) as opened:
@@ -246,7 +246,7 @@ def look(home: Path, before: int) -> Database:
 
 
 def settle(state: Callable[[], object]) -> None:
-    """Wait until the server has written what it was told."""
+    """Wait until the server has written what it was given."""
     last, since = state(), time.monotonic()
     while time.monotonic() - since < _SETTLED:
         time.sleep(0.5)

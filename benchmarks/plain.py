@@ -2,8 +2,8 @@
 the oracle that the fast path is held against (tests/vlbert/test_train_step.py).
 
 It knows the model's configuration and the names of its weights, and shares no code with it: channels first;
-convolution, normalisation and ReLU apart; all pictures padded to one tensor; the rows of text and regions padded, and
-the encoder run over the padding; both heads at every position, asked for or not; attention written out; an optimizer
+convolution, normalisation and ReLU apart; all images padded to one tensor; the rows of text and regions padded, and
+the encoder run over the padding; both heads at every position, with a label or not; attention written out; an optimizer
 that goes from parameter to parameter. Shape letters are those of vlbert/data/batch.py.
 """
 
@@ -23,7 +23,7 @@ from vlbert.tasks.base import TaskModel
 
 LossSums = dict[str, tuple[Tensor, int]]  # name -> (sum, count), as the model itself gives them
 
-NOT_ASKED = -100  # as a target
+NO_LABEL = -100  # as a target
 _AS_PUBLISHED = {
     "visual_norm": "layer_norm",
     "special_tokens": "own",
@@ -36,15 +36,15 @@ _AS_PUBLISHED |= {"geometry": "centre", "region_classes": None}
 
 @dataclass(frozen=True, eq=False)
 class PlainBatch:
-    """Padded examples, a row each; P rows come first that have a picture.
+    """Padded examples, a row each; P rows come first that have an image.
 
-    tokens, segments, token_region, word_targets   int64 [N, T]    targets NOT_ASKED where nothing is asked
+    tokens, segments, token_region, word_targets   int64 [N, T]    targets NO_LABEL where there is no label
     text_mask                                  bool [N, T]
-    pixels                                     float [P, 3, H, W]  BGR, normalised, hidden regions blank
-    boxes, region_mask, hidden                 float [P, R, 4], bool [P, R] twice
-    sizes                                      float [P, 2]        width and height of the pictures
+    pixels                                     float [P, 3, H, W]  BGR, normalised, masked regions blank
+    boxes, region_mask, masked                 float [P, R, 4], bool [P, R] twice
+    sizes                                      float [P, 2]        width and height of the images
     features                                   float [P, R, D]     zeros end to end
-    region_targets                             float [P, R, 1 + classes]  zeros where nothing is asked
+    region_targets                             float [P, R, 1 + classes]  zeros where there is no label
     """
 
     tokens: Tensor
@@ -65,26 +65,26 @@ class PlainBatch:
 
 
 def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
-    """One tensor each, examples with a picture first. ValueError where one has several texts or shares of cells."""
+    """One tensor each, examples with an image first. ValueError where one has several texts or shares of cells."""
     if any(e.more or (e.image and e.image.cells is not None) for e in examples):
         raise ValueError("the plain path is of pre-training: one text an example, and no shares of cells")
     examples = sorted(examples, key=lambda example: example.image is None)  # a stable order
-    texts, pictures = [e.text for e in examples], [e.image for e in examples if e.image is not None]
-    n, p, t = len(texts), len(pictures), max(len(words.tokens) for words in texts)
-    r = max((len(picture.boxes) for picture in pictures), default=0)
-    classes = max((picture.labels["region_classes"].shape[1] for picture in pictures), default=1)
-    width, height = (max((q.size[side] for q in pictures if q.pixels is not None), default=0) for side in (0, 1))
+    texts, images = [e.text for e in examples], [e.image for e in examples if e.image is not None]
+    n, p, t = len(texts), len(images), max(len(words.tokens) for words in texts)
+    r = max((len(image.boxes) for image in images), default=0)
+    classes = max((image.labels["region_classes"].shape[1] for image in images), default=1)
+    width, height = (max((q.size[side] for q in images if q.pixels is not None), default=0) for side in (0, 1))
     batch = PlainBatch(
         tokens=torch.zeros(n, t, dtype=torch.int64),
         segments=torch.zeros(n, t, dtype=torch.int64),
         token_region=torch.zeros(n, t, dtype=torch.int64),
-        word_targets=torch.full((n, t), NOT_ASKED),
+        word_targets=torch.full((n, t), NO_LABEL),
         text_mask=torch.zeros(n, t, dtype=torch.bool),
         pixels=torch.zeros(p, 3, height, width),
         boxes=torch.zeros(p, r, 4),
         region_mask=torch.zeros(p, r, dtype=torch.bool),
         masked=torch.zeros(p, r, dtype=torch.bool),
-        sizes=torch.tensor([picture.size for picture in pictures], dtype=torch.float32).view(-1, 2),
+        sizes=torch.tensor([image.size for image in images], dtype=torch.float32).view(-1, 2),
         features=torch.zeros(p, r, config.regions.channels),
         region_targets=torch.zeros(p, r, classes),
     )
@@ -95,20 +95,20 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
         batch.token_region[row, :length] = torch.from_numpy(words.token_region)
         batch.text_mask[row, :length] = True
         batch.word_targets[row, :length][words.label_masks["word_label_mask"]] = torch.from_numpy(words.labels["words"])
-    for row, picture in enumerate(pictures):
-        count = len(picture.boxes)
-        batch.boxes[row, :count] = torch.from_numpy(picture.boxes)
-        batch.masked[row, :count] = torch.from_numpy(picture.masked)
+    for row, image in enumerate(images):
+        count = len(image.boxes)
+        batch.boxes[row, :count] = torch.from_numpy(image.boxes)
+        batch.masked[row, :count] = torch.from_numpy(image.masked)
         batch.region_mask[row, :count] = True
-        asked = torch.from_numpy(picture.labels["region_classes"])
-        batch.region_targets[row, :count][picture.label_masks["region_label_mask"]] = asked
-        if picture.features is not None:
-            batch.features[row, :count] = torch.from_numpy(picture.features)
-        if picture.pixels is not None:
+        classes_of = torch.from_numpy(image.labels["region_classes"])
+        batch.region_targets[row, :count][image.label_masks["region_label_mask"]] = classes_of
+        if image.features is not None:
+            batch.features[row, :count] = torch.from_numpy(image.features)
+        if image.pixels is not None:
             mean = torch.tensor(config.regions.pixel_mean).view(3, 1, 1)
-            pixels = (picture.pixels.flip(0).float() - mean) / config.regions.pixel_std
-            hides = [*picture.boxes[picture.masked], *(() if picture.covered is None else picture.covered)]
-            for x1, y1, x2, y2 in (box.astype(int) for box in hides):
+            pixels = (image.pixels.flip(0).float() - mean) / config.regions.pixel_std
+            blanked = [*image.boxes[image.masked], *(() if image.covered is None else image.covered)]
+            for x1, y1, x2, y2 in (box.astype(int) for box in blanked):
                 pixels[:, y1 : y2 + 1, x1 : x2 + 1] = 0
             batch.pixels[row, :, : pixels.shape[1], : pixels.shape[2]] = pixels
     return batch
@@ -193,7 +193,7 @@ class PlainPretraining:
         return appearance
 
     def _geometry(self, batch: PlainBatch) -> Tensor:
-        """Centre and size of each box in hundredths of the picture, as sines and cosines: [P, R, channels]."""
+        """Centre and size of each box in hundredths of the image, as sines and cosines: [P, R, channels]."""
         x1, y1, x2, y2 = batch.boxes.unbind(dim=2)
         width, height = batch.sizes[:, :1], batch.sizes[:, 1:]
         n = self.config.geometry_channels // 8
@@ -212,20 +212,20 @@ class PlainPretraining:
         if self.config.regions.features == "precomputed":
             blank = self.weights["vlbert.embedding.masked_appearance.weight"][0]
             appearance = torch.where(batch.masked[:, :, None], blank, appearance)
-        looks = self._dropout(torch.cat([self._geometry(batch), appearance], dim=2))
-        looks = self._linear("vlbert.embedding.visual", looks).relu()  # (P, R, C)
+        visual = self._dropout(torch.cat([self._geometry(batch), appearance], dim=2))
+        visual = self._linear("vlbert.embedding.visual", visual).relu()  # (P, R, C)
         (n, t), (p, r) = batch.tokens.shape, batch.region_mask.shape
         lengths, regions = batch.text_mask.sum(dim=1), F.pad(batch.region_mask.sum(dim=1), (0, n - p))
         of_words = torch.cat(
             [
-                looks[torch.arange(p, device=looks.device)[:, None], batch.token_region[:p]],
+                visual[torch.arange(p, device=visual.device)[:, None], batch.token_region[:p]],
                 one["no_image_embedding"].expand(n - p, t, -1),
             ]
         )
         words = table["words"][batch.tokens] + self._norm("vlbert.embedding.text_visual.norm", of_words)
         words = words + table["positions"][:t] + table["segments"][batch.segments]
         tokens = torch.where(batch.masked[:, :, None], one["masked_region_token"], one["region_token"])
-        boxes = tokens + self._norm("vlbert.embedding.region_visual.norm", looks)
+        boxes = tokens + self._norm("vlbert.embedding.region_visual.norm", visual)
         boxes = boxes + table["positions"][lengths[:p]][:, None] + table["segments"][2]
         ends = one["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
 
@@ -264,15 +264,15 @@ class PlainPretraining:
         losses = {}
         for name, rows in (("words", slice(0, p)), ("text_words", slice(p, None))):
             targets = batch.word_targets[rows].flatten()
-            loss = F.cross_entropy(words[rows].flatten(0, 1), targets, ignore_index=NOT_ASKED, reduction="sum")
-            losses[name] = (loss, int((targets != NOT_ASKED).sum()))
+            loss = F.cross_entropy(words[rows].flatten(0, 1), targets, ignore_index=NO_LABEL, reduction="sum")
+            losses[name] = (loss, int((targets != NO_LABEL).sum()))
         places = (first[:p, None] + torch.arange(r, device=x.device)).clamp(max=x.shape[1] - 1)
         regions = x[:p].gather(1, places[:, :, None].expand(-1, -1, x.shape[2])) * batch.region_mask[:, :, None]
         regions = F.gelu(self._linear("head.region_transform.dense", regions))
         guesses = self._linear("head.region_classifier", regions).log_softmax(dim=2)
-        asked = int((batch.region_targets.sum(dim=2) > 0).sum())
+        count = int((batch.region_targets.sum(dim=2) > 0).sum())
         if p:
-            losses["regions"] = (-(batch.region_targets * guesses).sum(), asked)
+            losses["regions"] = (-(batch.region_targets * guesses).sum(), count)
         return losses
 
 

@@ -106,7 +106,7 @@ class Prepared(Dataset):
 
 
 class Stored(Dataset):
-    """Batches made from stored samples when they are asked for: decoded, masked, collated."""
+    """Batches made from stored samples on request: decoded, masked, collated."""
 
     def __init__(self, recipe: Recipe, task: Any, samples: Sequence[Sample], pairs: int, texts: int):
         self.recipe, self.task, self.samples, self.pairs, self.texts = recipe, task, samples, pairs, texts
@@ -120,7 +120,7 @@ class Stored(Dataset):
 
 
 def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
-    """The recipe with overrides, without files to start from, and with the picture in sight from the first step."""
+    """The recipe with overrides, without files to start from, and with the image in sight from the first step."""
     recipe = override(find_recipe(name, RECIPES)(), options.overrides)
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"recipe {name} is no pre-training, whose steps are measured here")

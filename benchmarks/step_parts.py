@@ -1,7 +1,7 @@
 """What a training step consists of: what each part must compute, counted, and how long it takes, measured.
 
-A part's time is that of a stretch between two marks on the device's time line, so that the parts of a step add up to
-it; marks lie at the borders of modules, in the forward pass and, as hooks of the tensors there, in the backward pass.
+A part takes the time between two marks on the device's time line, so that the parts of a step add up to it. Marks lie
+at the boundaries of modules, in the forward pass and, as hooks of the tensors there, in the backward pass.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ PARTS = ("transfer", *FORWARD, *(f"{part}, backward" for part in reversed(FORWAR
 
 
 class Clock:
-    """Marks on the time line of a device: the stretch since the mark before it belongs to a part."""
+    """Marks on the time line of a device: the interval since the mark before it belongs to a part."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -40,7 +40,7 @@ class Clock:
             self.marks.append((part, time.perf_counter()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Part -> milliseconds, of all stretches since the first mark."""
+        """Part -> milliseconds, of all intervals since the first mark."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         found = Counter()
@@ -94,12 +94,12 @@ def learning(value: Any) -> Iterator[Tensor]:
 def marked(model: TaskModel, clock: Clock) -> Iterator[None]:
     """While it lasts, the modules of the fast path mark where they begin and end."""
     vlbert, fast_rcnn = model.vlbert, model.vlbert.fast_rcnn
-    places = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
-    places += [(vlbert, "encoder", "embedding", "heads")]
+    modules = [(vlbert, "embedding", "pixels" if fast_rcnn is None else "res5", "encoder")]
+    modules += [(vlbert, "encoder", "embedding", "heads")]
     if fast_rcnn is not None:
-        places += [(fast_rcnn, "backbone", "pixels", "RoIAlign"), (fast_rcnn, "res5", "RoIAlign", "res5")]
-    before = [(parent, name, getattr(parent, name)) for parent, name, _, _ in places]
-    for parent, name, earlier, behind in places:
+        modules += [(fast_rcnn, "backbone", "pixels", "RoIAlign"), (fast_rcnn, "res5", "RoIAlign", "res5")]
+    before = [(parent, name, getattr(parent, name)) for parent, name, _, _ in modules]
+    for parent, name, earlier, behind in modules:
         setattr(parent, name, Marked(getattr(parent, name), clock, earlier, name, behind))
     try:
         yield
@@ -115,28 +115,28 @@ def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: 
     padding, no kernel and no fusion changes them. A backward pass takes the forward pass's once for the gradient of the
     input and once for that of the weights, where these are wanted. What is computed twice to save memory counts once.
     """
-    pictures = [example.image for example in examples if example.image is not None]
+    images = [example.image for example in examples if example.image is not None]
     flops = Counter(dict.fromkeys(("encoder", "embedding", "heads"), 0))
     if config.regions.features == "end_to_end":
         frozen, resnet = config.regions.frozen_stages, config.regions.resnet
-        for picture in pictures:
-            width, height = picture.size
+        for image in images:
+            width, height = image.size
             forward, backward, map_learns = _backbone_flops(resnet, height, width, frozen)
             flops.update({"backbone": forward, "backbone, backward": backward})
             forward, backward = _res5_flops(resnet, config.regions.roi_size, frozen, map_learns)
-            count = len(picture.boxes)
+            count = len(image.boxes)
             flops.update({"res5": forward * count, "res5, backward": backward * count})
-    c, regions = config.hidden_size, sum(len(picture.boxes) for picture in pictures)
-    looks = config.visual_embedding_size or c
-    flops["embedding"] += 2 * regions * (config.geometry_channels + config.regions.channels) * looks
+    c, regions = config.hidden_size, sum(len(image.boxes) for image in images)
+    visual_size = config.visual_embedding_size or c
+    flops["embedding"] += 2 * regions * (config.geometry_channels + config.regions.channels) * visual_size
     for example in examples:
         for words in example.texts:
             length = len(words.tokens) + (0 if example.image is None else len(example.image.boxes)) + 1
             layer = 2 * length * (4 * c * c + 2 * c * config.intermediate_size) + 2 * 2 * length**2 * c
             flops["encoder"] += layer * len(config.layers)
             flops["heads"] += 2 * len(words.labels["words"]) * (c * c + c * config.word_rows(vocabulary))
-    asked = sum(len(picture.labels["region_classes"]) for picture in pictures)
-    flops["heads"] += 2 * asked * (c * c + c * (1 + classes))
+    labels = sum(len(image.labels["region_classes"]) for image in images)
+    flops["heads"] += 2 * labels * (c * c + c * (1 + classes))
     for part in ("embedding", "encoder", "heads"):
         flops[f"{part}, backward"] = 2 * flops[part]
     return dict(flops)
@@ -175,7 +175,7 @@ class _Count:
 
 
 def _backbone_flops(config: ResNetConfig, height: int, width: int, frozen: int) -> tuple[int, int, bool]:
-    """(forward, backward) of one picture, and whether the map that comes out has a gradient."""
+    """(forward, backward) of one image, and whether the map that comes out has a gradient."""
     count = _Count(learns=False)
     height, width = (height - 1) // 2 + 1, (width - 1) // 2 + 1
     count.conv(height, width, 3, config.width, 7, frozen < 1, False)

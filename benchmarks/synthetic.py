@@ -3,8 +3,8 @@
 Numbers that decide how much there is to compute, and where they are from:
   captions   10.3 words on average, 4.5 their deviation (Conceptual Captions' own statistics), 1.1 word pieces a word;
              some words are frequent and most are rare, as in any text (Zipf's law)
-  regions    10 to 100 of a picture, each number as likely; a row is then cut at 64 elements, as published
-  pictures   the shapes of photographs on the web, most of them 4:3 and 3:2, resized by the recipe's rule
+  regions    10 to 100 of an image, each number as likely; a row is then cut at 64 elements, as published
+  images     the shapes of photographs on the web, most of them 4:3 and 3:2, resized by the recipe's rule
   text       rows of 64 word pieces, as published: a line goes on until it is full
 Masks, decoding and collating are those of training itself.
 """
@@ -30,7 +30,7 @@ from vlbert.tasks.pretraining import Pretraining
 PIECES = 30_522  # as many as BERT's vocabulary has
 CLASSES = 1600  # of the detector, without the background
 DETECTOR = "00000000beef"
-# (width, height) of stored pictures, and how many of a hundred have it.
+# (width, height) of stored images, and how many of a hundred have it.
 SHAPES = {
     (640, 480): 30,
     (960, 640): 25,

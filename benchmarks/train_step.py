@@ -5,8 +5,8 @@
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
 Inputs are seeded and ragged (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The contenders take
-turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and held
-against the step without marks: what they do not explain is told. docs/performance.md says how to read the tables.
+turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and compared
+with the step without marks: the table shows what they do not explain. docs/performance.md says how to read it.
 """
 
 import argparse
@@ -79,9 +79,9 @@ def with_loader(
             if step == warm:
                 synchronise(device)
                 waited, start = 0.0, time.perf_counter()
-            asked = time.perf_counter()
+            before = time.perf_counter()
             parts = next(ahead)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - before
             loss = total(contender.losses(parts[0].to(device)))
             loss.backward()
             contender.update()
@@ -276,12 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "losses": (bool(options.losses), losses_report, lambda report: shown(losses_table(report), options.markdown)),
         "step": (True, step_report, lambda report: step_tables(report, options.markdown)),
     }
-    _, measure, tell = next(kind for kind in kinds.values() if kind[0])
+    _, measure, show = next(kind for kind in kinds.values() if kind[0])
     try:
         report = measure(options)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m benchmarks.train_step: {error}")
-    print(tell(report), flush=True)
+    print(show(report), flush=True)
     write_json(options.json, report)
     sys.exit(int(any(not found["within"] for found in report.get("apart", {}).values())))
 

@@ -203,15 +203,15 @@ class Stages:
     def original_size(self) -> tuple[int, int]:
         return self._size("orig", "image_bgr", "image_bgr", lambda: self.stored["image_bgr"].shape[:2])
 
-    def _size(self, said: str, array: str, source: str, measured: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        told = tuple(self.sizes[said]) if said in self.sizes else None
+    def _size(self, key: str, array: str, source: str, measured: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        stated = tuple(self.sizes[key]) if key in self.sizes else None
         if array not in self.stored and source not in self.stored:
-            if told is None:
+            if stated is None:
                 raise ValueError(f"there is no {array}, and meta.json does not say under images what size it had")
-            return told
+            return stated
         found = tuple(measured())
-        if told is not None and told != found:
-            raise ValueError(f"meta.json says under images that {said} is {told}, {array} is {found}")
+        if stated is not None and stated != found:
+            raise ValueError(f"meta.json says under images that {key} is {stated}, {array} is {found}")
         return found
 
     @cached_property
@@ -380,8 +380,8 @@ class Stages:
         if not len(theirs) or not len(ours):
             return (0.0 if len(theirs) == len(ours) else math.inf), f"ours are {len(ours)}, theirs {len(theirs)}"
         found = torchvision.ops.box_iou(theirs, ours).amax(dim=1) > SAME_BOX
-        said = f"{int(found.sum())} of {len(theirs)} found at IoU {SAME_BOX}, ours are {len(ours)}"
-        return 1 - float(found.float().mean()), _joined(said, remark)
+        found_remark = f"{int(found.sum())} of {len(theirs)} found at IoU {SAME_BOX}, ours are {len(ours)}"
+        return 1 - float(found.float().mean()), _joined(found_remark, remark)
 
     def end_to_end(self) -> tuple[float, str]:
         """Nothing of theirs is used but the pixels of the image."""
@@ -450,8 +450,8 @@ def same_indices(ours: np.ndarray, theirs: np.ndarray, confidence: np.ndarray) -
         return 0.0, ""
     first, mine, other = wrong[0], ours[wrong[0]], theirs[wrong[0]]
     known = 0 <= other < len(confidence)
-    said = f", their confidence is {confidence[mine]:.8g} and {confidence[other]:.8g}" if known else ""
-    return math.inf, f"{len(wrong)} of {len(ours)} differ, first {first}: ours is {mine}, theirs {other}{said}"
+    confidences = f", their confidence is {confidence[mine]:.8g} and {confidence[other]:.8g}" if known else ""
+    return math.inf, f"{len(wrong)} of {len(ours)} differ, first {first}: ours is {mine}, theirs {other}{confidences}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -526,9 +526,9 @@ def compare_selections(folder: Path, case: str) -> Iterator[Row | str]:
 def _compare_selection_case(stored: Arrays, entry: dict, rules: list[SelectionSettings], case: str) -> Row:
     number = entry["case"]
     boxes, probs = stored[f"c{number}_boxes"], stored[f"c{number}_probs"]
-    told = entry.get("n", len(boxes)), entry.get("classes", probs.shape[1] - 1)
-    if told != (len(boxes), probs.shape[1] - 1):
-        raise ValueError(f"selection.json says {told} boxes and classes, the arrays are {boxes.shape}, {probs.shape}")
+    stated = entry.get("n", len(boxes)), entry.get("classes", probs.shape[1] - 1)
+    if stated != (len(boxes), probs.shape[1] - 1):
+        raise ValueError(f"selection.json says {stated} boxes and classes, the arrays are {boxes.shape}, {probs.shape}")
     worst, remarks = 0.0, []
     for index, rule in enumerate(rules):
         chosen = select_regions(boxes, probs[:, :-1], rule)
@@ -542,14 +542,14 @@ def compare_folder(folder: Path, case: str, plain: bool) -> Iterator[Row | str]:
     """All that lies beside one meta.json."""
     try:
         metadata = json.loads((folder / "meta.json").read_text())
-        config, unsaid = read_config(metadata)
+        config, unstated = read_config(metadata)
         network = prepared(build(config, regenerated(metadata)), plain)
         sizes = {str(image["index"]): image for image in metadata.get("images", [])}
     except Exception as error:  # noqa: BLE001  files may be torn anywhere; one model must not keep the others from running
         yield not_run(case, "meta.json", error)
         return
-    if unsaid:
-        yield f"{case}: meta.json does not say, so it is as in the Visual Genome network: {', '.join(unsaid)}"
+    if unstated:
+        yield f"{case}: meta.json does not say, so it is as in the Visual Genome network: {', '.join(unstated)}"
     maps = {file.stem.removesuffix("_c4"): file for file in folder.glob("img*_c4.npz")}
     images = {file.stem: file for file in folder.glob("img*.npz") if file not in maps.values()}
     for stem in sorted({*images, *maps, *(f"img{index}" for index in sizes)}):

@@ -48,33 +48,33 @@ _FIELDS = {
 
 
 def read_config(metadata: dict) -> tuple[FasterRCNNConfig, list[str]]:
-    """The network that a meta.json describes, and what it leaves unsaid: that is as in the Visual Genome network.
+    """The network that a meta.json describes, and what it does not state: that is as in the Visual Genome network.
 
     ValueError for what it says beyond that, and for values that our network does not have.
     """
     for name, kind in {"shapes": dict, "rules": list, "rpn": dict}.items():
         if not isinstance(metadata.get(name), kind):
             raise ValueError(f"meta.json: {name} is {metadata.get(name)!r}, must be a {kind.__name__}")
-    said = {key: value for key, value in metadata.items() if key != "rpn"}
-    said |= {f"rpn.{key}": value for key, value in metadata["rpn"].items()}
+    stated = {key: value for key, value in metadata.items() if key != "rpn"}
+    stated |= {f"rpn.{key}": value for key, value in metadata["rpn"].items()}
     known = {*_TOLD, *_READ_ELSEWHERE, *_ONLY, *_FIELDS, *_DESCRIPTIONS}
-    unknown = sorted(said.keys() - known)
+    unknown = sorted(stated.keys() - known)
     if unknown:
         raise ValueError(
             f"meta.json: {', '.join(unknown)} unknown here; what may change the network is not passed over: teach "
             f"read_config what it means, or put what changes nothing under `notes`"
         )
     for key, only in _ONLY.items():
-        if key in said and not np.array_equal(np.float64(said[key]), np.float64(only)):
-            raise ValueError(f"meta.json: {key} is {said[key]}, our network has {only} only")
+        if key in stated and not np.array_equal(np.float64(stated[key]), np.float64(only)):
+            raise ValueError(f"meta.json: {key} is {stated[key]}, our network has {only} only")
     changes = _from_shapes(metadata["shapes"])
     for key, name in _FIELDS.items():
-        if key in said:
-            changes[name] = tuple(np.ravel(said[key]).tolist()) if isinstance(said[key], list) else said[key]
+        if key in stated:
+            changes[name] = tuple(np.ravel(stated[key]).tolist()) if isinstance(stated[key], list) else stated[key]
     changes["num_attributes"] = changes["num_attributes"] or 0
     for key, understand in _DESCRIPTIONS.items():
-        if key in said:
-            changes |= understand(key, said[key])
+        if key in stated:
+            changes |= understand(key, stated[key])
     resnet = {name.removeprefix("resnet."): v for name, v in changes.items() if name.startswith("resnet.")}
     others = {name: v for name, v in changes.items() if not name.startswith("resnet.")}
     try:
@@ -87,11 +87,11 @@ def read_config(metadata: dict) -> tuple[FasterRCNNConfig, list[str]]:
         "background_index": config.num_classes,
         "attr_none_index": config.num_attributes or None,
     }.items():
-        if said.get(key) is not None and ours is not None and said[key] != ours:
-            raise ValueError(f"meta.json: {key} is {said[key]}, but {ours} with the shapes and numbers that it gives")
-    unsaid = [key for key in (*_ONLY, *_DESCRIPTIONS) if key not in said]
-    unsaid += [key for key, name in _FIELDS.items() if key not in said and name not in changes]
-    return config, sorted(unsaid)
+        if stated.get(key) is not None and ours is not None and stated[key] != ours:
+            raise ValueError(f"meta.json: {key} is {stated[key]}, but {ours} with the shapes and numbers that it gives")
+    unstated = [key for key in (*_ONLY, *_DESCRIPTIONS) if key not in stated]
+    unstated += [key for key, name in _FIELDS.items() if key not in stated and name not in changes]
+    return config, sorted(unstated)
 
 
 def _from_shapes(shapes: dict[str, list[int]]) -> dict:

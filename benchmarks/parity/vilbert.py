@@ -30,12 +30,12 @@ def check(case: Case) -> None:
         raise ValueError(f"kind {kind} of program {metadata['program']} is unknown here")
     if not layers or set(layers) - set("J" if kind == "single_stream" else "TVX"):
         raise ValueError(f"layers are {layers!r}, which a case of kind {kind} cannot have")
-    told = metadata["inputs"] | metadata["outputs"]
-    if told.keys() != arrays.keys():
-        raise ValueError(f"described or stored alone: {', '.join(sorted(told.keys() ^ arrays.keys()))}")
+    described = metadata["inputs"] | metadata["outputs"]
+    if described.keys() != arrays.keys():
+        raise ValueError(f"described or stored alone: {', '.join(sorted(described.keys() ^ arrays.keys()))}")
     for name, array in arrays.items():
-        if [*array.shape] != told[name]["shape"] or str(array.dtype) != told[name]["dtype"]:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}, the json says {told[name]}")
+        if [*array.shape] != described[name]["shape"] or str(array.dtype) != described[name]["dtype"]:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}, the json says {described[name]}")
         if array.dtype.kind == "f" and not np.isfinite(array).all() and not name.startswith("grad/"):
             raise ValueError(f"{name} holds numbers that are NaN or infinite")
     names = metadata["param_order_for_grad"]

@@ -87,7 +87,7 @@ class Ours:
     encoded: Tensor
     output: Encoded
     losses: dict[str, float]
-    asked: dict[str, int]  # how much each loss is the mean of
+    counts: dict[str, int]  # how many values each loss is the mean of
     rename: Callable[[str], str | None]
 
 
@@ -138,9 +138,9 @@ def run(case: VLBertCase, precision: str = "fp32") -> Ours:
     losses = {name: total / max(1, count) for name, (total, count) in totals.items()}
     sum(losses.values()).backward()
     losses = {name: float(loss.detach()) for name, loss in losses.items()}
-    asked = {name: count for name, (_, count) in totals.items()}
+    counts = {name: count for name, (_, count) in totals.items()}
     embedded, encoded = seen["embedded"], seen["encoded"]
-    return Ours(precision, task, vlbert, head, batch, embedded, encoded, output, losses, asked, what.ours())
+    return Ours(precision, task, vlbert, head, batch, embedded, encoded, output, losses, counts, what.ours())
 
 
 def _up_to_rounding(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -256,14 +256,14 @@ def losses(case: VLBertCase, ours: Ours) -> list[tuple[float, float]]:
 
     Their mean over no words is NaN, and so is their sum; its gradient is zero. Ours is 0 there, which counts as equal.
     """
-    total, pairs, nothing_asked = float(case.arrays["out/loss"]), [], False
+    total, pairs, no_labels = float(case.arrays["out/loss"]), [], False
     for name, mine in _LOSSES.items():
         if f"out/{name}" in case.arrays:
             theirs = float(case.arrays[f"out/{name}"].reshape(()))
-            if math.isnan(theirs) and ours.asked.get(mine) == 0:
-                theirs, nothing_asked = 0.0, True
+            if math.isnan(theirs) and ours.counts.get(mine) == 0:
+                theirs, no_labels = 0.0, True
             pairs.append((ours.losses.get(mine, 0.0), theirs))
-    if math.isnan(total) and nothing_asked:
+    if math.isnan(total) and no_labels:
         total = sum(theirs for _, theirs in pairs)
     return [*pairs, (sum(ours.losses.values()), total)]
 

@@ -23,7 +23,7 @@ SPECIAL_IDS = dict(zip(SPECIALS, (0, 100, 101, 102, 103), strict=True))  # BERT'
 KINDS = ("pretrain", "vcr", "vqa", "refcoco")  # how the name of a case may begin
 
 # The switches of theirs that we know. One that is not here may change what is computed, and who does not know it could
-# only guess: it is refused. Below DATASET, TRAIN, VAL and TEST stands how the inputs came about, which a case brings.
+# only guess: it is refused. Below DATASET, TRAIN, VAL and TEST stands how the inputs were made, which a case brings.
 _NETWORK = """
 ANSWER_FIRST ANS_LOSS_TYPE ANS_LOSS_WEIGHT BERT_ALIGN_ANSWER BERT_ALIGN_QUESTION BERT_FROZEN BERT_MODEL_NAME
 BERT_PRETRAINED BERT_PRETRAINED_EPOCH BERT_USE_LAYER BERT_WITH_MLM_LOSS BERT_WITH_NSP_LOSS BLIND CLASSIFIER_DROPOUT
@@ -100,9 +100,9 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> Published:
     if not network.get("WITH_MLM_LOSS", True):
         shapes = shapes | {"vlbert.mlm_head.": ()}  # pre-training is known by this head, which is not there then
     what = understand(shapes, num_heads=network["VLBERT.num_attention_heads"])
-    for key, told in _told(case, what, shapes).items():
-        if network[key] != told:
-            raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {told}")
+    for key, derived in _from_tensors(case, what, shapes).items():
+        if network[key] != derived:
+            raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {derived}")
     frozen = frozen_stages(case) if what.model.regions.features == "end_to_end" else []
     regions = dataclasses.replace(
         what.model.regions,
@@ -144,37 +144,37 @@ def _refuse_switches(case: VLBertCase) -> None:
         raise ValueError("config.NETWORK.VLBERT.object_word_embed_mode is 3 (mean word embedding); ours has 1 and 2")
 
 
-def _told(case: VLBertCase, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Switches that the tensors tell too: those that the model of the case reads, for others may say anything."""
+def _from_tensors(case: VLBertCase, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Switches that follow from the tensors: those that the model of the case reads. Others may have any value."""
     network, model, task = case.network, what.model, what.task
-    looks = model.visual_embedding_size or model.hidden_size
-    told = {
+    visual_size = model.visual_embedding_size or model.hidden_size
+    derived = {
         "IMAGE_FEAT_PRECOMPUTED": model.regions.features == "precomputed",
-        "IMAGE_FINAL_DIM": looks,
+        "IMAGE_FINAL_DIM": visual_size,
         "VLBERT.hidden_size": model.hidden_size,
         "VLBERT.intermediate_size": model.intermediate_size,
         "VLBERT.max_position_embeddings": model.max_positions,
         "VLBERT.num_hidden_layers": len(model.layers),
         "VLBERT.visual_ln": model.visual_norm == "layer_norm",
-        "VLBERT.visual_size": looks,
+        "VLBERT.visual_size": visual_size,
         "VLBERT.vocab_size": what.vocab_size,
         "VLBERT.with_pooler": any(name.startswith("vlbert.pooler.") for name in shapes),
     }
     end_to_end = model.regions.features == "end_to_end"
     if end_to_end:
-        told["IMAGE_NUM_LAYERS"] = 3 * sum(model.regions.resnet.blocks) + 2  # as ResNets are named
+        derived["IMAGE_NUM_LAYERS"] = 3 * sum(model.regions.resnet.blocks) + 2  # as ResNets are named
     if case.kind == "pretrain" and end_to_end:
-        told["MASK_RAW_PIXELS"] = model.regions.masking == "pixels"
+        derived["MASK_RAW_PIXELS"] = model.regions.masking == "pixels"
     if case.kind == "pretrain" and network["WITH_REL_LOSS"]:
-        told["WITH_REL_LOSS"] = task.relationship
+        derived["WITH_REL_LOSS"] = task.relationship
     if case.kind == "vcr":
-        told["VLBERT.object_word_embed_mode"] = 1 if model.region_classes else 2
+        derived["VLBERT.object_word_embed_mode"] = 1 if model.region_classes else 2
         if network["ENABLE_CNN_REG_LOSS"]:
-            told["ENABLE_CNN_REG_LOSS"] = task.region_loss != "none"
-            told["CNN_LOSS_TOP"] = task.region_loss == "contextual"
+            derived["ENABLE_CNN_REG_LOSS"] = task.region_loss != "none"
+            derived["CNN_LOSS_TOP"] = task.region_loss == "contextual"
     if case.kind in ("vcr", "vqa") and task.classifier not in _CLASSIFIERS.get(network["CLASSIFIER_TYPE"], ()):
-        told["CLASSIFIER_TYPE"] = next(kind for kind, ours in _CLASSIFIERS.items() if task.classifier in ours)
-    return told
+        derived["CLASSIFIER_TYPE"] = next(kind for kind, ours in _CLASSIFIERS.items() if task.classifier in ours)
+    return derived
 
 
 def heads_switched_off(case: VLBertCase, what: Published, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -192,8 +192,8 @@ def vocabulary(size: int) -> Vocabulary:
     return Vocabulary([special.get(i, f"[unused{i}]") for i in range(size)])
 
 
-def pictures(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
-    """The pictures of a case without what is asked; valid is bool [B, R], a prefix of each row."""
+def images(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
+    """The images of a case without labels; valid is bool [B, R], a prefix of each row."""
     boxes, info = case.tensor("in/boxes"), case.tensor("in/im_info")
     made = []
     for row, keep in enumerate(valid):
@@ -212,7 +212,7 @@ def pictures(case: VLBertCase, valid: Tensor) -> list[ImageInput]:
 
 
 def stored_pixels(case: VLBertCase, row: int, height: int, width: int) -> Tensor:
-    """float [3, height, width], RGB of 0 to 255: a picture before it was normalised, as far as a case tells.
+    """float [3, height, width], RGB of 0 to 255: an image before it was normalised, as far as a case tells.
 
     Theirs are B, G, R less their mean, and zero where a masked region hid them: there stands noise, which the network
     must not see.
@@ -228,19 +228,19 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
     labels, soft = case.tensor("in/mlm_labels"), case.tensor("in/mvrc_labels")
     region_label_mask = ((soft.sum(2) - 1).abs() < 0.1) & valid
     examples = []
-    for row, picture in enumerate(pictures(case, valid)):
+    for row, image in enumerate(images(case, valid)):
         text = _words(case.tensor("in/text")[row], labels[row])
         if task.settings.relationship:
             related = case.arrays["in/relationship_label"][row : row + 1]
             text = dataclasses.replace(text, labels=text.labels | {"related": related})
-        keep, asked = valid[row], region_label_mask[row]
-        picture = dataclasses.replace(
-            picture,
+        keep, label_mask = valid[row], region_label_mask[row]
+        image = dataclasses.replace(
+            image,
             masked=(case.tensor("in/mvrc_ops")[row][keep] == 1).numpy(),
-            label_masks={"region_label_mask": asked[keep].numpy()},
-            labels={"region_classes": soft[row][asked].numpy()},
+            label_masks={"region_label_mask": label_mask[keep].numpy()},
+            labels={"region_classes": soft[row][label_mask].numpy()},
         )
-        examples.append(Example(f"caption {row}", text, picture))
+        examples.append(Example(f"caption {row}", text, image))
     if "in/aux_text" in case.arrays:
         for row, (tokens, answers) in enumerate(
             zip(*(case.tensor(f"in/aux_{n}") for n in ("text", "mlm_labels")), strict=True)
@@ -253,16 +253,18 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
 
 
 def _words(tokens: Tensor, answers: Tensor) -> TextInput:
-    """A row of text ids, 0 behind its end, and what is asked at each, -1 where nothing is."""
+    """A row of text ids, 0 behind its end, and the answer at each, -1 where there is none."""
     count = int((tokens > 0).sum())
     tokens, answers = tokens[:count].numpy(), answers[:count].numpy()
-    zeros, asked = np.zeros(count, np.int64), answers >= 0
-    return TextInput(tokens, zeros, zeros, label_masks={"word_label_mask": asked}, labels={"words": answers[asked]})
+    zeros, label_mask = np.zeros(count, np.int64), answers >= 0
+    return TextInput(
+        tokens, zeros, zeros, label_masks={"word_label_mask": label_mask}, labels={"words": answers[label_mask]}
+    )
 
 
 def vqa_batch(case: VLBertCase, task: VQA) -> Batch:
     questions, scores = case.tensor("in/question"), case.arrays["in/label"]
-    found = pictures(case, case.tensor("in/boxes")[..., 0] > -1.5)
+    found = images(case, case.tensor("in/boxes")[..., 0] > -1.5)
     texts = [task.words(q[q > 0].numpy(), s) for q, s in zip(questions, scores, strict=True)]
     return collate([Example(f"question {i}", *both) for i, both in enumerate(zip(texts, found, strict=True))])
 
@@ -271,12 +273,12 @@ def refcoco_batch(case: VLBertCase, task: RefCOCO) -> Batch:
     valid = case.tensor("in/boxes")[..., 0] > -1.5
     expressions, labels = case.tensor("in/expression"), case.tensor("in/label")
     examples = []
-    for row, picture in enumerate(pictures(case, valid)):
+    for row, image in enumerate(images(case, valid)):
         right = (labels[row][valid[row]] == 1).numpy()
         targets = {"candidate": np.ones(len(right), bool), "right": right}
         text = task.words(expressions[row][expressions[row] > 0].numpy())
-        about = {"expression": Expression(row, row, ""), "split": "", "boxes": picture.boxes, "to_stored": np.ones(4)}
-        examples.append(Example(f"expression {row}", text, dataclasses.replace(picture, label_masks=targets), about))
+        metadata = {"expression": Expression(row, row, ""), "split": "", "boxes": image.boxes, "to_stored": np.ones(4)}
+        examples.append(Example(f"expression {row}", text, dataclasses.replace(image, label_masks=targets), metadata))
     return collate(examples)
 
 
@@ -284,19 +286,19 @@ def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
     boxes = case.tensor("in/boxes")
     valid = boxes[..., 3] > -0.5
     examples = []
-    for row, picture in enumerate(pictures(case, valid)):
+    for row, image in enumerate(images(case, valid)):
         question = _tagged(case.arrays["in/question"][row])
         right = int(case.arrays["in/answer_label"][row])
         texts = [
             task.words(question, _tagged(choice), number == right)
             for number, choice in enumerate(case.arrays["in/answer_choices"][row])
         ]
-        picture = dataclasses.replace(
-            picture,
+        image = dataclasses.replace(
+            image,
             cells=case.tensor("in/masks")[row][valid[row]].numpy(),
             classes=boxes[row][valid[row]][:, 5].long().numpy(),
         )
-        examples.append(Example(f"question {row}", texts[0], picture, more=tuple(texts[1:])))
+        examples.append(Example(f"question {row}", texts[0], image, more=tuple(texts[1:])))
     return collate(examples)
 
 

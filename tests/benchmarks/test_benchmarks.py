@@ -3,12 +3,16 @@
 import importlib
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import PROJECT
+
+from benchmarks import killed_writer
+from benchmarks.measure import in_turns
 
 MODEL = [
     "model.layers=JJ",
@@ -109,6 +113,20 @@ def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.C
     assert status in ({0, 1} if program in WITH_BARS else {0}), errors
     check(json.loads(file.read_text()) if with_json else None, printed)
     assert list(tmp_path.iterdir()) == ([file] if with_json else [])
+
+
+def test_what_work_took_is_told_apart_and_contenders_take_turns():
+    order = []
+    found = in_turns({"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or time.sleep(0.05)}, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert [spent.result for spent in found["a"]] == [1, 1]
+    assert all(spent.wall >= 0.05 > spent.cpu for spent in found["b"])
+
+
+def test_kill_fails_where_a_part_finds_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(killed_writer, "check", lambda folder, seed, kills, say: ["a row is lost"])
+    assert run("kill", "--kills", "3", "--training-kills", "0") == 1
+    assert "killed_writer: a row is lost" in capsys.readouterr().out
 
 
 def test_every_command_has_such_a_test():
