@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from flows.patience import not_waiting, wait_for_server
+from flows.prefect_cli import not_waiting, wait_for_server
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -65,7 +65,7 @@ def _serving(
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
         del os.environ[name]
     os.environ.update(environment(home, port, query_seconds))
-    prefect = [sys.executable, "-m", "prefect"]
+    prefect = [sys.executable, "-m", "flows.prefect_cli"]
     server_log, worker_log = home / "server.log", home / "worker.log"
     for log in (server_log, worker_log):
         log.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def _serving(
         wait_for_server(port, serves, server_log)
         crash_the_dead()
         deploy(deployments)
-        worker = [sys.executable, "-m", "flows.patience", "worker", "start", "--pool", POOL, "--type", "process"]
+        worker = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
         if limit is not None:
             worker += ["--limit", str(limit)]
 

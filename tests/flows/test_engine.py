@@ -31,7 +31,7 @@ from prefect.states import Cancelling, Completed, Crashed, Pending, Running
 
 from demo.serve import free_port
 from flows.engine import _SHORT_LEASE, NO_SIGN, Place, at_work_again, holding, is_supervisor, once, wrongly_crashed
-from flows.patience import _SHORT, not_waiting, wait_for_server
+from flows.prefect_cli import _SHORT, not_waiting, wait_for_server
 
 # Stands for a worker: starts a run, says its process id, and waits.
 WORKER = """
@@ -127,7 +127,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Prefect's clients wait, with short pauses, and make no attempts of their own."""
     for client in (PrefectHttpxSyncClient, PrefectHttpxAsyncClient):
         monkeypatch.setattr(client, "send", client.send)  # which is put back
-    monkeypatch.setattr("flows.patience._PAUSE", 0.05)
+    monkeypatch.setattr("flows.prefect_cli._PAUSE", 0.05)
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
         wait_for_server()
         yield

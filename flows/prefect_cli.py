@@ -1,14 +1,23 @@
-"""Prefect's client waits for a server that is away: an outage of any length costs nothing but its pages.
+"""Prefect's command line with two faults of Prefect 3.8.8 mended.
 
-    python -m flows.patience worker start --pool local --type process      as `prefect worker start`, but see below
+    python -m flows.prefect_cli worker start --pool local --type process    as `prefect worker start`
+    python -m flows.prefect_cli server start                                as `prefect server start`
 
-By itself, Prefect gives up after about a minute: a flow fails where it begins a stage, and a worker ends after some
-minutes of outage, with all its runs, or stops asking whether one was cancelled. Written for Prefect 3.8.8.
+A worker, and each flow run (flows/engine.py), waits for a server that is away: by itself, Prefect gives up after about a
+minute. A flow then fails where it begins a stage, and a worker ends with all its runs, or no longer asks whether one was
+cancelled.
+
+A server on SQLite no longer locks itself for a minute. Python's garbage collector runs in whichever thread allocates, so
+also in that of the event loop, and there it finalises cursors of SQLite. SQLite lets no thread use a connection that
+another one waits with for the lock of the database (busy_timeout, 60 s), and the transaction that holds this lock waits
+for the event loop.
 """
 
+import gc
 import logging
 import runpy
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +31,8 @@ _PAUSE = 2.0  # seconds between two requests to a server that is away; Prefect's
 _SAY = 60.0  # seconds between two lines in the log that say that it is
 _ANSWERS = (502, 503, 504)  # of a proxy whose server is away, or of a server whose database is
 _SHORT = 10.0  # seconds that a request may take that does not wait
+_STARTED = 30.0  # seconds after which a server has made what it keeps
+_BETWEEN_COLLECTIONS = 5.0  # seconds between two collections of garbage
 
 _waits: ContextVar[bool] = ContextVar("waits", default=True)
 
@@ -58,7 +69,7 @@ class _Outage:
             self.said = now
             message = "the Prefect server is away (%s: %s); asked again since %.0f s"
             # Not to the server, like what flows log.
-            logging.getLogger("prefect.patience").warning(message, type(error).__name__, error, now - self.since)
+            logging.getLogger("prefect.outage").warning(message, type(error).__name__, error, now - self.since)
 
 
 def _ending() -> bool:
@@ -119,6 +130,24 @@ def _waiting_async(send: "Callable[..., Awaitable[httpx.Response]]") -> "Callabl
     return patiently
 
 
+def collect_garbage_apart() -> None:
+    """From here on, garbage is collected in a thread of its own, which may wait for a lock."""
+
+    def collect() -> None:
+        time.sleep(_STARTED)
+        gc.collect()
+        gc.freeze()  # what a started server holds is not looked at again
+        while True:
+            time.sleep(_BETWEEN_COLLECTIONS)
+            gc.collect()
+
+    gc.disable()
+    threading.Thread(target=collect, daemon=True).start()
+
+
 if __name__ == "__main__":
-    wait_for_server()
+    if sys.argv[1:2] == ["server"]:
+        collect_garbage_apart()
+    else:
+        wait_for_server()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)
