@@ -89,10 +89,10 @@ class DetectorRun(Run):
         return [example.image for example in part.examples]
 
     @property
-    def validates(self) -> bool:
-        return bool(self.truth.held_out)
+    def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
+        return self._validate if self.truth.held_out else None
 
-    def validate(self) -> tuple[dict[str, float], list[dict]]:
+    def _validate(self) -> tuple[dict[str, float], list[dict]]:
         # Live norms have statistics of their own on each rank; those of rank 0 are validated and saved.
         distributed.share_buffers(self.network, self.world)
         return validate(self.network, self.recipe, self.truth.held_out, self.truth.classes, self.world)

@@ -133,9 +133,9 @@ class Stage:
 _STAGES: ContextVar[tuple[Stages, Stage] | None] = ContextVar("stages", default=None)
 
 
-def tell(facts: Callable[[], Mapping[str, str]] = dict) -> None:
-    """Show on the page of the run that this flow run is a stage of, where it is one, what `facts` gives: `step`, `loss`
-    and `time left`. Called often: `facts` is asked only where that is due."""
+def show_progress(facts: Callable[[], Mapping[str, str]] = dict) -> None:
+    """Show the progress of this flow run on the page of the run that it is a stage of, where it is one: `facts` returns
+    `step`, `loss` and `time left`. May be called often: `facts` is called only where the page is due."""
     stages, row = _STAGES.get() or (None, None)
     if stages and (row.run is None or stages.live.due):
         row.run = flow_run.get_id()

@@ -12,7 +12,7 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
+from flows.artifacts import Live, name_run, publish, reporting, show_progress, table_of_counts, table_of_progress
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
@@ -86,7 +86,7 @@ def collect_flow(root: str, dataset: CollectSettings) -> Collected:
     """
     progress = Live("collecting", dataset.name)
     name_run(f"collect {dataset.name} from {dataset.origin.name}", f"dataset:{dataset.name}")
-    tell()
+    show_progress()
     open_storage(root)
     started, shards, committed = time.monotonic(), 0, set()
 
@@ -110,7 +110,7 @@ def collect_flow(root: str, dataset: CollectSettings) -> Collected:
         }
         if progress.due or shards == group.shards:
             progress.show(table_of_progress(facts))
-        tell(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
+        show_progress(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
         return counts
 
     try:

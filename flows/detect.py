@@ -25,7 +25,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
-from flows.artifacts import Live, name_run, publish, reporting, table_of_counts, table_of_progress, tell
+from flows.artifacts import Live, name_run, publish, reporting, show_progress, table_of_counts, table_of_progress
 from flows.collect import network_failed, networked, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
@@ -116,7 +116,7 @@ def _as_report(line: str) -> dict | None:
 
 
 def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
-    """The whole stage as its manifests tell it."""
+    """The whole stage as its manifests show_progress it."""
     headers = catalog.headers(stage)
     return Detected(
         dataset=catalog.dataset,
@@ -145,7 +145,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
         if progress.due or report["done"] == report["of"]:
             progress.show(table_of_progress(facts))
             cancel_repeats()
-        tell(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
+        show_progress(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
 
     return detect(root, dataset, detector, get_run_logger().info, on_shard)
 
@@ -196,7 +196,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",
         *(f"dataset:{n}" for n in names),
     )
-    tell()
+    show_progress()
     if not names:
         logger.info("nothing to detect: no dataset under %s has images", store.where(""))
     detected, failed = {}, []

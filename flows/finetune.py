@@ -8,7 +8,7 @@ from prefect import flow, get_run_logger
 
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
-from flows.training import Trained, Watch, check_overrides, evaluate, show_result, train
+from flows.training import OnHeartbeat, Trained, TrainingMonitor, check_overrides, evaluate, show_result, train
 from storage.object_store import open_store
 from storage.runs import CONFIG, checkpoints, open_folder
 
@@ -30,10 +30,10 @@ def finetune(
     root: str,
     work: str,
     settings: FinetuneSettings,
-    say: Callable[[str], None] = print,
-    watch: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = print,
+    monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
-    """Fine-tune as `settings` say, then evaluate. Only from the main thread.
+    """Fine-tune as `settings` log, then evaluate. Only from the main thread.
 
     `work` is a folder of this machine: a run that starts from no checkpoint gets the vocabulary of the pre-training
     that it is compared with, where one is named. ValueError where there is no such checkpoint.
@@ -52,8 +52,8 @@ def finetune(
         "vocabulary": copy_vocabulary(checkpoint, Path(work)) if fresh and checkpoint else None,
     }
     recipe, overrides, processes = settings.recipe_name, settings.overrides, settings.processes
-    trained = train(root, recipe, settings.run, fields, overrides, processes, say, watch)
-    return evaluate(root, recipe, trained, settings.evaluate, data, overrides, processes, say)
+    trained = train(root, recipe, settings.run, fields, overrides, processes, log, monitor)
+    return evaluate(root, recipe, trained, settings.evaluate, data, overrides, processes, log)
 
 
 def starts_from_bert(settings: FinetuneSettings) -> bool:
@@ -120,7 +120,7 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
         settings: The task, where its annotations are, and which pre-training it starts from.
     """
     open_storage(root)
-    watch = Watch("finetune", root, settings.recipe_name, settings.run)
-    trained = finetune(root, work, settings, get_run_logger().info, watch)
-    show_result("finetune", trained, watch)
+    monitor = TrainingMonitor("finetune", root, settings.recipe_name, settings.run)
+    trained = finetune(root, work, settings, get_run_logger().info, monitor)
+    show_result("finetune", trained, monitor)
     return trained

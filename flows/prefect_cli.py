@@ -3,13 +3,13 @@
     python -m flows.prefect_cli worker start --pool local --type process    as `prefect worker start`
     python -m flows.prefect_cli server start                                as `prefect server start`
 
-A worker, and each flow run (flows/engine.py), waits for a server that is away: by itself, Prefect gives up after about a
-minute. A flow then fails where it begins a stage, and a worker ends with all its runs, or no longer asks whether one was
-cancelled.
+A worker, and each flow run (flows/engine.py), waits for a server that is away. Prefect by itself gives up after about a
+minute: a flow then fails where it begins a stage, and a worker ends with all its runs, or no longer asks whether one
+was cancelled.
 
-A server on SQLite no longer locks itself for a minute. Python's garbage collector runs in whichever thread allocates, so
-also in that of the event loop, and there it finalises cursors of SQLite. SQLite lets no thread use a connection that
-another one waits with for the lock of the database (busy_timeout, 60 s), and the transaction that holds this lock waits
+A server on SQLite no longer locks itself for a minute. Python's garbage collector runs in whichever thread allocates.
+In the thread of the event loop it finalises cursors of SQLite, which waits while another thread uses their connection.
+That thread waits up to 60 s (busy_timeout) for the lock of the database, and the transaction that holds the lock waits
 for the event loop.
 """
 

@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.training import Trained, Watch, check_overrides, show_result, train
+from flows.training import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
 from vlbert.data.corpus import describe_corpus, find_corpus
 
 # Fields of the recipe that this stage sets, each from what.
@@ -31,8 +31,8 @@ def pretrain(
     work: str,
     settings: PretrainSettings,
     detector: str | None = None,
-    say: Callable[[str], None] = print,
-    watch: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = print,
+    monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
     """Pre-train on the regions of `detector` (None: the only one there is). Only from the main thread.
 
@@ -42,7 +42,7 @@ def pretrain(
     corpus, vocabulary = None, settings.vocabulary
     if settings.text:
         corpus = Path(work) / "text" / (settings.run or settings.recipe)
-        make_corpus(corpus, settings, say)
+        make_corpus(corpus, settings, log)
         vocabulary = str(corpus / "vocab.txt")
     fields = {
         "data.dataset": settings.dataset,
@@ -53,30 +53,30 @@ def pretrain(
         "vocabulary": vocabulary,
         "task.monitored_words": ",".join(settings.monitored_words) or None,
     }
-    return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, say, watch)
+    return train(root, settings.recipe, settings.run, fields, settings.overrides, settings.processes, log, monitor)
 
 
-def make_corpus(folder: Path, settings: PretrainSettings, say: Callable[[str], None]) -> None:
+def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], None]) -> None:
     """Tokenise the text into `folder` with `python -m vlbert.data.corpus`; a corpus of the same files is left alone."""
     files, size = [Path(file) for file in settings.text], settings.vocabulary_size or _VOCABULARY_SIZE
     captions = [Path(file) for file in settings.vocabulary_captions]
     about = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)
     if about:
-        say(describe_corpus(folder, about))
+        log(describe_corpus(folder, about))
         return
     command = [sys.executable, "-m", "vlbert.data.corpus", str(folder), *settings.text]
     if settings.vocabulary:
         command += ["--vocabulary", settings.vocabulary]
     else:
         command += ["--build", str(size), "--captions", *settings.vocabulary_captions]
-    run_child(command, say)
+    run_child(command, log)
 
 
 @flow(name="pretrain", flow_run_name="{settings.recipe}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
     """Pre-train VL-BERT on one dataset."""
     open_storage(root)
-    watch = Watch("pretrain", root, settings.recipe, settings.run)
-    trained = pretrain(root, work, settings, detector, get_run_logger().info, watch)
-    show_result("pretrain", trained, watch)
+    monitor = TrainingMonitor("pretrain", root, settings.recipe, settings.run)
+    trained = pretrain(root, work, settings, detector, get_run_logger().info, monitor)
+    show_result("pretrain", trained, monitor)
     return trained

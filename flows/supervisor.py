@@ -9,6 +9,7 @@ that held the flow's stdout would keep whoever reads that waiting. Linux only (p
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import resource
@@ -68,14 +69,20 @@ def run_child(
     *,
     timeout: float | None = None,
     silence: float | None = None,
+    heard_elsewhere: Callable[[], float] = lambda: -math.inf,
     grace: float = GRACE,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run `command` to its end; `on_line` gets every line of its output (stdout and stderr) that is not blank.
 
-    timeout: seconds it may take; silence: seconds without any output; grace: seconds between SIGTERM and SIGKILL;
-    environment: variables set for it beside ours. ChildFailed where it fails, ChildTimedOut where it takes too long. No
-    process of it is left when this returns or raises. To be called from the main thread, which signals interrupt.
+    timeout          seconds it may take
+    silence          seconds without any output, or other sign of life
+    heard_elsewhere  returns when the last other sign of life came, by time.monotonic()
+    grace            seconds between SIGTERM and SIGKILL
+    environment      variables set for it beside ours
+
+    ChildFailed where it fails, ChildTimedOut where it takes too long. No process of it is left when this returns or
+    raises. Call it from the main thread, which signals interrupt.
     """
     command = [str(part) for part in command]
     started = heard = time.monotonic()
@@ -85,7 +92,7 @@ def run_child(
     output, reason = process.stdout.fileno(), None
     try:
         while reason is None:
-            now = time.monotonic()
+            now, heard = time.monotonic(), max(heard, heard_elsewhere())
             if timeout is not None and now - started >= timeout:
                 reason = f"it took longer than {timeout:g} s"
             elif silence is not None and now - heard >= silence:

@@ -10,7 +10,7 @@ from prefect import flow, get_run_logger
 from flows.artifacts import name_run, publish, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
-from flows.training import Watch, assigned, check_overrides, torchrun
+from flows.training import OnHeartbeat, TrainingMonitor, assigned, check_overrides, torchrun
 from storage.object_store import open_store
 from training.log import last_metrics
 
@@ -40,8 +40,8 @@ class TrainedDetector:
 def train_detector(
     root: str,
     settings: TrainDetectorSettings,
-    say: Callable[[str], None] = print,
-    watch: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = print,
+    monitor: OnHeartbeat = lambda beat: None,
 ) -> TrainedDetector:
     """Train a detector, or go on; ROOT/runs/RUN/weights.safetensors is what comes of it. Only from the main thread."""
     started = time.monotonic()
@@ -51,7 +51,7 @@ def train_detector(
     fields = {"root": root, "run": run, "init_from": settings.init_from}
     fields |= {f"data.{name}": value for name, value in given.items()}
     arguments = [settings.recipe, *assigned(fields, settings.overrides)]
-    finished = torchrun("detectors.train", arguments, run, settings.processes, say, watch)
+    finished = torchrun("detectors.train", arguments, root, run, settings.processes, log, monitor)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):
         raise RuntimeError(f"{run} ended well and left no {store.where(weights)}")
@@ -74,9 +74,9 @@ def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDe
         settings: The recipe, and where images and annotations are.
     """
     open_storage(root)
-    watch = Watch("train-detector", root, settings.recipe, settings.run)
-    trained = train_detector(root, settings, get_run_logger().info, watch)
+    monitor = TrainingMonitor("train-detector", root, settings.recipe, settings.run)
+    trained = train_detector(root, settings, get_run_logger().info, monitor)
     name_run(" ".join(dict.fromkeys([trained.recipe, trained.run])), f"recipe:{trained.recipe}")
-    watch.draw()
+    monitor.draw()
     publish("train-detector", trained.run, partial(table_of_metrics, trained.metrics, trained.weights))
     return trained

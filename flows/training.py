@@ -1,56 +1,55 @@
-"""One run of torchrun, for the stages that train, and what the flow UI shows of it meanwhile."""
+"""Training as a flow does it: torchrun in a child process, and the run's heartbeat and metrics shown in the flow UI."""
 
+import contextvars
 import os
-import re
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from flows.artifacts import (
     Live,
     name_run,
     publish,
     reporting,
+    show_progress,
     table_of_evaluation,
     table_of_metrics,
     table_of_progress,
-    tell,
 )
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
-from storage.object_store import open_store
+from storage.object_store import ObjectStore, StorageUnreachable, open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
-from training.log import last_metrics
+from training.log import PROGRESS_LINES, last_metrics, progress_line, progress_of, read_heartbeat
 
-# What training.log and vlbert.train print: a progress line, and which samples the run reads.
-_PROGRESS = re.compile(
-    r"step (?P<step>\d+)/(?P<steps>\d+)  (?P<losses>.*)  (?P<rate>\S+) samples/s  data wait (?P<wait>\d+ %)"
-    r"  (?P<gone>\S+) gone  (?P<left>\S+) left$"
-)
-_READING = re.compile(r" samples of [^/]+/regions/(?P<detector>\S+) \(snapshot (?P<snapshot>\w+)\)")
-# What training.loop prints of a run that was told to stop: PROGRAM RECIPE: stopped: ...
-_STOPPED = re.compile(r"(torchrun|python) -m \S+ \S+: stopped: (?P<saved>.*)$")
-# What a rank ends with that knows why, and what is printed where torchrun started it again and it goes on.
-_FAILED = re.compile(r"(torchrun|python) -m \S+ \S+: (?!stopped: |interrupted$|.*another rank is gone or hangs)")
-_GOES_ON = re.compile(r" goes on from |^step \d+/\d+")
-# What follows where torchrun started it again: it goes on, or ends with another status than that of a stop.
-_LIVES_AGAIN = re.compile(rf" goes on from |^step \d+/\d+ | failed \(exitcode: (?!{os.EX_TEMPFAIL}\))")
+_BETWEEN_READS = 5.0  # seconds between two reads of a heartbeat
+_LAST_READ = 10.0  # seconds that a read may still take after the training has ended
+_STOPPED = (os.EX_TEMPFAIL, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # exit statuses of a training told to stop
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where training.launch writes the error of the rank that failed first
+OnHeartbeat = Callable[[Mapping[str, Any]], None]
 
 
 class TrainingStopped(RuntimeError):
-    """A training was told to stop (SIGTERM or SIGINT), not by its flow, and has saved: run again, it goes on."""
+    """A training got SIGTERM or SIGINT, not from its flow. It has saved; run again, it goes on."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a split that was evaluated came to; `place` holds the files, `submission` names those for a leaderboard."""
+    """The evaluation of one split; `folder` holds its files, `submission` names those for a leaderboard."""
 
     split: str
-    place: str
+    folder: str
     metrics: dict[str, float | None]
     paper: dict[str, str]  # by metric, what the paper reports on that split, in %
     submission: tuple[str, ...]
@@ -58,7 +57,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run and what it came to: its last checkpoint, the numbers of its last validation and of each evaluation.
+    """A training that is complete: its last checkpoint, the metrics of its last validation and of each evaluation.
 
     detector and snapshot say which regions it read; peak_bytes is the memory of its largest process.
     """
@@ -81,7 +80,7 @@ class Trained:
     @property
     def tags(self) -> list[str]:
         """By which the flow UI finds it."""
-        return [f"recipe:{self.recipe}", f"detector:{self.detector}", f"snapshot:{self.snapshot}"]
+        return tags_of(self.recipe, self.detector, self.snapshot)
 
 
 def train(
@@ -91,13 +90,11 @@ def train(
     fields: dict[str, object],
     overrides: Sequence[str],
     processes: Processes,
-    say: Callable[[str], None],
-    watch: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None],
+    monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
-    """Train, or go on with, `run`; fields that are None are left to the recipe, `overrides` win over all. No process is
-    started for a run that is complete.
-
-    `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
+    """Train, or go on with, `run`. Fields that are None are left to the recipe, `overrides` win over all. No process is
+    started for a run that is complete. log, monitor: as in `torchrun`.
     """
     started = time.monotonic()
     from vlbert.train import find_complete  # here, because it brings torch: other stages need none
@@ -106,9 +103,9 @@ def train(
     given = assigned({"data.root": root, "run": run} | fields, overrides)
     complete = find_complete(recipe, given, processes.count)
     if complete:
-        say(complete)
+        log(complete)
     else:
-        peak_bytes = torchrun("vlbert.train", [recipe, *given], run, processes, say, watch).peak_bytes
+        peak_bytes = torchrun("vlbert.train", [recipe, *given], root, run, processes, log, monitor).peak_bytes
     store = open_store(root, write=False)
     saved, metrics = checkpoints(store, run), last_metrics(store, run)
     if not saved:
@@ -134,30 +131,30 @@ def evaluate(
     fields: dict[str, object],
     overrides: Sequence[str],
     processes: Processes,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Trained:
-    """Ask the run's last checkpoint all questions of each split, by `python -m vlbert.evaluate`; what was asked before
-    by the same settings is left as it is."""
+    """Evaluate the run's last checkpoint on each split with `python -m vlbert.evaluate`, except where the same settings
+    have evaluated it before."""
     from vlbert.evaluate import find_evaluation  # here, as above
 
     store = open_store(root, write=False)
     run, step = trained.checkpoint.rsplit("/", 2)[1:]
-    found, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
+    evaluated, started, peak_bytes = [], time.monotonic(), trained.peak_bytes
     given = assigned({"data.root": root} | fields, overrides)
     for split in splits:
-        place = f"runs/{run}/evaluations/{split}-{step}"
-        about = find_evaluation(recipe, trained.checkpoint, split, given)
-        if about:
-            say(f"{run}: evaluated already, by the same settings: {store.where(place)}")
+        folder = f"runs/{run}/evaluations/{split}-{step}"
+        found = find_evaluation(recipe, trained.checkpoint, split, given)
+        if found:
+            log(f"{run}: evaluated already, by the same settings: {store.where(folder)}")
         else:
-            named = [recipe, trained.checkpoint, split, *given]
-            finished = torchrun("vlbert.evaluate", named, run, processes, say, lambda line: None)
+            arguments = [recipe, trained.checkpoint, split, *given]
+            finished = torchrun("vlbert.evaluate", arguments, root, run, processes, log)
             peak_bytes = max(peak_bytes, finished.peak_bytes)
-            about = parse_json(store.get(f"{place}/metrics.json"), store.where(f"{place}/metrics.json"))
-        submission = tuple(about["submission"])
-        found.append(Evaluated(split, store.where(place), about["metrics"], about["paper"], submission))
+            found = parse_json(store.get(f"{folder}/metrics.json"), store.where(f"{folder}/metrics.json"))
+        submission = tuple(found["submission"])
+        evaluated.append(Evaluated(split, store.where(folder), found["metrics"], found["paper"], submission))
     seconds = trained.seconds + time.monotonic() - started
-    return replace(trained, evaluated=tuple(found), seconds=seconds, peak_bytes=peak_bytes)
+    return replace(trained, evaluated=tuple(evaluated), seconds=seconds, peak_bytes=peak_bytes)
 
 
 def assigned(fields: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
@@ -168,112 +165,166 @@ def assigned(fields: Mapping[str, object], overrides: Sequence[str]) -> list[str
 def torchrun(
     program: str,
     arguments: Sequence[str],
+    root: str,
     run: str,
     processes: Processes,
-    say: Callable[[str], None],
-    watch: Callable[[str], None],
+    log: Callable[[str], None],
+    monitor: OnHeartbeat = lambda beat: None,
 ) -> Finished:
-    """`torchrun -m PROGRAM RECIPE ... field=value ...` to its end; ChildFailed carries its last words, TrainingStopped
-    what a run saved that was told to stop.
+    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end.
 
-    `say` gets what a log keeps, each line with the run's name before it; `watch` gets every line as it is.
+    log      gets each line of output and, now and then, the progress of the run, all beginning with the run's name
+    monitor  gets each new heartbeat of the run, in a thread
+
+    ChildFailed has the error of the rank that failed first, or the last lines of output. TrainingStopped says what was
+    saved.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes.count}"]
-    command.append(f"--max-restarts={processes.restarts}")
-    command += ["-m", program, *arguments]
-    # Some lines begin with the run's name as it is.
-    log = paced(lambda line: say(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}"))
+    command = [sys.executable, "-m", "training.launch", "--standalone", f"--nproc-per-node={processes.count}"]
+    command += [f"--max-restarts={processes.restarts}", "-m", program, *arguments]
 
-    saved = cause = None
+    def log_named(line: str) -> None:
+        log(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}")
 
-    def on_line(line: str) -> None:
-        nonlocal saved, cause
-        log(line)
-        watch(line)
-        if _FAILED.match(line):
-            cause = cause or line
-        elif _GOES_ON.search(line):
-            cause = None
-        if stopped := _STOPPED.match(line):
-            saved = stopped["saved"]
-        elif _LIVES_AGAIN.search(line):
-            saved = None
+    log_progress = paced(lambda beat: log_named(progress_line(beat)))
 
-    try:
-        return run_child(
-            command,
-            on_line,
-            timeout=processes.timeout,
-            silence=processes.silence,
-            grace=processes.grace,
-            environment=processes.environment,
-        )
-    except ChildTimedOut:  # it stopped because of us
-        raise
-    except ChildFailed as error:
-        if saved is None:
-            if cause is None:
+    def on_beat(beat: Mapping[str, Any]) -> None:
+        if beat["losses"] is not None:
+            log_progress(beat)
+        monitor(beat)
+
+    with tempfile.TemporaryDirectory() as folder, Heartbeat(root, run, on_beat, log_named) as heartbeat:
+        error_file = Path(folder) / "error"
+        try:
+            return run_child(
+                command,
+                log_named,
+                timeout=processes.timeout,
+                silence=processes.silence,
+                heard_elsewhere=lambda: heartbeat.heard,
+                grace=processes.grace,
+                environment=processes.environment | {_ERROR_FILE: str(error_file), PROGRESS_LINES: "0"},
+            )
+        except ChildTimedOut:  # it stopped because of us
+            raise
+        except ChildFailed as error:
+            heartbeat.read()
+            if error.returncode in _STOPPED and heartbeat.state == "stopped":
+                reason = heartbeat.beat["reason"]
+                raise TrainingStopped(
+                    f"{run} did not fail, it was told to stop (SIGTERM or SIGINT): {reason}"
+                ) from error
+            if not error_file.exists():
                 raise
-            # What torchrun prints behind it tells nothing more.
-            raise ChildFailed(error.command, error.returncode, [cause], error.reason) from None
-        raise TrainingStopped(f"{run} did not fail, it was told to stop (SIGTERM or SIGINT): {saved}") from error
+            raise ChildFailed(error.command, error.returncode, [error_file.read_text()], error.reason) from None
+
+
+class Heartbeat:
+    """The heartbeat of a run while the block runs its training: `on_beat` gets each new one.
+
+    It is read in a thread: storage may be out of reach for minutes, and a training whose output is not read waits.
+
+    beat   the last one of this training; None before the first
+    heard  when it came, by time.monotonic()
+    """
+
+    def __init__(self, root: str, run: str, on_beat: OnHeartbeat, log: Callable[[str], None]):
+        self.root, self.run, self.on_beat, self.log = root, run, on_beat, log
+        self.beat: Mapping[str, Any] | None = None
+        self.heard = time.monotonic()
+        self._store: ObjectStore | None = None
+        self._unreadable = False
+        self._before: Mapping[str, Any] | None = None  # of an earlier training
+        with suppress(StorageUnreachable, ValueError):  # the training may be the one that makes the root
+            self._before = self._read()
+        self._over = threading.Event()
+        context = contextvars.copy_context()  # the flow run that artifacts belong to
+        self._thread = threading.Thread(target=context.run, args=(self._follow,), daemon=True)
+
+    @property
+    def state(self) -> str | None:
+        """See docs/formats.md; None before the first heartbeat."""
+        return self.beat and self.beat["state"]
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        if error is None:
+            self._thread.join(_LAST_READ)
+            self.read()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_BETWEEN_READS):
+            self.read()
+
+    def _read(self) -> Mapping[str, Any] | None:
+        self._store = self._store or open_store(self.root, write=False)
+        return read_heartbeat(self._store, self.run)
+
+    def read(self) -> None:
+        """Read it now; the first of several failures is logged."""
+        try:
+            beat = self._read()
+        except Exception as error:  # noqa: BLE001  a training does not end because its heartbeat cannot be read
+            if not self._unreadable:
+                self.log(f"the heartbeat cannot be read, this is tried again: {error}")
+            self._unreadable = True
+            return
+        self._unreadable = False
+        if beat not in (None, self._before, self.beat):
+            self.beat, self.heard = beat, time.monotonic()
+            with reporting():
+                self.on_beat(beat)
 
 
 def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:
-    """What a flow run that trains is called: recipe, its name where that is another, regions and snapshot."""
+    """The name of a flow run that trains: the recipe, the run where it has another name, the detector and snapshot."""
     return " ".join([recipe, *([run] if run != recipe else []), "on", detector, "snapshot", snapshot])
 
 
-class Watch:
-    """Shows a training in the flow UI while it runs: a table of how far it is, and its curves."""
+class TrainingMonitor:
+    """Shows a training in the flow UI: a table of its progress, and its curves. It is called with each heartbeat."""
 
     def __init__(self, stage: str, root: str, recipe: str, run: str):
         self.root, self.recipe, self.run = root, recipe, run or recipe
         self.progress = Live(f"{stage}-progress", self.run)
         self.curves = Live(f"{stage}-curves", self.run, seconds=20.0, image=True)
-        self.facts: dict[str, str] = {}  # how far the run says that it is: its last progress line
-        tell()
+        self.named = False
+        show_progress()
 
-    def __call__(self, line: str) -> None:
-        """A line that the training printed. Nothing is asked of the storage at each: it may be out of reach, and a
-        training whose lines nobody takes waits."""
-        reading, progress = _READING.search(line), _PROGRESS.match(line)
-        if progress:
-            self.facts = {
-                "step": f"{progress['step']} of {progress['steps']}",
-                "loss": progress["losses"],
-                "samples/s": progress["rate"],
-                "data wait": progress["wait"],
-                "time gone": progress["gone"],
-                "time left": progress["left"],
-            }
-        tell(lambda: self.facts)
-        if reading:
-            detector, snapshot = reading["detector"], reading["snapshot"]
-            name_run(
-                run_name(self.recipe, self.run, detector, snapshot),
-                *(f"recipe:{self.recipe}", f"detector:{detector}", f"snapshot:{snapshot}"),
-            )
-        elif progress:
-            done = progress["step"] == progress["steps"]
-            if self.progress.due or done:
-                self.progress.show(table_of_progress(self.facts))
-            if self.curves.due or done:
-                self.draw()
+    def __call__(self, beat: Mapping[str, Any]) -> None:
+        facts = progress_of(beat) | {"step": f"{beat['step']} of {beat['steps']}", "state": beat["state"]}
+        show_progress(lambda: facts)
+        if not self.named and "detector" in beat:
+            self.named = True
+            name = run_name(self.recipe, self.run, beat["detector"], beat["snapshot"])
+            name_run(name, *tags_of(self.recipe, beat["detector"], beat["snapshot"]))
+        done = beat["state"] == "done"
+        if self.progress.due or done:
+            self.progress.show(table_of_progress(facts))
+        if beat["losses"] is not None and (self.curves.due or done):
+            self.draw()
 
     def draw(self) -> None:
         """Show the curves as far as they are written."""
         with reporting():
-            picture = curves(open_store(self.root, write=False), self.run)
-            if picture:
-                self.curves.show(picture)
+            image = curves(open_store(self.root, write=False), self.run)
+            if image:
+                self.curves.show(image)
         self.curves.attempted()
 
 
-def show_result(stage: str, trained: Trained, watch: Watch) -> None:
-    """Leave in the flow UI what a training came to: its name, its last curves, its numbers beside the paper's."""
+def tags_of(recipe: str, detector: str, snapshot: str) -> list[str]:
+    """The tags of a flow run that trains, by which the flow UI finds it."""
+    return [f"recipe:{recipe}", f"detector:{detector}", f"snapshot:{snapshot}"]
+
+
+def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
+    """Show a complete training in the flow UI: its name, its last curves, its metrics beside the paper's."""
     name_run(trained.name, *trained.tags)
-    watch.draw()
+    monitor.draw()
     with reporting():
         from vlbert.recipes import RECIPES  # here, as above
         from vlbert.tasks import task_of
@@ -282,7 +333,7 @@ def show_result(stage: str, trained: Trained, watch: Watch) -> None:
         numbers = trained.metrics, trained.checkpoint, paper, reported(trained.checkpoint)
         publish(stage, trained.run, partial(table_of_metrics, *numbers))
     for one in trained.evaluated:
-        table = partial(table_of_evaluation, one.metrics, one.paper, one.place, one.submission)
+        table = partial(table_of_evaluation, one.metrics, one.paper, one.folder, one.submission)
         publish(f"{stage}-evaluation", f"{trained.run}-{one.split}", table)
 
 
@@ -315,21 +366,17 @@ def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> No
 
 
 def paced(
-    say: Callable[[str], None], seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
-) -> Callable[[str], None]:
-    """`say`, but of progress lines only a few: a flow's log is kept in a database.
-
-    At most one in `seconds` and, later, in a hundredth of the time that has passed: about 700 in two days.
-    """
+    log: Callable[[Any], None], seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+) -> Callable[[Any], None]:
+    """`log`, but called less often: at most once in `seconds` and, later, in a hundredth of the time that has passed.
+    That is about 700 times in two days; a flow's log is kept in a database."""
     started, last = clock(), None
 
-    def on_line(line: str) -> None:
+    def log_paced(item: Any) -> None:
         nonlocal last
-        if _PROGRESS.match(line):
-            now = clock()
-            if last is not None and now - last < max(seconds, (now - started) / 100):
-                return
+        now = clock()
+        if last is None or now - last >= max(seconds, (now - started) / 100):
             last = now
-        say(line)
+            log(item)
 
-    return on_line
+    return log_paced

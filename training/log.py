@@ -1,4 +1,4 @@
-"""What a run says while it trains: progress lines, metrics.jsonl, TensorBoard, a heartbeat, and what it left out."""
+"""The log of a run: metrics.jsonl, heartbeat.json, TensorBoard, progress lines, skipped steps, unreadable samples."""
 
 import contextlib
 import json
@@ -19,10 +19,12 @@ from storage.safe_json import parse_json
 from training.lines import Board, Lines
 from training.stopping import Stopped
 
-if TYPE_CHECKING:  # flows read what a run says, and need no torch for it
+if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch for it
     from training.metrics import Line, Step
     from training.writer import Writer
 
+# An environment variable: "0" prints no progress lines. Flows set it, because they log the heartbeat instead.
+PROGRESS_LINES = "TRAINING_PROGRESS_LINES"
 _HEARTBEAT = "heartbeat.json"
 _BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same
 
@@ -41,16 +43,28 @@ class Unreadable:
     reason: str
 
 
-class Record:
+class RunLog:
     """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
     a sample that could not be read, by the step that first met it), skipped.jsonl (one a step that was left out),
     heartbeat.json and tensorboard/.
 
-    `step` of `steps` are done already, by `processes` together. On a bucket all are kept in a temporary folder, and put
-    there with every `publish`; the heartbeat is put by itself.
+    step, steps  how many optimizer steps are done already, of how many
+    processes    how many train together
+    metadata     what the heartbeat says of the run beside its progress
+
+    On a bucket all files are kept in a temporary folder, and `publish` puts them; the heartbeat is put by itself.
     """
 
-    def __init__(self, writer: "Writer", run: str, step: int, steps: int, samples_per_step: int, processes: int = 1):
+    def __init__(
+        self,
+        writer: "Writer",
+        run: str,
+        step: int,
+        steps: int,
+        samples_per_step: int,
+        processes: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+    ):
         store = writer.store
         self.writer, self.store, self.run = writer, store, run
         self.steps, self.samples_per_step = steps, samples_per_step
@@ -64,22 +78,25 @@ class Record:
         self._board = Board(self.folder / "tensorboard", step, writer.say)
         self._began = self._line_began = time.monotonic()
         self._save_waited = 0.0
-        self._resumed = self.where(f"step-{step:07d}") if step else None
+        self._resumed_from = self.where(f"step-{step:07d}") if step else None
         self._beat: dict[str, Any] = {
             "step": step,
             "steps": steps,
             "state": "starting",
-            **dict.fromkeys(("samples_per_second", "losses", "data_wait", "save_wait", "seconds_left")),
+            "reason": None,
+            "resumed_from": self._resumed_from,
+            **dict.fromkeys(("samples_per_second", "losses", "counts", "data_wait", "save_wait", "seconds_left")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": processes,
+            **(metadata or {}),
         }
         self._beaten = -math.inf
 
     @property
     def checkpoint(self) -> str | None:
         """Where the newest whole checkpoint is; None before the first."""
-        return self.writer.saved or self._resumed
+        return self.writer.saved or self._resumed_from
 
     def where(self, name: str) -> str:
         """One of the run's files in full."""
@@ -101,11 +118,12 @@ class Record:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While the block trains; tells in the heartbeat how it ended, and closes."""
+        """While the block trains: the heartbeat says how it ended, and why, and the log is closed."""
         self._enter("starting")
         try:
             yield
         except BaseException as error:
+            self._beat["reason"] = str(error) or type(error).__name__
             with contextlib.suppress(Exception):  # what ends the run is the other error
                 self.close("stopped" if isinstance(error, Stopped) else "failed")
             raise
@@ -119,7 +137,7 @@ class Record:
         self._enter("training")
 
     def step(self, step: int) -> None:
-        """So many steps are done."""
+        """Note how many steps are done."""
         self._beat["step"] = step
         if self._beat["state"] == "starting":  # the first may have taken minutes: it compiles
             self._enter("training")
@@ -132,25 +150,25 @@ class Record:
 
     def _put_beat(self) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        beat = {"time": now} | self._beat | {"checkpoint": self.checkpoint}
+        seconds = time.monotonic() - self._began
+        beat = {"time": now} | self._beat | {"seconds": seconds, "checkpoint": self.checkpoint}
         self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode(), urgent=True)
         self._beaten = time.monotonic()
 
     def training(self, step: int, line: "Line", learning_rate: float) -> None:
-        """What the steps since the last line came to, after `step` of them; prints the progress line."""
+        """Log the means of the steps since the last line, after `step` of them; prints the progress line."""
         rate = line.steps / line.seconds
         samples_per_second, left = rate * self.samples_per_step, (self.steps - step) / rate
         numbers = {f"loss_{name}": value for name, value in line.losses.items()}
         numbers |= line.measures | {"learning_rate": learning_rate, "samples_per_second": samples_per_second}
         waits = {"data_wait": line.data_wait, "save_wait": self._share_of_saving()}
         numbers |= line.norms | waits | {"memory_gb": line.memory / 1e9} | line.counts
-        said = [f"{k} {v:.3f}" for k, v in line.losses.items()] + [f"{k} {v}" for k, v in line.counts.items()]
-        said += [f"{samples_per_second:.1f} samples/s", f"data wait {line.data_wait:.0%}".replace("%", " %")]
-        said += [f"{clock(time.monotonic() - self._began)} gone", f"{clock(left)} left"]
-        print("  ".join([f"step {step}/{self.steps}", *said]), flush=True)
         self._write("training", step, numbers)
-        self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses}
+        self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses, "counts": line.counts}
         self._beat |= waits | {"seconds_left": left}
+        if os.environ.get(PROGRESS_LINES) != "0":
+            beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
+            print(progress_line(beat), flush=True)
 
     def _share_of_saving(self) -> float:
         """Of all the time since the last line, in how much saves held up the training."""
@@ -233,12 +251,35 @@ class Record:
 
 
 def read_heartbeat(store: ObjectStore, run: str) -> dict[str, Any] | None:
-    """How far a run is, as it last said itself (docs/formats.md); None before it began to train.
+    """The progress of a run as it last wrote it (docs/formats.md); None before it began to train.
 
-    A process that was killed says nothing: who watches compares `time` with the clock.
+    A process that was killed writes nothing: compare `time` with the clock.
     """
     path = f"runs/{run}/{_HEARTBEAT}"
     return parse_json(store.get(path), store.where(path), nan=True) if store.exists(path) else None
+
+
+def progress_of(beat: Mapping[str, Any]) -> dict[str, str]:
+    """A heartbeat for people, by what each value is about; some are missing before the first line of the log."""
+    found = {"step": f"{beat['step']} of {beat['steps']}"}
+    if beat["losses"] is not None:
+        losses = [f"{name} {value:.3f}" for name, value in beat["losses"].items()]
+        found["loss"] = "  ".join(losses + [f"{name} {count}" for name, count in beat["counts"].items()])
+        found["samples/s"] = f"{beat['samples_per_second']:.1f}"
+        found["data wait"] = f"{100 * beat['data_wait']:.0f} %"
+    found["time gone"] = clock(beat["seconds"])
+    if beat["seconds_left"] is not None:
+        found["time left"] = clock(beat["seconds_left"])
+    return found
+
+
+def progress_line(beat: Mapping[str, Any]) -> str:
+    """The same on one line, after the first line of the log."""
+    now = progress_of(beat)
+    return (
+        f"step {beat['step']}/{beat['steps']}  {now['loss']}  {now['samples/s']} samples/s  data wait "
+        f"{now['data wait']}  {now['time gone']} gone  {now['time left']} left"
+    )
 
 
 def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, float]]:

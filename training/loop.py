@@ -28,7 +28,7 @@ from storage.object_store import ObjectMissing, StorageUnreachable
 from storage.settings import add_fields, override
 from training import distributed
 from training.distributed import World
-from training.log import Record, Unreadable
+from training.log import RunLog, Unreadable
 from training.metrics import Losses, Since, Step, Totals, timed
 from training.optimizer import set_learning_rate
 from training.skipping import LiveNorms, Skipping
@@ -51,6 +51,7 @@ class Run(ABC):
     step        optimizer steps that are done already
     loop_state  the state of the loop in the checkpoint that goes on; None where that has none
     log         on the first process, from the first step on
+    metadata    what the heartbeat says of the run beside its progress
     unreadable  what this process met since the last line of the log
     """
 
@@ -61,7 +62,8 @@ class Run(ABC):
     writer: Writer
     step: int = 0
     loop_state: Mapping[str, Any] | None = None
-    log: Record | None = None
+    log: RunLog | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     unreadable: list[Unreadable] = field(default_factory=list)
 
     # By name, where a loss counts by another weight than 1.
@@ -76,10 +78,10 @@ class Run(ABC):
     def batches(self) -> Iterable[Sequence[Any]]:
         """For each step that is left this process's parts, whose gradients are added."""
 
-    def open_log(self) -> Record | None:
+    def open_log(self) -> RunLog | None:
         """The log, on the first process; None: nothing is logged or saved."""
-        recipe, per_step = self.recipe, self.samples_per_step
-        return Record(self.writer, recipe.run_name, self.step, recipe.steps, per_step, self.world.size)
+        recipe, per_step, processes = self.recipe, self.samples_per_step, self.world.size
+        return RunLog(self.writer, recipe.run_name, self.step, recipe.steps, per_step, processes, self.metadata)
 
     def prepare(self, step: int) -> None:
         """What comes before a step."""
@@ -94,13 +96,9 @@ class Run(ABC):
         """Names of the samples in a part."""
 
     @property
-    def validates(self) -> bool:
-        """Whether there is anything to validate on."""
-        return False
-
-    def validate(self) -> tuple[dict[str, float], list[dict]]:
-        """(metrics, predictions), the same on every process."""
-        raise NotImplementedError
+    def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
+        """Returns (metrics, predictions), the same on every process; None where there is nothing to validate on."""
+        return None
 
     @abstractmethod
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
@@ -185,7 +183,7 @@ def between_steps(
         line = since.line(world.device)
         if log:
             log.training(done, line, run.optimizer.param_groups[0]["lr"])
-    if validates and run.validates:
+    if validates and run.validate:
         with since.paused(), log.during("validating") if log else contextlib.nullcontext():
             metrics, rows = run.validate()
         if log:

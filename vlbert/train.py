@@ -105,10 +105,10 @@ class VLBertRun(Run):
         return part.keys
 
     @property
-    def validates(self) -> bool:
-        return self.held_out is not None
+    def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
+        return self._validate if self.held_out else None
 
-    def validate(self) -> tuple[dict[str, float], list[dict]]:
+    def _validate(self) -> tuple[dict[str, float], list[dict]]:
         left_out = []  # those in `unreadable` are of training steps, and counted in its next line
         found = validate(self.model, self.recipe, *self.held_out, self.world, left_out)
         self.note_unreadable(left_out)
@@ -268,6 +268,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
             "text": corpus.hash if corpus else None,
         },
         detector=detector_of(store, pinned["dataset"], samples) if world.first else None,
+        metadata={"detector": pinned["stage"].removeprefix("regions/"), "snapshot": pinned["snapshot"]},
         loop_state=state.get("loop"),
     )
 

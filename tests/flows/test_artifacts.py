@@ -24,16 +24,16 @@ from flows.artifacts import (
     publish,
     reason_of,
     reporting,
+    show_progress,
     table_of_counts,
     table_of_evaluation,
     table_of_metrics,
     table_of_progress,
     table_of_stages,
-    tell,
 )
 from flows.curves import curves, draw
 from flows.supervisor import ChildFailed, ChildTimedOut
-from flows.training import Watch
+from flows.training import Heartbeat, TrainingMonitor
 from storage.catalog import Catalog, Row
 from storage.object_store import StorageUnreachable, open_store
 
@@ -289,9 +289,9 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
     @flow(name="stage", validate_parameters=False)
     def stage(which: str) -> str:
         runs[which] = flow_run.get_id()
-        tell(lambda: {"step": "3 of 9", "loss": "words 1", "time left": "7"})
+        show_progress(lambda: {"step": "3 of 9", "loss": "words 1", "time left": "7"})
         seen.append(rows())
-        tell(lambda: pytest.fail("not due again so soon"))
+        show_progress(lambda: pytest.fail("not due again so soon"))
         if which == "b":
             raise ValueError("no file\nand more")
         return which
@@ -317,30 +317,65 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
         "",
         r"- **b** failed: ValueError\: no file",
     ]
-    in_a_flow(lambda: tell(lambda: pytest.fail("of no road")))
+    in_a_flow(lambda: show_progress(lambda: pytest.fail("of no road")))
 
 
-def test_a_training_tells_its_last_progress_line_and_asks_a_storage_that_is_away_seldom(
+BEAT = {"step": 0, "steps": 5000, "state": "training", "losses": None, "seconds": 9.0, "seconds_left": None}
+BEAT |= {"detector": "d-1", "snapshot": "abc"}
+LOSSES = {"losses": {"words": 1.2346, "regions": 2.0}, "counts": {"skipped": 2}, "seconds_left": 3723.0}
+LOSSES |= {"samples_per_second": 9.54, "data_wait": 0.031}
+
+
+def test_a_training_shows_its_last_heartbeat_and_asks_a_storage_that_is_away_seldom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    asked, told = [], []
+    asked, shown, named = [], [], []
 
     def away(root: str, write: bool) -> None:
         asked.append(root)
         raise StorageUnreachable("no bucket")
 
     monkeypatch.setattr("flows.training.open_store", away)
-    monkeypatch.setattr("flows.training.tell", lambda facts=dict: told.append(dict(facts())))
-    watch = Watch("pretrain", "s3://bucket/root", "pretrain_vlbert_demo", "r")
-    watch.progress.attempted()
+    monkeypatch.setattr("flows.training.show_progress", lambda facts=dict: shown.append(dict(facts())))
+    monkeypatch.setattr("flows.training.name_run", lambda *words: named.append(words))
+    monitor = TrainingMonitor("pretrain", "s3://bucket/root", "pretrain_vlbert_demo", "r")
+    monitor.progress.attempted()
+    monitor(BEAT)
+    assert asked == []
     for step in range(1, 30):
-        watch(f"step {step}/5000  words 1.235  regions 2.000  9.5 samples/s  data wait 3 %  0:09 gone  1:02:03 left")
-        watch("another line")
-    assert len(asked) == 1, "and not at each line"
+        monitor(BEAT | LOSSES | {"step": step})
+    assert len(asked) == 1, "and not at each heartbeat"
     assert caplog.text.count("the flow UI was not told") == 1
-    assert told[:2] == [{}, told[2]]
-    want = {"step": "29 of 5000", "loss": "words 1.235  regions 2.000", "time left": "1:02:03"}
-    assert want.items() <= told[-1].items()
+    tags = ("recipe:pretrain_vlbert_demo", "detector:d-1", "snapshot:abc")
+    assert named == [("pretrain_vlbert_demo r on d-1 snapshot abc", *tags)], "once"
+    assert shown[:2] == [{}, {"step": "0 of 5000", "time gone": "0:09", "state": "training"}]
+    assert shown[-1] == {
+        "step": "29 of 5000",
+        "loss": "words 1.235  regions 2.000  skipped 2",
+        "samples/s": "9.5",
+        "data wait": "3 %",
+        "time gone": "0:09",
+        "time left": "1:02:03",
+        "state": "training",
+    }
+
+
+def test_a_heartbeat_that_cannot_be_read_is_logged_once_and_read_again(tmp_path: Path):
+    store, beats, logged = open_store(str(tmp_path)), [], []
+    store.put("runs/r/heartbeat.json", b"{}")
+    heartbeat = Heartbeat(str(tmp_path), "r", beats.append, logged.append)
+    heartbeat.read()
+    assert beats == [], "of an earlier training"
+    store.put("runs/r/heartbeat.json", b"{torn")
+    heartbeat.read()
+    heartbeat.read()
+    assert len(logged) == 1
+    before = heartbeat.heard
+    store.put("runs/r/heartbeat.json", b'{"state": "training"}')
+    heartbeat.read()
+    heartbeat.read()
+    assert beats == [{"state": "training"}]
+    assert heartbeat.heard > before
 
 
 def test_facts_that_cannot_be_had_are_not_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch):
@@ -355,7 +390,7 @@ def test_facts_that_cannot_be_had_are_not_asked_for_at_each_call(monkeypatch: py
     def work() -> None:
         for _ in range(3):
             stages.rows["a"].run = "known"
-            tell(facts)
+            show_progress(facts)
 
     stages.run("a", work, str)
     assert len(asked) == 1

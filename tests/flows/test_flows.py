@@ -44,7 +44,6 @@ from flows.pipeline import PipelineResult, each_in_turn
 from flows.pretrain import pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
-from flows.training import Watch, paced
 from storage.catalog import Catalog
 from storage.collect import NothingStored, collect
 from storage.download import DownloadSettings
@@ -345,16 +344,6 @@ def test_an_untrained_detector_is_named_loudly(demo_data: DemoData, root: str):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_progress_lines_are_passed_on_now_and_then_and_all_others_always():
-    heard = []
-    on_line = paced(heard.append)
-    progress = [f"step {i}/100  words 1.000  10.0 samples/s  data wait 1 %  0:05 gone  0:10 left" for i in range(5)]
-    rest = ["step 4/100  validation  words_accuracy 0.500", "step 4/100  saved runs/x/step-0000004", "x is complete"]
-    for line in progress + rest:
-        on_line(line)
-    assert heard == [progress[0], *rest]
-
-
 def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_them_all():
     class Signal(BaseException):
         pass
@@ -435,7 +424,6 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         shown_again = set(artifacts_of(client, second, *below(client, second)))
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
         assert {"images-captions", "regions-captions", "pretrain-pretrain", "pretrain-curves-pretrain"} <= shown_again
-    named_while_it_runs(next(line for line in said if line.startswith("pretrain: ") and "(snapshot " in line), pipeline)
 
 
 class Started(Exception):
@@ -583,19 +571,6 @@ def shown(root: Path, pipeline: PipelineResult, artifacts: dict[str, str], runs_
     assert "on the real data:** table 3" in artifacts["finetune-refcoco-with"]
 
 
-def named_while_it_runs(line: str, pipeline: PipelineResult) -> None:
-    """A training's flow run gets its name and its tags from a line that vlbert.train prints before its first step."""
-
-    @flow(name="watching")
-    def watching() -> None:
-        Watch("pretrain", "nowhere", "pretrain_vlbert_demo", "pretrain")(line)
-
-    watching()
-    with get_client(sync_client=True) as client:
-        run = newest(client, "watching")
-    assert (run.name, run.tags) == (pipeline.pretrained.name, sorted(pipeline.pretrained.tags))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "pipeline_run")
 def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
@@ -609,7 +584,7 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
     settings = TypeAdapter(FinetuneSettings).validate_python(parameters)
     trained = finetune_flow(str(root), str(root / "work"), settings)
     assert [one.split for one in trained.evaluated] == ["val", "testA"]
-    places = [Path(one.place) for one in trained.evaluated]
+    places = [Path(one.folder) for one in trained.evaluated]
     assert places[0] == root / "runs/refcoco-with/evaluations/val-step-0000004"
     assert trained.evaluated[0].metrics == json.loads((places[0] / "metrics.json").read_text())["metrics"]
     assert (places[1] / trained.evaluated[1].submission[0]).is_file()

@@ -13,7 +13,7 @@ from writing import Held, files, nothing, wait_for
 
 from storage.object_store import LocalStore, StorageUnreachable, open_store
 from training.lines import Lines
-from training.log import Record, read_heartbeat, read_metrics
+from training.log import RunLog, read_heartbeat, read_metrics
 from training.metrics import Line
 from training.writer import Writer
 
@@ -58,9 +58,9 @@ def test_a_line_that_a_full_disk_takes_in_part_is_written_whole_and_in_order_whe
 
 
 @pytest.fixture
-def record(tmp_path) -> Record:
+def record(tmp_path) -> RunLog:
     """Of a run whose log and TensorBoard cannot be written: folders and files stand in their place."""
-    record = Record(Writer(open_store(str(tmp_path))), "run", 0, 10, 1)
+    record = RunLog(Writer(open_store(str(tmp_path))), "run", 0, 10, 1)
     (tmp_path / "runs/run/metrics.jsonl").mkdir()
     return record
 
@@ -129,7 +129,7 @@ def test_in_a_folder_the_log_is_on_the_disk_before_a_checkpoint_that_rests_on_it
 
 def test_on_a_bucket_the_board_is_flushed_before_it_is_put(tmp_path):
     with Writer(Remote(str(tmp_path))) as writer:
-        record = Record(writer, "run", 0, 10, 1)
+        record = RunLog(writer, "run", 0, 10, 1)
         record.training(1, line(), 0.1)
         record.publish()
         writer.finish()
@@ -144,14 +144,14 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_number(tmp_path):
     store = open_store(str(tmp_path))
     for bad in (b"{", b"7", b'{"kind": "training"}', b"\xff"):
         file.write_bytes(b'{"kind": "training", "step": 1}\n' + bad + b'\n{"kind": "training", "step": 2}\n{"ki')
-        for read in (lambda: read_metrics(store, "run", "training"), lambda: Record(Writer(store), "run", 2, 9, 1)):
+        for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON object with a `step`: .* Remove"):
                 read()
 
 
 def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
     store = open_store(str(tmp_path))
-    record = Record(Writer(store), "run", 0, 10, 1)
+    record = RunLog(Writer(store), "run", 0, 10, 1)
     with record.writer, record.running():
         wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "starting")
         record.step(1)
@@ -161,7 +161,7 @@ def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
 
 def test_the_share_of_the_time_for_which_saves_held_up_the_training_is_in_the_log_and_the_heartbeat(tmp_path):
     store = Held(tmp_path, "step-0000001/state.json")
-    record = Record(Writer(store), "run", 0, 10, 1)
+    record = RunLog(Writer(store), "run", 0, 10, 1)
     with record.writer as writer, record.running():
         began = time.monotonic()
         writer.checkpoint("runs/run/step-0000001", files(1), nothing)

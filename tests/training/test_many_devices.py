@@ -1,14 +1,16 @@
 """Many processes, and what happens to all when one dies, hangs or is told to stop. Real torchrun, gloo."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,11 @@ from programs import losses
 from safetensors.torch import load_file
 from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 
-import detectors.train
-import vlbert.train
 from demo.serve import free_port
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut
-from flows.training import TrainingStopped, torchrun
+from flows.training import OnHeartbeat, TrainingStopped, torchrun
+from storage.object_store import open_store
 from training.distributed import World
 from vlbert.recipes import RECIPES
 from vlbert.train import train
@@ -350,12 +351,13 @@ def test_the_launcher_ends_with_what_the_ranks_say_and_their_status(tmp_path, gi
 # --- a flow around them -----------------------------------------------------------------------------------------------
 
 
-def trained_by_a_flow(root: Path, run: str, watch: Callable[[str], None], processes: Processes, **changes) -> list[str]:
+def trained_by_a_flow(root: Path, run: str, monitor: OnHeartbeat, processes: Processes, **changes) -> list[str]:
     """The lines that a flow would log."""
     said, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
     recipe = tiny_recipe(root, run=run, data=workers, **changes)
     overrides = as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]())
-    torchrun("vlbert.train", ["pretrain_vlbert_demo", *overrides], run, processes, said.append, watch)
+    arguments = ["pretrain_vlbert_demo", *overrides]
+    torchrun("vlbert.train", arguments, str(root), run, processes, said.append, monitor)
     return said
 
 
@@ -365,9 +367,9 @@ def test_a_training_that_others_stop_has_saved_and_goes_on_when_its_flow_runs_ag
 
     others = set(children(os.getpid()))
 
-    def stop(line: str) -> None:
+    def stop(beat: Mapping[str, Any]) -> None:
         (supervisor,) = set(children(os.getpid())) - others
-        if line.startswith("step 3/"):
+        if beat["step"] >= 3 and beat["state"] != "stopped":
             for pid in sorted(descendants(supervisor)):
                 os.kill(pid, signal.SIGTERM)
 
@@ -378,58 +380,81 @@ def test_a_training_that_others_stop_has_saved_and_goes_on_when_its_flow_runs_ag
     assert Path(place, "state.json").exists()
     step = int(place.rpartition("-")[2])
     assert 3 <= step < 2000
-    said = trained_by_a_flow(root, "signalled", lambda line: None, processes, steps=step + 1)
+    said = trained_by_a_flow(root, "signalled", lambda beat: None, processes, steps=step + 1)
     assert any(f"goes on from {place}" in line for line in said)
 
 
 @pytest.mark.slow
-def test_a_training_that_says_nothing_for_too_long_is_ended_by_its_flow(root):
-    never = dict.fromkeys(("steps", "log_every", "save_every", "validate_every"), 10**6)
-    with pytest.raises(ChildTimedOut, match="it was silent for 25 s") as failed:
-        trained_by_a_flow(root, "silent", lambda line: None, Processes(silence=25), **never)
-    assert any(" samples of captions/" in line for line in failed.value.tail), "it had begun"
+def test_a_training_that_takes_no_step_and_prints_nothing_for_too_long_is_ended_by_its_flow(root):
+    never, began = dict.fromkeys(("steps", "log_every", "save_every", "validate_every"), 10**6), []
+    others = set(children(os.getpid()))
+
+    def hang(beat: Mapping[str, Any]) -> None:
+        began.append(time.monotonic())
+        if len(began) == 4:  # three times the limit has passed without output
+            for pid in sorted(descendants(*(set(children(os.getpid())) - others))):
+                os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(ChildTimedOut, match="it was silent for 15 s"):
+        trained_by_a_flow(root, "silent", hang, Processes(silence=15), **never)
+    assert began[-1] - began[0] > 15, "heartbeats are signs of life"
 
 
 def in_place_of_torchrun(folder: Path, program: str) -> None:
-    """Have `python -m torch.distributed.run`, started in the folder, run this."""
-    (folder / "torch" / "distributed").mkdir(parents=True)
-    for name in ("__init__.py", "distributed/__init__.py"):
-        (folder / "torch" / name).touch()
-    (folder / "torch" / "distributed" / "run.py").write_text(program)
+    """Have `python -m training.launch`, started in the folder, run this."""
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").touch()
+    (folder / "training" / "launch.py").write_text(program)
 
 
-def program_name(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture) -> str:
-    """As a training program calls itself."""
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    return re.match(r"usage: (.*?) \[-h\]", capsys.readouterr().out)[1]
+# In place of torchrun: each line of `lives` is a heartbeat, what the last rank left as its error, and the exit status.
+LIVES = """
+import json, os, sys
+for beat, error, status in json.load(open("lives")):
+    if beat:
+        os.makedirs("root/runs/tiny", exist_ok=True)
+        open("root/runs/tiny/heartbeat.json", "w").write(json.dumps(beat))
+    if error:
+        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(error)
+print("of torchrun", flush=True)
+sys.exit(status)
+"""
+BEAT = {"time": "t", "step": 5, "steps": 9, "losses": None, "seconds": 1.0, "seconds_left": None, "reason": None}
+STOPPED = BEAT | {"state": "stopped", "reason": "after step 5 of 9"}
+AGAIN = BEAT | {"state": "training", "time": "later"}
+FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": "later"}
 
 
-FOUND = (
-    "E1122 03:40:00.000000 77 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: {}) local_rank: 0"
+@pytest.mark.parametrize(
+    ("before", "lives", "raised", "words"),
+    [
+        (None, [(STOPPED, None, 75)], TrainingStopped, "after step 5 of 9"),
+        (None, [(STOPPED, None, 128 + signal.SIGTERM)], TrainingStopped, "after step 5 of 9"),
+        (
+            None,
+            [(STOPPED, None, 75), (AGAIN, None, 75), (STOPPED, None, 75)],
+            TrainingStopped,
+            "step 5",
+        ),
+        (None, [(STOPPED, None, 1)], ChildFailed, "of torchrun"),
+        (None, [(STOPPED, None, 75), (AGAIN, None, 75)], ChildFailed, "of torchrun"),
+        (None, [(STOPPED, None, 75), (FAILED, "out of memory", 1)], ChildFailed, "  | out of memory"),
+        (STOPPED, [(None, None, 75)], ChildFailed, "of torchrun"),  # of an earlier training
+        (None, [(None, "no such recipe", 1)], ChildFailed, "  | no such recipe"),
+    ],
 )
-
-
-@pytest.mark.parametrize("main", [vlbert.train.main, detectors.train.main])
-def test_a_flow_tells_a_training_that_was_stopped_from_one_that_failed_after_that(tmp_path, monkeypatch, capsys, main):
-    name = program_name(main, capsys)
-    stopped = [f"{name} tiny: stopped: after step 5 of 9; the next start goes on from R/step-0000005", FOUND.format(75)]
-    failed = [f"{name} tiny: out of memory", FOUND.format(1)]
-    again = "tiny goes on from R/step-0000005"
-    in_place_of_torchrun(tmp_path, "import sys\nprint(open('lines').read(), flush=True)\nsys.exit(1)\n")
+def test_a_flow_tells_a_training_that_was_stopped_from_one_that_failed(
+    tmp_path, monkeypatch, before, lives, raised, words
+):
+    in_place_of_torchrun(tmp_path, LIVES)
     monkeypatch.chdir(tmp_path)
-    lives = [(stopped, TrainingStopped), ([*stopped, again, *failed], ChildFailed)]
-    if main is vlbert.train.main:  # of all programs alike
-        lives += [([*stopped, again, *stopped], TrainingStopped), ([*stopped, again], ChildFailed)]
-        lives += [([*stopped, *failed], ChildFailed)]
-        lives += [([*stopped, "step 6/9  loss 1.000  2.0 samples/s  data wait 0 %  0:01 gone  0:02 left"], ChildFailed)]
-    for lines, kind in lives:
-        Path("lines").write_text("\n".join(lines))
-        with pytest.raises(RuntimeError) as ended:
-            torchrun("a.program", [], "tiny", Processes(), lambda line: None, lambda line: None)
-        assert ended.type is kind, lines
-        if lines[-2:] == failed:
-            assert str(ended.value).splitlines()[2:] == [f"  | {failed[0]}"], "and none of torchrun's own"
+    Path("lives").write_text(json.dumps(lives))
+    if before:
+        open_store("root").put("runs/tiny/heartbeat.json", json.dumps(before).encode())
+    with pytest.raises(RuntimeError) as ended:
+        torchrun("a.program", [], "root", "tiny", Processes(), lambda line: None)
+    assert ended.type is raised
+    assert words in str(ended.value).splitlines()[-1]
 
 
 # In place of torchrun: asked to end, it takes half a second.
@@ -452,7 +477,7 @@ def test_torchrun_is_told_how_often_to_start_again_and_has_so_long_to_save(tmp_p
     for grace, said in ((0.1, ["ready"]), (20, ["ready", "saved"])):
         processes = Processes(restarts=3, grace=grace, timeout=1)
         with pytest.raises(ChildTimedOut) as failed:
-            torchrun("no.program", [], "run", processes, lambda line: None, lambda line: None)
+            torchrun("no.program", [], "root", "run", processes, lambda line: None)
         assert failed.value.tail == said
         assert "--max-restarts=3" in failed.value.command
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from storage.object_store import ObjectMissing, open_store
 from storage.sample import Sample
 from training.distributed import World
-from training.log import Record, read_metrics
+from training.log import RunLog, read_metrics
 from training.loop import batches
 from training.metrics import Line
 from training.writer import Writer
@@ -465,17 +465,17 @@ def test_ranks_that_hold_a_place_compute_what_one_process_computes(tmp_path):
 
 def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path, capsys):
     writer = Writer(open_store(str(tmp_path)))
-    record = Record(writer, "run", 0, 10, 1)
+    record = RunLog(writer, "run", 0, 10, 1)
     record.unreadable([])
     record.close()
     assert not (tmp_path / "runs" / "run" / "unreadable.jsonl").exists()
-    record = Record(writer, "run", 0, 10, 1)
+    record = RunLog(writer, "run", 0, 10, 1)
     record.unreadable({"step": step, "reason": f"reason {step % 5}"} for step in range(1, 8))
     assert "5 samples cannot be read, and count for nothing: reason 1; reason 2; reason 3; and 2 more" in (
         capsys.readouterr().out
     )
     record.close()
-    record = Record(writer, "run", 3, 10, 1)
+    record = RunLog(writer, "run", 3, 10, 1)
     record.unreadable([{"step": 4, "reason": "reason 4"}, {"step": 5, "reason": "reason 1"}])
     record.close()
     lines = (tmp_path / "runs" / "run" / "unreadable.jsonl").read_text().splitlines()
@@ -485,15 +485,15 @@ def test_lines_of_a_record_are_written_once_and_cut_where_a_run_goes_on(tmp_path
 def test_a_record_that_goes_on_replaces_a_file_at_once_and_only_where_lines_go(tmp_path):
     """Whoever had it open still reads all of it: a kill halfway leaves one or the other."""
     writer = Writer(open_store(str(tmp_path)))
-    record = Record(writer, "run", 0, 10, 1)
+    record = RunLog(writer, "run", 0, 10, 1)
     for step in (1, 2, 3):
         record.training(step, Line({"all": 1.0}, {}, {}, {}, steps=1, seconds=1.0, data_wait=0.0, memory=0), 0.1)
     record.close()
     file = tmp_path / "runs" / "run" / "metrics.jsonl"
     before, inode = file.read_text(), file.stat().st_ino
-    Record(writer, "run", 3, 10, 1).close()
+    RunLog(writer, "run", 3, 10, 1).close()
     assert (file.read_text(), file.stat().st_ino) == (before, inode)
     with file.open() as old:
-        Record(writer, "run", 2, 10, 1).close()
+        RunLog(writer, "run", 2, 10, 1).close()
         assert old.read() == before
     assert file.read_text() == "".join(before.splitlines(keepends=True)[:2])
