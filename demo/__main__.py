@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,6 @@ SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was 
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, less that with another scene's image
-# What our stages log begins with the name of a dataset or of a run; the rest of a worker's log is Prefect's.
-_STAGE_LINE = re.compile(
-    r"(?P<time>\d\d:\d\d:\d\d)\.\d+ \| \w+ +\| (?:Flow|Task) run '[^']*' - "
-    rf"(?P<said>(?:{'|'.join([*DATASETS, PRETRAIN_RUN, DETECTOR_RUN, *ROLES])})(?:-seed\d+)?"
-    r"(?:: | is complete| goes on).*)"
-)
 # Seconds that a stage may take on two cores, in `make demo` and in `make demo-full`: a goal, not a gate.
 BUDGET = {
     "draw and serve": (15, 15),
@@ -117,10 +112,9 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
         before = time.monotonic()
         say("starting a Prefect server and a worker")
         with serving(home, free_port(0), deployments, query_seconds=2.0):
-            log = home / "worker.log"
-            trained = run_deployment(log, TRAIN_DETECTOR) if full else None
+            trained = run_deployment(TRAIN_DETECTOR) if full else None
             pipelines = [
-                run_deployment(log, PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")})
+                run_deployment(PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")})
                 for each in parameters
             ]
     working = stages_of(pipelines, trained)
@@ -197,7 +191,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
     return f"make {what} ROOT={shlex.quote(str(root))}" + (f" SEED={seed}" if seed else "")
 
 
-def run_deployment(log: Path, deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
+def run_deployment(deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
     """Run a deployment to its end, as a user would, with these of its parameters set anew; what it came to."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
@@ -205,7 +199,7 @@ def run_deployment(log: Path, deployment: str, parameters: dict | None = None) -
 
     command = ["deployment", "run", deployment, "--watch"]
     say(f"prefect {' '.join(command)}")
-    with stages_shown(log):
+    with stages_shown():
         given = ["--params", json.dumps(parameters)] if parameters else []
         run_child([sys.executable, "-m", "prefect", *command, *given], lambda line: None)
     flow, name = deployment.split("/")
@@ -321,10 +315,10 @@ def as_json(kind: type, value: object) -> Any:
 
 
 @contextmanager
-def stages_shown(log: Path) -> Iterator[None]:
+def stages_shown() -> Iterator[None]:
     """Print what our stages log from now on, in flows and in tasks, one line each, and nothing that Prefect logs."""
     over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(log, log.stat().st_size, over), daemon=True)
+    thread = threading.Thread(target=_follow, args=(datetime.now(UTC), over), daemon=True)
     thread.start()
     try:
         yield
@@ -333,17 +327,27 @@ def stages_shown(log: Path) -> Iterator[None]:
         thread.join()
 
 
-def _follow(log: Path, start: int, over: threading.Event) -> None:
-    with log.open("rb") as lines:
-        lines.seek(start)
-        unfinished, last = b"", False
+def _follow(start: datetime, over: threading.Event) -> None:
+    from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
+    from prefect.client.schemas.filters import LogFilter, LogFilterTimestamp
+    from prefect.client.schemas.sorting import LogSort
+
+    from flows.artifacts import STAGE_LOG
+
+    shown, last = set(), False
+    with get_client(sync_client=True) as client:
         while not last:
-            last = over.wait(0.2)  # before the look, which then finds all that was written until the end
-            *whole, unfinished = (unfinished + lines.read()).split(b"\n")
-            for line in whole:
-                found = _STAGE_LINE.match(line.decode(errors="replace"))
-                if found:
-                    print(f"{found['time']}  {found['said']}", flush=True)
+            last, lines = over.wait(1), []  # before the look, which then finds all that was logged until the end
+            since = LogFilter(timestamp=LogFilterTimestamp(after_=start))
+            with suppress(Exception):  # a server that is away is asked again
+                lines = client.read_logs(since, limit=200, sort=LogSort.TIMESTAMP_ASC)
+            for line in lines:
+                if line.id not in shown and line.name.endswith(f".{STAGE_LOG}"):
+                    print(f"{line.timestamp.astimezone():%H:%M:%S}  {line.message}", flush=True)
+                shown.add(line.id)
+            if lines:  # processes send their lines some seconds late
+                late = timedelta(seconds=10 if len(lines) < 200 else 0)
+                start = max(start, lines[-1].timestamp - late)
 
 
 def say(line: str) -> None:

@@ -30,9 +30,15 @@ from flows.supervisor import ChildFailed
 from storage.catalog import OK, Catalog
 
 Result = TypeVar("Result")
+STAGE_LOG = "stage"  # the last part of the name that a log line of a stage has in Prefect
 _LONGEST = 200  # characters of an example that a table shows
 _COMMONEST = 10  # reasons that a table of counts shows
 _DIFFERING = r"[0-9a-fA-F]{6,}|[0-9]+"  # what differs between two details that give the same reason
+
+
+def stage_logger() -> logging.LoggerAdapter:
+    """The logger of this flow or task run for what the stage itself reports; Prefect's own lines have another name."""
+    return get_run_logger().getChild(STAGE_LOG)
 
 
 def name_run(name: str, *tags: str) -> None:

@@ -5,14 +5,23 @@ import time
 from collections import Counter
 from functools import partial
 
-from prefect import flow, get_run_logger, task
+from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import Live, name_run, publish, reporting, show_progress, table_of_counts, table_of_progress
+from flows.artifacts import (
+    Live,
+    name_run,
+    publish,
+    reporting,
+    show_progress,
+    stage_logger,
+    table_of_counts,
+    table_of_progress,
+)
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
@@ -73,7 +82,7 @@ def open_storage(root: str) -> ObjectStore:
     retry_condition_fn=network_failed,
 )
 def collect_shards(root: str, settings: CollectSettings, group: Group, on_commit: OnCommit) -> dict[str, int]:
-    return collect_group(root, settings, group, on_commit, get_run_logger().info)
+    return collect_group(root, settings, group, on_commit, stage_logger().info)
 
 
 @flow(name="collect-captions", flow_run_name="collect {dataset.name}", persist_result=False)
@@ -114,7 +123,7 @@ def collect_flow(root: str, dataset: CollectSettings) -> Collected:
         return counts
 
     try:
-        collected = collect(root, dataset, get_run_logger().info, run_group)
+        collected = collect(root, dataset, stage_logger().info, run_group)
     finally:  # also where a later group has failed
         if committed and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
             with reporting():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pyarrow.compute as pc
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -25,7 +25,16 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
-from flows.artifacts import Live, name_run, publish, reporting, show_progress, table_of_counts, table_of_progress
+from flows.artifacts import (
+    Live,
+    name_run,
+    publish,
+    reporting,
+    show_progress,
+    stage_logger,
+    table_of_counts,
+    table_of_progress,
+)
 from flows.collect import network_failed, networked, open_storage
 from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
@@ -147,7 +156,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
             cancel_repeats()
         show_progress(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
 
-    return detect(root, dataset, detector, get_run_logger().info, on_shard)
+    return detect(root, dataset, detector, stage_logger().info, on_shard)
 
 
 def cancel_repeats() -> None:
@@ -190,7 +199,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
         datasets: Which datasets; none: all that have images.
     """
     cancel_repeats()
-    store, logger = open_storage(root), get_run_logger()
+    store, logger = open_storage(root), stage_logger()
     names = list(datasets) or datasets_with(store, IMAGES)
     name_run(
         f"detect {', '.join(names) or 'nothing'} by {detector.preset or detector.backend}",

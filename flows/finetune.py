@@ -4,8 +4,9 @@ it on the splits that are named."""
 from collections.abc import Callable
 from pathlib import Path
 
-from prefect import flow, get_run_logger
+from prefect import flow
 
+from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
 from flows.training import OnHeartbeat, Trained, TrainingMonitor, check_overrides, evaluate, show_result, train
@@ -121,6 +122,6 @@ def finetune_flow(root: str, work: str, settings: FinetuneSettings) -> Trained:
     """
     open_storage(root)
     monitor = TrainingMonitor("finetune", root, settings.recipe_name, settings.run)
-    trained = finetune(root, work, settings, get_run_logger().info, monitor)
+    trained = finetune(root, work, settings, stage_logger().info, monitor)
     show_result("finetune", trained, monitor)
     return trained

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from prefect import flow, get_run_logger
+from prefect import flow
 
+from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
@@ -77,6 +78,6 @@ def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: st
     """Pre-train VL-BERT on one dataset."""
     open_storage(root)
     monitor = TrainingMonitor("pretrain", root, settings.recipe, settings.run)
-    trained = pretrain(root, work, settings, detector, get_run_logger().info, monitor)
+    trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)
     show_result("pretrain", trained, monitor)
     return trained

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from prefect import flow, get_run_logger
+from prefect import flow
 
-from flows.artifacts import name_run, publish, table_of_metrics
+from flows.artifacts import name_run, publish, stage_logger, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.training import OnHeartbeat, TrainingMonitor, assigned, check_overrides, torchrun
@@ -75,7 +75,7 @@ def train_detector_flow(root: str, settings: TrainDetectorSettings) -> TrainedDe
     """
     open_storage(root)
     monitor = TrainingMonitor("train-detector", root, settings.recipe, settings.run)
-    trained = train_detector(root, settings, get_run_logger().info, monitor)
+    trained = train_detector(root, settings, stage_logger().info, monitor)
     name_run(" ".join(dict.fromkeys([trained.recipe, trained.run])), f"recipe:{trained.recipe}")
     monitor.draw()
     publish("train-detector", trained.run, partial(table_of_metrics, trained.metrics, trained.weights))
