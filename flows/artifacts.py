@@ -74,8 +74,8 @@ class Live:
         with reporting():
             if self.id is None:
                 # Of the run that made this, also where a stage of that run is the first that the server hears.
-                about = {"key": self.key, "description": self.description, "flow_run_id": self.run}
-                self.id = MarkdownArtifact(markdown=content, **about).create(_sync=True).id
+                given = {"key": self.key, "description": self.description, "flow_run_id": self.run}
+                self.id = MarkdownArtifact(markdown=content, **given).create(_sync=True).id
             else:
                 with get_client(sync_client=True) as client:
                     client.update_artifact(self.id, ArtifactUpdate(data=content))
@@ -89,11 +89,11 @@ class Live:
 class Stages:
     """The artifact of a run with stages, each a flow run of its own: how far they are, and what they came to.
 
-    It is shown when a stage begins and ends and, as often as a Live is, when the stage at work calls `tell`.
+    It is shown when a stage begins and ends and, as often as a Live is, when the stage at work calls `show_progress`.
     """
 
     def __init__(self, name: str, stages: Sequence[str]):
-        self.live, self.rows = Live("road", name), {stage: Stage(stage) for stage in stages}
+        self.live, self.rows = Live("pipeline", name), {stage: Stage(stage) for stage in stages}
         self.show()
 
     def run(self, stage: str, work: Callable[[], Result], came_to: Callable[[Result], str]) -> Result:
@@ -122,7 +122,7 @@ class Stages:
 
 @dataclass
 class Stage:
-    """A line of the table of stages; facts are those that `tell` was given."""
+    """A line of the table of stages; facts are those that `show_progress` was given."""
 
     name: str
     came_to: str = ""
@@ -170,7 +170,7 @@ def reporting() -> Iterator[None]:
             logger = get_run_logger()
         except MissingContextError:  # outside any run
             logger = logging.getLogger(__name__)
-        logger.warning("the flow UI was not told: %s: %s", type(error).__name__, error)
+        logger.warning("the flow UI was not updated: %s: %s", type(error).__name__, error)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ def table_of_metrics(
 
 
 def table_of_evaluation(
-    metrics: Mapping[str, float | None], reported: Mapping[str, str], place: str, submission: Sequence[str]
+    metrics: Mapping[str, float | None], reported: Mapping[str, str], folder: str, submission: Sequence[str]
 ) -> str:
     """The numbers of a split that was evaluated, with links to its page and to what a leaderboard takes."""
-    lines = [f"Page {link(f'{place}/index.html')}", *(f"Submission {link(f'{place}/{name}')}" for name in submission)]
+    lines = [f"Page {link(f'{folder}/index.html')}", *(f"Submission {link(f'{folder}/{name}')}" for name in submission)]
     return "\n\n".join([*lines, "\n".join(_beside_the_paper(metrics, reported))])
 
 
@@ -274,7 +274,7 @@ def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:
 
 
 def link(where: str) -> str:
-    """A place in the storage as a link that a person can copy where the browser does not follow it."""
+    """A folder or file in the storage as a link that a person can copy where the browser does not follow it."""
     url = where if "://" in where else f"file://{where}"
     return f"[{_words(where)}]({quote(url, safe=':/')})"
 

@@ -18,7 +18,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
-    """Files, names, recipes and overrides of the whole road, before anything is downloaded; imports torch."""
+    """Files, names, recipes and overrides of the whole pipeline, before anything is downloaded; imports torch."""
     _check_datasets(datasets, pretraining, finetunings)
     for dataset in datasets:
         _check_sources(dataset)

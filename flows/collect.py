@@ -1,4 +1,4 @@
-"""The Prefect side of collecting: `storage.collect` does the work, here it is retried, watched and reported."""
+"""The Prefect side of collecting: `storage.collect` does the work, here it is retried, monitored and reported."""
 
 import os
 import time
@@ -55,7 +55,7 @@ def storage_failed(_task: Task, _run: TaskRun, state: State) -> bool:
     return False
 
 
-# A task where the network is: tried again three times, after about 10, 20 and 40 s. What is done says the storage.
+# A task where the network is: tried again three times, after about 10, 20 and 40 s. The storage says what is done.
 networked = partial(
     task,
     retries=3,
@@ -125,12 +125,12 @@ def collect_flow(root: str, dataset: CollectSettings) -> Collected:
     try:
         collected = collect(root, dataset, stage_logger().info, run_group)
     finally:  # also where a later group has failed
-        if committed and flow_run.parent_flow_run_id is None:  # inside the road, the next stage detects them
+        if committed and flow_run.parent_flow_run_id is None:  # inside the pipeline, the next stage detects them
             with reporting():
                 where = root if "://" in root else os.path.abspath(root)
-                about = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": where}
+                resource = {"prefect.resource.id": f"vlbert.images.{dataset.name}", "vlbert.root": where}
                 payload = {"root": where, "dataset": dataset.name, "new_shards": len(committed)}
-                emit_event(COMMITTED, about, payload=payload)
+                emit_event(COMMITTED, resource, payload=payload)
     catalog = Catalog(open_store(root, write=False), dataset.name)
     publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
     return collected

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _INK, _GRID = "#333333", "#dddddd"
 _WORTH_A_CURVE = ("accuracy", "grounding", "iou", "recall", "map50")  # of what a validation reports: shares of one
-_MOST_POINTS = 60  # of a curve: Prefect keeps every picture that it has shown
+_MOST_POINTS = 60  # of a curve: Prefect keeps every image that it has shown
 _OF_THE_RUN = {  # what is drawn small, each by itself: its name in metrics.jsonl, and its title
     "learning_rate": "learning rate",
     "gradient_norm": "gradient norm",
@@ -85,7 +85,7 @@ def _line(axes: "Axes", lines: Sequence[dict[str, float]], name: str, colour: st
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """So few points that a picture stays small: the means of as many neighbours as that takes."""
+    """So few points that a image stays small: the means of as many neighbours as that takes."""
     size = -(-len(points) // _MOST_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

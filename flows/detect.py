@@ -72,7 +72,7 @@ def detect(
     root: str,
     dataset: str,
     detector: DetectorSettings,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     on_shard: Callable[[dict], None] = lambda report: None,
 ) -> Detected:
     """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread.
@@ -88,9 +88,9 @@ def detect(
         if "stage" in report:
             sizes.append(report)
         elif "done" not in report:
-            say(f"{dataset}: {line}")
+            log(f"{dataset}: {line}")
         else:
-            say(progress.line(report))
+            log(progress.line(report))
             on_shard(report | {"new_shards": progress.shards, "new_images": progress.images})
 
     catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
@@ -104,15 +104,15 @@ def detect(
                 raise StorageUnreachable(str(error)) from error
             raise
         if not sizes:
-            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not say which stage it wrote")
+            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not log which stage it wrote")
         size = sizes[-1]
     detected = _look(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
     if size["images"]:
-        say(f"{dataset}: {size_line(size)}")
+        log(f"{dataset}: {size_line(size)}")
     if not progress.shards:
-        say(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
+        log(f"{dataset}: nothing to detect: {detected.shards} of {detected.shards} shards have {detected.stage}")
     if detected.random_init:
-        say(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
+        log(f"{dataset}: WARNING: {detected.stage} come from random weights and mean nothing; they are for trials")
     return detected
 
 
@@ -165,7 +165,7 @@ def cancel_repeats() -> None:
     waits for its turn."""
     with reporting(), get_client(sync_client=True) as client:
         ours = client.read_flow_run(flow_run.get_id())
-        if ours.deployment_id is None:  # a stage of the road
+        if ours.deployment_id is None:  # a stage of the pipeline
             return
         waiting = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(

@@ -1,14 +1,13 @@
-"""The process of one flow run, as prefect.yaml has a worker start it: Prefect's engine, watched from two sides.
+"""The process of one flow run, as prefect.yaml has a worker start it: Prefect's engine, with two watchers.
 
     python -m flows.engine
 
-It does not outlive its worker. A worker that is killed cannot end its flow runs, and Prefect leaves them working
-without anybody who watches them. So this process looks who its parent is. When that changes it gets one SIGTERM, which
-the engine reports as a crash and which makes `flows.supervisor` end what the flow has started, and SIGKILL where that
-is not enough.
+It does not outlive its worker. A worker that is killed cannot end its flow runs, and Prefect leaves them running
+unsupervised. So this process watches its parent. When the parent changes, it sends itself one SIGTERM, which the engine
+reports as a crash and which makes `flows.supervisor` end the processes of the flow, and SIGKILL if that is not enough.
 
-And it outlives every outage of the server, and asks for its own state: cancelled, the run or one of its stages, it ends
-within 10 s. No lease and no alarm ends it. Written for Prefect 3.8.8.
+It outlives every outage of the server, and asks for its own state: where the run or one of its stages is cancelled, it
+ends within 10 s. No lease and no alarm ends it. Written for Prefect 3.8.8.
 """
 
 import atexit
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-# With this begins what the alarm of flows/serve.py says of a run. After an outage it may be wrong.
+# The message of the alarm of flows/serve.py begins so. After an outage the alarm may be wrong.
 NO_SIGN = "no sign of life"
 _LAST_SECONDS = 3.5  # between SIGTERM and SIGKILL, so that nothing is left 5 s after the worker's end
 _POLL = 0.2  # seconds between looks at who is our parent
 _ASK = 1.0  # seconds between questions for the run's state
-_LEASE = 86400.0  # seconds that a run keeps its place among those of its deployment without a word: the server's most
+_LEASE = 86400.0  # seconds that a run keeps its concurrency slot without a renewal: the most that the server allows
 _SHORT_LEASE = 60.0  # the same, until the run's state names the lease: the server's least
 _RENEW = 600.0  # seconds between two renewals
-_NO_LIMIT = "a run without a place"  # no concurrency limit is called so: a lease of it frees nothing
+_NO_LIMIT = "a run without a slot"  # no concurrency limit is called so: a lease of it frees nothing
 
 
 def end_with(parent: int) -> None:
@@ -70,12 +69,12 @@ def is_supervisor(process: int) -> bool:
 # --- what the server says of this run ---------------------------------------------------------------------------------
 
 
-def heed(run: UUID, place: "Place") -> None:
-    """Ask for the state of `run` and its stages as long as this process lives, do what it says, and keep its place."""
-    threading.Thread(target=_heed, args=(run, place, datetime.now(UTC)), daemon=True).start()
+def follow_state(run: UUID, slot: "ConcurrencySlot") -> None:
+    """Follow the state of `run` and its stages as long as this process lives: end when cancelled, keep the slot."""
+    threading.Thread(target=_follow, args=(run, slot, datetime.now(UTC)), daemon=True).start()
 
 
-def _heed(run: UUID, place: "Place", began: datetime) -> None:
+def _follow(run: UUID, slot: "ConcurrencySlot", began: datetime) -> None:
     from prefect.client.orchestration import get_client
 
     logger = logging.getLogger("prefect.engine")
@@ -86,11 +85,11 @@ def _heed(run: UUID, place: "Place", began: datetime) -> None:
                 runs = [client.read_flow_run(run), *stages(client, run)]
                 for one in runs:
                     if wrongly_crashed(one, began):
-                        at_work_again(client, one, place)
+                        set_running(client, one, slot)
                 # A stage takes the whole with it: what comes behind needs what it would have made.
                 if any(one.state and one.state.is_cancelling() for one in runs):
                     break
-                place.keep(client, runs[0])
+                slot.renew(client, runs[0])
             except Exception as error:  # noqa: BLE001  the server is away, or not well: it is asked again
                 logger.debug("the state of the run is not known: %s", error)
     _end_as_cancelled()
@@ -119,11 +118,11 @@ def wrongly_crashed(run: "FlowRun", began: datetime) -> bool:
     return bool(state and state.is_crashed() and (state.message or "").startswith(NO_SIGN) and state.timestamp >= began)
 
 
-class Place:
-    """A run's place among those of its deployment: a lease, named in the run's state, by which the server frees it.
+class ConcurrencySlot:
+    """A run's slot under the concurrency limit of its deployment: a lease, which the run's state names.
 
-    A lease that is not renewed is freed by the server some time after its end, whoever has the place by then. So what
-    is taken here is short at first, and `keep` makes it long when the state names it.
+    The server frees a slot when the lease that is named ends, or is not renewed, whoever has the slot by then. So a
+    lease that is taken here is short at first, and `renew` makes it long when the state names it.
     """
 
     def __init__(self) -> None:
@@ -131,7 +130,7 @@ class Place:
         self._taken: UUID | None = None  # by `again`
         self._renewed: tuple[UUID, float] | None = None
 
-    def keep(self, client: "SyncPrefectClient", run: "FlowRun") -> None:
+    def renew(self, client: "SyncPrefectClient", run: "FlowRun") -> None:
         """Renew the lease that the state of the run names, where that is due."""
         state = run.state
         lease = state.state_details.deployment_concurrency_lease_id if state and not state.is_final() else None
@@ -142,10 +141,10 @@ class Place:
             client.renew_concurrency_lease(lease, _LEASE)
             self._renewed = lease, time.monotonic()
 
-    def again(self, client: "SyncPrefectClient", deployment: UUID) -> UUID:
-        """A lease for a run that lost its own: of its place or, where another run has that, of none.
+    def reacquire(self, client: "SyncPrefectClient", deployment: UUID) -> UUID:
+        """Take a lease for a run that lost its own: of its slot or, where another run has that, of no slot.
 
-        Without any lease the server would free the other's place when this run ends.
+        Without any lease the server would free the slot of the other run when this one ends.
         """
         if self._taken is not None:  # the server may not have heard of it in the run's state
             try:
@@ -157,7 +156,7 @@ class Place:
         try:
             self._taken = _lease(client, f"deployment:{deployment}")
         except Exception as error:  # noqa: BLE001  another has it: both work
-            logging.getLogger("prefect.engine").warning("the run works without a place of its own: %s", error)
+            logging.getLogger("prefect.engine").warning("the run works without a concurrency slot: %s", error)
             self._taken = _lease(client, _NO_LIMIT)
         return self._taken
 
@@ -167,41 +166,41 @@ def _lease(client: "SyncPrefectClient", limit: str) -> UUID:
     return UUID(answer.json()["lease_id"])
 
 
-def at_work_again(client: "SyncPrefectClient", run: "FlowRun", place: Place) -> None:
-    """Say that the run works, and have its place among those of its deployment again, if nobody has taken it."""
+def set_running(client: "SyncPrefectClient", run: "FlowRun", slot: "ConcurrencySlot") -> None:
+    """Set the state of the run to Running, and take its concurrency slot again if no other run has taken it."""
     from prefect.states import Running
 
     state = Running(message="at work; the server was away")
     if run.deployment_id:
-        # With it in the state, the server gives the place back when the run ends.
-        state.state_details.deployment_concurrency_lease_id = place.again(client, run.deployment_id)
+        # With it in the state, the server frees the slot when the run ends.
+        state.state_details.deployment_concurrency_lease_id = slot.reacquire(client, run.deployment_id)
     client.set_flow_run_state(run.id, state, force=True)
 
 
 # --- Prefect's engine, as it is to be here ----------------------------------------------------------------------------
 
 
-def prepare(place: Place) -> None:
+def prepare(slot: "ConcurrencySlot") -> None:
     """Change what Prefect's engine does in this process where the server is away, or a signal comes twice."""
     import prefect.flow_engine
     from prefect.utilities import engine
 
     wait_for_server()
-    # By itself it would end the run where three renewals fail, after five minutes of outage; `heed` renews.
+    # By itself it would end the run where three renewals fail, after five minutes of outage; `follow_state` renews.
     prefect.flow_engine.maintain_concurrency_lease = lambda *_, **__: nullcontext()
-    prefect.flow_engine.Cancelling = holding(place)
+    prefect.flow_engine.Cancelling = cancelling_with(slot)
     engine._prefect_sigterm_handler = once(engine._prefect_sigterm_handler)
     # The engine itself reports a run as Cancelled, for its worker may be unable to.
     os.environ["PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"] = "true"
 
 
-def holding(place: Place) -> "Callable[..., State]":
-    """Prefect's state Cancelling with the lease of `place`: forced, it loses what the state before it held."""
+def cancelling_with(slot: "ConcurrencySlot") -> "Callable[..., State]":
+    """Prefect's state Cancelling with the lease of `slot`: a forced state loses the lease of the one before it."""
     from prefect.states import Cancelling
 
     def cancelling(**given: object) -> "State":
         state = Cancelling(**given)
-        state.state_details.deployment_concurrency_lease_id = place.lease
+        state.state_details.deployment_concurrency_lease_id = slot.lease
         return state
 
     return cancelling
@@ -240,7 +239,7 @@ def run_engine() -> None:
 
 if __name__ == "__main__":
     end_with(os.getppid())
-    its_place = Place()
-    prepare(its_place)
-    heed(UUID(os.environ["PREFECT__FLOW_RUN_ID"]), its_place)
+    concurrency_slot = ConcurrencySlot()
+    prepare(concurrency_slot)
+    follow_state(UUID(os.environ["PREFECT__FLOW_RUN_ID"]), concurrency_slot)
     run_engine()

@@ -1,4 +1,4 @@
-"""The whole road, in order: collect, detect, pretrain, fine-tune. Read this first.
+"""The whole pipeline, in order: collect, detect, pretrain, fine-tune. Read this first.
 
     make serve                                              # server, worker and the deployments of prefect.yaml
     prefect deployment run pretrain-vlbert/default --watch  # in another terminal
@@ -29,7 +29,7 @@ from storage.catalog import OK
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What each stage came to."""
+    """The result of each stage."""
 
     collected: list[Collected]
     detected: dict[str, Detected]  # by dataset
@@ -61,17 +61,17 @@ def pretrain_vlbert(
     runs = [run, *(settings.run or settings.recipe_name for settings in finetunings)]
     stages = Stages(run, [f"{stage} {name}" for stage in ("collect", "detect") for name in names] + runs)
     collected = [
-        stages.run(f"collect {dataset.name}", partial(collect_flow, root, dataset), told_of_images)
+        stages.run(f"collect {dataset.name}", partial(collect_flow, root, dataset), describe_images)
         for dataset in datasets
     ]
     detected: dict[str, Detected] = {}
     for dataset in datasets:
         find = partial(detect_flow, root, dataset.detector, (dataset.name,))
-        detected |= stages.run(f"detect {dataset.name}", find, told_of_regions)
+        detected |= stages.run(f"detect {dataset.name}", find, describe_regions)
 
     detector = detected[pretraining.dataset].detector
     name_run(f"{pretraining.recipe} on {detector}", f"recipe:{pretraining.recipe}", f"detector:{detector}")
-    pretrained = stages.run(run, partial(pretrain_flow, root, work, pretraining, detector), told_of_training)
+    pretrained = stages.run(run, partial(pretrain_flow, root, work, pretraining, detector), describe_training)
     name_run(pretrained.name, *pretrained.tags)
 
     def started(settings: FinetuneSettings) -> Trained:
@@ -81,7 +81,7 @@ def pretrain_vlbert(
             detector=settings.detector or detected[settings.dataset_name].detector,
         )
         tune = partial(finetune_flow, root, work, settings)
-        return stages.run(settings.run or settings.recipe_name, tune, told_of_training)
+        return stages.run(settings.run or settings.recipe_name, tune, describe_training)
 
     finetuned, failed = each_in_turn(finetunings, started)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -107,17 +107,17 @@ def each_in_turn(
     return finetuned, failed
 
 
-# What the table of stages says of each; the stages' own artifacts say more.
+# The results of stages for the table of stages; the artifacts of each stage have more.
 
 
-def told_of_images(collected: Collected) -> str:
+def describe_images(collected: Collected) -> str:
     return f"{collected.counts.get(OK, 0):,} images in {collected.shards:,} shards"
 
 
-def told_of_regions(detected: dict[str, Detected]) -> str:
+def describe_regions(detected: dict[str, Detected]) -> str:
     return "; ".join(f"{one.regions:,} regions in {one.images:,} images by {one.detector}" for one in detected.values())
 
 
-def told_of_training(trained: Trained) -> str:
+def describe_training(trained: Trained) -> str:
     whole = {name: value for name, value in trained.metrics.items() if "accuracy" in name and "/" not in name}
     return ", ".join(f"{name} {value:.3f}" for name, value in whole.items()) or trained.checkpoint

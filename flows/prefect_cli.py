@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 _PAUSE = 2.0  # seconds between two requests to a server that is away; Prefect's client has made several before
-_SAY = 60.0  # seconds between two lines in the log that say that it is
+_BETWEEN_WARNINGS = 60.0  # seconds between two warnings that it is
 _ANSWERS = (502, 503, 504)  # of a proxy whose server is away, or of a server whose database is
 _SHORT = 10.0  # seconds that a request may take that does not wait
 _STARTED = 30.0  # seconds after which a server has made what it keeps
@@ -54,10 +54,10 @@ class _Outage:
     """The failures of one request in a row."""
 
     def __init__(self) -> None:
-        self.since, self.said = time.monotonic(), -_SAY
+        self.since, self.logged = time.monotonic(), -_BETWEEN_WARNINGS
 
     def goes_on(self, error: Exception) -> None:
-        """Say so now and then; raises the error where it is of another kind, or nobody is to wait."""
+        """Log it now and then; raises the error where it is of another kind, or nobody is to wait."""
         import httpx
 
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
@@ -65,8 +65,8 @@ class _Outage:
         if not away or not _waits.get() or _ending():
             raise error
         now = time.monotonic()
-        if now - self.said >= _SAY:
-            self.said = now
+        if now - self.logged >= _BETWEEN_WARNINGS:
+            self.logged = now
             message = "the Prefect server is away (%s: %s); asked again since %.0f s"
             # Not to the server, like what flows log.
             logging.getLogger("prefect.outage").warning(message, type(error).__name__, error, now - self.since)
@@ -101,33 +101,33 @@ def _hasten(request: "httpx.Request") -> None:
 
 
 def _waiting(send: "Callable[..., httpx.Response]") -> "Callable[..., httpx.Response]":
-    def patiently(client: object, request: "httpx.Request", *rest: object, **named: object) -> "httpx.Response":
+    def waiting(client: object, request: "httpx.Request", *rest: object, **kwargs: object) -> "httpx.Response":
         outage = _Outage()
         _hasten(request)
         while True:
             try:
-                return send(client, request, *rest, **named)
+                return send(client, request, *rest, **kwargs)
             except Exception as error:  # noqa: BLE001  raised where it is no outage
                 outage.goes_on(error)
             time.sleep(_PAUSE)
 
-    return patiently
+    return waiting
 
 
 def _waiting_async(send: "Callable[..., Awaitable[httpx.Response]]") -> "Callable[..., Awaitable[httpx.Response]]":
     import anyio
 
-    async def patiently(client: object, request: "httpx.Request", *rest: object, **named: object) -> "httpx.Response":
+    async def waiting(client: object, request: "httpx.Request", *rest: object, **kwargs: object) -> "httpx.Response":
         outage = _Outage()
         _hasten(request)
         while True:
             try:
-                return await send(client, request, *rest, **named)
+                return await send(client, request, *rest, **kwargs)
             except Exception as error:  # noqa: BLE001  as above
                 outage.goes_on(error)
             await anyio.sleep(_PAUSE)
 
-    return patiently
+    return waiting
 
 
 def collect_garbage_apart() -> None:

@@ -61,9 +61,9 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], N
     """Tokenise the text into `folder` with `python -m vlbert.data.corpus`; a corpus of the same files is left alone."""
     files, size = [Path(file) for file in settings.text], settings.vocabulary_size or _VOCABULARY_SIZE
     captions = [Path(file) for file in settings.vocabulary_captions]
-    about = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)
-    if about:
-        log(describe_corpus(folder, about))
+    metadata = find_corpus(folder, files, Path(settings.vocabulary) if settings.vocabulary else None, size, captions)
+    if metadata:
+        log(describe_corpus(folder, metadata))
         return
     command = [sys.executable, "-m", "vlbert.data.corpus", str(folder), *settings.text]
     if settings.vocabulary:

@@ -78,12 +78,13 @@ def _serving(
         if limit is not None:
             worker += ["--limit", str(limit)]
 
-        def bury() -> None:
+        def crash_runs_of_worker() -> None:
             with suppress(Exception):  # where the server is away, the alarms do it
                 crash_the_dead()
 
         start_worker = lambda: background(worker, worker_log)  # noqa: E731
-        with replaceable("worker, and its runs with it,", start_worker, worker_log, bury) as (_, work_again):
+        name = "worker, and its runs with it,"
+        with replaceable(name, start_worker, worker_log, crash_runs_of_worker) as (_, work_again):
 
             def check() -> None:
                 serve_again()
@@ -141,7 +142,7 @@ def replaceable(
 
 
 def environment(home: Path, port: int, query_seconds: float) -> dict[str, str]:
-    """What server, worker and flow runs are told."""
+    """The environment variables of server, worker and flow runs."""
     return quiet_prefect(home) | {
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_API_HOST": "127.0.0.1",
@@ -189,7 +190,7 @@ def deploy(deployments: Path) -> None:
 
 
 def set_alarms() -> None:
-    """The automations that crash a flow run whose process and worker are both gone: nobody else would say so."""
+    """The automations that crash a flow run whose process and worker are both gone: nobody else reports that."""
     from prefect.automations import Automation, EventTrigger, Posture
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
@@ -273,7 +274,7 @@ def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY
     print(f"starting Prefect with its home in {home}", flush=True)
     with serving(home, port, deployments, query_seconds, limit) as check:
         print(
-            f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has what flows say\n"
+            f"the flow UI is at http://127.0.0.1:{port}, {home}/worker.log has the log of flows\n"
             "in another terminal:\n"
             f"    export PREFECT_HOME={shlex.quote(str(home))} PREFECT_API_URL=http://127.0.0.1:{port}/api\n"
             f"    {Path(sys.executable).parent}/prefect deployment run pretrain-vlbert/default --watch\n"

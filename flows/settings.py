@@ -250,9 +250,9 @@ class FinetuneSettings:
     dataset: str = ""
     """Whose regions to read; empty: refcoco+, vqa or vcr, as the task is."""
     detector: str | None = None
-    """Whose regions, by the detector's id; none: those of the road, or the only ones that there are."""
+    """Whose regions, by the detector's id; none: those of the pipeline, or the only ones that there are."""
     pretraining: str = ""
-    """Run of pre-training under ROOT/runs; empty: that of the road."""
+    """Run of pre-training under ROOT/runs; empty: that of the pipeline."""
     checkpoint: str = "latest"
     """`latest` of that run, one of its steps (step-0000400), ROOT/runs/RUN/step-... of any root, or `none`."""
     evaluate: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Writes the checkpoints of a run, removes old ones, and loads their tensors; what they are, storage/runs.py says.
 
-Files are safetensors and JSON, never pickles; which ones, vlbert/checkpoint.py and detectors/train.py say. Kept are the
+Files are safetensors and JSON, never pickles: see vlbert/checkpoint.py and detectors/train.py. Kept are the
 newest, and the best: ROOT/runs/<run>/best.json names it.
 """
 
@@ -53,18 +53,18 @@ def write_checkpoint(
     """
     folder, state = folder_of(run, step), {"validation": {}, **copy.deepcopy(dict(state))}  # a training changes it
 
-    def tell() -> None:
-        best = settle(writer.store, run, keep, metric, writer.say)
+    def settle_and_log() -> None:
+        best = settle(writer.store, run, keep, metric, writer.log)
         so_far = f"  best so far: {best.metric} {best.value:.3f} (step {best.step})" if best else ""
-        writer.say(f"step {step}/{steps}  saved {writer.saved}{so_far}")
+        writer.log(f"step {step}/{steps}  saved {writer.saved}{so_far}")
 
     state["version"] = CHECKPOINT_VERSION
-    writer.checkpoint(folder, {**files, STATE: lambda hashes: sealed_json({**state, "files": hashes})}, tell)
+    writer.checkpoint(folder, {**files, STATE: lambda hashes: sealed_json({**state, "files": hashes})}, settle_and_log)
     return folder
 
 
 def settle(
-    store: ObjectStore, run: str, keep: int, metric: str | None, say: Callable[[str], None] = print
+    store: ObjectStore, run: str, keep: int, metric: str | None, log: Callable[[str], None] = print
 ) -> Best | None:
     """Name the best checkpoint in best.json, and remove all but that and the `keep` newest.
 
@@ -74,7 +74,7 @@ def settle(
         before = named_best(store, run)
         best = find_best(store, run, metric) if metric else None
     except ValueError as error:
-        say(f"no checkpoint is removed, for the best is not known: {error}")
+        log(f"no checkpoint is removed, for the best is not known: {error}")
         return None
     if best and best != before:
         store.put(path_of_best(run), sealed_json(asdict(best)))

@@ -23,7 +23,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    # Which process ended how: the rank has said why.
+    # It logs which process ended how: the rank has printed why.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run.run(run.parse_args(arguments))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # it takes seconds to import
 class Lines:
     """A file of JSON objects, one a line. What the disk does not take is kept, and written, in order, when it does."""
 
-    def __init__(self, file: Path, say: Callable[[str], None]):
-        self.file, self.say = file, say
+    def __init__(self, file: Path, log: Callable[[str], None]):
+        self.file, self.log = file, log
         self._waiting: deque[bytes] = deque()
         self._error: OSError | None = None
 
-    def add(self, store: Iterable[Mapping[str, Any]]) -> None:
-        self._waiting += [(json.dumps(dict(line)) + "\n").encode() for line in store]
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        self._waiting += [(json.dumps(dict(line)) + "\n").encode() for line in records]
         self.write()
 
     def write(self) -> None:
@@ -36,11 +36,11 @@ class Lines:
                 self._waiting.popleft()
         except OSError as error:
             if self._error is None:
-                self.say(f"cannot write {self.file}, the training goes on and this is tried again: {error}")
+                self.log(f"cannot write {self.file}, the training goes on and this is tried again: {error}")
             self._error = error
             return
         if self._error:
-            self.say(f"{self.file} is written again, and lacks nothing")
+            self.log(f"{self.file} is written again, and lacks nothing")
             self._error = None
 
     def sync(self) -> None:
@@ -80,8 +80,8 @@ def _append(file: Path, line: bytes) -> None:
 class Board:
     """TensorBoard's file. Points that the disk may not have taken are added again, and may then be there twice."""
 
-    def __init__(self, folder: Path, step: int, say: Callable[[str], None]):
-        self.folder, self.step, self.say = folder, step, say
+    def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
+        self.folder, self.step, self.log = folder, step, log
         self._points: list[tuple[str, float, int]] = []  # since the last flush
         self._writer: SummaryWriter | None = None
         self._failed = False
@@ -108,7 +108,7 @@ class Board:
 
     def close(self) -> None:
         if self._writer:
-            with contextlib.suppress(OSError):  # it was told; metrics.jsonl has the same numbers
+            with contextlib.suppress(OSError):  # it was logged; metrics.jsonl has the same numbers
                 self._writer.close()
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ class Board:
         except OSError as error:
             self._writer = None
             if not self._failed:
-                self.say(f"cannot write {self.folder}, the training goes on and this is tried again: {error}")
+                self.log(f"cannot write {self.folder}, the training goes on and this is tried again: {error}")
             self._failed = True
 
 

@@ -35,7 +35,7 @@ class Unreadable:
 
     step    from 1: the optimizer step that it belonged to; 0 in a validation
     key     of the sample; None where not even that could be read
-    reason  names the key, or else the file and the place in it
+    reason  names the key, or else the file and the offset in it
     """
 
     step: int
@@ -74,8 +74,8 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = {name: self._keep_until(step, name) for name in ("metrics.jsonl", "skipped.jsonl", "unreadable.jsonl")}
         self._known = {line["reason"]: line["step"] for line in kept["unreadable.jsonl"]}
-        self._lines = {name: Lines(self.folder / name, writer.say) for name in kept}
-        self._board = Board(self.folder / "tensorboard", step, writer.say)
+        self._lines = {name: Lines(self.folder / name, writer.log) for name in kept}
+        self._board = Board(self.folder / "tensorboard", step, writer.log)
         self._began = self._line_began = time.monotonic()
         self._save_waited = 0.0
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
@@ -109,12 +109,12 @@ class RunLog:
             return []
         data = self.store.get(path)
         found = _parsed(data, self.store.where(path))
-        kept = b"".join(line for line, said in found if said["step"] <= step)
+        kept = b"".join(line for line, record in found if record["step"] <= step)
         if self._temporary is not None:
             (self.folder / name).write_bytes(kept)
         elif kept != data:
             self.store.put(path, kept)  # at once: a kill must not cost the lines that stay
-        return [said for _, said in found if said["step"] <= step]
+        return [record for _, record in found if record["step"] <= step]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -212,9 +212,9 @@ class RunLog:
             )
         return sum(step > 0 for step in self._known.values())  # 0: of a validation
 
-    def event(self, kind: str, step: int, about: Mapping[str, Any]) -> None:
+    def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl that is no measurement."""
-        self._lines["metrics.jsonl"].add([{"kind": kind, "step": step} | dict(about)])
+        self._lines["metrics.jsonl"].add([{"kind": kind, "step": step} | dict(fields)])
 
     def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         self.event(kind, step, numbers)
@@ -287,11 +287,11 @@ def read_metrics(store: ObjectStore, run: str, kind: str) -> list[dict[str, floa
     path = f"runs/{run}/metrics.jsonl"
     if not store.exists(path):
         return []
-    return [said for _, said in _parsed(store.get(path), store.where(path)) if said.get("kind") == kind]
+    return [record for _, record in _parsed(store.get(path), store.where(path)) if record.get("kind") == kind]
 
 
 def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, each with what it says; ValueError names the one that cannot be read, and what to do.
+    """The lines of a file, each with its content; ValueError names the one that cannot be read, and what to do.
 
     The last may be half: a run writes it just now, or was killed. It is left out.
     """
@@ -300,15 +300,15 @@ def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
         if not line.endswith(b"\n"):
             break
         try:
-            said = parse_json(line, f"line {number} of {where}", nan=True)
+            record = parse_json(line, f"line {number} of {where}", nan=True)
         except ValueError:
-            said = {}
-        if type(said.get("step")) is not int:
+            record = {}
+        if type(record.get("step")) is not int:
             raise ValueError(
                 f"line {number} of {where} is no JSON object with a `step`: {line[:60]!r}. Remove that line alone; "
                 "where the training still runs, stop it first"
             )
-        found.append((line, said))
+        found.append((line, record))
     return found
 
 

@@ -1,6 +1,6 @@
 """The loop that trains any model of ours: recipe from the command line, one optimizer step after the other.
 
-What a step computes, validates and saves, a subclass of Run says: in vlbert/train.py and detectors/train.py.
+The subclasses of Run, in vlbert/train.py and detectors/train.py, define what a step computes, validates and saves.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from training.metrics import Losses, Since, Step, Totals, timed
 from training.optimizer import set_learning_rate
 from training.skipping import LiveNorms, Skipping
 from training.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
-from training.writer import PATIENCE, STOPPED_PATIENCE, Writer
+from training.writer import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 
 # What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
 EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
@@ -43,7 +43,7 @@ _BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends becau
 
 @dataclass(eq=False, kw_only=True)
 class Run(ABC):
-    """A training as the loop takes its steps: subclasses say what a step, a validation and a checkpoint are.
+    """A training as the loop runs it: subclasses define a step, a validation and a checkpoint.
 
     recipe      of its fields, run_name, steps, log_every, validate_every, save_every, spike, most_skipped and optimizer
                 count
@@ -154,26 +154,26 @@ def train_steps(run: Run) -> dict[str, float]:
                 optimizer.step()
             else:
                 norms.put_back()
-                tell_skipped(run, done, why, found, parts)
+                log_skipped(run, done, why, found, parts)
             optimizer.zero_grad(set_to_none=True)
             since.add(found, taken=why is None)
             if run.log:
                 run.log.step(done)
             if skipping.in_a_row >= recipe.most_skipped:
                 raise too_many_skipped(run, skipping.in_a_row, done, why)
-            validated = between_steps(run, done, found.told, stop, skipping, since)
+            validated = between_steps(run, done, found.stop_requested, stop, skipping, since)
             metrics = metrics if validated is None else validated
         distributed.wait_for_all(world)
     return metrics
 
 
 def between_steps(
-    run: Run, done: int, told: bool, stop: Stop, skipping: Skipping, since: Since
+    run: Run, done: int, stop_requested: bool, stop: Stop, skipping: Skipping, since: Since
 ) -> dict[str, float] | None:
     """A line of the log, a validation, a checkpoint, where they are due after so many steps; the metrics, where that
     was a validation.
 
-    told: whether any rank was told to stop. Then Stopped, when all is saved.
+    stop_requested: on any rank. Then Stopped, when all is saved.
     """
     recipe, world, log, metrics = run.recipe, run.world, run.log, None
     last = done == recipe.steps
@@ -188,8 +188,8 @@ def between_steps(
             metrics, rows = run.validate()
         if log:
             log.validation(done, metrics, rows)
-        told = any(distributed.gather_rows([told or stop.told], world))
-    stops = told and not last
+        stop_requested = any(distributed.gather_rows([stop_requested or stop.requested], world))
+    stops = stop_requested and not last
     if stops:
         since.counts.update(run.note_unreadable(run.unreadable))  # they wait for the next line in the state
     if log and (saves or stops):
@@ -197,7 +197,7 @@ def between_steps(
             log.publish()  # before the checkpoint: what is too new is cut off when the run goes on
             run.save(done, metrics or {}, {"skipping": skipping.state, "since": since.state})
             if last or stops:
-                run.writer.finish(STOPPED_PATIENCE if stops else PATIENCE)
+                run.writer.finish(WAIT_WHEN_STOPPED if stops else WAIT_AT_END)
     if stops:
         checkpoint = distributed.from_first(log and log.checkpoint, world)
         raise Stopped(f"after step {done} of {recipe.steps}; the next start goes on from {checkpoint}")
@@ -206,19 +206,19 @@ def between_steps(
 
 def add_gradients(run: Run, parallel: nn.Module, parts: Sequence[Any], stop: Stop, waited: float) -> list[Totals]:
     """The forward and backward passes of a step; of each part what it came to over all ranks, and with the last
-    whether any was told to stop."""
+    whether a stop was requested on any."""
     totals, world = [], run.world
     for number, part in enumerate(parts):
         syncs = world.size == 1 or number == len(parts) - 1  # gradients meet after the last part
         with contextlib.nullcontext() if syncs else parallel.no_sync():
             losses = run.losses(parallel, part)
-            totals.append(Totals.of(losses, world, stop.told, waited))
+            totals.append(Totals.of(losses, world, stop.requested, waited))
             loss = totals[-1].mean(losses, run.loss_weights) / len(parts)
             (loss * world.size).backward()  # DDP averages gradients over ranks; ours are to be summed
     return totals
 
 
-def tell_skipped(run: Run, done: int, why: str, found: Step, parts: Sequence[Any]) -> None:
+def log_skipped(run: Run, done: int, why: str, found: Step, parts: Sequence[Any]) -> None:
     """Write down that a step was left out, and the samples of all ranks in it."""
     keys = distributed.gather_rows([key for part in parts for key in run.keys(part)], run.world)
     if run.log:
@@ -231,7 +231,7 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
     if log:
         # One that is being written may be the last good checkpoint. What is not saved, the writer says at its end.
         with contextlib.suppress(StorageUnreachable):
-            run.writer.finish(STOPPED_PATIENCE)
+            run.writer.finish(WAIT_WHEN_STOPPED)
     names, checkpoint = distributed.from_first(log and (log.where("skipped.jsonl"), log.checkpoint), run.world)
     return FloatingPointError(
         f"{number} steps in a row were left out, the last of them, {done}, because {why}. {names} names their samples; "
@@ -313,14 +313,14 @@ def _as_it_is(item: Any) -> Any:
 
 def run_program(
     program: str,
-    about: str,
+    description: str,
     recipes: Mapping[str, Callable[[], Any]],
     check_complete: Callable[[Any], None],
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
 ) -> None:
     """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
     add_recipe_fields(parser, recipes, arguments)
     options = parser.parse_args(arguments)
@@ -368,7 +368,7 @@ def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]]) -> Callable
 def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
     """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line.
 
-    What another rank did wrong is left to that one to say, and a bug keeps its traceback. Where the run was told to
+    A rank does not report the error of another rank, and a bug keeps its traceback. Where the run was told to
     stop, each rank ends with the status STOPPED.
     """
     world = None
@@ -399,7 +399,7 @@ def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = dis
 
 
 def _tell_torchrun(reason: str) -> None:
-    """Have torchrun's own report, which comes last, say why this rank ended."""
+    """Write why this rank ended to the file that torchrun, and training.launch, read."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}

@@ -26,17 +26,17 @@ _LOSS = "loss_"  # before the names of losses in the log: no measure has one
 @dataclass(frozen=True, eq=False)
 class Totals:
     """The losses and measures of one part of a step, over all ranks: `numbers`, float64 on the device, are the sums,
-    by how many to divide each, on how many ranks the run was told to stop, and the seconds that they waited for data.
+    by how many to divide each, on how many ranks a stop was requested, and the seconds that they waited for data.
     """
 
     names: tuple[str, ...]
     numbers: Tensor
 
     @classmethod
-    def of(cls, losses: Losses, world: World, told: bool, waited: float) -> "Totals":
+    def of(cls, losses: Losses, world: World, stop_requested: bool, waited: float) -> "Totals":
         """Of all ranks: each must call it, with the same names. Nothing waits for the device."""
         sums = torch.stack([value.detach().double() for value, _ in losses.values()])
-        others = [*(float(count) for _, count in losses.values()), float(told), waited]
+        others = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
         numbers = torch.cat([sums, torch.tensor(others, dtype=torch.float64, device=sums.device)])
         distributed.add_over_ranks(numbers, world)
         names = ((_LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items())
@@ -67,15 +67,15 @@ class Step:
     """Of the gradient, before it is clipped."""
     waited: float
     """Seconds that a rank waited for the step's data, in the mean."""
-    told: bool
-    """Whether a rank was told to stop."""
+    stop_requested: bool
+    """Whether a rank was asked to stop."""
 
     @classmethod
     def of(cls, parts: Sequence[Totals], norm: Tensor, weights: Mapping[str, float], world: World) -> "Step":
         """Waits for the device, once a step."""
         flat = iter(torch.cat([*(part.numbers for part in parts), norm.detach().double().reshape(1)]).tolist())
         sums: dict[str, tuple[float, float]] = {}
-        loss, told, waited = 0.0, 0.0, 0.0
+        loss, stop_requested, waited = 0.0, 0.0, 0.0
         for part in parts:
             totals = [next(flat) for _ in part.names]
             for name, total, count in zip(part.names, totals, [next(flat) for _ in part.names], strict=True):
@@ -83,8 +83,8 @@ class Step:
                 sums[name] = before[0] + total, before[1] + count
                 if name.startswith(_LOSS):
                     loss += weights.get(name.removeprefix(_LOSS), 1.0) * total / max(1.0, count) / len(parts)
-            told, waited = next(flat), next(flat)
-        return cls(sums, loss, next(flat), waited / world.size, told > 0)
+            stop_requested, waited = next(flat), next(flat)
+        return cls(sums, loss, next(flat), waited / world.size, stop_requested > 0)
 
     @property
     def losses(self) -> dict[str, float]:

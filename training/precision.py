@@ -1,4 +1,4 @@
-"""What matrix products and convolutions are computed in: bfloat16 by autocast, and float32 on GPUs as it is said here.
+"""What matrix products and convolutions are computed in: bfloat16 by autocast, and float32 on GPUs.
 
 bfloat16 is for forward passes (their backward follows them); weights, optimizer, RoIAlign, LayerNorms, the encoder's
 sums and losses stay float32. Within the ResNet frozen norms are multiplied into the weights in float32, and what comes

@@ -1,4 +1,4 @@
-"""SIGTERM or Ctrl-C (SIGINT) while a run trains: told to stop, it finishes its step and saves."""
+"""SIGTERM or Ctrl-C (SIGINT) while a run trains: it finishes its step, saves and stops."""
 
 import os
 import signal
@@ -15,21 +15,21 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run was told to stop, and has saved: the message names the step and the checkpoint."""
+    """A run got SIGTERM or SIGINT, and has saved: the message names the step and the checkpoint."""
 
 
 class Stop:
-    """While it is entered, SIGTERM and SIGINT are noted in `told`, and end the process only when one comes again later.
+    """While it is entered, SIGTERM and SIGINT set `requested`, and end the process only when one comes again later.
 
     The second Ctrl-C of a program that runs alone ends it without delay: a terminal sends one for each key press, and
     no launcher sends it again. SIGINT stays ignored where it was, as in the background of a script.
 
-    Behind a training that stopped, or was told to in its last step, both are passed over for a while: the writer and
-    other ranks may still be at work, and the exit status is to say how the training ended.
+    After a training that stopped, or was asked to in its last step, both are ignored for a while: the writer and other
+    ranks may still be at work, and the exit status is to tell how the training ended.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.requested = False
         self._passes_until = 0.0  # by time.monotonic()
         self._before: dict[int, signal.Handlers] = {}
 
@@ -41,16 +41,16 @@ class Stop:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Stopped) or (self.told and error is None):
-            self.told, self._passes_until = True, time.monotonic() + _AFTER_TRAINING
+        if isinstance(error, Stopped) or (self.requested and error is None):
+            self.requested, self._passes_until = True, time.monotonic() + _AFTER_TRAINING
         else:
             for number, before in self._before.items():
                 signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.told:
+        if not self.requested:
             alone = number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ
-            self.told, self._passes_until = True, time.monotonic() + (0.0 if alone else _ONE_REQUEST)
+            self.requested, self._passes_until = True, time.monotonic() + (0.0 if alone else _ONE_REQUEST)
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 # Not print, which a signal handler may interrupt.
                 os.write(2, b"stopping: this step is finished and saved; Ctrl-C again ends at once and saves nothing\n")

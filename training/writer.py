@@ -16,8 +16,8 @@ from torch import Tensor
 from storage.object_store import ObjectStore, StorageUnreachable
 from storage.runs import file_hash
 
-PATIENCE = 600.0  # seconds that storage may be away when a run has come to its end
-STOPPED_PATIENCE = 20.0  # the same when it was told to stop, or failed: who sends SIGTERM sends SIGKILL soon after
+WAIT_AT_END = 600.0  # seconds that storage may be away when a run has come to its end
+WAIT_WHEN_STOPPED = 20.0  # the same when it was told to stop, or failed: who sends SIGTERM sends SIGKILL soon after
 _LONGEST_PAUSE = 60.0  # seconds between two attempts; the first is 1 s, and each is twice the one before
 _SILENCE = 90.0  # a request to S3 is given 60 s, and up to 7 such tries: an attempt may fail after 8 minutes only
 _CHECKPOINT = "checkpoint"
@@ -36,7 +36,7 @@ _DTYPES = {  # of a safetensors file, in the order in which it holds them
 }
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"{line}\n", end="", flush=True)  # at once: two threads print
 
 
@@ -50,14 +50,14 @@ class Writer:
     replaces what is older under the same path, and a newer checkpoint an older one. Any other error drops what it was
     about, and comes out of the next call. At the end of `with` all is written, or StorageUnreachable names what is not.
 
-    say      what tells people of it
+    log      gets lines for people
     silence  seconds without a byte taken, and without an error, after which storage counts as away too
     saved    where the checkpoint is that became whole last; None before the first
     waited   seconds for which `checkpoint` held up the caller, all in all
     """
 
-    def __init__(self, store: ObjectStore, say: Callable[[str], None] = _say, silence: float = _SILENCE):
-        self.store, self.say, self.silence = store, say, silence
+    def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print, silence: float = _SILENCE):
+        self.store, self.log, self.silence = store, log, silence
         self.saved: str | None = None
         self.waited = 0.0
         self._changed = threading.Condition()  # guards all that follows but _copies
@@ -68,7 +68,7 @@ class Writer:
         self._finished = self._moved = time.monotonic()  # when a file was written last, or a part of one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._told = False  # whether the error has come out of a call
+        self._raised = False  # whether the error has come out of a call
         self._copies: dict[tuple[str, str], Tensor] = {}  # (file, name of the tensor) -> where it is copied to
 
     def __enter__(self) -> "Writer":
@@ -78,10 +78,10 @@ class Writer:
         if error is None:
             return self.finish()
         try:
-            self.finish(STOPPED_PATIENCE)
+            self.finish(WAIT_WHEN_STOPPED)
         except Exception as lost:  # noqa: BLE001  the other error is the one that ends the run
             if lost is not error:
-                self.say(str(lost))
+                self.log(str(lost))
 
     def put(self, path: str, data: bytes, urgent: bool = False) -> None:
         """Write an object, some time soon; what is urgent may come between two parts of a checkpoint."""
@@ -90,7 +90,7 @@ class Writer:
     def do(self, path: str, work: Callable[[], object], urgent: bool = False) -> None:
         """Have this done in the thread, which writes the object `path` or makes it last."""
         with self._changed:
-            if not self._told:
+            if not self._raised:
                 self._raise()
             self._add(_Job(path, self.store.where(path), deque([work]), urgent=urgent))
 
@@ -123,11 +123,11 @@ class Writer:
             self._add(_Job(_CHECKPOINT, where, steps, whole))
         self.waited += time.monotonic() - began
 
-    def finish(self, patience: float = PATIENCE) -> None:
+    def finish(self, wait: float = WAIT_AT_END) -> None:
         """Wait until all is written, but not longer than storage is away: StorageUnreachable names what is given up.
 
-        Away is storage that refuses for `patience` seconds from now on and in which nothing becomes finished, or that
-        takes no byte for `silence` seconds (`patience`, if that is longer).
+        Away is storage that refuses for `wait` seconds from now on and in which nothing becomes finished, or that
+        takes no byte for `silence` seconds (`wait`, if that is longer).
         """
         began = time.monotonic()
         with self._changed:
@@ -136,9 +136,9 @@ class Writer:
             self._changed.notify_all()
             while self._waiting:
                 if self._running is None or self._running.key in self._failing:
-                    end = max(began, self._finished) + patience
+                    end = max(began, self._finished) + wait
                 else:
-                    end = max(began, self._moved) + max(patience, self.silence)
+                    end = max(began, self._moved) + max(wait, self.silence)
                 if end <= time.monotonic():
                     raise self._give_up()
                 self._changed.wait(end - time.monotonic())
@@ -158,22 +158,22 @@ class Writer:
 
     def _make_room(self) -> None:
         """Wait for the last checkpoint, or give it up."""
-        began, said = time.monotonic(), False
+        began, logged = time.monotonic(), False
         with self._changed:
             while job := self._waiting.get(_CHECKPOINT):
                 silent = time.monotonic() - self._moved >= self.silence
                 if job is not self._running and (_CHECKPOINT in self._failing or self._error or silent):
                     break
-                if silent and not said:
-                    said = True
-                    self.say(f"the training waits for {job.what}: storage is asked to take it, and has not answered")
-                self._changed.wait(None if said else max(0.0, self._moved + self.silence - time.monotonic()))
+                if silent and not logged:
+                    logged = True
+                    self.log(f"the training waits for {job.what}: storage is asked to take it, and has not answered")
+                self._changed.wait(None if logged else max(0.0, self._moved + self.silence - time.monotonic()))
             self._raise()
             old = self._waiting.pop(_CHECKPOINT, None)
         if old and old.steps:
-            self.say(f"{old.what} is given up for a newer one: storage is away")
+            self.log(f"{old.what} is given up for a newer one: storage is away")
         elif time.monotonic() - began > 1:
-            self.say(f"waited {time.monotonic() - began:.1f} s for the checkpoint before to be written")
+            self.log(f"waited {time.monotonic() - began:.1f} s for the checkpoint before to be written")
 
     def _copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on this machine, each in memory that is used again; on a GPU's behalf not done yet."""
@@ -196,7 +196,7 @@ class Writer:
 
     def _raise(self) -> None:
         if self._error:
-            self._told = True
+            self._raised = True
             raise self._error
 
     # --- in the thread ------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Writer:
                 self._finished = time.monotonic()
                 self._part_is_written()
             job.then()
-        except Exception as caught:  # noqa: BLE001  it is told, and tried again or comes out of the next call
+        except Exception as caught:  # noqa: BLE001  it is logged, and tried again or comes out of the next call
             error = caught
         with self._changed:
             if isinstance(error, StorageUnreachable):
@@ -268,7 +268,7 @@ class Writer:
         now = time.monotonic()
         if key not in self._failing:
             if not self._failing or self._finished > max(failure.since for failure in self._failing.values()):
-                self.say(f"cannot save for now, the training goes on and this is tried again: {error}")
+                self.log(f"cannot save for now, the training goes on and this is tried again: {error}")
             self._failing[key] = _Failure(error, now, now, 1.0)
         failure = self._failing[key]
         failure.error, failure.due, failure.pause = error, now + failure.pause, min(2 * failure.pause, _LONGEST_PAUSE)
@@ -279,7 +279,7 @@ class Writer:
             del self._waiting[job.key]
         failure = self._failing.pop(job.key, None)
         if failure and not self._failing and not self._error:
-            self.say(f"storage is back after {self._finished - failure.since:.0f} s: {job.what} is written")
+            self.log(f"storage is back after {self._finished - failure.since:.0f} s: {job.what} is written")
 
 
 class _Job:

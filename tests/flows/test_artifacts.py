@@ -256,7 +256,7 @@ def test_one_artifact_is_made_and_then_changed_and_a_server_that_refuses_is_logg
         return flow_run.get_id()
 
     run_id = in_a_flow(work)
-    assert "the flow UI was not told: PrefectHTTPStatusError: Client error '404" in caplog.text
+    assert "the flow UI was not updated: PrefectHTTPStatusError: Client error '404" in caplog.text
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(run_id)
         mine = [artifact for artifact in client.read_artifacts(limit=200) if artifact.key == key_of("showing", name)]
@@ -282,7 +282,7 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
 
     def rows() -> list[str]:
         with get_client(sync_client=True) as client:
-            (one,) = [one for one in client.read_artifacts(limit=200) if one.key == key_of("road", name)]
+            (one,) = [one for one in client.read_artifacts(limit=200) if one.key == key_of("pipeline", name)]
         assert str(one.flow_run_id) == runs["parent"]
         return [re.sub(r"\d+( \| [^|]+ \|)$", r"N\1", line) for line in one.data.splitlines()[2:]]
 
@@ -317,7 +317,7 @@ def test_a_run_shows_its_stages_and_links_to_their_runs_though_the_server_was_aw
         "",
         r"- **b** failed: ValueError\: no file",
     ]
-    in_a_flow(lambda: show_progress(lambda: pytest.fail("of no road")))
+    in_a_flow(lambda: show_progress(lambda: pytest.fail("of no pipeline")))
 
 
 BEAT = {"step": 0, "steps": 5000, "state": "training", "losses": None, "seconds": 9.0, "seconds_left": None}
@@ -345,7 +345,7 @@ def test_a_training_shows_its_last_heartbeat_and_asks_a_storage_that_is_away_sel
     for step in range(1, 30):
         monitor(BEAT | LOSSES | {"step": step})
     assert len(asked) == 1, "and not at each heartbeat"
-    assert caplog.text.count("the flow UI was not told") == 1
+    assert caplog.text.count("the flow UI was not updated") == 1
     tags = ("recipe:pretrain_vlbert_demo", "detector:d-1", "snapshot:abc")
     assert named == [("pretrain_vlbert_demo r on d-1 snapshot abc", *tags)], "once"
     assert shown[:2] == [{}, {"step": "0 of 5000", "time gone": "0:09", "state": "training"}]
@@ -380,7 +380,7 @@ def test_a_heartbeat_that_cannot_be_read_is_logged_once_and_read_again(tmp_path:
 
 def test_facts_that_cannot_be_had_are_not_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch):
     asked, stages = [], Stages.__new__(Stages)
-    stages.live, stages.rows = Live("road", "r"), {"a": Stage("a")}
+    stages.live, stages.rows = Live("pipeline", "r"), {"a": Stage("a")}
     monkeypatch.setattr(stages.live, "show", lambda content: None)
 
     def facts() -> dict[str, str]:
@@ -431,7 +431,7 @@ def test_a_table_that_cannot_be_read_and_a_place_outside_any_run_fail_nothing(ca
         raise StorageUnreachable("no bucket")
 
     publish("images", "captions", table)
-    assert "the flow UI was not told: StorageUnreachable: no bucket" in caplog.text
+    assert "the flow UI was not updated: StorageUnreachable: no bucket" in caplog.text
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -453,4 +453,4 @@ def test_reporting_swallows_what_goes_wrong_and_lets_a_signal_pass(caplog: pytes
 
     assert in_a_flow(work) == ["KeyboardInterrupt", "SystemExit", "Cancelled"]
     warnings = [record.getMessage() for record in caplog.records if "was not told" in record.getMessage()]
-    assert warnings == ["the flow UI was not told: ConnectionError: no server"]
+    assert warnings == ["the flow UI was not updated: ConnectionError: no server"]

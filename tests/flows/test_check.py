@@ -113,7 +113,7 @@ def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
 
 
 def as_json(demo_data: DemoData) -> dict:
-    """A small road as its JSON file has it."""
+    """A small pipeline as its JSON file has it."""
     detector = {"backend": "annotated", "annotations": str(demo_data.annotations)}
     random_init = ["model.regions.random_init=true"]
     return {
@@ -199,7 +199,7 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
     assert forms["DetectorSettings"]["properties"]["post_nms"]["description"] == "faster_rcnn: proposals an image."
 
 
-# --- the whole road ---------------------------------------------------------------------------------------------------
+# --- the whole pipeline -----------------------------------------------------------------------------------------------
 
 
 def a_pipeline(demo_data: DemoData) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
@@ -333,7 +333,7 @@ def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(demo_data: D
 
 @pytest.fixture
 def vcr(demo_data: DemoData, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
-    """A road from BERT, on a vocabulary of BERT's, to VCR."""
+    """A pipeline from BERT, on a vocabulary of BERT's, to VCR."""
     datasets, pretraining, _ = a_pipeline(demo_data)
     for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
         (tmp_path / name).touch()

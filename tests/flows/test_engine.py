@@ -30,7 +30,16 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running
 
 from demo.serve import free_port
-from flows.engine import _SHORT_LEASE, NO_SIGN, Place, at_work_again, holding, is_supervisor, once, wrongly_crashed
+from flows.engine import (
+    _SHORT_LEASE,
+    NO_SIGN,
+    ConcurrencySlot,
+    cancelling_with,
+    is_supervisor,
+    once,
+    set_running,
+    wrongly_crashed,
+)
 from flows.prefect_cli import _SHORT, not_waiting, wait_for_server
 
 # Stands for a worker: starts a run, says its process id, and waits.
@@ -292,12 +301,12 @@ def deployed(served: Operated, prefect_server: None) -> Iterator[Deployed]:
 
 @pytest.mark.parametrize("told", [True, False])  # by the server, or by its worker alone
 def test_the_lease_of_a_cancelled_run_ends_with_it(deployed: Deployed, monkeypatch: pytest.MonkeyPatch, told: bool):
-    run, place = deployed.at_work(), Place()
-    place.keep(deployed.client, run)
+    run, slot = deployed.at_work(), ConcurrencySlot()
+    slot.renew(deployed.client, run)
     lease = lease_of(run)
     if told:
         deployed.client.set_flow_run_state(run.id, Cancelling())
-    monkeypatch.setattr("prefect.flow_engine.Cancelling", holding(place))
+    monkeypatch.setattr("prefect.flow_engine.Cancelling", cancelling_with(slot))
     monkeypatch.setenv("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true")
     engine = FlowRunEngine(flow=flow(name="places")(lambda: None), flow_run=run, parameters={})
     engine._client, engine._is_started = deployed.client, True
@@ -309,42 +318,42 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(deployed: Deployed, monkeypat
 
 
 def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_at_each_look(deployed: Deployed, monkeypatch):
-    run, place, asked = deployed.at_work(), Place(), []
+    run, slot, asked = deployed.at_work(), ConcurrencySlot(), []
     renew = deployed.client.renew_concurrency_lease
     monkeypatch.setattr(deployed.client, "renew_concurrency_lease", lambda *given: asked.append(given) or renew(*given))
     assert deployed.seconds_left(lease_of(run)) < 3600
     for _ in range(3):
-        place.keep(deployed.client, run)
+        slot.renew(deployed.client, run)
     assert deployed.seconds_left(lease_of(run)) > 86000
     assert len(asked) == 1
     monkeypatch.setattr("flows.engine._RENEW", 0.0)
-    place.keep(deployed.client, run)
+    slot.renew(deployed.client, run)
     assert len(asked) == 2
     deployed.end(run)
-    place.keep(deployed.client, deployed.client.read_flow_run(run.id))  # nothing is left to renew
+    slot.renew(deployed.client, deployed.client.read_flow_run(run.id))  # nothing is left to renew
     assert len(asked) == 2
 
 
 def test_a_place_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):
-    run, place = deployed.at_work(), Place()
-    place.keep(deployed.client, run)
+    run, slot = deployed.at_work(), ConcurrencySlot()
+    slot.renew(deployed.client, run)
     deployed.client.set_flow_run_state(run.id, Crashed(message=f"{NO_SIGN} for 70 s"))
     run = deployed.client.read_flow_run(run.id)
-    place.keep(deployed.client, run)  # asks for no lease that is gone
-    at_work_again(deployed.client, run, place)
+    slot.renew(deployed.client, run)  # asks for no lease that is gone
+    set_running(deployed.client, run, slot)
     again = deployed.client.read_flow_run(run.id)
     assert lease_of(again) not in (None, lease_of(run))
     assert deployed.seconds_left(lease_of(again)) <= _SHORT_LEASE
-    place.keep(deployed.client, again)
+    slot.renew(deployed.client, again)
     assert deployed.seconds_left(lease_of(again)) > 86000
-    assert place.lease == lease_of(again), "which Cancelling carries"
+    assert slot.lease == lease_of(again), "which Cancelling carries"
     assert deployed.places() == 1
     deployed.end(again)
     assert (deployed.places(), deployed.seconds_left(lease_of(again))) == (0, None)
 
 
 def test_a_place_is_taken_once_though_the_state_could_not_be_set(deployed: Deployed, monkeypatch: pytest.MonkeyPatch):
-    run, place = deployed.taken_for_dead(), Place()
+    run, slot = deployed.taken_for_dead(), ConcurrencySlot()
 
     def away(*given: object, **named: object) -> None:
         raise httpx.ConnectError("away")
@@ -352,8 +361,8 @@ def test_a_place_is_taken_once_though_the_state_could_not_be_set(deployed: Deplo
     with monkeypatch.context() as lost:
         lost.setattr(deployed.client, "set_flow_run_state", away)
         with pytest.raises(httpx.ConnectError):
-            at_work_again(deployed.client, run, place)
-    at_work_again(deployed.client, run, place)
+            set_running(deployed.client, run, slot)
+    set_running(deployed.client, run, slot)
     assert deployed.places() == 1
     deployed.end(run)
     assert deployed.places() == 0
@@ -368,15 +377,15 @@ def leases_of(deployed: Deployed) -> list[Path]:
 
 @pytest.mark.parametrize("whose", ["another run's", "its own, by an answer that was lost"])
 def test_a_run_without_a_place_frees_none_when_it_ends(deployed: Deployed, whose: str):
-    run, place = deployed.taken_for_dead(), Place()
+    run, slot = deployed.taken_for_dead(), ConcurrencySlot()
     if whose == "another run's":
         deployed.at_work()
     else:
-        Place().again(deployed.client, deployed.id)
-    at_work_again(deployed.client, run, place)
+        ConcurrencySlot().again(deployed.client, deployed.id)
+    set_running(deployed.client, run, slot)
     again = deployed.client.read_flow_run(run.id)
     assert again.state.is_running()
-    place.keep(deployed.client, again)
+    slot.renew(deployed.client, again)
     assert deployed.places() == 1
     deployed.end(run)
     assert deployed.places() == 1

@@ -1,4 +1,4 @@
-"""The stages on a tiny demo data, most of them without Prefect, and the whole road as a flow, twice."""
+"""The stages on a tiny demo data, most of them without Prefect, and the whole pipeline as a flow, twice."""
 
 import base64
 import dataclasses
@@ -363,7 +363,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
         each_in_turn([FinetuneSettings(run="stop"), *runs], start)
 
 
-# --- the whole road, as a flow ----------------------------------------------------------------------------------------
+# --- the whole pipeline, as a flow ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -415,11 +415,11 @@ def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twic
         stages = below(client, first)
         looked_at(client, pipeline, first, stages)
         shown(root, pipeline, artifacts_of(client, first, *stages), stages)
-        assert "road-pretrain" in artifacts_of(client, first)
+        assert "pipeline-pretrain" in artifacts_of(client, first)
         assert {run.state_type.value for run in [first, second, *stages, *below(client, second)]} == {"COMPLETED"}
         assert (second.name, second.tags) == (first.name, first.tags)
         assert [run.name for run in below(client, second)] == [run.name for run in stages[:-1]]
-        # Of the whole road, nothing was left to collect: what collecting has as tasks is of the first run alone.
+        # Of the whole pipeline, nothing was left to collect: what collecting has as tasks is of the first run alone.
         assert tasks_of(client, *below(client, second)) == ["captions", "coco", "held-out"]
         shown_again = set(artifacts_of(client, second, *below(client, second)))
         assert not {key for key in shown_again if key.startswith(("collecting", "detecting", "pretrain-progress"))}
@@ -496,7 +496,7 @@ def looked_at(client: SyncPrefectClient, pipeline: PipelineResult, run: FlowRun,
     assert trained.snapshot != tuned.snapshot
     name = f"pretrain_vlbert_demo pretrain on {scenes} snapshot {trained.snapshot}"
     tags = [f"detector:{scenes}", "recipe:pretrain_vlbert_demo", f"snapshot:{trained.snapshot}"]
-    assert (run.name, run.tags) == (name, sorted([*tags, "road"]))
+    assert (run.name, run.tags) == (name, sorted([*tags, "pipeline"]))
     assert [(stage.name, stage.tags) for stage in stages] == [
         ("collect captions from train.tsv", ["dataset:captions"]),
         ("collect held-out from held_out.tsv", ["dataset:held-out"]),
@@ -518,15 +518,15 @@ def looked_at(client: SyncPrefectClient, pipeline: PipelineResult, run: FlowRun,
 
 
 def shown(root: Path, pipeline: PipelineResult, artifacts: dict[str, str], runs_of_stages: list[FlowRun]) -> None:
-    """What the road leaves in the flow UI."""
+    """What the pipeline leaves in the flow UI."""
     datasets, runs = ("captions", "held-out", "coco"), {"pretrain": "pretrain", "finetune": "refcoco-with"}
     assert set(artifacts) == {
         *(key_of(stage, name) for stage in ("collecting", "images", "detecting", "regions") for name in datasets),
         *(f"{stage}{what}-{run}" for stage, run in runs.items() for what in ("", "-progress", "-curves")),
-        "road-pretrain",
+        "pipeline-pretrain",
     }
     row = r"\| \[(.*?)\]\(/runs/flow-run/(\S+)\) \|  \|  \|  \| [\d,]+ \| (.*) \|$"
-    stages = [re.match(row, line).groups() for line in artifacts["road-pretrain"].splitlines()[2:]]
+    stages = [re.match(row, line).groups() for line in artifacts["pipeline-pretrain"].splitlines()[2:]]
     assert [(re.sub(r"\\(.)", r"\1", name), run) for name, run, _ in stages] == list(
         zip(
             [f"{stage} {name}" for stage in ("collect", "detect") for name in datasets] + ["pretrain", "refcoco-with"],
@@ -604,7 +604,7 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "pipeline_run")
 def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated, demo_data: DemoData):
-    """Inside the road the next stage detects them, and where nothing is new there is nothing to detect."""
+    """Inside the pipeline the next stage detects them, and where nothing is new there is nothing to detect."""
     root = str(served.deployments.parent / "root")
     parameters = tiny_pipeline(demo_data, Path(root))["datasets"][1]
     source = {name: value for name, value in parameters.items() if name != "detector"}
@@ -613,7 +613,7 @@ def test_an_event_tells_of_new_shards_that_were_collected_alone(served: Operated
     assert collect_flow(root, source).new_shards == 1
     with get_client(sync_client=True) as client:
         deadline = time.monotonic() + 30
-        while not committed_events(client, root):  # they come in order: those of the road would be here by then
+        while not committed_events(client, root):  # they come in order: those of the pipeline would be here by then
             assert time.monotonic() < deadline
             time.sleep(0.2)
         (event,) = committed_events(client, root)

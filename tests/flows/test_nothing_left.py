@@ -35,7 +35,7 @@ TABLE = [pytest.param(event, stage, id=f"{event}, {stage}") for stage in ("detec
 
 @pytest.fixture(scope="module")
 def pipeline(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A road of its own root: a training without end on two processes."""
+    """A pipeline of its own root: a training without end on two processes."""
     parameters = tiny_pipeline(demo_data, tmp_path_factory.mktemp("nothing-left") / "root", processes=2)
     parameters["datasets"][:] = parameters["datasets"][:1]
     parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
@@ -46,7 +46,7 @@ def pipeline(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.fixture(scope="module")
 def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A root of its own, where no road detects with another detector: more shards of one row than are used up."""
+    """A root of its own, where no pipeline detects with another detector: more shards of one row than are used up."""
     return collect_rows(demo_data, tmp_path_factory.mktemp("collected"))
 
 
@@ -195,7 +195,7 @@ def cancelled(served: Operated, run: str, told: str, cancel: Callable[[Operated,
 
 
 def stage_of(served: Operated, run: str) -> str:
-    """The stage of the road that is at work."""
+    """The stage of the pipeline that is at work."""
     (stage,) = [one["id"] for one in served.below(run) if one["state_type"] == "RUNNING"]
     return stage
 

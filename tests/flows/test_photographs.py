@@ -1,4 +1,4 @@
-"""Nineteen real photographs down the whole road: a web server, collect, detect, and pre-training on two processes."""
+"""Nineteen real photographs through the pipeline: a web server, collect, detect, pre-training on two processes."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def root(request, tmp_path) -> Iterator[str]:
         yield str(tmp_path / "root")
     else:
         with s3_server("photographs"):
-            yield "s3://photographs/road"
+            yield "s3://photographs/root"
 
 
 @pytest.mark.timeout(400)

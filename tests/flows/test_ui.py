@@ -32,7 +32,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def root(served: Operated) -> Path:
-    """Where the road puts what it makes."""
+    """Where the pipeline puts what it makes."""
     return served.deployments.parent / "root"
 
 
@@ -48,7 +48,7 @@ def names(pipeline_run: subprocess.CompletedProcess, root: Path) -> dict[str, st
 
     detectors = {dataset: next((root / dataset / "regions").iterdir()).name for dataset in ("captions", "coco")}
     return {
-        "road": trained("pretrain_vlbert_demo", "pretrain"),
+        "pipeline": trained("pretrain_vlbert_demo", "pretrain"),
         "finetune": trained("finetune_refcoco_demo", "refcoco-with"),
         "collect captions": "collect captions from train.tsv",
         "collect coco": "collect coco from coco",
@@ -102,7 +102,7 @@ def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_ow
     page.goto("/runs")
     expect(page.get_by_text("9 runs", exact=True)).to_be_visible()
     for stage, name in names.items():
-        expect(run_links(page, name)).to_have_count(2 if stage == "road" else 1)  # the pre-training itself, too
+        expect(run_links(page, name)).to_have_count(2 if stage == "pipeline" else 1)  # the pre-training itself, too
 
     page.get_by_role("button", name="All tags").click()
     page.keyboard.type("dataset:coco")
@@ -115,20 +115,20 @@ def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_ow
 
 @pytest.mark.parametrize("by", ["recipe", "detector", "snapshot"])
 def test_trainings_are_found_by_their_tags(page: Page, names: dict[str, str], by: str):
-    recipe, _, _, detector, _, snapshot = names["road"].split()
+    recipe, _, _, detector, _, snapshot = names["pipeline"].split()
     value = {"recipe": recipe, "detector": detector, "snapshot": snapshot}[by]
     page.goto(f"/runs?tag={by}:{value}")
     # The detector's tag is also that of its two detections.
     expect(page.get_by_text(f"{4 if by == 'detector' else 2} runs", exact=True)).to_be_visible()
-    expect(run_links(page, names["road"])).to_have_count(2)
+    expect(run_links(page, names["pipeline"])).to_have_count(2)
 
 
 def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, served: Operated, names: dict[str, str]):
-    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["pipeline"]}})
     page.goto(f"/runs/flow-run/{pipeline['id']}")
     expect(page.locator("header, .page-heading").get_by_text("Completed", exact=True)).to_be_visible()
-    expect(page.get_by_text(names["road"], exact=True).first).to_be_visible()
-    for tag in ("road", "recipe:pretrain_vlbert_demo"):
+    expect(page.get_by_text(names["pipeline"], exact=True).first).to_be_visible()
+    for tag in ("pipeline", "recipe:pretrain_vlbert_demo"):
         expect(page.get_by_text(tag, exact=True).first).to_be_visible()
     page.locator("#subflow-runs").click()
     expect(page.get_by_text("8 Flow runs", exact=True)).to_be_visible()
@@ -167,10 +167,10 @@ def test_curves_are_a_picture(page: Page, names: dict[str, str]):
 
 
 def test_the_road_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
-    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["road"]}})
+    (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["pipeline"]}})
     page.goto(f"/runs/flow-run/{pipeline['id']}")
     page.locator("#artifacts").click()
-    page.locator(".artifact-card__title").filter(has_text=re.compile("^road-pretrain$")).click()
+    page.locator(".artifact-card__title").filter(has_text=re.compile("^pipeline-pretrain$")).click()
     shown = page.locator(".artifact-data-view article")
     expect(shown.get_by_role("row")).to_have_count(1 + 8)
     expect(shown.get_by_role("row", name="collect captions")).to_contain_text("24 images in 4 shards")

@@ -439,10 +439,10 @@ def test_one_request_may_come_twice_and_once_more_behind_a_training_that_stopped
         os.kill(os.getpid(), number)
 
     with Stop() as stop:
-        assert not stop.told
+        assert not stop.requested
         told()
         told()
-        assert stop.told
+        assert stop.requested
     told()  # it was told to in its last step
     with pytest.raises(Stopped), Stop():  # another rank was told to
         raise Stopped
@@ -471,7 +471,7 @@ def test_a_signal_means_what_it_did_before_behind_a_training_that_was_not_told_t
 def test_a_program_that_runs_alone_says_at_ctrl_c_that_it_saves_and_a_second_one_ends_it_at_once(before, capfd):
     with Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert (stop.told, before) == (True, [])
+        assert (stop.requested, before) == (True, [])
         assert "Ctrl-C again ends at once" in capfd.readouterr().err
         os.kill(os.getpid(), signal.SIGINT)
         assert before == [signal.SIGINT]
@@ -481,9 +481,9 @@ def test_ctrl_c_stays_ignored_where_it_was(before):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts `program &` in a script
     with Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert not stop.told
+        assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.told
+        assert stop.requested
 
 
 # A request in a step, while the writer ends, when another rank has ended, and when Python clears up.

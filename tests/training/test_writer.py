@@ -166,7 +166,7 @@ def test_at_the_end_what_could_not_be_written_is_an_error_that_names_it(tmp_path
     writer.put("runs/r/metrics.jsonl", b"1")
     writer.checkpoint("runs/r/step-0000001", files(1), nothing)
     with pytest.raises(StorageUnreachable) as error:
-        writer.finish(patience=0.3)
+        writer.finish(wait=0.3)
     names = f"{tmp_path}/runs/r/metrics.jsonl, {tmp_path}/runs/r/step-0000001"
     assert str(error.value).startswith(f"not saved: {names}: cannot write or remove {tmp_path}/runs/r/metrics.jsonl: ")
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_no_less_saved_when_what_follows_it_fails(tmp_path, away
     writer.checkpoint("elsewhere", files(1), lambda: store.put("runs/r/best.json", b""))
     wait_for(lambda: said)
     with pytest.raises(StorageUnreachable, match=f"^not saved: what follows {tmp_path}/elsewhere: "):
-        writer.finish(patience=0.1)
+        writer.finish(wait=0.1)
     assert (tmp_path / "elsewhere/state.json").exists()
 
 
@@ -239,7 +239,7 @@ def test_storage_that_hangs_is_given_up_and_what_is_put_afterwards_is_written(tm
         assert store.begun.wait(20)
         time.sleep(0.3)
         with pytest.raises(StorageUnreachable, match=f"^not saved: {tmp_path}/hangs: storage took nothing for "):
-            writer.finish(patience=0.1)
+            writer.finish(wait=0.1)
         writer.put("later", b"")
         store.let_through.set()
     assert (tmp_path / "later").exists()
@@ -255,7 +255,7 @@ def test_storage_that_takes_something_now_and_then_is_waited_for(tmp_path, said)
     model = {f"{n}": torch.ones(1) for n in range(6)}
     with Writer(Slow(str(tmp_path)), said.append, silence=0.3) as writer:
         writer.checkpoint("runs/r/step-0000001", {"model.safetensors": model}, nothing)
-        writer.finish(patience=0.1)
+        writer.finish(wait=0.1)
     assert writer.saved
 
 
@@ -263,7 +263,7 @@ def test_after_it_was_given_up_storage_is_tried_again(tmp_path, away, said):
     writer = Writer(open_store(str(tmp_path)), said.append)
     writer.checkpoint("runs/r/step-0000001", files(1), nothing)
     with pytest.raises(StorageUnreachable):
-        writer.finish(patience=0.1)
+        writer.finish(wait=0.1)
     writer.put("runs/r/heartbeat.json", b"failed")
     away.unlink()
     writer.finish()

@@ -97,7 +97,7 @@ def save_model(root: Path, run: str, task: object, detector: dict | None, **chan
     made = make_task(task, WORDS, 36)
     model = TaskModel(VLBert(recipe.model, len(WORDS)), made)
     optimizer = make_optimizer(model, recipe.optimizer)
-    with Writer(open_store(str(root)), say=lambda line: None) as writer:
+    with Writer(open_store(str(root)), log=lambda line: None) as writer:
         folder = save_checkpoint(writer, run, 1, recipe, model, optimizer, WORDS, 36, {}, detector)
     return root / folder
 
