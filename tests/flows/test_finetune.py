@@ -142,10 +142,9 @@ def test_a_split_is_evaluated_by_the_last_checkpoint_on_the_data_of_the_training
 def test_what_a_split_came_to_is_read_from_where_the_program_wrote_it(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    ended_well = tmp_path / "torch" / "distributed"
-    ended_well.mkdir(parents=True)
-    for name in ("torch/__init__.py", "torch/distributed/__init__.py", "torch/distributed/run.py"):
-        (tmp_path / name).touch()
+    (tmp_path / "training").mkdir()
+    for name in ("__init__.py", "launch.py"):
+        (tmp_path / "training" / name).touch()
     monkeypatch.chdir(tmp_path)
     trained = Trained("tuned", "finetune_vqa_base", "abc", "s", f"{root}/runs/tuned/step-0000100", {}, 1.0, 7)
     about = {"metrics": {"accuracy": None}, "paper": {"accuracy": "71.16"}, "submission": ["results.json"]}

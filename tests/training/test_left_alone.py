@@ -391,7 +391,8 @@ def test_a_run_that_is_told_to_stop_saves_after_its_step_and_goes_on_as_if_nobod
     beat = read_heartbeat(store, "stopped")
     assert (beat["state"], beat["step"], beat["processes"], beat["pid"]) == ("done", 8, 1, os.getpid())
     assert (beat["resumed_from"], beat["reason"]) == (str(folder), None)
-    assert beat["snapshot"] == json.loads((folder / "state.json").read_text())["data"]["snapshots"][-1]["snapshot"]
+    last = open_folder(LocalStore(str(root)), beat["checkpoint"].removeprefix(f"{root}/")).state
+    assert beat["snapshot"] == last["data"]["snapshots"][-1]["snapshot"]
     assert beat["losses"].keys() == {"words", "text_words", "regions"}
     assert beat["seconds_left"] == 0
     assert read_heartbeat(store, "never") is None
