@@ -10,10 +10,10 @@ detector or the models did not learn enough.
 """
 
 import argparse
+import contextvars
 import copy
 import json
 import os
-import re
 import resource
 import shlex
 import sys
@@ -41,7 +41,7 @@ from demo.data import (
 )
 from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
-from demo.tasks import DEMO_TASKS, OF_DEMO, ROLES, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
+from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from flows.serve import PORT, serve, serving
 from flows.settings import (
     Dataset,
@@ -317,8 +317,8 @@ def as_json(kind: type, value: object) -> Any:
 @contextmanager
 def stages_shown() -> Iterator[None]:
     """Print what our stages log from now on, in flows and in tasks, one line each, and nothing that Prefect logs."""
-    over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(datetime.now(UTC), over), daemon=True)
+    over, context = threading.Event(), contextvars.copy_context()  # with Prefect's settings
+    thread = threading.Thread(target=context.run, args=(_follow, datetime.now(UTC), over), daemon=True)
     thread.start()
     try:
         yield
