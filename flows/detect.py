@@ -104,7 +104,7 @@ def detect(
                 raise StorageUnreachable(str(error)) from error
             raise
         if not sizes:
-            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not log which stage it wrote")
+            raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not report which stage it wrote")
         size = sizes[-1]
     detected = _look(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
     if size["images"]:

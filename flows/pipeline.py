@@ -17,7 +17,6 @@ from functools import partial
 from prefect import flow
 
 from flows.artifacts import Stages, name_run, reason_of
-from flows.check import check
 from flows.collect import Collected, collect_flow
 from flows.detect import Detected, detect_flow
 from flows.finetune import finetune_flow
@@ -56,6 +55,8 @@ def pretrain_vlbert(
         finetunings: One after the other, from the checkpoint of the pre-training; one that fails keeps no other from
             running, and the whole fails at the end.
     """
+    from flows.check import check  # here, because it imports torch, and whoever deploys this flow needs none
+
     check(datasets, pretraining, finetunings)
     names, run = [dataset.name for dataset in datasets], pretraining.run or pretraining.recipe
     runs = [run, *(settings.run or settings.recipe_name for settings in finetunings)]

@@ -452,5 +452,5 @@ def test_reporting_swallows_what_goes_wrong_and_lets_a_signal_pass(caplog: pytes
         return passed
 
     assert in_a_flow(work) == ["KeyboardInterrupt", "SystemExit", "Cancelled"]
-    warnings = [record.getMessage() for record in caplog.records if "was not told" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "was not updated" in record.getMessage()]
     assert warnings == ["the flow UI was not updated: ConnectionError: no server"]

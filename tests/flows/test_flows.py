@@ -212,7 +212,7 @@ def test_a_detector_that_ends_well_without_naming_its_stage_is_an_error(
 ):
     stand_in(tmp_path, monkeypatch, "print('{\"images\": 3}')")
     said = []
-    with pytest.raises(NoReport, match=r"captions: `.*detectors.run .*` ended well and did not say which stage"):
+    with pytest.raises(NoReport, match=r"captions: `.*detectors.run .*` ended well and did not report which stage"):
         detect(root, "captions", captions(demo_data).detector, said.append)
     assert said == ['captions: {"images": 3}']  # JSON, but no report of ours
 
