@@ -1,6 +1,9 @@
 """A detector that trains in seconds, and its annotations."""
 
 import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,9 @@ from detectors.recipes import (
     detector_vg_resnet101,
 )
 from detectors.resnet import ResNetConfig
+from storage.catalog import Catalog, Row
+from storage.object_store import open_store
+from storage.sample import Sample
 from training.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -53,6 +59,35 @@ def seeded(seed: int) -> torch.Generator:
 
 def annotated_boxes(*rows: tuple[float, ...], labels: list[int], crowd: list[int] | None = None) -> AnnotatedBoxes:
     return AnnotatedBoxes(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
+
+
+def coco_annotations(
+    file: Path, boxes: dict[int, Sequence[Sequence[float]]], height: int = 168, width: int = 224
+) -> Path:
+    """An annotation file with [x, y, width, height] boxes by image number, on images of this size."""
+    content = {
+        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": width, "height": height} for n in boxes],
+        "annotations": [
+            {"image_id": n, "category_id": 1, "bbox": list(box)} for n, some in boxes.items() for box in some
+        ],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    file.write_text(json.dumps(content))
+    return file
+
+
+def commit_images(root: Path | str, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
+    """A catalog with these shards of images; a text is the status of a row that was not downloaded."""
+    catalog, numbers = Catalog(open_store(str(root)), "captions"), itertools.count()
+    for shard, items in enumerate(shards):
+        rows = []
+        for item, number in zip(items, numbers, strict=False):
+            ok = isinstance(item, Sample)
+            key, url = (item.key, item.url) if ok else (f"{number:020x}", "")
+            rows.append(Row(number, key, "ok" if ok else item, url=url))
+        samples = [item for item in items if isinstance(item, Sample)]
+        assert catalog.commit("images", f"{shard:05}", samples, rows, {"source": {}})
+    return catalog
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:

@@ -19,6 +19,7 @@ from PIL import Image
 from places import PROJECT
 from safetensors.torch import save_file
 from seeded import another_writer
+from tiny_detector import coco_annotations, commit_images
 
 from demo.__main__ import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
@@ -27,8 +28,7 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from detectors.weights.files import load_resnet, load_weights, read_config
 from detectors.weights.init_from import init_from
-from storage.catalog import Catalog, Row
-from storage.object_store import open_store
+from storage.catalog import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
 
@@ -45,33 +45,9 @@ def a_sample(number: int, broken: bool = False) -> Sample:
     return Sample(f"{number:020x}", image, f"caption {number}", f"http://host/{number:06}.jpg", 112, 84, "ab")
 
 
-def collected(root: Path | str, shards: Sequence[Sequence[Sample | str]]) -> Catalog:
-    """A catalog with these image shards; a string stands for a row that was not downloaded."""
-    catalog = Catalog(open_store(str(root)), "captions")
-    number = 0
-    for shard, items in enumerate(shards):
-        rows = []
-        for item in items:
-            ok = isinstance(item, Sample)
-            rows.append(
-                Row(number, item.key if ok else f"{number:020x}", "ok" if ok else item, url=item.url if ok else "")
-            )
-            number += 1
-        assert catalog.commit(
-            "images", f"{shard:05}", [s for s in items if isinstance(s, Sample)], rows, {"source": {}}
-        )
-    return catalog
-
-
 def annotations(file: Path, numbers: Sequence[int]) -> Path:
     """One box an image, as many pixels wide as the image's number, on images annotated at twice the stored size."""
-    content = {
-        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": 224, "height": 168} for n in numbers],
-        "annotations": [{"id": n, "image_id": n, "category_id": 1, "bbox": [0, 0, 2 * n + 2, 10]} for n in numbers],
-        "categories": [{"id": 1, "name": "thing"}],
-    }
-    file.write_text(json.dumps(content))
-    return file
+    return coco_annotations(file, {n: [(0, 0, 2 * n + 2, 10)] for n in numbers})
 
 
 class CountingDetector(AnnotatedDetector):
@@ -92,7 +68,7 @@ def random_demo(**settings) -> FasterRCNNDetector:
 
 def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
     first = [a_sample(0), "timeout", a_sample(2), a_sample(3)]
-    catalog = collected(tmp_path / "root", [first])
+    catalog = commit_images(tmp_path / "root", [first])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 3]))
     assert detect_shard(catalog, "00000", detector)
     manifest = catalog.manifest(stage_of(detector), "00000")
@@ -111,7 +87,7 @@ def test_every_ok_row_becomes_a_row_with_regions_or_a_reason(tmp_path: Path):
 
 
 def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(0)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0)]])
     for detector, random_init in (
         (AnnotatedDetector(annotations(tmp_path / "a.json", [0])), False),
         (random_demo(), True),
@@ -125,7 +101,7 @@ def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
 
 
 def test_a_broken_image_leaves_the_rest_of_its_shard_detected(tmp_path: Path):
-    catalog = collected(tmp_path, [[a_sample(0), a_sample(1, broken=True), a_sample(2)]])
+    catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1, broken=True), a_sample(2)]])
     detector = random_demo()
     assert detect_shard(catalog, "00000", detector)
     assert catalog.counts(stage_of(detector)) == {"bad_image": 1, "ok": 2}
@@ -143,7 +119,7 @@ def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
     with another_writer(
         lambda key, members: members | {"json": b"[]"} if key == samples[1].key else members,
     ):
-        catalog = collected(tmp_path, [samples])
+        catalog = commit_images(tmp_path, [samples])
     detector = random_demo()
     assert detect_shard(catalog, "00000", detector)
     table = catalog.manifest(stage_of(detector), "00000").table
@@ -170,7 +146,7 @@ class Careless(AnnotatedDetector):
 
 
 def test_regions_that_no_reader_takes_are_not_written(tmp_path: Path):
-    catalog = collected(tmp_path, [[a_sample(n) for n in range(1, 4)]])
+    catalog = commit_images(tmp_path, [[a_sample(n) for n in range(1, 4)]])
     file = annotations(tmp_path / "a.json", [1, 2, 3])
     with pytest.raises(ValueError, match=r"shard 00000: .* regions\.boxes\[0\] is .*all of the 3 images"):
         detect_shard(catalog, "00000", Careless(file, [1, 2, 3]))
@@ -188,7 +164,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
         for attempt, number in enumerate((1, 1, 2, 3)):
             torch.set_num_threads(number)
             root = tmp_path / str(attempt)
-            catalog, detector = collected(root, [[a_sample(n) for n in range(4)]]), random_demo()
+            catalog, detector = commit_images(root, [[a_sample(n) for n in range(4)]]), random_demo()
             detect_shard(catalog, "00000", detector)
             folder = root / "captions" / "regions" / detector.id
             contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
@@ -200,7 +176,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
 
 
 def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], ["dead"], [a_sample(3)] + [a_sample(4)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1, 3]))
     reports = []
     assert detect_pending(catalog, detector, reports.append, only=["00002"]) == 1
@@ -219,7 +195,7 @@ def test_pending_shards_are_detected_once_with_progress(tmp_path: Path):
 
 
 def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(0)], [a_sample(3)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(3)]])
     detector, reports = CountingDetector(annotations(tmp_path / "a.json", range(4))), []
     assert detect_pending(catalog, detector, reports.append) == 2
     samples = [a_sample(0), a_sample(1)]
@@ -238,7 +214,7 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
 
 
 def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_again(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(n)] for n in range(4)])
+    catalog = commit_images(tmp_path / "root", [[a_sample(n)] for n in range(4)])
     file = annotations(tmp_path / "a.json", range(4))
     detector, another, reports = CountingDetector(file), AnnotatedDetector(file), []
 
@@ -259,7 +235,7 @@ def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_
 
 
 def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_others(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(0)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])
     another, reports = AnnotatedDetector(file), []
 
@@ -277,7 +253,7 @@ def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_ot
 def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
     orders = set()
     for attempt in range(3):
-        catalog = collected(tmp_path / str(attempt), [["dead"]] * 12)
+        catalog = commit_images(tmp_path / str(attempt), [["dead"]] * 12)
         shards = []
         detect_pending(
             catalog,
@@ -292,7 +268,7 @@ def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
 def test_two_processes_share_the_shards(tmp_path: Path):
     """One process alone does each of 12 shards; two that did not look would do each twice."""
     picture = [a_sample(n) for n in range(40)]
-    catalog = collected(
+    catalog = commit_images(
         tmp_path / "root",
         [[dataclasses.replace(s, key=f"{shard}-{s.key}") for s in picture] for shard in range(12)],
     )
@@ -322,7 +298,7 @@ def test_two_processes_share_the_shards(tmp_path: Path):
 
 
 def test_shards_larger_than_a_group_keep_their_order(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(n) for n in range(40)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(n) for n in range(40)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", range(40)))
     assert detect_shard(catalog, "00000", detector)
     widths = [s.regions.boxes[0, 2] for s in catalog.read(stage_of(detector), "00000")]
@@ -330,7 +306,7 @@ def test_shards_larger_than_a_group_keep_their_order(tmp_path: Path):
 
 
 def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
-    catalog = collected(tmp_path, [[a_sample(0), a_sample(1)]])
+    catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1)]])
 
     class Forgetful:
         id = "0123456789ab"
@@ -346,7 +322,7 @@ def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
 
 
 def test_a_stage_knows_its_size(tmp_path: Path):
-    catalog = collected(tmp_path / "root", [[a_sample(0), a_sample(1)]])
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)]])
     detector = AnnotatedDetector(annotations(tmp_path / "a.json", [0, 1]))
     assert stage_size(catalog, stage_of(detector))["bytes_per_1000_images"] is None
     detect_shard(catalog, "00000", detector)
@@ -379,7 +355,7 @@ RANDOM_INIT = [*NETWORK, "--preset", "demo", "--untrained"]
 def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], other: list[str], tmp_path: Path, capsys):
     root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
     flags = [str(file) if flag == "FILE" else flag for flag in flags]
-    catalog = collected(root, [[a_sample(0), a_sample(1)], ["http_404"]])
+    catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
     assert finished(catalog, flags) is None
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
     main([str(root), "captions", "--backend", "annotated", "--annotations", str(another)])
@@ -416,7 +392,7 @@ def test_metadata_of_another_kind_are_named_by_all_that_read_a_weight_file(key: 
     file, root = tmp_path / "theirs.safetensors", tmp_path / "root"
     tensors = {"roi_heads.box_predictor.attr_score.bias": torch.zeros(1)}
     save_file(tensors, file, metadata={"network": json.dumps(dataclasses.asdict(DEMO)), key: text})
-    catalog = collected(root, [[a_sample(0)]])
+    catalog = commit_images(root, [[a_sample(0)]])
     main([str(root), "captions", "--backend", "annotated", "--annotations", str(annotations(tmp_path / "a.json", [0]))])
     with pytest.raises(SystemExit) as ended:
         main([str(root), "captions", *NETWORK, "--weights", str(file)])
@@ -444,7 +420,7 @@ def test_a_file_whose_anchors_are_no_list_starts_another_rpn(tmp_path: Path):
 
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
     pictures = [a_sample(n) for n in range(4)]
-    catalog, sizes = collected(tmp_path, [pictures]), {}
+    catalog, sizes = commit_images(tmp_path, [pictures]), {}
     for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
         detector = random_demo(boxes=boxes, keep_features=keep)
         detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
@@ -475,7 +451,7 @@ def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_
 def test_the_command_tells_people_how_far_it_is_in_the_form_of_every_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    collected(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
+    commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
     file = annotations(tmp_path / "a.json", [0, 1])
     main([str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)])
     lines = capsys.readouterr().out.splitlines()
@@ -498,7 +474,7 @@ def test_progress_has_counts_rate_and_what_is_left(seconds: float, line: str):
 
 
 def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
-    collected(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
+    commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
     file = annotations(tmp_path / "a.json", [0, 1])
     main([str(tmp_path / "root"), "captions", "--json", "--backend", "annotated", "--annotations", str(file)])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -511,7 +487,7 @@ def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: p
 
 def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, capsys: pytest.CaptureFixture):
     root = tmp_path / "root"
-    catalog = collected(root, [[a_sample(0)]])
+    catalog = commit_images(root, [[a_sample(0)]])
     weights = tmp_path / "w.safetensors"
     save_file(FasterRCNN.random_init(DEMO, 7).state_dict(), weights)
     network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo"]
@@ -529,7 +505,7 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
 
 def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, capsys: pytest.CaptureFixture):
     root = tmp_path / "root"
-    catalog = collected(root, [[a_sample(0)]])
+    catalog = commit_images(root, [[a_sample(0)]])
     network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
     stages = []
     for flags in ([], ["--no-keep-features"], ["--keep-features"], ["--keep-features", "--boxes", "regressed"]):
@@ -624,7 +600,7 @@ def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path
     for name, value in s3_environment("http://{}:{}".format(*server.get_host_and_port())).items():
         monkeypatch.setenv(name, value)
     boto3.client("s3").create_bucket(Bucket="bucket")
-    collected("s3://bucket/root", [[a_sample(n)] for n in range(2)])
+    commit_images("s3://bucket/root", [[a_sample(n)] for n in range(2)])
     file = annotations(tmp_path / "a.json", range(2))
 
     class Unplugging(io.StringIO):
@@ -649,7 +625,7 @@ def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):
 
 
 def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
-    collected(tmp_path / "root", [[a_sample(0)]])
+    commit_images(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])
     arguments = [str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)]
     code = f"import sys, detectors.run as r; r.main({arguments!r}); sys.exit('detectors.faster_rcnn' in sys.modules)"

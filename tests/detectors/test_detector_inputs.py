@@ -18,6 +18,7 @@ from PIL import Image
 from places import PROJECT
 from safetensors.torch import save_file
 from seeded import another_writer
+from tiny_detector import coco_annotations, commit_images
 from torch import Tensor
 
 from detectors.annotated import AnnotatedDetector
@@ -27,8 +28,6 @@ from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.run import detect_shard, main, stage_of
 from detectors.weights.files import weights_hash, write_weights
-from storage.catalog import Catalog, Row
-from storage.object_store import open_store
 from storage.sample import Regions, Sample
 
 TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
@@ -121,29 +120,6 @@ def detector_of(network: FasterRCNN, given: AnnotatedDetector | None = None, **s
     return FasterRCNNDetector(network, {"random_init": True, "seed": 0}, DetectorSettings(**settings), given)
 
 
-def committed(root: Path, *shards: Sequence[Sample]) -> Catalog:
-    catalog = Catalog(open_store(str(root)), "captions")
-    number = 0
-    for shard, samples in enumerate(shards):
-        rows = [Row(number + place, sample.key, "ok", url=sample.url) for place, sample in enumerate(samples)]
-        assert catalog.commit("images", f"{shard:05}", samples, rows, {"source": {}})
-        number += len(samples)
-    return catalog
-
-
-def annotations(file: Path, boxes: dict[int, Sequence[Sequence[float]]], height: int = 168, width: int = 224) -> Path:
-    """[x, y, width, height] boxes by image number, on images of this size."""
-    content = {
-        "images": [{"id": n, "file_name": f"{n:06}.jpg", "width": width, "height": height} for n in boxes],
-        "annotations": [
-            {"image_id": n, "category_id": 1, "bbox": list(box)} for n, some in boxes.items() for box in some
-        ],
-        "categories": [{"id": 1, "name": "thing"}],
-    }
-    file.write_text(json.dumps(content))
-    return file
-
-
 ARRAYS = ("boxes", "scores", "labels", "class_probs", "attributes", "attribute_scores", "features")
 
 
@@ -230,7 +206,7 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     samples += [a_sample(n, file, size) for n, (file, size, _) in BAD.items()]
     samples.sort(key=lambda sample: sample.key)
     with another_writer():
-        catalog = committed(tmp_path, samples)
+        catalog = commit_images(tmp_path, [samples])
     # Boxes of 4 stored pixels at least: there are none in 1x1, nor in 4x3, which the network gets as large as others.
     detector = detector_of(colour_network(minimum_side=4), batch=batch, workers=workers, keep_features=True)
     assert detect_shard(catalog, "00000", detector)
@@ -289,7 +265,7 @@ def test_given_boxes_of_an_image_that_overflows_beside_them_have_no_features(
     tmp_path: Path, rois_at_a_time: int | None
 ):
     boxes = {n: [[10, 10, 50, 60], [120, 20, 90, 100]] for n in range(2)}
-    given = AnnotatedDetector(annotations(tmp_path / "a.json", boxes))
+    given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", boxes))
     samples = [a_sample(0, halves(84, 112, BLUE, GREEN, top=0.8)), a_sample(1, halves(84, 112, BLUE, RED))]
     detector = detector_of(colour_network(), given, boxes="given", batch=2)
     detector.network.rois_at_a_time = rois_at_a_time
@@ -303,7 +279,7 @@ def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_pat
     samples = [a_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
     samples += [a_sample(3 + n, file, size) for n, (file, size, _) in enumerate(others)]
     with another_writer():
-        catalog = committed(tmp_path, samples)
+        catalog = commit_images(tmp_path, [samples])
     detector = detector_of(colour_network())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
@@ -316,7 +292,7 @@ def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_pat
 
 def test_weights_that_are_not_finite_are_refused_before_the_first_shard(tmp_path: Path):
     root = tmp_path / "root"
-    committed(root, [a_sample(0, GOOD[0])])
+    commit_images(root, [[a_sample(0, GOOD[0])]])
     tensors = colour_network().state_dict()
     tensors["roi_heads.res5.0.conv2.weight"][0, 0, 0, 0] = float("nan")
     save_file(tensors, tmp_path / "w.safetensors")
@@ -336,7 +312,7 @@ def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(tmp_path: Path, res
     if boxes == "given":
         # On images annotated at twice their size: the left half, then the right one, twice.
         given = AnnotatedDetector(
-            annotations(tmp_path / "a.json", {n: [[8, 8, 80, 150], [140, 8, 80, 150]] for n in (0, 1)})
+            coco_annotations(tmp_path / "a.json", {n: [[8, 8, 80, 150], [140, 8, 80, 150]] for n in (0, 1)})
         )
     detector = detector_of(colour_network(resize=resize), given, boxes=boxes)
     pictures = [halves(84, 112, BLUE, RED), halves(84, 112, RED, BLUE)]
@@ -380,7 +356,7 @@ def test_more_threads_beside_the_network_give_the_same_bytes(tmp_path: Path):
     for workers in (1, 4):
         root = tmp_path / str(workers)
         with another_writer():
-            catalog = committed(root, [*MIXED, a_sample(10, BAD[1][0], BAD[1][1]), a_sample(11, GOOD[0])])
+            catalog = commit_images(root, [[*MIXED, a_sample(10, BAD[1][0], BAD[1][1]), a_sample(11, GOOD[0])]])
         detector = detector_of(noisy_network(), keep_features=True, workers=workers, batch=2)
         assert detect_shard(catalog, "00000", detector)
         folder = root / "captions" / "regions" / detector.id
@@ -451,7 +427,7 @@ def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_e
 ):
     # 31x90 stored, 39x112 for the network: the scales of the two sides differ by a hundredth.
     sample, network = a_sample(0, noise(31, 90, 5)), noisy_network(resize=resize_by, roi_op=roi_op)
-    given = AnnotatedDetector(annotations(tmp_path / "a.json", {0: GIVEN}))
+    given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", {0: GIVEN}))
     (regions,) = detector_of(network, given, boxes="given", keep_features=True).detect([sample])
 
     x, y, width, height = np.array(GIVEN, np.float32).T
@@ -482,9 +458,9 @@ def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_ima
 ):
     root, weights = tmp_path / "root", tmp_path / "w.safetensors"
     samples = [a_sample(n, noise(84, 112, n)) for n in range(4)] + [a_sample(4, BAD[3][0], (84, 112))]
-    catalog = committed(root, samples)
+    catalog = commit_images(root, [samples])
     write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
-    file = annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
+    file = coco_annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
     command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights), "--keep-features"]
     main([*command, "--json", "--boxes", "given", "--annotations", str(file), "--batch", "2"])
     stage = json.loads(capsys.readouterr().out.splitlines()[-1])["stage"]
@@ -516,7 +492,7 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     root, weights = tmp_path / "root", tmp_path / "w.safetensors"
-    catalog = committed(root, [a_sample(0, GOOD[0])], [a_sample(1, GOOD[4])])
+    catalog = commit_images(root, [[a_sample(0, GOOD[0])], [a_sample(1, GOOD[4])]])
     write_weights(weights, colour_network().state_dict(), {"network": dataclasses.asdict(COLOURS)})
     command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights)]
 
@@ -558,7 +534,7 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
 def test_a_run_that_was_stopped_goes_on_with_one_network_for_all_shards(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    catalog = committed(tmp_path, *([a_sample(n, GOOD[n])] for n in (0, 4, 7, 13)))
+    catalog = commit_images(tmp_path, [[a_sample(n, GOOD[n])] for n in (0, 4, 7, 13)])
     command = [str(tmp_path), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
     made, plain = [], FasterRCNN.for_inference
 
@@ -606,7 +582,7 @@ def test_memory_stays_flat_over_shards(tmp_path: Path):
     samples = [a_sample(number, pictures[number % 60]) for number in range(250)]
     for number in range(0, 250, 50):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
-    committed(tmp_path / "root", *[samples] * 12)
+    commit_images(tmp_path / "root", [samples] * 12)
     command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
     command += ["--json", "--preset=demo", "--untrained", "--short-side=84", "--long-side=112", "--post-nms=30"]
     memory = []

@@ -30,9 +30,9 @@ from detectors.average_precision import (
     mean_average_precision,
 )
 from detectors.examples import TrainingImages, make_example
-from detectors.faster_rcnn import FasterRCNN, apply_deltas
+from detectors.faster_rcnn import FasterRCNN
 from detectors.ground_truth import read_ground_truth
-from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, encode_deltas, match_anchors, subsample
+from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, match_anchors
 from detectors.recipes import (
     RECIPES,
     SGD,
@@ -98,20 +98,6 @@ SHIPPED = PROJECT / "demo" / "detector.safetensors"
 # --- boxes, anchors, regions ------------------------------------------------------------------------------------------
 
 
-def test_encoding_a_box_undoes_what_apply_deltas_does():
-    generator = torch.Generator().manual_seed(0)
-    corners, sizes = torch.rand(50, 2, 2, generator=generator) * 300, torch.rand(50, 2, 2, generator=generator) * 200
-    first, second = (torch.cat([corners[:, i], corners[:, i] + sizes[:, i] + 10], dim=1) for i in range(2))
-    for weights in ((1, 1, 1, 1), (10, 10, 5, 5), (3, 7, 2, 9)):
-        torch.testing.assert_close(
-            apply_deltas(encode_deltas(first, second, weights), first, weights), second, rtol=1e-5, atol=1e-3
-        )
-        deltas = encode_deltas(first, second, weights)
-        torch.testing.assert_close(
-            encode_deltas(first, apply_deltas(deltas, first, weights), weights), deltas, rtol=1e-4, atol=1e-4
-        )
-
-
 def test_anchors_are_taught_by_overlap_and_the_best_of_each_object_always():
     anchors = boxes((0, 0, 10, 10), (0, 0, 10, 8), (0, 0, 10, 5), (0, 0, 10, 2), (50, 50, 60, 60), (-5, 0, 5, 10))
     objects = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
@@ -126,20 +112,6 @@ def test_anchors_are_taught_by_overlap_and_the_best_of_each_object_always():
     assert cut[4] == IGNORED, "an anchor beyond the border stands for nothing, even where it is the best"
 
 
-def test_so_many_are_chosen_and_the_foreground_has_its_share():
-    taught = torch.tensor([FOREGROUND] * 10 + [BACKGROUND] * 100 + [IGNORED] * 50)
-    generator = torch.Generator().manual_seed(0)
-    foreground, background = subsample(taught, 32, 0.25, generator)
-    assert (len(foreground), len(background)) == (8, 24)
-    assert (taught[foreground] == FOREGROUND).all()
-    assert (taught[background] == BACKGROUND).all()
-    assert len(set(background.tolist())) == 24
-    again = subsample(taught, 32, 0.25, generator)[1]
-    assert set(again.tolist()) != set(background.tolist())
-    few, rest = subsample(taught[8:40], 32, 0.25, generator)
-    assert (len(few), len(rest)) == (2, 30)
-
-
 def target(seed: int = 0, classes: tuple[int, ...] = (3, 5)) -> Target:
     attributes = torch.zeros(2, 4)
     attributes[0, 1] = attributes[0, 2] = attributes[1, 3] = 1
@@ -150,53 +122,6 @@ def target(seed: int = 0, classes: tuple[int, ...] = (3, 5)) -> Target:
         attributes=attributes,
         generator=torch.Generator().manual_seed(seed),
     )
-
-
-def test_background_is_the_last_column_and_objects_their_own():
-    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16))
-    score = losses.network.roi_heads.box_predictor.cls_score
-    with torch.no_grad():
-        score.weight.zero_()
-        score.bias.copy_(torch.eye(9)[8] * 50)
-    sure_of_background, count = losses([target()])["classes"]
-    assert count == 16
-    shown = round(float(sure_of_background.detach()) / 50)
-    assert 2 <= shown <= 4, "a quarter of the regions at most, and at least the objects' own boxes"
-    with torch.no_grad():
-        score.bias.copy_(torch.eye(9)[3] * 50)
-    sure_of_three, _ = losses([target(classes=(3, 3))])["classes"]
-    assert round(float(sure_of_three.detach()) / 50) == 16 - shown
-
-
-def test_the_objects_own_boxes_are_regions_whatever_is_proposed():
-    sampling = SamplingConfig(pre_nms=1, post_nms=1, rois=16, roi_foreground=1.0)
-    losses = Losses(FasterRCNN.random_init(TINY, 0), sampling)([target()])
-    assert losses["classes"][1] == 3
-    assert losses["attributes"][1] >= 3
-
-
-def test_boxes_are_learnt_in_the_columns_of_their_class_alone():
-    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16))
-    found = losses([target()])
-    found["boxes"][0].backward()
-    gradient = losses.network.roi_heads.box_predictor.bbox_pred.weight.grad.reshape(8, 4, -1).abs().amax(dim=(1, 2))
-    assert {label for label in range(8) if gradient[label] > 0} <= {3, 5}
-    assert gradient.max() > 0
-
-
-def test_attributes_are_learnt_given_the_true_class_and_an_object_without_any_teaches_that_it_has_none():
-    losses = Losses(FasterRCNN.random_init(TINY, 0), SamplingConfig(rois=16, roi_foreground=1.0))
-    loss, count = losses([target()])["attributes"]
-    predictor = losses.network.roi_heads.box_predictor
-    loss.backward()
-    embedding = predictor.cls_embedding.weight.grad.abs().amax(dim=1)
-    assert embedding.nonzero().flatten().tolist() == [3, 5]
-    assert count >= 3, "two of the first object, none of the second"
-    with torch.no_grad():
-        predictor.attr_score.weight.zero_()
-        predictor.attr_score.bias.copy_(torch.tensor([0.0, 50, 50, 50]))
-    loss, count = losses([target()])["attributes"]
-    assert float(loss.detach()) / count == pytest.approx(np.log(3), abs=1e-4), "only the attribute that neither has"
 
 
 def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from places import SHARED
 from safetensors.torch import save_file
@@ -26,6 +29,7 @@ from detectors.faster_rcnn import (
     clip_boxes,
     grid_anchors,
 )
+from detectors.losses import encode_deltas
 from detectors.preprocess import decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.resnet import RESNET101, FrozenNorm, NormedConv, Res5, ResNetC4, ResNetConfig
 from detectors.weights.files import load_resnet, load_weights, weights_hash
@@ -216,20 +220,31 @@ def test_anchors_are_size_by_size_around_the_corner_of_their_cell():
     torch.testing.assert_close(grid[12 * (1 * 3 + 2)], cell[0] + torch.tensor([32.0, 16, 32, 16]))
 
 
-def test_deltas_move_by_the_size_and_scale_by_the_exponential():
-    box = torch.tensor([[10.0, 20, 30, 60]])  # 20 wide, 40 high
-    moved = apply_deltas(torch.tensor([[1.0, -1, 0, 0]]), box, (10, 10, 5, 5))
-    torch.testing.assert_close(moved, torch.tensor([[12.0, 16, 32, 56]]))
-    scaled = apply_deltas(torch.tensor([[0.0, 0, 5 * np.log(2), 0]]).float(), box, (10, 10, 5, 5))
-    torch.testing.assert_close(scaled, torch.tensor([[0.0, 20, 40, 60]]))
-    wild = apply_deltas(torch.full((1, 3, 4), 1e6), box)
-    assert wild.shape == (1, 3, 4)
-    assert torch.isfinite(wild).all()
+BOX = st.tuples(st.floats(-50, 300), st.floats(-50, 300), st.floats(1, 200), st.floats(1, 200))
 
 
-def test_boxes_are_clipped_to_width_and_height():
-    clipped = clip_boxes(torch.tensor([[-5.0, -6, 300, 300]]), height=100, width=200)
-    assert clipped.tolist() == [[0, 0, 200, 100]]
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    pairs=st.lists(st.tuples(BOX, BOX), min_size=1, max_size=8),
+    weights=st.sampled_from([(1, 1, 1, 1), (10, 10, 5, 5), (3, 7, 2, 9)]),
+)
+def test_applying_the_deltas_between_two_boxes_moves_one_onto_the_other(pairs, weights):
+    corners = torch.tensor(pairs, dtype=torch.float64)
+    first, second = torch.cat([corners[..., :2], corners[..., :2] + corners[..., 2:]], dim=-1).unbind(1)
+    moved = apply_deltas(encode_deltas(first, second, weights), first, weights)
+    usable = (second[:, 2:] - second[:, :2] < 1000 / 16 * (first[:, 2:] - first[:, :2])).all(dim=1)
+    torch.testing.assert_close(moved[usable], second[usable])
+    own = apply_deltas(torch.tensor([[1.0, 2.0, math.log(2), 0.0]]), torch.tensor([[0.0, 0.0, 10.0, 20.0]]))
+    torch.testing.assert_close(own, torch.tensor([[5.0, 40.0, 25.0, 60.0]]))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(box=BOX, height=st.integers(1, 200), width=st.integers(1, 200))
+def test_boxes_are_clipped_to_width_and_height(box, height, width):
+    x, y, w, h = box
+    clipped = clip_boxes(torch.tensor([[x, y, x + w, y + h]]), height, width)[0].tolist()
+    expected = [min(max(x, 0), width), min(max(y, 0), height), min(max(x + w, 0), width), min(max(y + h, 0), height)]
+    assert clipped == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 
 def test_caffes_resize_interpolates_between_centres_and_rounds_neither_colours_nor_scale():
