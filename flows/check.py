@@ -7,8 +7,8 @@ from pathlib import Path
 from flows import finetune, pretrain
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
-from storage.collect import image_files
 from storage.img2dataset import shard_names
+from storage.plan import image_files
 from storage.settings import differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares

@@ -23,8 +23,9 @@ from flows.artifacts import (
     table_of_progress,
 )
 from storage.catalog import OK, Catalog
-from storage.collect import IMAGES, Collected, CollectSettings, Group, OnCommit, collect, collect_group
+from storage.collect import IMAGES, Collected, Group, OnCommit, collect, collect_group
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
+from storage.plan import CollectSettings
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "network_failed", "open_storage"]
 

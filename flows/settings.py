@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.supervisor import GRACE
-from storage.collect import CollectSettings
+from storage.plan import CollectSettings
 from storage.settings import FORM
 
 

@@ -13,8 +13,8 @@ from detectors.run import _parser as detector_parser
 from flows import finetune, pretrain
 from flows.check import check
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
-from storage.collect import CollectSettings
 from storage.download import DownloadSettings
+from storage.plan import CollectSettings
 from vlbert.recipes import RECIPES
 
 

@@ -17,7 +17,8 @@ from operated import ENDED, Operated, operated, running, tiny_pipeline, wait_unt
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from storage.collect import CollectSettings, collect
+from storage.collect import collect
+from storage.plan import CollectSettings
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ from places import PROJECT
 from pydantic import TypeAdapter
 
 from demo.data import DemoData
-from storage.collect import CollectSettings, collect
+from storage.collect import collect
+from storage.plan import CollectSettings
 
 
 def scheduled(served: Operated) -> list[str]:

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
 from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, TrainDetectorSettings
-from storage.collect import CollectSettings
 from storage.object_store import open_store
+from storage.plan import CollectSettings
 from training.log import last_metrics
 
 pytestmark = pytest.mark.slow

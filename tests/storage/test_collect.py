@@ -28,25 +28,13 @@ from web import Web, draw, encode, in_turn, raw, send, silent
 
 from demo.data import DemoData
 from storage.catalog import Catalog
-from storage.collect import (
-    SHARDS_AT_ONCE,
-    CollectSettings,
-    Group,
-    NothingStored,
-    OnCommit,
-    Part,
-    check_committed,
-    check_network,
-    collect,
-    collect_group,
-    main,
-    plan,
-)
+from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, check_network, collect, collect_group, main
 from storage.download import CaptionRow, Download, DownloadSettings, commit_images
 from storage.garbage import collect_garbage, find_garbage
 from storage.inventory import Inventory
 from storage.normalise import NormalisedImage
 from storage.object_store import StorageUnreachable, open_store
+from storage.plan import CollectSettings, Part, check_committed, plan
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
 from storage.verify import verify
@@ -509,7 +497,7 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     collected = collect(root, again, said.append)
     assert [path for _, path, _ in web.requests[asked:]].count("/again/later.jpg") == 1
     assert {path for _, path, _ in web.requests[asked:]} == {"/again/later.jpg", "/again/never.jpg"}
-    assert (collected.asked_again, collected.newly_ok, collected.new_shards) == (2, 1, 0)
+    assert (collected.retried_rows, collected.newly_ok, collected.new_shards) == (2, 1, 0)
     assert "captions: 2 rows of 2 shards are requested again: http_5xx, timeout" in said
     assert statuses(root) == ["ok", "ok", "http_404", "ok", "http_502", "ok", "duplicate"]
     assert read() == ["a", "b", "d", "f"]
@@ -526,7 +514,7 @@ def test_rows_of_committed_shards_are_asked_again_by_their_status(web: Web, tmp_
     put_checkpoint(open_store(root), "runs/run/step-0000001", {"held_out": pin})
     assert collect_garbage(open_store(root), -60, delete=True) == ["nothing to delete"]  # the run pins the old tar
     collected = collect(root, again, said.append)
-    assert (collected.asked_again, collected.newly_ok) == (1, 0)
+    assert (collected.retried_rows, collected.newly_ok) == (1, 0)
     assert of(root).headers(IMAGES)["00000"].revision == 2
     for path in (index.tars[0], "captions/images/00000.parquet"):  # which the revision left as they were
         file = tmp_path / "root" / path
@@ -548,7 +536,7 @@ def test_rows_that_are_not_reached_again_keep_what_they_were(web: Web, tmp_path:
     before = as_it_is(root)
     assert {*statuses(root)[1:]} == {"http_404"}
     collected = collect(root, dataclasses.replace(settings, retry_statuses=("http_4xx",)), lambda line: None)
-    assert (collected.asked_again, collected.newly_ok) == (20, 0)
+    assert (collected.retried_rows, collected.newly_ok) == (20, 0)
     assert as_it_is(root) == before
 
 

@@ -13,8 +13,8 @@ from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
 from storage import collect
-from storage.collect import CollectSettings
 from storage.download import DownloadSettings
+from storage.plan import CollectSettings
 from storage.settings import (
     assignments_of,
     default_of,
