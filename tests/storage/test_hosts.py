@@ -130,14 +130,14 @@ def test_silence_begins_after_failures_in_a_row_and_ends_with_any_answer():
         assert hosts.silent("a")
         assert hosts.url_to_recheck("a") is None
         assert not hosts.silent("b")
-        assert await in_flight(hosts, "a") == 8  # each of them in brief
+        assert await in_flight(hosts, "a") == 8  # each with a short deadline
         answer(hosts, "a")
         assert not hosts.silent("a")
 
     run(work())
 
 
-def test_a_host_that_has_answered_is_doubted_first_and_silent_only_when_asked_again_in_vain():
+def test_a_host_that_has_answered_is_rechecked_before_it_is_silent():
     async def work() -> None:
         hosts = Hosts(at_once=64, per_host=64, breaker=2)
         answer(hosts, "a")
@@ -290,7 +290,7 @@ def test_no_url_of_a_host_that_answers_ends_as_host_timeout_and_every_url_is_ask
                 if delay is not None and begin == 0:
                     assert item.status == "ok"
             if delay is not None and begin == 0 and end == float("inf") and delay < limits.deadline / 20:
-                assert item.status == "ok"  # also where it was asked in brief
+                assert item.status == "ok"  # also with a short deadline
             if item.status == "host_timeout":
                 assert not url.host.startswith("refuses")  # which says so itself: connect
 
@@ -313,7 +313,7 @@ def test_urls_that_hang_in_several_shards_cost_no_good_url_of_their_host(order: 
 
 @pytest.mark.parametrize("seconds", [1.2, 6])
 @pytest.mark.parametrize(("count", "hang"), [(5, 3), (5, 6), (5, 20), (1, 40)])
-def test_a_host_too_slow_to_answer_in_brief_loses_no_url_to_its_first_ones_that_hang(
+def test_a_host_too_slow_for_the_short_deadline_loses_no_url_to_its_first_ones_that_hang(
     seconds: float, count: int, hang: int
 ):
     shards = dealt([f"http://slow.example/{number}" for number in range(100)], count)
@@ -349,14 +349,14 @@ def test_a_host_that_comes_back_gets_all_its_urls_and_one_that_goes_away_is_not_
     assert away.seconds < 200  # not 20 s for each eight
 
 
-def test_a_slow_host_that_comes_back_is_noticed_by_the_one_url_that_is_asked_with_all_patience():
+def test_a_slow_host_that_recovers_is_noticed_by_the_one_url_with_a_full_deadline():
     urls = [f"http://host.example/{number}" for number in range(10)]
-    # Too late for those that are asked in brief, and too slow for them.
+    # Too late and too slow for a short deadline.
     done = downloaded([urls], lambda _, now, __: Answer(3 if now > 10.5 else None), DownloadSettings())
     assert done.statuses == {"ok": 10}
 
 
-def test_what_was_asked_in_brief_is_asked_again_where_its_host_answers_while_its_shard_waits_for_others():
+def test_a_short_deadline_is_followed_by_another_attempt_if_its_host_answers_meanwhile():
     def serve(url: yarl.URL, now: float, _: int) -> Answer:
         if url.host == "busy.example":
             return Answer(0.1) if now > 29 else Answer(0.1, 429, headers={"Retry-After": "30"})
@@ -367,7 +367,7 @@ def test_what_was_asked_in_brief_is_asked_again_where_its_host_answers_while_its
     waiting = [*(f"http://back.example/{number}" for number in range(3)), "http://busy.example/0"]
     slow = [f"http://slow.example/{number}" for number in range(4)]
     done = downloaded([waiting, slow], serve, DownloadSettings(per_host=1, deadline=10, read_timeout=5))
-    assert done.statuses == {"ok": 7, "timeout": 1}  # the one that was asked with all patience while it was away
+    assert done.statuses == {"ok": 7, "timeout": 1}  # the one that had its full deadline while it was away
 
 
 def test_one_fast_host_is_downloaded_at_its_pace_and_one_that_is_overloaded_is_not_pressed():
