@@ -15,7 +15,7 @@ from PIL import Image
 from released_detectors import milvlg, save_torch, vl_bert
 from safetensors.torch import load_file, save_file
 from tiny import CLASSES, as_overrides, tiny_sample
-from tiny_detector import ALONE, TINY, annotated_boxes, boxes, coco_data, command_line, tiny_recipe
+from tiny_detector import ALONE, TINY, annotated_boxes, boxes, coco_data, tiny_recipe
 
 import detectors.train
 import training.distributed
@@ -24,7 +24,7 @@ from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.ground_truth import GroundTruth, read_ground_truth
 from detectors.names import read_names
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, detector_vg_resnet101
-from detectors.train import main, train
+from detectors.train import train
 from detectors.validate import validate
 from detectors.weights.files import ANCHORS, write_weights
 from detectors.weights.init_from import init_from
@@ -232,21 +232,6 @@ def test_an_image_of_a_coco_file_without_a_file_is_named(tmp_path, image, messag
     write(Path(config.annotations), content)
     with pytest.raises(ValueError, match=f"coco.json: {message}"):
         read_ground_truth(config)
-
-
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("network.box_weights=10,10,5", r"box_weights is (10.0, 10.0, 5.0); it must be four numbers"),
-        ("network.box_weights=10,10,5,0", r"box_weights is (10.0, 10.0, 5.0, 0.0); it must be positive"),
-        ("network.attribute_hidden=0", "attribute_hidden is 0, must be at least 1"),
-        ("network.attribute_embedding=0", "attribute_embedding is 0, must be at least 1"),
-    ],
-)
-def test_a_network_that_cannot_be_is_refused_by_its_field(tmp_path, field, message):
-    with pytest.raises(SystemExit) as ended:
-        main([*command_line(tmp_path, tmp_path), field])
-    assert f"FasterRCNNConfig.{message}" in str(ended.value)
 
 
 # --- crowds -----------------------------------------------------------------------------------------------------------

@@ -149,10 +149,6 @@ def test_fewer_boxes_than_the_minimum_are_all_kept_and_none_is_invented():
     )
 
 
-def test_settings_that_contradict_themselves_are_refused():
-    with pytest.raises(ValueError, match="minimum 20 and maximum 10"):
-        SelectionSettings(minimum=20, maximum=10)
-    with pytest.raises(ValueError, match="threshold is 1.5"):
-        SelectionSettings(threshold=1.5)
+def test_boxes_without_their_probabilities_are_refused():
     with pytest.raises(ValueError, match="shape"):
         select_regions(np.zeros((3, 4), np.float32), np.zeros((2, 5), np.float32), SelectionSettings())
