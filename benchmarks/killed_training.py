@@ -319,10 +319,10 @@ def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
     keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
     spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"]["snapshots"]
     faults = []
-    if [span["questions"] for span in spans] != [FIRST, FIRST + MORE]:
+    if [span["examples"] for span in spans] != [FIRST, FIRST + MORE]:
         faults.append(f"{root.name}: the shard that was committed on the way did not enter: {spans}")
     for span, end in zip(spans, [*(s["consumed"] for s in spans[1:]), len(keys)], strict=True):
-        n, everything = span["questions"], {sample_of(number).key: 1 for number in range(span["questions"])}
+        n, everything = span["examples"], {sample_of(number).key: 1 for number in range(span["examples"])}
         for number, start in enumerate(range(span["consumed"], end - n + 1, n), span["epoch"]):
             if Counter(keys[start : start + n]) != everything:
                 faults.append(f"{root.name}: epoch {number} does not hold every sample once")

@@ -197,7 +197,7 @@ def _seconds(time_of_day: str) -> float:
 
 
 class Server:
-    """Questions to Prefect's API."""
+    """Examples to Prefect's API."""
 
     def __init__(self, url: str):
         self.url = url

@@ -128,7 +128,7 @@ class PlainPretraining:
         others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
         others += [] if regions.masked_pixels == "mean" else ["regions.masked_pixels"]
         others += [] if regions.features == "precomputed" or regions.masking == "pixels" else ["regions.masking"]
-        others += [] if model.task.settings.losses_over == "questions" else ["losses_over"]
+        others += [] if model.task.settings.losses_over == "labels" else ["losses_over"]
         if others:
             raise ValueError(f"the plain path has the published model alone, and this one differs: {', '.join(others)}")
         self.weights = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}

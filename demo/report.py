@@ -204,7 +204,7 @@ def examples(
 ) -> list[dict]:
     """Answers of the run with pre-training: the first right and the first wrong ones, drawn."""
     rows = predictions[run_of(task, "with")]
-    without = {(row["key"], row["asked"]): is_right(row) for row in predictions[run_of(task, "without")]}
+    without = {(row["key"], row["question"]): is_right(row) for row in predictions[run_of(task, "without")]}
     right, wrong = [row for row in rows if is_right(row)], [row for row in rows if not is_right(row)]
     wrong = wrong[: max(WRONG_SHOWN, RIGHT_SHOWN + WRONG_SHOWN - len(right))]
     chosen = right[: RIGHT_SHOWN + WRONG_SHOWN - len(wrong)] + wrong
@@ -219,7 +219,7 @@ def examples(
         {
             "row": row,
             "image": draw_answer(samples[row["key"]], row),
-            "without": "right" if without[row["key"], row["asked"]] else "wrong",
+            "without": "right" if without[row["key"], row["question"]] else "wrong",
         }
         for row in chosen
     ]

@@ -45,14 +45,14 @@ DEMO_TASKS = {
         measures="right answers of four",
         question="“How does [0] differ from [1]?” “[0] is red.”",
         least_gain=0.05,
-        overrides=("task.question=answer",),
+        overrides=("task.subtask=answer",),
     ),
     "vcr-rationales": DemoTask(
         *("VCR, QA→R", "vcr", "rationale_accuracy", "loss_answers"),
         measures="right rationales of four, the right answer given",
         question="“How does [0] differ from [1]?” “[0] is red.” “Because [1] is blue.”",
         least_gain=0.05,
-        overrides=("task.question=rationale",),
+        overrides=("task.subtask=rationale",),
     ),
 }
 OF_DEMO = ("refcoco", "vqa")  # of `make demo`; `make demo-full` has all
@@ -80,7 +80,7 @@ def runs_of(pipeline: "PipelineResult") -> dict[str, str]:
 def numbers_of(pipeline: "PipelineResult") -> dict[str, float]:
     """The grounding gap (accuracy at colour and shape words, less that with another image), the metric of each of
     ROLES, and by task what chance gets."""
-    numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding"]}
+    numbers = {"grounding": pipeline.pretrained.metrics["monitored_accuracy_grounding_gap"]}
     for one in pipeline.finetuned:
         role = role_of(one.run)
         task, _ = ROLES[role]

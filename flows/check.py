@@ -146,15 +146,15 @@ def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     if settings.checkpoint == "none" and not recipe.bert:
         recipe = override(recipe, ["random_init=true"])
     _check_run(where, recipe, settings.processes)
-    files = getattr(recipe.task, "files", ())
+    files = recipe.task.files
     if files and not settings.folder:
         raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(files)}")
     for name in files:
         _check_file(f"{where}.folder", str(Path(settings.folder) / name))
     for split in settings.evaluate:
-        for name in getattr(replace(recipe.task, validate_on=split), "files", ()):
+        for name in replace(recipe.task, validate_on=split).files:
             _check_file(f"{where}.evaluate: {split}", str(Path(settings.folder) / name))
-    for name in getattr(recipe.task, "folders", ()):
+    for name in recipe.task.folders:
         _check_folder(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe
 

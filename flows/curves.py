@@ -19,7 +19,7 @@ _OF_THE_RUN = {  # what is drawn small, each by itself: its name in metrics.json
     "gradient_norm": "gradient norm",
     "samples_per_second": "samples/s",
 }
-_KINDS = {"_shuffled": "--", "_grounding": ":"}  # a number's name may end so: with the line style
+_KINDS = {"_shuffled": "--", "_grounding_gap": ":"}  # a number's name may end so: with the line style
 
 
 def curves(store: ObjectStore, run: str) -> str | None:

@@ -341,7 +341,7 @@ def reported(checkpoint: str) -> dict[str, str]:
     """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
     from storage.settings import from_json  # here, as above
     from vlbert.data.vocabulary import Vocabulary
-    from vlbert.tasks import make_task, settings_named, validation_split
+    from vlbert.tasks import make_task, settings_named
 
     root, _, path = checkpoint.rpartition("/runs/")
     store = open_store(root, write=False)
@@ -354,7 +354,7 @@ def reported(checkpoint: str) -> dict[str, str]:
     settings = from_json(kind, config["recipe"]["task"], f"{checkpoint}/config.json")
     vocabulary = Vocabulary(store.get(f"runs/{path}/vocab.txt").decode().splitlines())
     task = make_task(settings, vocabulary, config["num_classes"])
-    return task.reported(validation_split(settings)) if hasattr(task, "reported") else {}
+    return task.reported(settings.validate_on)
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

@@ -18,5 +18,5 @@ def pipeline(gap: float, tasks: dict[str, tuple[float, float, float]], seed: str
         for start, value in zip(STARTS, values, strict=True)
     ]
     return PipelineResult(
-        [], {}, trained(f"pretrain{seed}", {"monitored_accuracy_grounding": gap, **metrics}), finetuned, 1
+        [], {}, trained(f"pretrain{seed}", {"monitored_accuracy_grounding_gap": gap, **metrics}), finetuned, 1
     )

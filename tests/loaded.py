@@ -27,7 +27,7 @@ def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
     corpus = TextCorpus(root / "text", vocabulary)
-    questions = task.questions(samples, None)
+    questions = task.examples(samples, None)
     return TrainingData(samples, questions, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
 
 

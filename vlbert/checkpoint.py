@@ -48,7 +48,7 @@ class Checkpoint:
     vocab_size: int
     vocabulary: Vocabulary | None
     model: dict[str, Tensor]
-    kept: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
+    saved: dict = field(default_factory=dict)  # task.json: attributes of the task that its head was trained with
 
     @property
     def where(self) -> str:
@@ -114,17 +114,12 @@ def save_checkpoint(
     metadata = {"task": type(recipe.task).__name__, "num_classes": num_classes, "recipe": to_json(recipe)}
     metadata |= {"detector": detector} if detector else {}
     files = _model_files(recipe.model, len(vocabulary), vocabulary, metadata)
-    kept = {name: getattr(model.task, name) for name in getattr(model.task, "kept", ())}
-    files |= {TASK: as_json(kept)} if kept else {}
+    saved = {name: getattr(model.task, name) for name in model.task.saved}
+    files |= {TASK: as_json(saved)} if saved else {}
     tensors = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
     state = {"step": step} | state
-    keep, metric = recipe.keep_checkpoints, best_by(model.task, recipe.task)
+    keep, metric = recipe.keep_checkpoints, model.task.best_metric(recipe.task)
     return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
-
-
-def best_by(task: Any, settings: Any) -> str | None:
-    """The metric by which checkpoints of a task, or of its class, are compared; None where it names none."""
-    return task.best(settings) if hasattr(task, "best") else None
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -225,7 +220,7 @@ def _read(folder: Folder, tensors: bool = True) -> Checkpoint:
         vocab_size=config["vocab_size"],
         vocabulary=vocabulary,
         model=model,
-        kept=_read_kept(folder.get(TASK), folder.where_of(TASK)) if folder.has(TASK) else {},
+        saved=_read_saved(folder.get(TASK), folder.where_of(TASK)) if folder.has(TASK) else {},
     )
 
 
@@ -241,27 +236,27 @@ def _recorded_hashes(config: dict, where: str) -> dict:
     return hashes
 
 
-def _read_kept(data: bytes, where: str) -> dict:
-    kept = parse_json(data, where, fix="copy it again")
-    if not all(isinstance(value, list) for value in kept.values()):
+def _read_saved(data: bytes, where: str) -> dict:
+    saved = parse_json(data, where, fix="copy it again")
+    if not all(isinstance(value, list) for value in saved.values()):
         raise ValueError(
             f"{where} does not say what a head's outputs mean: an object of lists is needed; copy it again"
         )
-    return kept
+    return saved
 
 
-def take_kept(task: Any, checkpoint: Checkpoint) -> None:
+def restore_saved(task: Any, checkpoint: Checkpoint) -> None:
     """Let the outputs of the task's head mean what they meant when the checkpoint was trained, whatever its files say
     now."""
-    for name in getattr(task, "kept", ()):
-        if name in checkpoint.kept:
-            setattr(task, name, checkpoint.kept[name])
+    for name in task.saved:
+        if name in checkpoint.saved:
+            setattr(task, name, checkpoint.saved[name])
 
 
-def check_kept(task: Any, checkpoint: Checkpoint) -> None:
+def check_saved(task: Any, checkpoint: Checkpoint) -> None:
     """ValueError where the outputs of the task's head mean something else than when the checkpoint was trained."""
-    for name in getattr(task, "kept", ()):
-        now, before = getattr(task, name), checkpoint.kept.get(name)
+    for name in task.saved:
+        now, before = getattr(task, name), checkpoint.saved.get(name)
         if before is None or now == before:  # it may be older than the file, or converted
             continue
         at = next((i for i, pair in enumerate(zip(now, before, strict=False)) if pair[0] != pair[1]), None)
@@ -269,7 +264,7 @@ def check_kept(task: Any, checkpoint: Checkpoint) -> None:
         if at is not None:
             difference = f"number {at} is {before[at]!r} there and {now[at]!r} here"
         raise ValueError(
-            f"{checkpoint.where}/{TASK} has other {name} than {getattr(task.settings, 'folder', 'the task')} now: "
+            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder} now: "
             f"{difference}; put those back that it was trained with, or start another run, and not from it"
         )
 

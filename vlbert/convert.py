@@ -31,7 +31,7 @@ from vlbert.model.vlbert import VLBert
 from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRHead, VCRSettings
-from vlbert.tasks.vqa import OTHERS, VQA, VQASettings
+from vlbert.tasks.vqa import OTHER_TOKENS, VQA, VQASettings
 
 REPORT = "published.json"
 HEAD_CHANNELS = 64  # channels of an attention head in every BERT
@@ -257,11 +257,11 @@ def _task(shapes: dict[str, tuple[int, ...]]) -> Any:
     appearance = _any(shapes, "image_feature_extractor.regularizing_predictor.")
     positions, _ = _matrix(shapes, "vlbert.position_embeddings.weight")
     if outputs > 1:
-        return VQASettings(answers=outputs, classifier=kind, question_length=min(512, positions) - OTHERS)
+        return VQASettings(answers=outputs, classifier=kind, question_length=min(512, positions) - OTHER_TOKENS)
     if kind == "regions" and not contextual and not appearance:
         return RefCOCOSettings(whole_image_competes=True)
     return VCRSettings(
-        max_pieces=min(VCRSettings.max_pieces, positions - 5),
+        max_tokens=min(VCRSettings.max_tokens, positions - 5),
         pooled=_any(shapes, "vlbert.pooler."),
         classifier=kind,
         classifier_width=_matrix(shapes, "final_mlp.1.weight")[0] if kind == "two_layers" else 1024,

@@ -135,7 +135,7 @@ def _finetuning(recipe: Recipe, epoch: int) -> Recipe:
 def finetune_vcr_base() -> Recipe:
     """20 epochs of 64 questions, with four choices each, a step; SGD, its rate falling at the end of epochs 14 and 18.
 
-    Q->A and QA->R are two runs: task.question=answer and task.question=rationale; evaluated together (vlbert.evaluate)
+    Q->A and QA->R are two runs: task.subtask=answer and task.subtask=rationale; evaluated together (vlbert.evaluate)
     they give Q->AR and the leaderboard's file. Starts from an end-to-end model.
     """
     epoch = 3_327
@@ -354,7 +354,7 @@ def finetune_vqa_demo() -> Recipe:
 
 
 def finetune_vcr_demo() -> Recipe:
-    """VCR-like items of the demo data, on its own boxes; task.question=rationale is the second run."""
+    """VCR-like items of the demo data, on its own boxes; task.subtask=rationale is the second run."""
     recipe = finetune_refcoco_demo()
     # One of four, and read at [CLS] itself: in so few steps, the less is new the better.
     task = VCRSettings(mask_size=4, loss="softmax", pooled=False)

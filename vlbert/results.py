@@ -1,4 +1,4 @@
-"""What an evaluation came to, as files: predictions, metrics, what could not be asked, submission files."""
+"""The files of an evaluation: predictions, metrics, skipped and invalid examples, submission files."""
 
 import io
 import json
@@ -17,31 +17,32 @@ from storage.settings import to_json
 from training.log import Unreadable
 from vlbert.checkpoint import Checkpoint
 from vlbert.config import Recipe
-from vlbert.tasks import splits_of, validation_split
-from vlbert.tasks.base import Questions, Task
+from vlbert.tasks import parts_of
+from vlbert.tasks.base import Examples, Task
 from vlbert.validate import metrics_of
 
-METRICS, PREDICTIONS, FLAWS, PAGE = "metrics.json", "predictions.parquet", "flaws.jsonl", "index.html"
+METRICS, PREDICTIONS, PROBLEMS, PAGE = "metrics.json", "predictions.parquet", "problems.jsonl", "index.html"
 
-# The columns that the predictions of every task have (vlbert.tasks.Task.predictions).
+# The columns that the predictions of every task have (Task.predictions in vlbert/tasks/base.py).
 _COLUMNS = {
     "key": pa.string(),
-    "asked": pa.string(),
-    "said": pa.string(),
+    "question": pa.string(),
+    "answer": pa.string(),
     "probability": pa.float64(),
-    "ranking": pa.list_(pa.struct([("said", pa.string()), ("probability", pa.float64())])),
-    "truth": pa.string(),
+    "ranking": pa.list_(pa.struct([("answer", pa.string()), ("probability", pa.float64())])),
+    "ground_truth": pa.string(),
     "score": pa.float64(),
     "boxes": pa.list_(pa.struct([("name", pa.string()), ("box", pa.list_(pa.float64()))])),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
-    """A split that one checkpoint was asked: on rank 0 all of it, in the order of the questions, elsewhere nothing.
+class SplitPredictions:
+    """One checkpoint's predictions for a split: on rank 0 all of them, in the order of the examples, elsewhere none.
 
-    numbers  of the questions that `rows` answer    shuffled  rows of each text with the picture of another, if any
-    missing  (number, why) of the others
+    numbers   of the examples that `rows` are about
+    shuffled  rows of each text with the image of another, if the task shuffles
+    missing   (number, why) of the examples without a prediction
     """
 
     checkpoint: Checkpoint
@@ -49,7 +50,7 @@ class Answered:
     task: Task
     samples: ShardSamples
     pinned: dict  # which regions were read
-    questions: Questions
+    examples: Examples
     numbers: list[int]
     rows: list[dict]
     shuffled: list[dict]
@@ -61,22 +62,21 @@ class Answered:
         return name_of(self.checkpoint.where)
 
     @property
-    def learned_from(self) -> list[str]:
-        """What it was trained on: the splits or, where the task has none, the dataset."""
-        if validation_split(self.recipe.task) is not None:
+    def trained_on(self) -> list[str]:
+        """The splits that it was trained on or, where the task has none, the dataset."""
+        if self.recipe.task.validate_on is not None:
             return list(self.checkpoint.task_settings.get("train_on", ()))
         dataset = self.checkpoint.config.get("recipe", {}).get("data", {}).get("dataset")
         return [dataset] if dataset else []
 
-    def learned(self, split: str) -> bool:
+    def was_trained_on(self, split: str) -> bool:
         """Whether it was trained on a part of the split."""
-        before = {part for one in self.learned_from for part in splits_of(self.recipe.task, one)}
-        return not before.isdisjoint(splits_of(self.recipe.task, split))
+        return not parts_of(self.recipe.task, self.trained_on).isdisjoint(parts_of(self.recipe.task, [split]))
 
     @property
-    def scored_of_missing(self) -> float:
-        """How many of the missing would have a score: as large a share as of the others, since a picture's questions
-        are missing together (VCR asks rationales behind wrong answers, which nobody scores)."""
+    def missing_scores(self) -> float:
+        """How many of the missing would have a score: the same share as of the others, since an image's examples are
+        missing together (VCR's rationales for wrong answers have no score)."""
         scored = sum(row["score"] is not None for row in self.rows)
         return len(self.missing) * (scored / len(self.rows) if self.rows else 1)
 
@@ -87,7 +87,7 @@ def name_of(where: str) -> str:
 
 
 def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """By what an evaluation is known to be the same."""
+    """Evaluations with equal inputs are the same."""
     return {
         "recipe": recipe.name,
         "checkpoints": [name_of(checkpoint) for checkpoint in checkpoints],
@@ -96,19 +96,21 @@ def inputs_of(recipe: Recipe, checkpoints: Sequence[str], split: str, overrides:
     }
 
 
-def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
-    """Where the files go, found writable: the objects, and the names' beginning. ValueError where an evaluation with
-    other inputs is there."""
+def output_folder(out: str | None, checkpoints: Sequence[str], split: str, inputs: dict) -> tuple[ObjectStore, str]:
+    """Where the files go: a store and the beginning of their names. ValueError where it holds an evaluation with other
+    inputs."""
     if out is None:
         root, separator, name = checkpoints[0].rpartition("/runs/")
         if not separator:
-            raise ValueError(f"{checkpoints[0]} belongs to no run, whose folder would be the place: give --out FOLDER")
+            raise ValueError(
+                f"{checkpoints[0]} belongs to no run, so there is no folder to write to: give --out FOLDER"
+            )
         run, _, step = name.partition("/")
         others = "".join(f"-with-{name_of(checkpoint).replace('/', '-')}" for checkpoint in checkpoints[1:])
         store, folder = open_store(root), f"runs/{run}/evaluations/{split}-{step}{others}/"
     else:
         store, folder = open_store(out), ""
-    before = written(store, folder)
+    before = read_summary(store, folder)
     for name, now in inputs.items() if before else ():
         if before["inputs"].get(name) != now:
             raise ValueError(
@@ -118,61 +120,64 @@ def find_place(out: str | None, checkpoints: Sequence[str], split: str, inputs: 
     return store, folder
 
 
-def written(store: ObjectStore, folder: str) -> dict[str, Any] | None:
-    """What metrics.json of an evaluation holds that is there already."""
+def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
+    """The contents of metrics.json; None where there is none."""
     if not store.exists(folder + METRICS):
         return None
+    where = store.where(folder + METRICS)
     try:
-        about = parse_json(store.get(folder + METRICS), store.where(folder + METRICS))
-        return about if about["inputs"].keys() and about["files"] else None
+        summary = parse_json(store.get(folder + METRICS), where)
+        return summary if summary["inputs"].keys() and summary["files"] else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        where = store.where(folder + METRICS)
         raise ValueError(f"{where} is not of an evaluation; name another place with --out FOLDER") from error
 
 
-def results(answered: Sequence[Answered], rows: Sequence[dict], split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What metrics.json says of them, and the other files but the page."""
-    first, task = answered[0], answered[0].task
+def summarise(
+    predicted: Sequence[SplitPredictions], rows: Sequence[dict], split: str
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The contents of metrics.json, and the other files except the page."""
+    first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _parquet(rows, type(task).__name__)}
-    shuffled = [row for one in answered for row in one.shuffled]
-    metrics = metrics_of(task, rows, shuffled)
-    unreadable = sum(len(one.missing) for one in answered)
+    metrics = metrics_of(task, rows, [row for one in predicted for row in one.shuffled])
     scores = [row["score"] for row in rows if row["score"] is not None]
-    counts = {"all": sum(len(one.questions) for one in answered), "asked": len(rows), "unreadable": unreadable}
-    counts["left_out"] = sum(len(one.questions.left_out) for one in answered)
-    counts["flawed"] = sum(len(one.questions.flawed) for one in answered)
-    flaws = [line for one in answered for line in flaws_of(one)]
-    if flaws:
-        files[FLAWS] = "".join(json.dumps(line) + "\n" for line in flaws).encode()
-    lost = sum(one.scored_of_missing for one in answered)
+    counts = {
+        "all": sum(len(one.examples) for one in predicted),
+        "predicted": len(rows),
+        "unreadable": sum(len(one.missing) for one in predicted),
+        "skipped": sum(len(one.examples.skipped) for one in predicted),
+        "invalid": sum(len(one.examples.invalid) for one in predicted),
+    }
+    if problems := [line for one in predicted for line in problems_of(one)]:
+        files[PROBLEMS] = "".join(json.dumps(line) + "\n" for line in problems).encode()
+    missing_scores = sum(one.missing_scores for one in predicted)
     refused = None
     try:
-        submission = task.submission(rows) if hasattr(task, "submission") else {}
-    except ValueError as error:  # the numbers stand without it
+        submission = task.submission(rows)
+    except ValueError as error:  # the metrics stand without it
         submission, refused = {}, str(error)
-    about = {
+    summary = {
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "paper": task.reported(split) if hasattr(task, "reported") else {},
-        "questions": counts,
+        "paper": task.reported(split),
+        "examples": counts,
         "mean_score": sum(scores) / len(scores) if scores else None,
-        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + lost) if scores else None,
-        "trained_on": [", ".join(one.learned_from) or None for one in answered],
-        "trained_on_this_split": any(one.learned(split) for one in answered),
-        "untrained_detector": any(one.pinned["random_init"] for one in answered),
+        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + missing_scores) if scores else None,
+        "trained_on": [", ".join(one.trained_on) or None for one in predicted],
+        "trained_on_this_split": any(one.was_trained_on(split) for one in predicted),
+        "random_init_detector": any(one.pinned["random_init"] for one in predicted),
         "data": {name: first.pinned[name] for name in ("dataset", "stage", "snapshot")},
-        "settings": [to_json(one.recipe.task) for one in answered],
+        "settings": [to_json(one.recipe.task) for one in predicted],
         "submission": list(submission),
         "submission_refused": refused,
     }
-    return about, files | submission
+    return summary, files | submission
 
 
-def flaws_of(one: Answered) -> list[dict[str, str | bool | None]]:
-    """The lines of flaws.jsonl: what could not be read, what the task left out, and what it asked all the same."""
-    told = [(False, reason.key, reason.reason) for _, reason in one.missing]
-    told += [(False, None, line) for line in one.questions.left_out]
-    told += [(True, None, line) for line in one.questions.flawed]
-    return [{"checkpoint": one.name, "asked": asked, "key": key, "reason": line} for asked, key, line in told]
+def problems_of(one: SplitPredictions) -> list[dict[str, str | bool | None]]:
+    """The lines of problems.jsonl: the examples that cannot be read, those skipped, and the invalid ones."""
+    found = [(False, reason.key, reason.reason) for _, reason in one.missing]
+    found += [(False, None, line) for line in one.examples.skipped]
+    found += [(True, None, line) for line in one.examples.invalid]
+    return [{"checkpoint": one.name, "predicted": yes, "key": key, "reason": line} for yes, key, line in found]
 
 
 def _parquet(rows: Sequence[dict], task: str) -> bytes:
@@ -180,7 +185,9 @@ def _parquet(rows: Sequence[dict], task: str) -> bytes:
     names = list(dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)]))
     lacking = [name for name in _COLUMNS if any(name not in row for row in rows)]
     if lacking:
-        raise ValueError(f"the predictions of {task} have no {', '.join(lacking)}; vlbert/tasks/__init__.py says what")
+        raise ValueError(
+            f"the predictions of {task} have no {', '.join(lacking)}; Task.predictions says what (vlbert/tasks/base.py)"
+        )
     columns = {}
     for name in names:
         try:
@@ -192,51 +199,51 @@ def _parquet(rows: Sequence[dict], task: str) -> bytes:
     return file.getvalue()
 
 
-def write(store: ObjectStore, folder: str, files: dict[str, bytes], about: dict[str, Any]) -> None:
-    """metrics.json goes first of what was there, and comes last of what is new: with it, all is whole."""
-    before = written(store, folder)
+def write(store: ObjectStore, folder: str, files: dict[str, bytes], summary: dict[str, Any]) -> None:
+    """Writes metrics.json last, and deletes an older one first: where it is, all files are there."""
+    before = read_summary(store, folder)
     if before:
         store.delete(folder + METRICS)
         for name in before["files"]:
             store.delete(folder + name)
     for name, data in files.items():
         store.put(folder + name, data)
-    store.put(folder + METRICS, (json.dumps(about, indent=1) + "\n").encode())
+    store.put(folder + METRICS, (json.dumps(summary, indent=1) + "\n").encode())
 
 
-def say(about: dict[str, Any], where: str) -> None:
-    """The numbers, beside the paper's, and what to know about them."""
-    for warning in warnings(about):
+def print_summary(summary: dict[str, Any], where: str) -> None:
+    """Prints the warnings, and the metrics beside the paper's."""
+    for warning in warnings(summary):
         print(warning, flush=True)
-    for name, value in about["metrics"].items():
-        if "/" not in name:  # of types of questions: many, and in metrics.json
-            paper = f"  (the paper, %: {about['paper'][name]})" if name in about["paper"] else ""
+    for name, value in summary["metrics"].items():
+        if "/" not in name:  # those of question types are many, and in metrics.json
+            paper = f"  (the paper, %: {summary['paper'][name]})" if name in summary["paper"] else ""
             print(f"{name} {'-' if value is None else format(value, '.4f')}{paper}", flush=True)
-    print(f"evaluated {about['inputs']['split']}: {where}", flush=True)
+    print(f"evaluated {summary['inputs']['split']}: {where}", flush=True)
 
 
-def warnings(about: dict[str, Any]) -> list[str]:
-    """What a reader of the numbers must know, a sentence each."""
-    counts, found = about["questions"], []
-    if about["trained_on_this_split"]:
-        found.append(f"WARNING: it was trained on this split ({', '.join(map(str, about['trained_on']))})")
-    if about["untrained_detector"]:
+def warnings(summary: dict[str, Any]) -> list[str]:
+    """What a reader of the metrics must know, a sentence each."""
+    counts, found = summary["examples"], []
+    if summary["trained_on_this_split"]:
+        found.append(f"WARNING: it was trained on this split ({', '.join(map(str, summary['trained_on']))})")
+    if summary["random_init_detector"]:
         found.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if counts["unreadable"]:
-        found.append(
-            f"{counts['unreadable']} of {counts['all']} questions could not be read: the metrics are over the others, "
-            f"see {FLAWS}"
+        line = (
+            f"{counts['unreadable']} of {counts['all']} examples could not be read: the metrics are over the others, "
+            f"see {PROBLEMS}"
         )
-        if about["mean_score"] is not None:
-            wrong = about["mean_score_unreadable_wrong"]
-            found[-1] += f"; counted as wrong, they take the mean score from {about['mean_score']:.4f} to {wrong:.4f}"
-    if counts["left_out"]:
-        found.append(f"{counts['left_out']} questions of the files are not asked, see {FLAWS}")
-    if counts.get("flawed"):  # an evaluation that is there already may be older than that count
+        if summary["mean_score"] is not None:
+            wrong = summary["mean_score_unreadable_wrong"]
+            line += f"; counted as wrong, they change the mean score from {summary['mean_score']:.4f} to {wrong:.4f}"
+        found.append(line)
+    if counts["skipped"]:
+        found.append(f"{counts['skipped']} examples of the files are skipped, see {PROBLEMS}")
+    if counts["invalid"]:
         found.append(
-            f"{counts['flawed']} of {counts['all']} questions are asked although something is wrong with them, see "
-            f"{FLAWS}"
+            f"{counts['invalid']} of {counts['all']} examples are invalid and count as they are, see {PROBLEMS}"
         )
-    if about["submission_refused"]:
-        found.append(f"no submission file: {about['submission_refused']}")
+    if summary["submission_refused"]:
+        found.append(f"no submission file: {summary['submission_refused']}")
     return found

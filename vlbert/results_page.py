@@ -10,25 +10,25 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from detectors.drawing import BOX_COLOURS, GREEN, OTHERS, RED, data_uri, draw_boxes
 from storage.sample import Sample
-from vlbert.results import Answered, warnings
+from vlbert.results import SplitPredictions, warnings
 
 _DRAWN = 12  # samples of each kind
 _MOST_CANDIDATES = 12  # regions drawn beside the chosen one
 Place = tuple[int, int]  # which of the checkpoints, which of its rows
 
 
-def page(about: dict[str, Any], answered: Sequence[Answered]) -> bytes:
-    """index.html, whole in itself."""
-    worst, best = worst_and_best(answered)
-    scored = bool(worst) and _row(answered, worst[0])["score"] is not None
+def page(summary: dict[str, Any], predicted: Sequence[SplitPredictions]) -> bytes:
+    """index.html, with all images in it."""
+    worst, best = worst_and_best(predicted)
+    scored = bool(worst) and _row(predicted, worst[0])["score"] is not None
     galleries = [
-        ("Worst" if scored else "Least sure", [_drawn(answered, place) for place in worst]),
-        ("Best" if scored else "Surest", [_drawn(answered, place) for place in best]),
+        ("Worst" if scored else "Least confident", [_drawn(predicted, place) for place in worst]),
+        ("Best" if scored else "Most confident", [_drawn(predicted, place) for place in best]),
     ]
     whole, parts = [], []
-    for name, value in about["metrics"].items():
+    for name, value in summary["metrics"].items():
         (parts if "/" in name else whole).append((name, value))
-    values = {"about": about, "warnings": warnings(about), "galleries": galleries, "whole": whole, "parts": parts}
+    values = {"summary": summary, "warnings": warnings(summary), "galleries": galleries, "whole": whole, "parts": parts}
     return render(Path(__file__).parent / "results.html.j2", values).encode()
 
 
@@ -56,10 +56,10 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
         drawn = [(box, OTHERS, "") for box in sample.regions.boxes[:_MOST_CANDIDATES]]
     for number, one in enumerate(row["boxes"]):
         name, colour = one["name"], BOX_COLOURS[number % len(BOX_COLOURS)]
-        if name == "truth" and right:
+        if name == "ground truth" and right:
             continue  # the chosen box is good enough
-        if row["score"] is not None and name in (row["said"], "truth"):
-            colour = GREEN if right or name == "truth" else RED
+        if row["score"] is not None and name in (row["answer"], "ground truth"):
+            colour = GREEN if right or name == "ground truth" else RED
         drawn.append((np.array(one["box"], np.float32), colour, name))
     try:
         return data_uri(draw_boxes(sample, drawn))
@@ -67,18 +67,18 @@ def draw_answer(sample: Sample, row: dict[str, Any]) -> str | None:
         return None
 
 
-def worst_and_best(answered: Sequence[Answered], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
+def worst_and_best(predicted: Sequence[SplitPredictions], count: int = _DRAWN) -> tuple[list[Place], list[Place]]:
     """The rows with the lowest scores, the surest of them first, and those with the highest; of a split without truths,
     the least sure and the surest. No row is in both."""
-    places = [(number, row) for number, one in enumerate(answered) for row in range(len(one.rows))]
-    scored = [place for place in places if _row(answered, place)["score"] is not None]
+    places = [(number, row) for number, one in enumerate(predicted) for row in range(len(one.rows))]
+    scored = [place for place in places if _row(predicted, place)["score"] is not None]
 
     def worth(place: Place) -> tuple[float, float]:
-        row = _row(answered, place)
+        row = _row(predicted, place)
         return (row["score"], -row["probability"]) if scored else (row["probability"], 0)
 
     def best_first(place: Place) -> tuple[float, float]:
-        row = _row(answered, place)
+        row = _row(predicted, place)
         return (-row["score"] if scored else 0, -row["probability"])
 
     places = scored or places
@@ -87,14 +87,14 @@ def worst_and_best(answered: Sequence[Answered], count: int = _DRAWN) -> tuple[l
     return worst, best
 
 
-def _row(answered: Sequence[Answered], place: Place) -> dict[str, Any]:
-    return answered[place[0]].rows[place[1]]
+def _row(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
+    return predicted[place[0]].rows[place[1]]
 
 
-def _drawn(answered: Sequence[Answered], place: Place) -> dict[str, Any]:
-    one, row = answered[place[0]], _row(answered, place)
+def _drawn(predicted: Sequence[SplitPredictions], place: Place) -> dict[str, Any]:
+    one, row = predicted[place[0]], _row(predicted, place)
     try:
-        image = draw_answer(one.samples.sample(int(one.questions.samples[one.numbers[place[1]]])), row)
+        image = draw_answer(one.samples.sample(int(one.examples.samples[one.numbers[place[1]]])), row)
     except (OSError, ValueError):  # the sample cannot be read
         image = None
     return {"row": row, "image": image}

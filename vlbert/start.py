@@ -9,13 +9,13 @@ from storage.reading import ShardSamples
 from storage.settings import differing_fields, flat, to_json
 from training import distributed
 from training.distributed import World
-from vlbert.checkpoint import Checkpoint, check_kept, load_model, vocabulary_of
+from vlbert.checkpoint import Checkpoint, check_saved, load_model, vocabulary_of
 from vlbert.config import Recipe, architecture
 from vlbert.data.samples import captions
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.bert import bert_vocabulary, init_from_bert
 from vlbert.model.vlbert import VLBert
-from vlbert.tasks import splits_of, validation_split
+from vlbert.tasks import parts_of
 from vlbert.tasks.base import Task, TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 
@@ -42,12 +42,12 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
             "shall start from random weights: random_init=true"
         )
-    held_out = validation_split(recipe.task) if recipe.data.held_out else None
-    learned = {part for split in getattr(recipe.task, "train_on", ()) for part in splits_of(recipe.task, split)}
-    if held_out is not None and not learned.isdisjoint(splits_of(recipe.task, held_out)):
+    held_out = recipe.task.validate_on if recipe.data.held_out else None
+    learned = parts_of(recipe.task, recipe.task.train_on)
+    if held_out is not None and not learned.isdisjoint(parts_of(recipe.task, [held_out])):
         raise ValueError(
             f"task.validate_on={held_out} is one of task.train_on={','.join(recipe.task.train_on)}, or shares "
-            "questions with one: validation would measure memory; name another split, or train without validation: "
+            "examples with one: validation would measure memory; name another split, or train without validation: "
             "data.held_out=none"
         )
     if resumed:
@@ -100,7 +100,7 @@ def make_model(
     torch.manual_seed(mix(recipe.data.seed, 0xC0FFEE) % 2**63)  # the same new weights on every rank
     model = TaskModel(VLBert(recipe.model, len(vocabulary)), task)
     if resumed:
-        check_kept(task, resumed)
+        check_saved(task, resumed)
         load_model(model, resumed.model, resumed.where)
         return model
     if recipe.model.regions.weights and not init_from:
@@ -118,17 +118,18 @@ def make_model(
                 f"{differing[0][2]} there and {differing[0][1]} here"
             )
         load_model(model.vlbert, init_from.part("vlbert."), init_from.where)
-        taken = start_head(model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__)
+        taken = start_head(
+            task, model.head, init_from, same_task=init_from.config.get("task") == type(recipe.task).__name__
+        )
         report(f"VL-BERT from {init_from.where}, of its head {taken}")
         if taken == "all":
-            check_kept(task, init_from)
+            check_saved(task, init_from)
             return model
-    if hasattr(task, "begin"):
-        task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
+    task.begin(model.vlbert, model.head, init_from.config.get("task") if init_from else None)
     return model
 
 
-def start_head(head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
+def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
     """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the parts that the head names.
 
     `head.init_from` maps parts of this head to parts of pre-training's. Returns the names of what was taken.
@@ -139,9 +140,9 @@ def start_head(head: torch.nn.Module, init_from: Checkpoint, same_task: bool) ->
         load_model(head, found, init_from.where)
         return "all"
     taken = []
-    for part, source in getattr(head, "init_from", {}).items():
+    for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
-            load_model(getattr(head, part), tensors, init_from.where)
+            load_model(head.get_submodule(part), tensors, init_from.where)
             taken.append(source)
     return ", ".join(taken) or "nothing"

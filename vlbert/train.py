@@ -28,7 +28,6 @@ from training.precision import autocast, in_precision_of
 from training.writer import Writer
 from vlbert.checkpoint import (
     Checkpoint,
-    best_by,
     open_checkpoint,
     read_checkpoint,
     save_checkpoint,
@@ -43,8 +42,8 @@ from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.heads import count_parameters
 from vlbert.recipes import RECIPES
 from vlbert.start import check_complete, choose_vocabulary, make_model
-from vlbert.tasks import make_task, task_of, validation_split
-from vlbert.tasks.base import Questions, TaskModel
+from vlbert.tasks import make_task, task_of
+from vlbert.tasks.base import Examples, TaskModel
 from vlbert.validate import validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
@@ -60,7 +59,7 @@ class VLBertRun(Run):
     recipe: Recipe
     model: TaskModel
     data: TrainingData
-    held_out: tuple[ShardSamples, Questions] | None
+    held_out: tuple[ShardSamples, Examples] | None
     vocabulary: Vocabulary
     num_classes: int
     pinned: dict  # what a checkpoint records of the data, without its spans: they are in `data`
@@ -109,9 +108,9 @@ class VLBertRun(Run):
         return self._validate if self.held_out else None
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
-        left_out = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(self.model, self.recipe, *self.held_out, self.world, left_out)
-        self.note_unreadable(left_out)
+        skipped = []  # those in `unreadable` are of training steps, and counted in its next line
+        found = validate(self.model, self.recipe, *self.held_out, self.world, skipped)
+        self.note_unreadable(skipped)
         return found
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
@@ -172,13 +171,13 @@ def enter_new_shards(run: VLBertRun, step: int, boundary: int) -> bool:
     if found is None:
         return False
     samples = samples or open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
-    run.data.enter(samples, run.data.source.task.questions(samples, None), found, boundary)
+    run.data.enter(samples, run.data.source.task.examples(samples, None), found, boundary)
     now = run.data.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
         print(
-            f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.questions} questions an "
-            f"epoch instead of {before.questions}, {dataset}/{stage} (snapshot {found})",
+            f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
+            f"epoch instead of {before.examples}, {dataset}/{stage} (snapshot {found})",
             flush=True,
         )
     return True
@@ -197,7 +196,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
     state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
     check_complete(recipe, resumed)
     if resumed and world.first:  # it may have been killed before it came to that
-        metric = best_by(task_of(recipe.task), recipe.task)
+        metric = task_of(recipe.task).best_metric(recipe.task)
         settle(store, recipe.run_name, recipe.keep_checkpoints, metric)
     if resumed and (complete := _complete(recipe, resumed)):
         report(complete)
@@ -226,11 +225,11 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
             f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or start "
             "another run: run=NAME"
         )
-    questions = task.questions(samples, None)
-    spans = spans or [SnapshotSpan(0, 0, len(questions), pinned["snapshot"])]
-    if len(questions) != spans[-1].questions:
+    examples = task.examples(samples, None)
+    spans = spans or [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])]
+    if len(examples) != spans[-1].examples:
         raise ValueError(
-            f"{resumed.where} was trained on {spans[-1].questions} questions, now there are {len(questions)}: the "
+            f"{resumed.where} was trained on {spans[-1].examples} examples, now there are {len(examples)}: the "
             "files of the task have changed; put them back, or start another run: run=NAME"
         )
     model = make_model(recipe, task, vocabulary, init_from, resumed, report).to(world.device)
@@ -241,7 +240,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
 
     total, trainable = count_parameters(model)
     report(
-        f"{recipe.run_name}: {len(questions)} questions on {len(samples)} samples of "
+        f"{recipe.run_name}: {len(examples)} examples on {len(samples)} samples of "
         f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {total / 1e6:.2f} M parameters, "
         f"{trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
     )
@@ -249,7 +248,7 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         report("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if not held_out:
         report("there will be no validation: data.held_out names no dataset")
-    for line in questions.left_out:
+    for line in examples.skipped:
         report(f"left out: {line}")
     return VLBertRun(
         recipe=recipe,
@@ -258,8 +257,8 @@ def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBe
         step=state["step"],
         model=model,
         optimizer=optimizer,
-        data=TrainingData(samples, questions, task, config, recipe.model.regions, world, corpus, spans),
-        held_out=(held_out, task.questions(held_out, validation_split(recipe.task))) if held_out else None,
+        data=TrainingData(samples, examples, task, config, recipe.model.regions, world, corpus, spans),
+        held_out=(held_out, task.examples(held_out, recipe.task.validate_on)) if held_out else None,
         vocabulary=vocabulary,
         num_classes=num_classes,
         pinned={
@@ -313,7 +312,7 @@ def find_complete(name: str, assignments: Sequence[str], processes: int) -> str 
         check_complete(recipe, resumed)
         complete = _complete(recipe, resumed)
         if complete:
-            settle(store, recipe.run_name, recipe.keep_checkpoints, best_by(task_of(recipe.task), recipe.task))
+            settle(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
         return complete
     except (*EXPECTED, OSError):
         return None

@@ -1,4 +1,4 @@
-"""Validation: a task's metrics on held-out questions and, if the task asks for it, on shuffled pictures beside them."""
+"""Validation: a task's metrics over held-out examples and, if the task shuffles, over shuffled images beside them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from training.loop import batches
 from training.precision import autocast, in_precision_of
 from vlbert.config import Recipe
 from vlbert.data.loading import ValidationData
-from vlbert.tasks.base import Questions, Task, TaskModel
+from vlbert.tasks.base import Examples, Task, TaskModel
 
 
 @dataclass(eq=False)
-class Answers:
-    """What this rank's questions came to: the number and the row of each and, where the task shuffles, its row with the
-    picture of another; by number, why others could not be asked."""
+class Predicted:
+    """The predictions of one rank: number and row of each example and, where the task shuffles, its row with the image
+    of another; by number, why others have none."""
 
     numbers: list[int] = field(default_factory=list)
     rows: list[dict] = field(default_factory=list)
@@ -27,14 +27,18 @@ class Answers:
 
 
 @torch.no_grad()
-def ask(
-    model: TaskModel, data: ValidationData, recipe: Recipe, world: World, tell: Callable[[int], None] = lambda n: None
-) -> Answers:
-    """The model's answers to this rank's questions; tell(how many so far) after every batch."""
+def predict_all(
+    model: TaskModel,
+    data: ValidationData,
+    recipe: Recipe,
+    world: World,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Predicted:
+    """The model's predictions for this rank's examples; calls progress(number of examples so far) after each batch."""
     was_training = model.training
     model.eval()
-    found = Answers()
-    # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to make.
+    found = Predicted()
+    # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to compile.
     with in_precision_of(recipe), torch.compiler.set_stance("force_eager"):
         for parts, numbers, unreadable in batches(data, range(len(data)), recipe.data.workers, world.device):
             found.numbers += numbers
@@ -42,7 +46,7 @@ def ask(
             for rows, batch in zip((found.rows, found.shuffled), parts, strict=False):  # without shuffling there is one
                 with autocast(recipe, world):
                     rows += model.predict(batch)
-            tell(len(found.numbers))
+            progress(len(found.numbers))
     model.train(was_training)
     return found
 
@@ -51,44 +55,44 @@ def validate(
     model: TaskModel,
     recipe: Recipe,
     samples: Samples,
-    questions: Questions,
+    examples: Examples,
     world: World,
     unreadable: list[Unreadable] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """(metrics, predictions) over the held-out questions, the same on every rank.
+    """(metrics, predictions) over the held-out examples, the same on every rank.
 
-    Questions whose sample cannot be read are left out: `unreadable` gets those of this rank, the metric "unreadable"
-    tells how many there were on all, if any. ValueError where no question can be asked.
+    Examples whose sample cannot be read are skipped: those of this rank are added to `unreadable`, the metric
+    "unreadable" counts them over all ranks, if there are any. ValueError where no example can be read.
     """
     data = ValidationData(
-        samples, questions, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
+        samples, examples, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
     )
-    found = ask(model, data, recipe, world)
-    left_out = list(found.unreadable.values())
+    found = predict_all(model, data, recipe, world)
+    skipped = list(found.unreadable.values())
     predictions = gather_rows(found.rows, world)
     if not predictions:
-        raise ValueError(f"none of the {len(questions)} held-out questions can be asked{because_of(left_out)}")
+        raise ValueError(f"none of the {len(examples)} held-out examples can be read{because_of(skipped)}")
     metrics = metrics_of(model.task, predictions, gather_rows(found.shuffled, world))
-    (missing,) = sum_over_ranks([len(left_out)], world)
+    (missing,) = sum_over_ranks([len(skipped)], world)
     if missing:
         metrics["unreadable"] = missing
     if unreadable is not None:
-        unreadable += left_out
+        unreadable += skipped
     return metrics, predictions
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:
-    """A task's metrics. One that shuffles gets each but `chance*`, which no picture changes, a second time:
-    `<name>_shuffled`, each text with the picture of another, and `<name>_grounding`, the difference: what the model got
-    from this picture, and not from habits of text or pictures."""
+    """A task's metrics. Where it shuffles, each but `chance*`, which does not depend on the image, has two more:
+    `<name>_shuffled`, each text with the image of another, and `<name>_grounding_gap`, the difference, which comes from
+    the right image and not from habits of text or images alone."""
     metrics = task.metrics(rows)
     if shuffled:
         others = {name: value for name, value in task.metrics(shuffled).items() if not name.startswith("chance")}
         metrics |= {f"{name}_shuffled": value for name, value in others.items()}
-        metrics |= {f"{name}_grounding": metrics[name] - value for name, value in others.items()}
+        metrics |= {f"{name}_grounding_gap": metrics[name] - value for name, value in others.items()}
     return metrics
 
 
-def because_of(left_out: Sequence[Unreadable]) -> str:
-    """The end of a message: why the last of these could not be asked."""
-    return f"; the last because {left_out[-1].reason}" if left_out else ""
+def because_of(unreadable: Sequence[Unreadable]) -> str:
+    """The end of a message: why the last of these could not be read."""
+    return f"; the last because {unreadable[-1].reason}" if unreadable else ""

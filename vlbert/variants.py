@@ -71,7 +71,7 @@ RULES = (
     Rule(13, "task.instance_masks", False, True, "4.2", "only an object's own cells count in its feature", _VCR),
     Rule(
         13,
-        "task.hidden_regions",
+        "task.masked_regions",
         0.15,
         0.0,
         "4.2",

@@ -162,7 +162,7 @@ def _totals(case: VLBertCase, task: Task, losses: Callable[[Task], dict]) -> dic
     totals = {}
     for family, names in {"MLM": ("words", "text_words"), "MVRC": ("regions",), "REL": ("relationship",)}.items():
         if case.network[f"WITH_{family}_LOSS"]:
-            over = "rows" if case.network.get(f"{family}_LOSS_NORM_IN_BATCH_FIRST") else "questions"
+            over = "rows" if case.network.get(f"{family}_LOSS_NORM_IN_BATCH_FIRST") else "labels"
             found = losses(type(task)(dataclasses.replace(task.settings, losses_over=over), task.vocabulary, 1600))
             totals |= {name: found[name] for name in names}
     if not totals:

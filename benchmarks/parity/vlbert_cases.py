@@ -265,7 +265,7 @@ def _words(tokens: Tensor, answers: Tensor) -> TextInput:
 def vqa_batch(case: VLBertCase, task: VQA) -> Batch:
     questions, scores = case.tensor("in/question"), case.arrays["in/label"]
     found = images(case, case.tensor("in/boxes")[..., 0] > -1.5)
-    texts = [task.words(q[q > 0].numpy(), s) for q, s in zip(questions, scores, strict=True)]
+    texts = [task.text_input(q[q > 0].numpy(), s) for q, s in zip(questions, scores, strict=True)]
     return collate([Example(f"question {i}", *both) for i, both in enumerate(zip(texts, found, strict=True))])
 
 
@@ -276,7 +276,7 @@ def refcoco_batch(case: VLBertCase, task: RefCOCO) -> Batch:
     for row, image in enumerate(images(case, valid)):
         right = (labels[row][valid[row]] == 1).numpy()
         targets = {"candidate": np.ones(len(right), bool), "right": right}
-        text = task.words(expressions[row][expressions[row] > 0].numpy())
+        text = task.text_input(expressions[row][expressions[row] > 0].numpy())
         metadata = {"expression": Expression(row, row, ""), "split": "", "boxes": image.boxes, "to_stored": np.ones(4)}
         examples.append(Example(f"expression {row}", text, dataclasses.replace(image, label_masks=targets), metadata))
     return collate(examples)
@@ -290,7 +290,7 @@ def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
         question = _tagged(case.arrays["in/question"][row])
         right = int(case.arrays["in/answer_label"][row])
         texts = [
-            task.words(question, _tagged(choice), number == right)
+            task.text_input(question, _tagged(choice), number == right)
             for number, choice in enumerate(case.arrays["in/answer_choices"][row])
         ]
         image = dataclasses.replace(

@@ -409,7 +409,7 @@ def test_every_task_asks_about_images_that_are_there_and_no_image_is_of_two_spli
 def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(asked):
     known = [*asked["train2014"], *asked["val2014"]]
     assert {len(one.answers) for one in known} == {10}
-    agreeing = [one.answers.count(one.truth) for one in known]
+    agreeing = [one.answers.count(one.ground_truth) for one in known]
     assert set(agreeing) == {7, 8, 9, 10}
     assert 0.6 < np.mean([count == 10 for count in agreeing]) < 0.8
     assert {one.answers for one in asked["test2015"]} == {()}
@@ -430,24 +430,26 @@ def test_the_right_answer_is_what_one_sees(asked, things):
         objects, words = things[one.image], one.text.lower().removesuffix("?").split()
         if one.question_type in ("what color is the", "what"):
             [meant] = [thing for thing in objects if fits(" ".join(words[words.index("the") + 1 :]), thing)]
-            assert one.truth == meant["category"].split()[one.question_type == "what"], one
-            assert one.truth not in words
+            assert one.ground_truth == meant["category"].split()[one.question_type == "what"], one
+            assert one.ground_truth not in words
         elif one.question_type == "how many":
             said = [{"crosses": "cross"}.get(word, word.removesuffix("s")) for word in words[2:-2]]
-            assert one.truth == str(sum(fits(" ".join(said), thing) for thing in objects)), one
+            assert one.ground_truth == str(sum(fits(" ".join(said), thing) for thing in objects)), one
         else:
-            assert one.truth == ("yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no")
+            assert one.ground_truth == (
+                "yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no"
+            )
         checked[one.question_type] += 1
     assert min(checked.values()) > 100
 
 
 def test_the_answers_to_choose_from_are_those_of_nine_questions_and_hold_nearly_all(drawn, asked):
     answers = (drawn.vqa / "answers_vqa.txt").read_text().splitlines()
-    counts = collections.Counter(one.truth for one in (*asked["train2014"], *asked["val2014"]))
+    counts = collections.Counter(one.ground_truth for one in (*asked["train2014"], *asked["val2014"]))
     frequent = [answer for answer, count in counts.items() if count >= 9]
     assert answers == sorted(frequent, key=lambda answer: (-counts[answer], answer))
     assert set(answers) > {"yes", "no", "2", *COLOURS, *SHAPES}
-    assert np.mean([one.truth in answers for one in asked["val2014"]]) > 0.95
+    assert np.mean([one.ground_truth in answers for one in asked["val2014"]]) > 0.95
 
 
 def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
@@ -461,10 +463,10 @@ def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, 
 
 def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(asked):
     for kind, options in (("what color is the", COLOURS), ("what", SHAPES)):
-        learned = [(one.text, one.truth) for one in asked["train2014"] if one.question_type == kind]
+        learned = [(one.text, one.ground_truth) for one in asked["train2014"] if one.question_type == kind]
         held_out = [one for one in asked["val2014"] if one.question_type == kind]
         said = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
-        right = np.mean([a == one.truth for a, one in zip(said, held_out, strict=True)])
+        right = np.mean([a == one.ground_truth for a, one in zip(said, held_out, strict=True)])
         assert right < 1 / 6 + 3.5 * np.sqrt(5 / 36 / len(held_out)), kind
 
 

@@ -260,7 +260,7 @@ def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_e
         assert with_it["dataset"] == "coco"
         assert Path(with_it["folder"]).is_dir()
     asked = [one["overrides"] for one in told if one["task"] == "vcr"]
-    assert ["task.question=rationale" in overrides for overrides in asked] == [False, False, True, True]
+    assert ["task.subtask=rationale" in overrides for overrides in asked] == [False, False, True, True]
     answers = len((demo_data.vqa / "answers_vqa.txt").read_text().splitlines())
     assert [one["task"] for one in told if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
 

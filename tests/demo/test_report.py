@@ -94,13 +94,13 @@ def predictions(root: Path, stage: str, scores: Sequence[float]) -> list[dict]:
         rows.append(
             {
                 "key": sample.key,
-                "asked": f"question {number}",
-                "said": "region 1",
+                "question": f"question {number}",
+                "answer": "region 1",
                 "probability": 0.625,
                 "ranking": [],
-                "truth": "region 2" if score < 0.5 else "region 1",
+                "ground_truth": "region 2" if score < 0.5 else "region 1",
                 "score": score,
-                "boxes": [{"name": "region 1", "box": boxes[0]}, {"name": "truth", "box": boxes[score < 0.5]}],
+                "boxes": [{"name": "region 1", "box": boxes[0]}, {"name": "ground truth", "box": boxes[score < 0.5]}],
                 "candidates": len(boxes),
             }
         )
@@ -265,12 +265,12 @@ def test_a_chosen_box_is_green_where_it_is_right_and_red_where_it_is_wrong(made:
     stage = f"regions/{results[0].finetuned[0].detector}"
     sample = next(Catalog(open_store(str(root)), "coco").read(stage, "00000"))
     first, second = sample.regions.boxes[:2]
-    boxes = [{"name": "region 1", "box": first.tolist()}, {"name": "truth", "box": second.tolist()}]
-    drawn = pixels(draw_answer(sample, {"said": "region 1", "score": score, "boxes": boxes}))
+    boxes = [{"name": "region 1", "box": first.tolist()}, {"name": "ground truth", "box": second.tolist()}]
+    drawn = pixels(draw_answer(sample, {"answer": "region 1", "score": score, "boxes": boxes}))
     assert box_colour(drawn, first, chosen) > 0.5
     assert (box_colour(drawn, second, other or GREEN) > 0.5) == (other is not None)
     broken = dataclasses.replace(sample, image=b"no image")
-    assert draw_answer(broken, {"said": "", "score": score, "boxes": []}) is None
+    assert draw_answer(broken, {"answer": "", "score": score, "boxes": []}) is None
 
 
 @pytest.mark.parametrize(

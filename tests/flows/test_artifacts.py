@@ -184,13 +184,13 @@ def test_curves_name_the_run_and_the_last_value_of_each_line():
     ]
     validation = [
         {"step": 10, "words_accuracy": 0.25, "seconds": 3.0},
-        {"step": 20, "words_accuracy": 0.5, "monitored_accuracy_grounding": 0.125, "accuracy/yes/no": 1.0},
+        {"step": 20, "words_accuracy": 0.5, "monitored_accuracy_grounding_gap": 0.125, "accuracy/yes/no": 1.0},
     ]
     shown = texts(draw("a <b> run", training, validation))
     assert "a <b> run: training loss" in shown
     assert "a <b> run: validation" in shown
     assert {"loss_words 0.050", "loss_regions 2.000"} <= set(shown)
-    assert {"words_accuracy 0.500", "monitored_accuracy_grounding 0.125"} <= set(shown)
+    assert {"words_accuracy 0.500", "monitored_accuracy_grounding_gap 0.125"} <= set(shown)
     assert {"learning rate 0.0002", "gradient norm 3.25", "samples/s 50"} <= set(shown)
     assert not [text for text in shown if "data_wait" in text or "seconds" in text or "yes/no" in text]
     bare = [{"step": 1, "loss_words": 1.0}]

@@ -261,7 +261,7 @@ def test_a_picture_that_is_damaged_on_the_disk_and_unpacks_is_read_past_its_copy
     config = dataclasses.replace(recipe.data, batch=8, text_batch=0)
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task = make_task(recipe.task, vocabulary, 8)
-    questions = task.questions(samples, None)
+    questions = task.examples(samples, None)
     (batch,) = TrainingData(samples, questions, task, config, TINY_MODEL.regions, ALONE)[0]
     assert batch.unreadable == ()
     assert len(batch) == 8
@@ -444,7 +444,7 @@ def test_a_training_gets_the_same_batches_from_folder_bucket_and_cache(tmp_path)
                 time.sleep(0.01)
             vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
             task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
-            corpus, questions = TextCorpus(root / "text", vocabulary), task.questions(samples, None)
+            corpus, questions = TextCorpus(root / "text", vocabulary), task.examples(samples, None)
             data = TrainingData(samples, questions, task, config, TINY_MODEL.regions, ALONE, corpus)
             steps = batches(data, range(4), 2, ALONE.device)
             seen.append([rows_in_order(part) for parts in steps for part in parts])

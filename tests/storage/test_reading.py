@@ -84,7 +84,7 @@ def test_a_chunk_is_one_request_where_single_samples_are_many(tmp_path):
 
 def test_a_training_takes_chunks_of_neighbours(tmp_path):
     data = training_data(tiny_root(tmp_path, samples=20), chunk=4)
-    number = {data.asked.samples.sample(i).key: i for i in range(20)}
+    number = {data.source.samples.sample(i).key: i for i in range(20)}
     for step in range(5):  # two epochs, of five chunks each
         taken = [number[key] for key in captions(data[step][0])]
         for start in (0, 4):

@@ -347,7 +347,7 @@ def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
 def test_a_run_that_goes_on_leaves_out_the_spike_that_it_would_have_left_out(root):
     def spike(step: int, parts: Sequence[Batch]) -> None:
         if step == 105:
-            parts[0].asked["region_classes"] *= 1000
+            parts[0].labels["region_classes"] *= 1000
 
     recipe = tiny_recipe(root, steps=108, log_every=5, save_every=103, validate_every=1000)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, held_out=None))
@@ -579,7 +579,7 @@ world = distributed.start()
 
 def poison(step, parts):
     if step == 2 and world.rank == world.size - 1:
-        parts[-1].asked["region_classes"][-1] = float("nan")
+        parts[-1].labels["region_classes"][-1] = float("nan")
 
 recipe = tiny_recipe(Path(sys.argv[1]), run=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
 train(recipe, world, poison)

@@ -40,7 +40,9 @@ def asked(text: str, regions: int = 2, beside: str | None = None) -> Prediction:
     model = VLBert(TINY_MODEL, len(WORDS)).eval()
     sample, other = tiny_sample(1, regions), tiny_sample(2, 3)
     examples = [
-        task.example(of, prepare_image(of, TINY_MODEL.regions, flip=False), task.ask(words), np.random.default_rng(0))
+        task.example(
+            of, prepare_image(of, TINY_MODEL.regions, flip=False), task.annotation_for(words), np.random.default_rng(0)
+        )
         for of, words in ((sample, text), (other, beside))
         if words
     ]

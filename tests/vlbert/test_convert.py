@@ -387,7 +387,7 @@ def test_a_checkpoint_of_our_own_run_becomes_a_file_of_theirs(converted, tmp_pat
     ("settings", "pretrained", "part", "source"),
     [
         (RefCOCOSettings(), "pretrain_base_e2e", "transform", "region_transform"),
-        (VCRSettings(max_pieces=32), "pretrain_base_e2e", "region_transform", "region_transform"),
+        (VCRSettings(max_tokens=32), "pretrain_base_e2e", "region_transform", "region_transform"),
         (
             VQASettings(answers_from_words=False, question_length=32),
             "pretrain_base_prec",

@@ -32,10 +32,10 @@ from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main
 from vlbert.recipes import RECIPES
-from vlbert.results import Answered, flaws_of, warnings
+from vlbert.results import SplitPredictions, problems_of, warnings
 from vlbert.results_page import worst_and_best
 from vlbert.start import check_complete
-from vlbert.tasks.base import Questions
+from vlbert.tasks.base import Examples
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
@@ -113,7 +113,7 @@ def test_the_papers_number_for_the_split_of_validation_is_found_from_a_checkpoin
         ),
         (
             {"task": "ForeignSettings"},
-            "was trained for a task with ForeignSettings, which none of those known here has",
+            "ForeignSettings",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_split_is_asked_whole_in_its_own_order_and_scored_as_the_task_does(wor
     about = evaluated(world, out=tmp_path / "out")
     rows = rows_in(tmp_path / "out")
     assert [row["sentence_id"] for row in rows] == [10 * i + k for i in range(0, 12, 2) for k in range(2)]
-    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0, "flawed": 0}
+    assert about["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert json.loads(json.dumps(about)) == json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert about["metrics"] == RefCOCO.metrics(None, rows)
     assert about["mean_score"] == about["metrics"]["accuracy_published"]
@@ -173,7 +173,7 @@ def test_what_is_done_already_by_the_same_settings_is_left_as_it_is_without_a_lo
     capsys.readouterr()
     assert evaluated(folder) == json.loads(json.dumps(about))
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == f"evaluated already, by the same settings: {place}; --again does it once more"
+    assert first == f"evaluated already, with the same settings: {place}; --again repeats it"
     assert last == f"evaluated val: {place}"
     assert contents(place) == before
     with pytest.raises(ValueError, match="model.safetensors is damaged: it has 4 bytes"):
@@ -247,7 +247,7 @@ def test_the_page_is_whole_in_itself_escaped_and_draws_the_worst_and_the_best(wo
     (folder / "refcoco+" / "refs(unc).p").write_bytes(refs.replace(b"Vthe left one", b"V<b>left</b> &"))
     about = evaluated(folder, out=tmp_path / "out")
     page, rows = (tmp_path / "out" / "index.html").read_text(), rows_in(tmp_path / "out")
-    assert rows[0]["asked"] == "<b>left</b> &"
+    assert rows[0]["question"] == "<b>left</b> &"
     assert "<b>left" not in page
     assert page.count(html.escape("<b>left</b> &")) == 12
     pictures = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)
@@ -275,7 +275,7 @@ def test_the_page_is_whole_in_itself_escaped_and_draws_the_worst_and_the_best(wo
 )
 def test_the_worst_are_the_surest_of_the_wrong(scores, worst, best):
     rows = [{"score": score, "probability": probability} for score, probability in scores]
-    one = Answered(None, None, None, None, {}, None, [*range(len(rows))], rows, [], [])
+    one = SplitPredictions(None, None, None, None, {}, None, [*range(len(rows))], rows, [], [])
     assert worst_and_best([one], count=2) == ([(0, row) for row in worst], [(0, row) for row in best])
 
 
@@ -287,12 +287,14 @@ def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path
         folder / "storage", "refcoco+", [torn(sample) if i in (4, 7) else sample for i, sample in enumerate(samples)]
     )
     about = evaluated(folder, out=tmp_path / "out")
-    assert about["questions"] == {"all": 12, "asked": 10, "unreadable": 2, "left_out": 0, "flawed": 0}
-    rows, missing = rows_in(tmp_path / "out"), (tmp_path / "out" / "flaws.jsonl").read_text().splitlines()
+    assert about["examples"] == {"all": 12, "predicted": 10, "unreadable": 2, "skipped": 0, "invalid": 0}
+    rows, missing = rows_in(tmp_path / "out"), (tmp_path / "out" / "problems.jsonl").read_text().splitlines()
     assert [row["sentence_id"] for row in rows] == [10 * i + k for i in (0, 2, 6, 8, 10) for k in range(2)]
-    assert [(json.loads(line)["key"], json.loads(line)["asked"]) for line in missing] == [(samples[4].key, False)] * 2
+    assert [(json.loads(line)["key"], json.loads(line)["predicted"]) for line in missing] == [
+        (samples[4].key, False)
+    ] * 2
     assert about["mean_score_unreadable_wrong"] == pytest.approx(about["mean_score"] * 10 / 12)
-    assert "2 of 12 questions could not be read: the metrics are over the others" in capsys.readouterr().out
+    assert "2 of 12 examples could not be read: the metrics are over the others" in capsys.readouterr().out
     page, drawn = (tmp_path / "out" / "index.html").read_text(), {}
     for picture, key in re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="sample (\w+)"', page):
         drawn.setdefault(key, Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"))
@@ -303,7 +305,7 @@ def test_what_cannot_be_read_is_counted_named_and_told_both_ways(world, tmp_path
 
     shutil.rmtree(folder / "storage" / "refcoco+")
     commit_samples(folder / "storage", "refcoco+", [torn(sample) for sample in samples])
-    with pytest.raises(ValueError, match=r"none of the 12 questions can be asked; the last because .* does not decode"):
+    with pytest.raises(ValueError, match=r"none of the 12 examples can be read; the last because .* does not decode"):
         evaluated(folder, out=tmp_path / "none")
 
 
@@ -322,22 +324,24 @@ def test_what_is_left_out_and_what_is_asked_with_a_flaw_are_told_apart_everywher
     folder, out = copied(world, tmp_path), tmp_path / "out"
     change_refs(folder / "refcoco+", lambda refs: refs[0]["sentences"][0].update(sent="the " * 50))
     about = evaluated(folder, "tuned", "val", out, "task.expression_length=40")
-    assert about["questions"] == {"all": 12, "asked": 12, "unreadable": 0, "left_out": 0, "flawed": 1}
-    (line,) = map(json.loads, (out / "flaws.jsonl").read_text().splitlines())
-    assert (line["asked"], line["key"]) == (True, None)
-    assert "word pieces, more than task.expression_length = 40" in line["reason"]
-    told = "1 of 12 questions are asked although something is wrong with them, see flaws.jsonl"
+    assert about["examples"] == {"all": 12, "predicted": 12, "unreadable": 0, "skipped": 0, "invalid": 1}
+    (line,) = map(json.loads, (out / "problems.jsonl").read_text().splitlines())
+    assert (line["predicted"], line["key"]) == (True, None)
+    assert "tokens, more than task.expression_length = 40" in line["reason"]
+    told = "1 of 12 examples are invalid and count as they are, see problems.jsonl"
     assert told in capsys.readouterr().out
     assert told in (out / "index.html").read_text()
 
-    questions = Questions(np.arange(1), None, ("one of no use",), ("a bad one",))
-    one = Answered(open_checkpoint(f"{world}/storage/runs/tuned"), None, None, None, {}, questions, [], [], [], [])
-    assert [(line["asked"], line["reason"]) for line in flaws_of(one)] == [
+    questions = Examples(np.arange(1), None, ("one of no use",), ("a bad one",))
+    one = SplitPredictions(
+        open_checkpoint(f"{world}/storage/runs/tuned"), None, None, None, {}, questions, [], [], [], []
+    )
+    assert [(line["predicted"], line["reason"]) for line in problems_of(one)] == [
         (False, "one of no use"),
         (True, "a bad one"),
     ]
-    about["questions"] |= {"left_out": 1, "flawed": 0}
-    assert "1 questions of the files are not asked, see flaws.jsonl" in warnings(about)
+    about["examples"] |= {"skipped": 1, "invalid": 0}
+    assert "1 examples of the files are skipped, see problems.jsonl" in warnings(about)
 
 
 def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsys):
@@ -364,8 +368,8 @@ def test_a_split_that_it_was_trained_on_is_said_to_be_one(world, tmp_path, capsy
 def test_a_split_shares_questions_with_those_that_it_consists_of(world, train_on, split, learned):
     checkpoint = open_checkpoint(f"{world}/storage/runs/tuned")
     checkpoint.task_settings["train_on"] = list(train_on)
-    one = Answered(checkpoint, a_recipe(world), None, None, {}, None, [], [], [], [])
-    assert one.learned(split) == learned
+    one = SplitPredictions(checkpoint, a_recipe(world), None, None, {}, None, [], [], [], [])
+    assert one.was_trained_on(split) == learned
     recipe = a_recipe(world, train_on=train_on, validate_on=split)
     if learned:
         with pytest.raises(ValueError, match=f"task.validate_on={split} is one of task.train_on={','.join(train_on)}"):
@@ -421,7 +425,7 @@ def vcr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vcr_recipe(folder: Path, kind: str) -> Recipe:
-    settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_pieces=40, question=kind)
+    settings = VCRSettings(str(folder / "vcr"), names="class", mask_size=2, max_tokens=40, subtask=kind)
     data = DataConfig(root=str(folder / "storage"), dataset="vcr", held_out=None, batch=4, workers=0)
     fresh = {"vocabulary": None, "vocabulary_size": 90, "steps": 1, "save_every": 1, "random_init": True}
     return tiny_recipe(folder / "storage", run=kind, task=settings, data=data, **fresh)
@@ -437,7 +441,7 @@ def test_of_what_could_not_be_read_only_what_would_have_a_score_counts_as_wrong(
     about = evaluate(vcr_recipe(folder, "answer"), paths, "val", [], str(tmp_path / "out"), ALONE)
     rows = rows_in(tmp_path / "out")
     scores = [row["score"] for row in rows if row["score"] is not None]
-    assert about["questions"] == {"all": 25, "asked": 20, "unreadable": 5, "left_out": 0, "flawed": 0}
+    assert about["examples"] == {"all": 25, "predicted": 20, "unreadable": 5, "skipped": 0, "invalid": 0}
     assert len(scores) == 8, "an answer and, of four, one rationale of each picture"
     assert about["mean_score_unreadable_wrong"] == sum(scores) / 10
 
@@ -448,7 +452,7 @@ def test_two_checkpoints_are_one_evaluation_only_of_a_task_that_joins_them(world
         evaluate(a_recipe(world), paths, "val", [], str(tmp_path / "out"), ALONE)
     for count, message in (
         (3, "names 3 checkpoints; .* takes 2 at most"),
-        (2, "answer the same: name one of them, or"),
+        (2, "have the same settings: name one of them, or"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(vcr_recipe(vcr, "answer"), [f"{vcr}/storage/runs/answer"] * count, "val", [], None, ALONE)
@@ -459,17 +463,17 @@ def test_two_runs_are_joined_each_by_the_settings_of_its_own_training(vcr):
     about = evaluate(vcr_recipe(vcr, "answer"), paths, "val", [], None, ALONE)
     assert {"answer_accuracy", "rationale_accuracy", "joint_accuracy"} <= about["metrics"].keys()
     assert about["paper"]["joint_accuracy"].startswith("55.2")
-    assert [settings["question"] for settings in about["settings"]] == ["answer", "rationale"]
+    assert [settings["subtask"] for settings in about["settings"]] == ["answer", "rationale"]
     place = vcr / "storage/runs/answer/evaluations/val-step-0000001-with-rationale-step-0000001"
     rows = rows_in(place)
-    assert [row["question"] for row in rows] == ["answer"] * 5 + ["rationale"] * 20, "behind every answer"
-    assert about["questions"] == {"all": 25, "asked": 25, "unreadable": 0, "left_out": 0, "flawed": 0}
+    assert [row["subtask"] for row in rows] == ["answer"] * 5 + ["rationale"] * 20, "behind every answer"
+    assert about["examples"] == {"all": 25, "predicted": 25, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert about["submission"] == ["vcr_submission.csv"]
     assert len((place / "vcr_submission.csv").read_text().splitlines()) == 6
 
     # What the command line says wins over what an evaluation changes.
     few = evaluate(vcr_recipe(vcr, "answer"), paths[1:], "val", ["task.every_answer=false"], None, ALONE)
-    assert few["questions"]["all"] == 5
+    assert few["examples"]["all"] == 5
     alone = evaluate(vcr_recipe(vcr, "answer"), paths[:1], "val", [], None, ALONE)
     assert "joint_accuracy" not in alone["metrics"]
     assert (alone["submission"], bool(alone["submission_refused"])) == ([], True)
@@ -545,7 +549,7 @@ def vqa_recipe(folder: Path, **changes: object) -> Recipe:
 def vqa_evaluated(folder: Path, out: Path) -> list[tuple]:
     recipe = vqa_recipe(folder, data=dataclasses.replace(vqa_recipe(folder).data, held_out="vqa"))
     evaluate(recipe, [f"{folder}/storage/runs/tuned"], "val2014", [f"task.folder={folder}/vqa"], str(out), ALONE)
-    return [(row["question_id"], row["said"], row["probability"], row["score"]) for row in rows_in(out)]
+    return [(row["question_id"], row["answer"], row["probability"], row["score"]) for row in rows_in(out)]
 
 
 def test_answers_are_those_of_the_training_whatever_list_lies_there_now(vqa, tmp_path):
@@ -627,7 +631,7 @@ def refused(*arguments: str) -> str:
             "architecture than recipe finetune_refcoco_base: model.layers is JJ there",
         ),
         (["REFCOCO", "RUN", "val", "--out", "FILE"], "cannot write to the folder"),
-        (["REFCOCO", "PLAIN", "val"], "plain belongs to no run, whose folder would be the place: give --out FOLDER"),
+        (["REFCOCO", "PLAIN", "val"], "plain belongs to no run"),
         (["REFCOCO", "PLAIN", "val", "data.root="], "data.root is not set; give data.root=FOLDER"),
         (["REFCOCO", "HEADLESS", "val", "--out", "OUT"], "holds a VL-BERT without the head of a task"),
         (

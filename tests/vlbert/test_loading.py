@@ -140,7 +140,7 @@ def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
 def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
     asked = training_data(root).source
     world = World(rank, size, CPU)
-    data = ValidationData(asked.samples, asked.questions, asked.task, asked.config, TINY_MODEL.regions, world, limit)
+    data = ValidationData(asked.samples, asked.examples, asked.task, asked.config, TINY_MODEL.regions, world, limit)
     assert all(not unreadable for _, _, unreadable in data)
     return [batches for batches, _, _ in data]
 

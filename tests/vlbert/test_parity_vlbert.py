@@ -388,5 +388,5 @@ def test_pictures_are_resized_to_the_published_sizes(components: dict):
 def test_long_rows_are_cut_as_published(components: dict):
     task = Pretraining(PretrainingSettings(max_elements=64), WORDS, num_classes=3)
     for text, boxes, text_kept, boxes_kept in components["cc_truncate/text_boxes_to_text_boxes"].tolist():
-        tokens, regions = task._cut(np.zeros(text - 2, np.int64), boxes - 1)
+        tokens, regions = task._truncate(np.zeros(text - 2, np.int64), boxes - 1)
         assert (len(tokens) + 2, regions + 1) == (text_kept, boxes_kept), (text, boxes)

@@ -50,7 +50,7 @@ from vlbert.predict import (
     _parser,
     main,
     output_files,
-    predictions_asked,
+    predictions_of,
     region_names,
     with_class_names,
 )
@@ -67,12 +67,12 @@ WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "squ
 TASKS = {
     "pretraining": PretrainingSettings(max_elements=24),
     "refcoco": RefCOCOSettings(regions="detected"),
-    "vcr-answers": VCRSettings(mask_size=2, max_pieces=40),
-    "vcr-rationales": VCRSettings(mask_size=2, max_pieces=40, question="rationale"),
+    "vcr-answers": VCRSettings(mask_size=2, max_tokens=40),
+    "vcr-rationales": VCRSettings(mask_size=2, max_tokens=40, subtask="rationale"),
 }
 STARTED = dataclasses.replace(  # its Fast R-CNN from the demo's detector
     TINY_MODEL,
-    regions=dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, untrained=False, weights=str(WEIGHTS)),
+    regions=dataclasses.replace(TINY_MODEL.regions, resnet=DEMO.resnet, random_init=False, weights=str(WEIGHTS)),
 )
 WORDLESS = TextInput(*(np.zeros(2, np.int64) for _ in range(3)))
 FOUR = ("a red square", "a green square", "a blue circle", "a white circle")
@@ -140,7 +140,7 @@ def test_the_regions_of_a_picture_are_those_that_the_run_learned_from(tmp_path):
     asked = Predictor(str(tmp_path / "runs" / "tiny"))
     stored = {sample.key: sample for sample in catalog.read(f"regions/{detector.id}", "00000")}
     (tmp_path / "photo.jpg").write_bytes(samples[5].image)
-    seen, learned = asked.see(tmp_path / "photo.jpg").regions, stored[samples[5].key].regions
+    seen, learned = asked.detect(tmp_path / "photo.jpg").regions, stored[samples[5].key].regions
     np.testing.assert_array_equal(seen.boxes, learned.boxes)
     np.testing.assert_array_equal(seen.class_probs, learned.class_probs)
     assert seen.detector == detector.id
@@ -149,24 +149,24 @@ def test_the_regions_of_a_picture_are_those_that_the_run_learned_from(tmp_path):
 def test_masked_words_are_filled_in(root, pretrained):
     said = pretrained(root / "photo.jpg", "a [MASK] square and a [MASK] zebra")
     row = said.row
-    assert row["asked"] == "a [MASK] square and a [MASK] [UNK]", "a word that the vocabulary lacks is shown as such"
-    assert re.fullmatch(r"a (\S+) square and a (\S+) \[UNK\]", said.said)
-    assert [mask["place"] for mask in row["masks"]] == [2, 6]
+    assert row["question"] == "a [MASK] square and a [MASK] [UNK]", "a word that the vocabulary lacks is shown as such"
+    assert re.fullmatch(r"a (\S+) square and a (\S+) \[UNK\]", said.answer)
+    assert [mask["position"] for mask in row["masks"]] == [2, 6]
     probabilities = [one["probability"] for one in row["ranking"]]
     assert probabilities == sorted(probabilities, reverse=True)
     assert len(probabilities) == 5
     first, second = (mask["guesses"][0] for mask in row["masks"])
-    assert said.said == f"a {first['said']} square and a {second['said']} [UNK]"
+    assert said.answer == f"a {first['answer']} square and a {second['answer']} [UNK]"
     assert row["probability"] == pytest.approx(first["probability"] * second["probability"])
-    assert row["ranking"][0] == {"said": said.said, "probability": row["probability"]}
-    assert (row["truth"], row["score"]) == (None, None)
+    assert row["ranking"][0] == {"answer": said.answer, "probability": row["probability"]}
+    assert (row["ground_truth"], row["score"]) == (None, None)
     assert pretrained.task.metrics([row]) == {}, "nobody knows the truth"
 
 
 def test_the_guess_is_the_models_own(root, pretrained):
-    sample = pretrained.see(root / "photo.jpg")
+    sample = pretrained.detect(root / "photo.jpg")
     seen = prepare_image(sample, pretrained.recipe.model.regions, flip=False)
-    ask = pretrained.task.ask("a [MASK] square")
+    ask = pretrained.task.annotation_for("a [MASK] square")
     batch = collate([pretrained.task.example(sample, seen, ask, np.random.default_rng(0))])
     assert batch.tokens[0].tolist() == [WORDS.ids[w] for w in ("[CLS]", "a", "[MASK]", "square", "[SEP]")]
     with torch.no_grad():
@@ -174,31 +174,31 @@ def test_the_guess_is_the_models_own(root, pretrained):
         encoded = model.vlbert(batch)
         logits = model.head.words(model.vlbert, encoded.text[:, 2])[0]
     (mask,) = pretrained(sample, "a [MASK] square").row["masks"]
-    assert mask["guesses"][0]["said"] == WORDS.tokens[int(logits.argmax())]
+    assert mask["guesses"][0]["answer"] == WORDS.tokens[int(logits.argmax())]
     assert mask["guesses"][0]["probability"] == pytest.approx(float(logits.softmax(0).max()))
 
 
 def test_hidden_regions_are_guessed_by_the_names_of_the_detectors_classes(root, pretrained):
     photo = Image.open(root / "photo.jpg")
-    sample = pretrained.see(
+    sample = pretrained.detect(
         encoded(photo.resize((3 * photo.width, 3 * photo.height)), "JPEG")
     )  # the model sees a third
-    said = pretrained(sample, hide=(2,))
+    said = pretrained(sample, mask_regions=(2,))
     assert said.batch.region_masked.nonzero().tolist() == [[0, 2]], "region 0 is the whole image"
-    (masked,) = said.row["hidden_regions"]
+    (masked,) = said.row["masked_regions"]
     classes = pretrained.detector.metadata["classes"]
     assert masked["detected_name"] == classes[sample.regions.labels_background_first()[1] - 1]
-    assert all(g["said"] == ["nothing", *classes][g["class"]] for g in masked["guesses"])
+    assert all(g["answer"] == ["nothing", *classes][g["class"]] for g in masked["guesses"])
     (box,) = said.row["boxes"]
     np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=3.1)  # a box ends a pixel inside what is seen
-    assert box["name"] == f"2: {masked['guesses'][0]['said']}?"
+    assert box["name"] == f"2: {masked['guesses'][0]['answer']}?"
     assert "masks" in said.row
     assert said.row["masks"] == []
 
 
 def test_what_is_hidden_is_not_seen(root, pretrained):
     """The pixels of a hidden region may be anything: what is guessed there stays the same."""
-    sample = pretrained.see(root / "photo.jpg")
+    sample = pretrained.detect(root / "photo.jpg")
     region = dataclasses.replace(sample.regions.take(np.array([0])), boxes=np.array([[16, 16, 48, 48]], np.float32))
     pixels = np.asarray(Image.open(io.BytesIO(sample.image))).copy()
     said = []
@@ -209,7 +209,9 @@ def test_what_is_hidden_is_not_seen(root, pretrained):
         file = root / "altered.png"
         file.write_bytes(data.getvalue())
         altered = dataclasses.replace(read_image(file), regions=region)
-        said.append(pretrained(altered, "a [MASK]", hide=(1,)).row["hidden_regions"][0]["guesses"][0]["probability"])
+        said.append(
+            pretrained(altered, "a [MASK]", mask_regions=(1,)).row["masked_regions"][0]["guesses"][0]["probability"]
+        )
         said.append(pretrained(altered, "a [MASK]").row["masks"][0]["guesses"][0]["probability"])
     # JPEG lets a little of it through into the pixels around.
     assert abs(said[0] - said[2]) < abs(said[1] - said[3]) / 3
@@ -224,15 +226,15 @@ def test_words_that_the_vocabulary_lacks_are_told(root, pretrained):
 
 def test_an_expression_finds_a_region(root):
     finder = predictor(root, "refcoco")
-    sample = finder.see(root / "photo.jpg")
+    sample = finder.detect(root / "photo.jpg")
     said = finder(sample, "the red square")
-    assert said.said in said.names, "number and class"
-    chosen = said.names.index(said.said)
+    assert said.answer in said.names, "number and class"
+    chosen = said.names.index(said.answer)
     np.testing.assert_allclose(said.row["boxes"][0]["box"], sample.regions.boxes[chosen], atol=0.01)
-    assert said.row["boxes"][0]["name"] == said.said
+    assert said.row["boxes"][0]["name"] == said.answer
     assert len(said.row["ranking"]) == min(5, len(sample.regions))
-    assert all(one["said"] == said.names[one["region"] - 1] for one in said.row["ranking"])
-    assert [line for line, sure in said.lines() if sure] == [one["said"] for one in said.row["ranking"]]
+    assert all(one["answer"] == said.names[one["region"] - 1] for one in said.row["ranking"])
+    assert [line for line, sure in said.lines() if sure] == [one["answer"] for one in said.row["ranking"]]
 
 
 def colours_in(picture: Image.Image, box: np.ndarray) -> set[tuple[int, ...]]:
@@ -259,13 +261,13 @@ def test_of_all_regions_the_likeliest_is_drawn_on_top():
 
 def test_the_regions_of_a_ranking_are_drawn_thinly_in_the_colours_of_their_numbers():
     boxes = [[20, 100, 120, 300], [200, 100, 300, 300], [400, 100, 500, 300], [600, 100, 700, 300]]
-    ranking = [{"said": f"region {n}", "probability": 0.5, "region": n} for n in (3, 1, 4)]
-    row = {"asked": "", "said": "region 3", "truth": None, "ranking": ranking}
+    ranking = [{"answer": f"region {n}", "probability": 0.5, "region": n} for n in (3, 1, 4)]
+    row = {"question": "", "answer": "region 3", "ground_truth": None, "ranking": ranking}
     row |= {"boxes": [{"name": "region 3", "box": boxes[2]}]}
     named = with_class_names(row, ["1 a", "2 b", "3 c", "4 d"], ["a", "b", "c", "d"])
-    assert [one["said"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
-    assert (named["said"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": boxes[2], "region": 3}])
-    assert with_class_names(row, ["1", "2", "3", "4"], None)["said"] == "region 3"
+    assert [one["answer"] for one in named["ranking"]] == ["3 c", "1 a", "4 d"]
+    assert (named["answer"], named["boxes"]) == ("3 c", [{"name": "3 c", "box": boxes[2], "region": 3}])
+    assert with_class_names(row, ["1", "2", "3", "4"], None)["answer"] == "region 3"
     sample = plain_picture(boxes)
     batch = collate([Example("k", WORDLESS, prepare_image(sample, TINY_MODEL.regions, flip=False).to_input())])
     said = Prediction(sample, ["1 a", "2 b", "3 c", "4 d"], named, batch, [["[CLS]"]])
@@ -281,8 +283,8 @@ def test_a_question_is_answered_from_the_list_on_the_detectors_features(root):
     answerer = predictor(root, "vqa", detector=WEIGHTS)
     said = answerer(root / "photo.jpg", "is a square red")
     assert said.sample.regions.features.shape[1] == RegionConfig(resnet=DEMO.resnet).channels
-    assert said.said in ("yes", "no", "red")
-    assert {one["said"] for one in said.row["ranking"]} == {"yes", "no", "red"}
+    assert said.answer in ("yes", "no", "red")
+    assert {one["answer"] for one in said.row["ranking"]} == {"yes", "no", "red"}
 
 
 def test_a_choice_and_then_its_rationale_are_made(root, tmp_path, capsys):
@@ -292,11 +294,11 @@ def test_a_choice_and_then_its_rationale_are_made(root, tmp_path, capsys):
     main([runs, str(root / "photo.jpg"), "why is [1] red", "--choices", *FOUR, "--rationales", *rationales])
     printed = capsys.readouterr().out
     answers = predictor(root, "vcr-answers")(root / "photo.jpg", "why is [1] red", choices=FOUR)
-    assert answers.said in FOUR
-    behind = predictor(root, "vcr-rationales")(answers.sample, "why is [1] red", rationales, answer=answers.said)
-    assert f"why is object 1 red {answers.said}\n" in printed
-    assert f"{behind.row['probability']:.3f}  {behind.said}" in printed
-    assert FOUR[answers.chosen] == answers.said
+    assert answers.answer in FOUR
+    behind = predictor(root, "vcr-rationales")(answers.sample, "why is [1] red", rationales, answer=answers.answer)
+    assert f"why is object 1 red {answers.answer}\n" in printed
+    assert f"{behind.row['probability']:.3f}  {behind.answer}" in printed
+    assert FOUR[answers.chosen] == answers.answer
     assert (root / "photo-answer.png").is_file()
     assert (root / "photo-answer-rationale.png").is_file()
     assert not out.exists()
@@ -307,9 +309,9 @@ def test_a_rationale_is_asked_behind_the_answer_as_it_was_written(root):
     runs = f"{root}/runs/vcr-answers,{root}/runs/vcr-rationales"
     choices = [f"[2] is {colour}" for colour in ("red", "green", "blue", "white")]
     options = ["why", "--choices", *choices, "--rationales", *FOUR]
-    (answers, behind), _ = predictions_asked(_parser().parse_args([runs, str(root / "photo.jpg"), *options]))
-    colour = answers.said.split()[-1]
-    assert (answers.said, answers.row["asked"]) == (f"object 2 is {colour}", "why")
+    (answers, behind), _ = predictions_of(_parser().parse_args([runs, str(root / "photo.jpg"), *options]))
+    colour = answers.answer.split()[-1]
+    assert (answers.answer, answers.row["question"]) == (f"object 2 is {colour}", "why")
     assert behind.tokens[0][:6] == ["[CLS]", "why", "object", "is", colour, "[SEP]"]
     assert behind.batch.token_region[0].tolist()[:6] == [0, 0, 2, 0, 0, 0]
 
@@ -324,9 +326,11 @@ def test_both_runs_speak_of_one_detectors_regions(root):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        predictions_asked(same)
-    with pytest.warns(UserWarning, match="vcr-elsewhere/step-0000001 learned from the regions of detector 0123456789"):
-        (answers, behind), _ = predictions_asked(elsewhere)
+        predictions_of(same)
+    with pytest.warns(
+        UserWarning, match="vcr-elsewhere/step-0000001 was trained on the regions of detector 0123456789"
+    ):
+        (answers, behind), _ = predictions_of(elsewhere)
     assert behind.sample is answers.sample
 
 
@@ -341,7 +345,7 @@ def test_without_a_text_the_regions_are_drawn_with_their_numbers(root, capsys):
 
 
 def test_regions_are_named_by_the_detectors_classes(root, pretrained):
-    regions, classes = pretrained.see(root / "photo.jpg").regions, pretrained.detector.metadata["classes"]
+    regions, classes = pretrained.detect(root / "photo.jpg").regions, pretrained.detector.metadata["classes"]
     named = [f"{number} {classes[label]}" for number, label in enumerate(regions.labels, 1)]
     assert pretrained(root / "photo.jpg").names == named
     order = [36, *range(36)]
@@ -355,10 +359,10 @@ def test_regions_are_named_by_the_detectors_classes(root, pretrained):
 def test_regions_are_numbered_from_1_whatever_is_asked(root):
     """What is drawn, what is typed and what is told."""
     chooser = predictor(root, "vcr-answers")
-    sample = chooser.see(root / "photo.jpg")
+    sample = chooser.detect(root / "photo.jpg")
     assert [name.split()[0] for name in chooser(sample).names] == [str(n) for n in range(1, 1 + len(sample.regions))]
     said = chooser(sample, "why is [2] red", choices=FOUR)
-    assert said.row["asked"] == "why is object 2 red"
+    assert said.row["question"] == "why is object 2 red"
     assert 2 in said.batch.token_region[0], "row 0 is the whole image"
     (box,) = said.row["boxes"]
     np.testing.assert_allclose(box["box"], sample.regions.boxes[1], atol=0.01)
@@ -366,33 +370,33 @@ def test_regions_are_numbered_from_1_whatever_is_asked(root):
 
 
 def test_what_was_hidden_alone_is_what_is_said(root, pretrained):
-    said = pretrained(root / "photo.jpg", hide=(2, 3))
-    assert said.said == said.row["hidden_regions"][0]["guesses"][0]["said"] != ""
+    said = pretrained(root / "photo.jpg", mask_regions=(2, 3))
+    assert said.answer == said.row["masked_regions"][0]["guesses"][0]["answer"] != ""
     assert [box["region"] for box in said.row["boxes"]] == [2, 3]
 
 
 def test_the_right_answer_that_was_given_is_told(root):
     told = predictor(root, "vqa", detector=WEIGHTS)(root / "photo.jpg", "is a square red", answer="yes").lines()
-    assert ("right would be: yes", None) in told
+    assert ("ground truth: yes", None) in told
 
 
 WRONG = {
-    "nothing to guess": (("a red square",), "asks nothing: write [MASK]"),
+    "nothing to guess": (("a red square",), "write [MASK]"),
     "no text": (("  ",), "the text is empty"),
     "choices": (("a [MASK]", "--choices", "x", "y"), "takes no choices"),
-    "no such region": (("a [MASK]", "--hide", "99"), "there is no region 99 to hide: the picture has"),
-    "region 0": (("a [MASK]", "--hide", "0"), "there is no region 0 to hide"),
+    "no such region": (("a [MASK]", "--mask-regions", "99"), "there is no region 99 to mask: the image has"),
+    "region 0": (("a [MASK]", "--mask-regions", "0"), "there is no region 0 to mask"),
     "600 words": (
         ("a red " * 300 + "[MASK]",),
-        "the text is too long: it has 601 word pieces, and 18 fit beside the picture; shorten it",
+        "the text is too long: it has 601 tokens, and 18 fit beside the image; shorten it",
     ),
     "out": (("a [MASK]", "--out", "nowhere/x.png"), "there is no folder nowhere"),
     "kind of out": (("a [MASK]", "--out", "x.html"), "name a .png or .jpg file"),
     "field": (("a [MASK]", "--set", "task.nonsense=1"), "nonsense"),
     "no detector": (("--detector", "gone.safetensors"), "there is no file gone.safetensors"),
     "heads": (("a [MASK]", "--heads", "2.0"), "there is no 2.0; the model has layers 0 to 1 of heads 0 to 3"),
-    "attention of nothing": (("--attention",), "--attention: whose words? Give a text"),
-    "choices of nothing": (("--choices", "x"), "--choices: to which question? Give a text"),
+    "attention of nothing": (("--attention",), "--attention needs a text"),
+    "choices of nothing": (("--choices", "x"), "--choices needs a text"),
     "rationales": (("a [MASK]", "--rationales", "x"), "--rationales: this checkpoint is none for VCR"),
     "recipe": (("a [MASK]", "--recipe", "nowhere:none"), "nowhere cannot be imported"),
     "no heads": (("a [MASK]", "--heads", "x"), "'x' is no layer.head"),
@@ -417,14 +421,14 @@ def test_the_image_itself_is_never_overwritten(root):
 
 
 def test_a_long_text_that_leaves_room_for_few_regions_says_so(root, pretrained):
-    with pytest.raises(ValueError, match=r"there is no region 9 to hide: the picture has \d+, from 1$"):
-        pretrained(root / "photo.jpg", "a [MASK]", hide=(9,))
-    sample = pretrained.see(root / "photo.jpg")
+    with pytest.raises(ValueError, match=r"there is no region 9 to mask: the image has \d+, from 1$"):
+        pretrained(root / "photo.jpg", "a [MASK]", mask_regions=(9,))
+    sample = pretrained.detect(root / "photo.jpg")
     many = dataclasses.replace(sample, regions=sample.regions.take(np.zeros(30, int)))
     with pytest.raises(ValueError, match="has 30, from 1, of which the first 11 fit beside the text"):
-        pretrained(many, "a " * 9 + "[MASK]", hide=(20,))
+        pretrained(many, "a " * 9 + "[MASK]", mask_regions=(20,))
     told = [line for line, _ in pretrained(many, "a " * 9 + "[MASK]").lines()]
-    assert "11 of 30 regions were seen: the text leaves no room for more" in told
+    assert "11 of 30 regions are used: the text leaves no room for more" in told
     assert not any("were seen" in line for line, _ in pretrained(sample, "a [MASK]").lines())
 
 
@@ -432,8 +436,8 @@ def test_a_text_longer_than_the_models_positions_says_so(root):
     model = dataclasses.replace(STARTED, max_positions=16)
     task = PretrainingSettings(max_elements=None)
     short = Predictor(str(save_model(root, "short", task, recorded(demo_detector()), model=model)))
-    assert short(root / "photo.jpg", "a " * 11 + "[MASK]").said  # with [CLS] and [SEP] 14 pieces
-    with pytest.raises(ValueError, match=r"it has 15 word pieces with \[CLS\] and \[SEP\], the model has room for 14"):
+    assert short(root / "photo.jpg", "a " * 11 + "[MASK]").answer  # with [CLS] and [SEP] 14 pieces
+    with pytest.raises(ValueError, match=r"it has 15 tokens with \[CLS\] and \[SEP\], the model has room for 14"):
         short(root / "photo.jpg", "a " * 12 + "[MASK]")
 
 
@@ -447,11 +451,15 @@ def test_a_vcr_question_needs_four_choices(root):
 
 
 MISUSED = {
-    "rationales of answers": ("vcr-answers", ("--rationales", *FOUR), "this checkpoint judges answers; give --choices"),
+    "rationales of answers": (
+        "vcr-answers",
+        ("--rationales", *FOUR),
+        "this checkpoint chooses answers; give --choices",
+    ),
     "choices of rationales": (
         "vcr-rationales",
         ("--choices", *FOUR),
-        "--choices: this checkpoint judges rationales; give --answer and --rationales",
+        "--choices: this checkpoint chooses rationales; give --answer and --rationales",
     ),
     "an answer beside choices": ("vcr-answers", ("--choices", *FOUR, "--answer", "x"), "--answer: this checkpoint"),
     "swapped": (
@@ -467,7 +475,7 @@ MISUSED = {
     "an answer beside two": (
         "vcr-answers,{}/runs/vcr-rationales",
         ("--choices", *FOUR, "--rationales", *FOUR, "--answer", "x"),
-        "--answer: this checkpoint judges answers",
+        "--answer: this checkpoint chooses answers",
     ),
     "600 words": ("vcr-answers", ("--choices", *FOUR[:3], "red " * 600), "600 in the longest of them, more than task"),
     "[0]": ("vcr-answers", ("--choices", "[0]", *FOUR[:3]), "'[0]' in '[0]' names no region"),
@@ -510,7 +518,7 @@ def test_a_task_of_ones_own_is_asked_by_its_recipe(root, tmp_path, monkeypatch, 
     asked += ["--detector", str(WEIGHTS)]
     monkeypatch.setattr(vlbert.tasks, "TASKS", {})  # as in a new process
     del sys.modules["own_task"]
-    with pytest.raises(SystemExit, match="OwnSettings, which none of those known here has"):
+    with pytest.raises(SystemExit, match="OwnSettings"):
         main(asked)
     with pytest.raises(SystemExit, match="was trained for another task than recipe finetune_refcoco_demo"):
         main([*asked, "--recipe", "finetune_refcoco_demo"])
@@ -665,7 +673,7 @@ def test_a_prediction_shows_itself_in_a_line_and_in_a_notebook(root, pretrained)
         assert f"{len(prediction.names)} regions" in repr(prediction)
         shown = Image.open(io.BytesIO(prediction._repr_png_()))
         assert np.array_equal(np.asarray(shown), np.asarray(prediction.draw()))
-    assert asked.said in repr(asked)
+    assert asked.answer in repr(asked)
 
 
 def test_a_folder_that_cannot_be_written_to_names_out(tmp_path):
@@ -686,7 +694,7 @@ def test_another_weight_file_is_refused_by_its_hash(root, tmp_path):
     data[-1] ^= 1
     other.write_bytes(data)
     with pytest.raises(ValueError, match=r"other.safetensors \(sha256 \w+...\) is not what .* learned from: detector"):
-        predictor(root, "pretraining", detector=other).see(root / "photo.jpg")
+        predictor(root, "pretraining", detector=other).detect(root / "photo.jpg")
 
 
 def test_another_setting_is_told_by_name():
@@ -706,10 +714,10 @@ def test_a_run_without_a_weight_file_takes_that_of_the_run_that_it_started_from(
     for run, before in (("second", "first"), ("third", "second")):
         before = f"{tmp_path}/runs/{before}"
         save_model(tmp_path, run, TASKS["refcoco"], recorded(demo_detector()), model=fine, init_from=before)
-    assert Predictor(f"{tmp_path}/runs/third").see(root / "photo.jpg").regions.detector == demo_detector().id
+    assert Predictor(f"{tmp_path}/runs/third").detect(root / "photo.jpg").regions.detector == demo_detector().id
     first.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="and nothing says where that is; name it: --detector FILE"):
-        Predictor(f"{tmp_path}/runs/third").see(root / "photo.jpg")
+        Predictor(f"{tmp_path}/runs/third").detect(root / "photo.jpg")
 
 
 def test_a_model_on_precomputed_features_gets_them_from_the_detector_that_is_named(root):
@@ -727,7 +735,7 @@ def test_a_run_on_annotated_boxes_asks_for_a_detector(root):
         root, "annotated", TASKS["refcoco"], {"id": "beef", "metadata": {"backend": "annotated", "random_init": False}}
     )
     with pytest.raises(ValueError, match="its regions came from annotated boxes; name a detector: --detector FILE"):
-        Predictor(str(folder)).see(root / "photo.jpg")
+        Predictor(str(folder)).detect(root / "photo.jpg")
     with pytest.warns(UserWarning, match="may be of another kind"):
         assert len(Predictor(str(folder), detector=WEIGHTS)(root / "photo.jpg", "red").row["ranking"]) == 5
 
@@ -735,7 +743,7 @@ def test_a_run_on_annotated_boxes_asks_for_a_detector(root):
 def test_a_checkpoint_that_names_no_detector_asks_for_one(root):
     folder = save_model(root, "nameless", TASKS["refcoco"], None)
     with pytest.raises(ValueError, match="it carries no detector's description; name a detector: --detector FILE"):
-        Predictor(str(folder)).see(root / "photo.jpg")
+        Predictor(str(folder)).detect(root / "photo.jpg")
 
 
 def test_a_detector_with_random_weights_is_made_again(root):
@@ -743,7 +751,7 @@ def test_a_detector_with_random_weights_is_made_again(root):
     selection = SelectionSettings(minimum=3)
     untrained = FasterRCNNDetector(network, {"random_init": True, "seed": 7}, DetectorSettings(selection))
     folder = save_model(root, "untrained", TASKS["refcoco"], recorded(untrained))
-    seen = Predictor(str(folder)).see(root / "photo.jpg")
+    seen = Predictor(str(folder)).detect(root / "photo.jpg")
     (found,) = untrained.detect([seen])
     assert seen.regions.detector == untrained.id
     np.testing.assert_array_equal(seen.regions.boxes, found.boxes)

@@ -116,7 +116,7 @@ def test_words_of_captions_and_of_text_alone_are_counted_apart():
     assert float(losses["words"][0].detach()) / captions == pytest.approx(np.log(len(WORDS)), rel=0.3)
 
 
-@pytest.mark.parametrize("losses_over", ["questions", "rows"])
+@pytest.mark.parametrize("losses_over", ["labels", "rows"])
 @pytest.mark.parametrize("pictures", [True, False], ids=["captions and text", "text alone"])
 @pytest.mark.parametrize("words", [1.0, 0.0], ids=["words", "no words"])
 @pytest.mark.parametrize("regions", [1.0, 0.0], ids=["regions", "no regions"])
@@ -148,11 +148,11 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
     each_region = F.cross_entropy(regions, batch.labels["region_classes"], reduction="none")
     # Words: 3 of row 0, 2 of row 1 (text), 11 of row 2, none of row 3, 2 of row 4 (text). Regions: 1, then 3.
     captions, texts = torch.cat([each[:3], each[5:16]]), torch.cat([each[3:5], each[16:]])
-    losses = {name: task(s).losses(None, head, None, batch) for name, s in (("questions", ALL), ("rows", settings))}
+    losses = {name: task(s).losses(None, head, None, batch) for name, s in (("labels", ALL), ("rows", settings))}
     for name, all_of_it in (("words", captions), ("text_words", texts), ("regions", each_region)):
-        total, count = losses["questions"][name]
+        total, count = losses["labels"][name]
         torch.testing.assert_close((total, count), (all_of_it.sum(), len(all_of_it)))
-    guessed = [losses["questions"][f"{name}_accuracy"] for name in ("words", "text_words")]
+    guessed = [losses["labels"][f"{name}_accuracy"] for name in ("words", "text_words")]
     assert [(int(right), asked) for right, asked in guessed] == [(2 + 5, 14), (1 + 1, 4)]
     by_row = {
         "words": [each[:3], each[5:16]],
@@ -220,5 +220,5 @@ def test_accuracy_counts_words_watched_words_and_hidden_regions():
 
 
 def test_a_watched_word_that_the_vocabulary_lacks_is_named():
-    with pytest.raises(ValueError, match="monitored_words: purple are no whole pieces"):
+    with pytest.raises(ValueError, match="monitored_words: purple are no whole tokens"):
         task(dataclasses.replace(ALL, monitored_words=("red", "purple")))

@@ -30,7 +30,7 @@ from vlbert.datasets.refcoco import (
 )
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import TaskModel
-from vlbert.tasks.refcoco import Question, RefCOCO, RefCOCOSettings
+from vlbert.tasks.refcoco import Query, RefCOCO, RefCOCOSettings
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_torn_refs_file_is_one_clear_error_wherever_it_is_torn(tmp_path, sampl
         whole = pickle.dumps(pickle.loads(file.read_bytes()), protocol)
         for end in range(0, len(whole), 7):
             (tmp_path / "torn").write_bytes(whole[:end])
-            with pytest.raises(ValueError, match="torn is no pickle, or is torn: .*fetch it again"):
+            with pytest.raises(ValueError, match="torn is no pickle, or is cut off: .*fetch it again"):
                 read_plain_pickle(tmp_path / "torn")
 
 
@@ -254,7 +254,7 @@ def test_a_refs_file_of_another_kind_is_named(tmp_path, samples):
         ("annotations", {"id": [1]}, r"annotations\[0\] .*unhashable"),
         ("images", {"id": 1}, r"images\[1\] .*id 1 stands there twice"),
         ("images", {"file_name": "000001.jpg"}, r"images\[1\] .*file_name 000001.jpg stands there twice"),
-        ("images", {"width": 0}, r"images\[0\] is not in COCO's format: .*a picture of 0 x 64 pixels"),
+        ("images", {"width": 0}, r"images\[0\] is not in COCO's format: .*an image of 0 x 64 pixels"),
         ("images", {"file_name": None}, r"images\[0\] is not in COCO's format: .*its file_name is None"),
     ],
 )
@@ -315,7 +315,7 @@ def tuned(task: RefCOCO, **settings: object) -> RefCOCO:
     return RefCOCO(dataclasses.replace(task.settings, **settings), WORDS, 8)
 
 
-def example(task: RefCOCO, sample: Sample, question: Question, flip: bool = False) -> Example:
+def example(task: RefCOCO, sample: Sample, question: Query, flip: bool = False) -> Example:
     return task.example(sample, prepare_image(sample, TINY_MODEL.regions, flip), question, np.random.default_rng(0))
 
 
@@ -331,19 +331,19 @@ def predict(task: RefCOCO, examples: list[Example], scores: list[list[float]]) -
 
 
 def test_every_expression_of_the_split_is_asked_about_its_own_image(task, samples):
-    questions = task.questions(urls(samples), None)
+    questions = task.examples(urls(samples), None)
     assert questions.samples.tolist() == [1, 1, 3, 3]
-    assert [ask.expression.sentence_id for ask in questions.asks] == [10, 11, 30, 31]
-    assert questions.left_out == ()
-    held_out = task.questions(urls(samples[::-1]), "val")
+    assert [ask.expression.sentence_id for ask in questions.annotations] == [10, 11, 30, 31]
+    assert questions.skipped == ()
+    held_out = task.examples(urls(samples[::-1]), "val")
     assert held_out.samples.tolist() == [3, 3, 1, 1]
-    assert [ask.expression.sentence_id for ask in held_out.asks] == [0, 1, 20, 21]
-    both = tuned(task, train_on=("train", "val")).questions(urls(samples), None)
-    assert [ask.expression.sentence_id for ask in both.asks] == [10, 11, 30, 31, 0, 1, 20, 21]
+    assert [ask.expression.sentence_id for ask in held_out.annotations] == [0, 1, 20, 21]
+    both = tuned(task, train_on=("train", "val")).examples(urls(samples), None)
+    assert [ask.expression.sentence_id for ask in both.annotations] == [10, 11, 30, 31, 0, 1, 20, 21]
     with pytest.raises(ValueError, match=r"refs\(unc\).p has no split testA, only train, val"):
-        task.questions(urls(samples), "testA")
+        task.examples(urls(samples), "testA")
     with pytest.raises(ValueError, match=r"1 of 2 images of train of .* in no region shard, such as 000003"):
-        task.questions(urls(samples[:3]), None)
+        task.examples(urls(samples[:3]), None)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +351,10 @@ def test_every_expression_of_the_split_is_asked_about_its_own_image(task, sample
     [
         (" ", None, "it has no words"),
         ("\u200b", None, "it has no words"),
-        ("one " * 600, None, "it has 600 word pieces, more than task.expression_length = 60"),
+        ("one " * 600, None, "it has 600 tokens, more than task.expression_length = 60"),
         ("one", [5, 5, 0, 9], r"its box \[5, 5, 5, 14\] has no area"),
         ("one", [5, 5, -3, 9], r"its box \[5, 5, 2, 14\] has no area"),
-        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its picture of 96 x 64 pixels"),
+        ("one", [500, 5, 9, 9], r"its box \[500, 5, 509, 14\] lies outside its image of 96 x 64 pixels"),
     ],
 )
 def test_what_cannot_be_asked_is_not_learned_from_and_is_wrong_where_it_is_held_out(
@@ -368,33 +368,39 @@ def test_what_cannot_be_asked_is_not_learned_from_and_is_wrong_where_it_is_held_
     change_refs(tmp_path, lambda refs: [refs[i]["sentences"][0].update(sent=sentence) for i in (1, 2)])
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
     ids = [10, 11] if box else [10]
-    learned = task.questions(urls(samples), None)
-    assert [ask.expression.sentence_id for ask in learned.asks] == [i for i in (10, 11, 30, 31) if i not in ids]
-    held_out = task.questions(urls(samples), "val")
-    assert [ask.expression.sentence_id for ask in held_out.asks] == [0, 1, 20, 21], "all keep their place"
-    assert (learned.flawed, held_out.left_out) == ((), ())
-    for told, split, first in ((learned.left_out, "train", 10), (held_out.flawed, "val", 20)):
+    learned = task.examples(urls(samples), None)
+    assert [ask.expression.sentence_id for ask in learned.annotations] == [i for i in (10, 11, 30, 31) if i not in ids]
+    held_out = task.examples(urls(samples), "val")
+    assert [ask.expression.sentence_id for ask in held_out.annotations] == [0, 1, 20, 21], "all keep their place"
+    assert (learned.invalid, held_out.skipped) == ((), ())
+    for told, split, first in ((learned.skipped, "train", 10), (held_out.invalid, "val", 20)):
         assert len(told) == len(ids)
         assert re.search(f"sentence {first} of {split}: {says}", told[0])
-    count = len(held_out.asks[2].regions)
-    (row,) = predict(task, [example(task, samples[2], held_out.asks[2])], [[3.0] * (1 + count)])
-    assert (row["said"], row["hit"], row["score"], row["exact"], row["candidates"]) == ("no region", False, 0, False, 0)
+    count = len(held_out.annotations[2].regions)
+    (row,) = predict(task, [example(task, samples[2], held_out.annotations[2])], [[3.0] * (1 + count)])
+    assert (row["answer"], row["hit"], row["score"], row["exact"], row["candidates"]) == (
+        "no region",
+        False,
+        0,
+        False,
+        0,
+    )
     assert (row["region"], row["box_xywh"], row["ranking"], row["probability"]) == (-1, [0, 0, 0, 0], [], 0)
-    assert row["truth"].startswith("the box" if box else "region")
+    assert row["ground_truth"].startswith("the box" if box else "region")
 
 
 def test_a_split_of_which_nothing_can_be_asked_is_an_error(tmp_path, samples):
     write_refcoco(tmp_path, samples)
     change_refs(tmp_path, lambda refs: [s.update(sent="") for ref in refs for s in ref["sentences"]])
-    with pytest.raises(ValueError, match="none of 4 expressions of train .* sentence 10 of train: it has no words"):
-        RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8).questions(urls(samples), None)
+    with pytest.raises(ValueError, match="all 4 expressions of train .* sentence 10 of train: it has no words"):
+        RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8).examples(urls(samples), None)
 
 
 # --- what is to be seen, and what is right ----------------------------------------------------------------------------
 
 
 def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(task, samples):
-    question = task.questions(urls(samples), None).asks[0]
+    question = task.examples(urls(samples), None).annotations[0]
     found = example(task, samples[1], question)
     assert found.image.label_masks["right"].tolist() == [False, False, False, True], "the last box of sample 1"
     assert found.image.label_masks["candidate"].tolist() == [False, True, True, True]
@@ -403,7 +409,7 @@ def test_the_right_region_is_the_objects_and_the_whole_image_does_not_compete(ta
 
 
 def test_ground_truth_regions_are_the_annotated_objects_whatever_was_detected(task, samples):
-    question = task.questions(urls(samples), None).asks[0]
+    question = task.examples(urls(samples), None).annotations[0]
     before = example(task, samples[1], question)
     regions = samples[1].regions
     other = Regions(regions.boxes[:1] / 2, regions.scores[:1], regions.labels[:1], "another", class_probs=None)
@@ -421,7 +427,7 @@ def test_detected_regions_are_the_shards_own_or_those_of_mattnets_file(tmp_path,
         ({"detections": "detections/mattnet.json"}, np.array([[10, 20, 40, 60]])),
     ):
         detected = tuned(task, regions="detected", **settings)
-        found = example(detected, samples[1], detected.questions(urls(samples), None).asks[0])
+        found = example(detected, samples[1], detected.examples(urls(samples), None).annotations[0])
         np.testing.assert_array_equal(found.metadata["boxes"][1:], boxes)
         np.testing.assert_allclose(found.image.boxes[1:], np.minimum(boxes, [95, 63, 95, 63]), atol=1e-5)
 
@@ -429,17 +435,17 @@ def test_detected_regions_are_the_shards_own_or_those_of_mattnets_file(tmp_path,
 def test_an_image_without_detections_is_not_learned_from_and_wrong_where_it_is_held_out(tmp_path, task, samples):
     write_detections(tmp_path / "refcoco+", {2: [[1, 1, 9, 9]], 3: [[0, 0, 9, 9]]})
     detected = tuned(task, regions="detected", detections="dets.json", adds_ground_truth=True)
-    learned = detected.questions(urls(samples), None)
-    assert [ask.expression.sentence_id for ask in learned.asks] == [30, 31]
-    assert learned.left_out[0].endswith("dets.json has no box of 000001.jpg")
-    held_out = detected.questions(urls(samples), "val")
-    assert len(held_out.asks) == 4
-    assert len(held_out.flawed) == 2
-    (row,) = predict(detected, [example(detected, samples[0], held_out.asks[0])], [[1.0]])
-    assert (row["said"], row["hit"], row["iou"]) == ("no region", False, 0)
+    learned = detected.examples(urls(samples), None)
+    assert [ask.expression.sentence_id for ask in learned.annotations] == [30, 31]
+    assert learned.skipped[0].endswith("dets.json has no box of 000001.jpg")
+    held_out = detected.examples(urls(samples), "val")
+    assert len(held_out.annotations) == 4
+    assert len(held_out.invalid) == 2
+    (row,) = predict(detected, [example(detected, samples[0], held_out.annotations[0])], [[1.0]])
+    assert (row["answer"], row["hit"], row["iou"]) == ("no region", False, 0)
     write_detections(tmp_path / "refcoco+", {77: [[1, 1, 9, 9]]})
-    with pytest.raises(ValueError, match="none of 4 expressions of val .* dets.json has no box of 000000.jpg"):
-        tuned(task, regions="detected", detections="dets.json").questions(urls(samples), "val")
+    with pytest.raises(ValueError, match="all 4 expressions of val .* dets.json has no box of 000000.jpg"):
+        tuned(task, regions="detected", detections="dets.json").examples(urls(samples), "val")
 
 
 def test_detections_of_no_use_are_counted_and_those_beyond_the_picture_clipped(tmp_path, task):
@@ -471,12 +477,12 @@ def test_a_file_of_detections_that_is_wrong_is_named(tmp_path, task, rows, says)
 def test_the_ground_truth_joins_detected_regions_in_training_alone(tmp_path, task, samples):
     write_detections(tmp_path / "refcoco+", {i: [[0, 0, 9, 9]] for i in range(4)})
     detected = tuned(task, regions="detected", detections="dets.json", adds_ground_truth=True)
-    learned, held_out = (detected.questions(urls(samples), split).asks[0] for split in (None, "val"))
+    learned, held_out = (detected.examples(urls(samples), split).annotations[0] for split in (None, "val"))
     found = example(detected, samples[1], learned).image
     assert len(found.boxes) == 1 + 1 + 3
     assert found.label_masks["right"].tolist() == [False, False, False, False, True]
     assert len(example(detected, samples[0], held_out).image.boxes) == 1 + 1
-    same = detected.questions(urls(samples), "train").asks[0]
+    same = detected.examples(urls(samples), "train").annotations[0]
     assert len(example(detected, samples[1], same).image.boxes) == 1 + 1, "train may be measured, too"
 
 
@@ -502,7 +508,7 @@ def test_precomputed_features_are_for_the_shards_own_regions(task):
 
 
 def test_mirroring_swaps_the_sides_in_words_and_boxes(task, samples):
-    question = task.questions(urls(samples), None).asks[0]
+    question = task.examples(urls(samples), None).annotations[0]
     straight, mirrored = (example(task, samples[1], question, flip=flip) for flip in (False, True))
     assert WORDS.decode(straight.text.tokens) == "[CLS] the left one [SEP]"
     assert WORDS.decode(mirrored.text.tokens) == "[CLS] the right one [SEP]"
@@ -522,7 +528,7 @@ def test_a_region_is_right_to_learn_from_above_one_half_of_the_convention(task, 
     counted = tuned(task, regions="detected", iou=convention)
     regions = dataclasses.replace(samples[0].regions, boxes=np.array([[10, 10, 20, 20], [0, 0, 5, 5]], np.float32))
     expression = Expression(1, 1, "one", (10.0, 10.0, 30.0, 20.0), (96, 64))
-    found = example(counted, dataclasses.replace(samples[0], regions=regions), Question(expression, None, False))
+    found = example(counted, dataclasses.replace(samples[0], regions=regions), Query(expression, None, False))
     assert found.image.label_masks["right"].tolist() == [False, right, False]
 
 
@@ -530,15 +536,15 @@ def test_a_region_is_right_to_learn_from_above_one_half_of_the_convention(task, 
 
 
 def test_padding_and_the_whole_image_never_win(task, samples):
-    question = task.questions(urls(samples), "val").asks[0]
+    question = task.examples(urls(samples), "val").annotations[0]
     detected = tuned(task, regions="detected")
     asked = [dataclasses.replace(question, regions=None) for _ in range(2)]
     batch = [example(detected, sample, ask) for sample, ask in zip(samples[:2], asked, strict=True)]
     rows = predict(detected, batch, [[9.0, -5, -6, 9], [9, -7, -5, -6]])
     assert [row["region"] for row in rows] == [0, 1]
-    assert [row["said"] for row in rows] == ["region 1", "region 2"], "people count from 1"
+    assert [row["answer"] for row in rows] == ["region 1", "region 2"], "people count from 1"
     assert [row["candidates"] for row in rows] == [2, 3]
-    assert [[one["said"] for one in row["ranking"]] for row in rows] == [
+    assert [[one["answer"] for one in row["ranking"]] for row in rows] == [
         ["region 1", "region 2"],
         ["region 2", "region 3", "region 1"],
     ]
@@ -546,7 +552,7 @@ def test_padding_and_the_whole_image_never_win(task, samples):
     competing = tuned(detected, whole_image_competes=True)
     batch = [example(competing, sample, ask) for sample, ask in zip(samples[:2], asked, strict=True)]
     rows = predict(competing, batch, [[9.0, -5, -6, 99], [-8, -7, -5, -6]])
-    assert [(row["said"], row["region"], row["candidates"]) for row in rows] == [
+    assert [(row["answer"], row["region"], row["candidates"]) for row in rows] == [
         ("the whole image", -1, 3),
         ("region 2", 1, 4),
     ]
@@ -554,7 +560,7 @@ def test_padding_and_the_whole_image_never_win(task, samples):
 
 
 def test_the_loss_is_over_candidates_alone(task, samples):
-    questions = task.questions(urls(samples), "val").asks[0], task.questions(urls(samples), None).asks[0]
+    questions = task.examples(urls(samples), "val").annotations[0], task.examples(urls(samples), None).annotations[0]
     batch = collate([example(task, sample, ask) for sample, ask in zip(samples[:2], questions, strict=True)])
     scores = torch.tensor([[9.0, -5, -6, 9], [9, -7, -5, -6]])
     encoded = Encoded(torch.zeros(1), scores[..., None], appearance=torch.zeros(0))
@@ -575,12 +581,12 @@ def test_the_loss_is_over_candidates_alone(task, samples):
 
 
 def test_the_first_of_equal_scores_wins(task, samples):
-    question = task.questions(urls(samples), None).asks[0]
+    question = task.examples(urls(samples), None).annotations[0]
     (row,) = predict(task, [example(task, samples[1], question)], [[0.0, -1, 2, 2]])
     assert row["region"] == 1
     many = dataclasses.replace(question, regions=[(i, 0, i + 9, 9) for i in range(40)])
     (row,) = predict(task, [example(task, samples[1], many)], [[0.0] * 41])
-    assert [one["said"] for one in row["ranking"]] == [f"region {i}" for i in range(1, 6)]
+    assert [one["answer"] for one in row["ranking"]] == [f"region {i}" for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -588,7 +594,7 @@ def test_the_first_of_equal_scores_wins(task, samples):
 def test_what_is_said_is_scored_in_pixels_of_the_image_that_was_shipped(tmp_path, samples, shrunk, flip):
     write_refcoco(tmp_path, samples, scale=shrunk)
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
-    question = task.questions(urls(samples), "val").asks[2]
+    question = task.examples(urls(samples), "val").annotations[2]
     box = samples[2].regions.boxes[1].astype(float) * shrunk
     rights = example(task, samples[2], question, flip).image.label_masks["right"].tolist()
     assert rights == [False, False, True]
@@ -600,9 +606,9 @@ def test_what_is_said_is_scored_in_pixels_of_the_image_that_was_shipped(tmp_path
     assert row["box_xywh"] == [*box[:2], *(box[2:] - box[:2])]
     assert row["boxes"] == [
         {"name": "region 2", "box": pytest.approx((box / shrunk).tolist())},
-        {"name": "truth", "box": pytest.approx((box / shrunk).tolist())},
+        {"name": "ground truth", "box": pytest.approx((box / shrunk).tolist())},
     ]
-    assert (row["said"], row["truth"], row["asked"]) == ("region 2", "region 2", "the left one")
+    assert (row["answer"], row["ground_truth"], row["question"]) == ("region 2", "region 2", "the left one")
     assert (row["sentence_id"], row["ref_id"], row["key"]) == (20, 2, samples[2].key)
 
 
@@ -613,7 +619,7 @@ def test_an_overlap_a_billionth_above_the_border_is_a_hit(tmp_path, task, sample
         write_detections(tmp_path / "refcoco+", {0: [[10, 10, width / 2 + tiny, 20]], 2: [[0, 0, 1, 1]]})
         change(tmp_path / "refcoco+", "annotations", 1, bbox=[10, 10, width, 20])
         detected = tuned(task, regions="detected", detections="dets.json", iou="plain")
-        question = detected.questions(urls(samples), "val").asks[0]
+        question = detected.examples(urls(samples), "val").annotations[0]
         (row,) = predict(detected, [example(detected, samples[0], question)], [[0.0, 1]])
         assert row["iou"] == pytest.approx(0.5 + tiny / width, abs=1e-12)
         assert (row["hit"], row["exact"], row["iou_convention"]) == (hit, None, "plain")
@@ -624,17 +630,17 @@ def test_exact_is_the_annotation_and_not_the_best_overlap(tmp_path, samples):
     change(tmp_path, "annotations", 0, bbox=[10, 10, 20, 20])
     change(tmp_path, "annotations", 1, bbox=[10, 10, 20, 20])  # this one is meant
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
-    question = task.questions(urls(samples), "val").asks[0]
+    question = task.examples(urls(samples), "val").annotations[0]
     for scores, exact in (([0.0, 5, 1], False), ([0.0, 1, 5], True)):
         (row,) = predict(task, [example(task, samples[0], question)], [scores])
-        assert (row["iou"], row["hit"], row["exact"], row["truth"]) == (1, True, exact, "region 2")
+        assert (row["iou"], row["hit"], row["exact"], row["ground_truth"]) == (1, True, exact, "region 2")
 
 
 def test_objects_without_area_are_no_regions_and_the_others_keep_their_places(tmp_path, samples):
     write_refcoco(tmp_path, samples)
     change(tmp_path, "annotations", 2, bbox=[10, 10, 0, 20])  # the first of image 1, of which the last is meant
     task = RefCOCO(RefCOCOSettings(str(tmp_path)), WORDS, 8)
-    question = task.questions(urls(samples), None).asks[0]
+    question = task.examples(urls(samples), None).annotations[0]
     found = example(task, samples[1], question)
     assert found.image.label_masks["right"].tolist() == [False, False, True]
     (row,) = predict(task, [found], [[0.0, 1, 5]])
@@ -642,15 +648,15 @@ def test_objects_without_area_are_no_regions_and_the_others_keep_their_places(tm
 
 
 def test_rows_become_a_table_with_one_kind_of_value_a_column(task, samples):
-    questions = task.questions(urls(samples), "val").asks
-    flawed = dataclasses.replace(questions[1], flaw="its text is empty")
+    questions = task.examples(urls(samples), "val").annotations
+    flawed = dataclasses.replace(questions[1], invalid_reason="its text is empty")
     rows = [
         row for ask in (questions[0], flawed) for row in predict(task, [example(task, samples[0], ask)], [[0.0, 1, 5]])
     ]
     table = pyarrow.Table.from_pylist(rows)
     assert pyarrow.Table.from_pylist(rows[::-1]).schema == table.schema
     assert set(table.column_names) == {
-        *("key", "asked", "said", "probability", "ranking", "truth", "score", "boxes"),
+        *("key", "question", "answer", "probability", "ranking", "ground_truth", "score", "boxes"),
         *(
             "split",
             "sentence_id",
@@ -687,15 +693,23 @@ def test_metrics_stand_beside_chance_and_name_how_overlaps_count(task):
 
 
 def test_the_submission_is_a_list_of_boxes_and_scores_as_the_rows_do(task, samples):
-    questions = task.questions(urls(samples), "val")
+    questions = task.examples(urls(samples), "val")
     rows = [
-        *(row for i in (0, 1) for row in predict(task, [example(task, samples[0], questions.asks[i])], [[0.0, 1, 5]])),
-        *(row for i in (2, 3) for row in predict(task, [example(task, samples[2], questions.asks[i])], [[0.0, 1, 5]])),
+        *(
+            row
+            for i in (0, 1)
+            for row in predict(task, [example(task, samples[0], questions.annotations[i])], [[0.0, 1, 5]])
+        ),
+        *(
+            row
+            for i in (2, 3)
+            for row in predict(task, [example(task, samples[2], questions.annotations[i])], [[0.0, 1, 5]])
+        ),
     ]
     ((name, written),) = task.submission(rows).items()
     assert name == "predictions.json"
     row, *_ = json.loads(written)
-    ask = questions.asks[0]
+    ask = questions.annotations[0]
     with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as 20;"):
         task.submission([rows[0], rows[1], rows[3]])
     with pytest.raises(ValueError, match="1 ids of the predictions stand there more than once, such as 0;"):
@@ -714,26 +728,28 @@ def test_the_papers_numbers_are_those_of_the_track(task):
 
 
 def test_a_persons_own_expression_is_about_the_regions_of_the_sample(task, samples):
-    question = task.ask("the left one")
+    question = task.annotation_for("the left one")
     (row,) = predict(task, [example(task, samples[1], question)], [[9.0, 1, 5, 2]])
-    assert (row["said"], row["candidates"]) == ("region 2", 3)
+    assert (row["answer"], row["candidates"]) == ("region 2", 3)
     assert row["boxes"] == [{"name": "region 2", "box": samples[1].regions.boxes[1].tolist()}]
-    assert {row[name] for name in ("truth", "score", "iou", "hit", "exact")} == {None}
+    assert {row[name] for name in ("ground_truth", "score", "iou", "hit", "exact")} == {None}
     assert task.metrics([row]) == {}
-    with pytest.raises(ValueError, match="the expression ' ' cannot be asked: it has no words"):
-        task.ask(" ")
-    with pytest.raises(ValueError, match="cannot be asked: it has 600 word pieces, more than task.expression_length"):
-        task.ask("one " * 600)
+    with pytest.raises(ValueError, match="the expression ' ' is invalid: it has no words"):
+        task.annotation_for(" ")
+    with pytest.raises(ValueError, match="is invalid: it has 600 tokens, more than task.expression_length"):
+        task.annotation_for("one " * 600)
     with pytest.raises(ValueError, match="give no choices, answer or regions"):
-        task.ask("the left one", choices=("a", "b"))
+        task.annotation_for("the left one", choices=("a", "b"))
 
 
 def test_the_head_learns_to_point(task, samples):
     """Four expressions, trained by hand: what the loss asks for is what the metric counts."""
     torch.manual_seed(0)
     model = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=0.0), len(WORDS)), task)
-    questions = task.questions(urls(samples), None)
-    batch = collate([example(task, samples[i], e) for i, e in zip(questions.samples, questions.asks, strict=True)])
+    questions = task.examples(urls(samples), None)
+    batch = collate(
+        [example(task, samples[i], e) for i, e in zip(questions.samples, questions.annotations, strict=True)]
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(40):
         loss, count = model(batch)["regions"]

@@ -79,7 +79,7 @@ def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_be
 
     everything = []
     for place, span, epochs in ((0, first, [0, 1]), (1, second, [2, 3, 4]), (2, third, [5, 6, 7, 8])):
-        n = span.questions
+        n = span.examples
         for epoch in epochs:
             order = shuffled(np.arange(n), 3, CAPTIONS, epoch, n)
             everything += [(place, epoch, number) for number in order.tolist()]
@@ -99,7 +99,7 @@ def test_neighbours_that_stay_together_are_cut_by_no_batch_over_another_snapshot
     whole = [slots[c : c + 4] for c in range(0, 100, 4) if len({slot[:2] for slot in slots[c : c + 4]}) == 1]
     assert len(whole) > 20
     for group in whole:
-        n = spans[group[0][0]].questions
+        n = spans[group[0][0]].examples
         assert [number for _, _, number in group] == [(group[0][2] + i) % n for i in range(4)]
 
 
@@ -136,14 +136,14 @@ def data_over(
     vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
     task, corpus = make_task(recipe.task, vocabulary, 8), TextCorpus(root / "text", vocabulary)
     world = World(rank, size, CPU)
-    return TrainingData(samples, task.questions(samples, None), task, config, TINY_MODEL.regions, world, corpus, spans)
+    return TrainingData(samples, task.examples(samples, None), task, config, TINY_MODEL.regions, world, corpus, spans)
 
 
 def enter(grown: tuple[Path, list[str]], data: TrainingData) -> None:
     root, snapshots = grown
     store = open_store(str(root))
     samples = ShardSamples(store, Catalog(store, "captions").pinned(STAGE, snapshots[1]))
-    data.enter(samples, data.source.task.questions(samples, None), snapshots[1], BORDER)
+    data.enter(samples, data.source.task.examples(samples, None), snapshots[1], BORDER)
 
 
 Rows = list[tuple[str, tuple]]  # key and all that a sample became
@@ -289,7 +289,7 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp
     assert list(recorded.values()) == [spans[:1]] * 2 + [spans] * 7
     assert read_metrics(store, "whole", "snapshot") == [{"kind": "snapshot", "step": 3} | spans[1]]
     said = capsys.readouterr().out
-    assert "new shards enter in step 3, at the beginning of epoch 1: 28 questions an epoch instead of 20" in said
+    assert "new shards enter in step 3, at the beginning of epoch 1: 28 examples an epoch instead of 20" in said
     assert f"captions/{STAGE} (snapshot {second})" in said
     keys = [key for step in range(9) for key in whole.steps[step][0][0] if not key.startswith("text-")]
     new = {tiny_sample(i, regions=1 + i % 3).key for i in range(100, 108)}
@@ -331,7 +331,7 @@ def test_what_is_wrong_with_new_shards_ends_no_training_and_is_said_once(tmp_pat
     assert "no new shards enter in step 3, the next boundary looks again: " in said[0]
     assert "00009" in said[0]
     state = open_folder(open_store(str(root)), "runs/disturbed/step-0000009").state
-    assert [span["questions"] for span in state["data"]["snapshots"]] == [20]
+    assert [span["examples"] for span in state["data"]["snapshots"]] == [20]
 
 
 def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
@@ -339,7 +339,7 @@ def test_a_run_may_keep_the_shards_that_it_began_with(tmp_path):
     seen = Seen(root, at=1)
     train(a_run(root, "kept", new_shards_every=None), ALONE, seen)
     state = open_folder(open_store(str(root)), "runs/kept/step-0000009").state
-    assert [span["questions"] for span in state["data"]["snapshots"]] == [20]
+    assert [span["examples"] for span in state["data"]["snapshots"]] == [20]
 
 
 # --- what cannot go on ------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_configuration_with_a_value_of_another_kind_is_refused_by_name(field: 
 def test_a_caption_is_cut_where_positions_end():
     words = Vocabulary(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])
     task = Pretraining(PretrainingSettings(max_elements=None, caption_length=508), words, 3)
-    tokens, regions = task._cut(np.full(600, 5), 100)
+    tokens, regions = task._truncate(np.full(600, 5), 100)
     assert (len(tokens), regions) == (508, 100)
 
 

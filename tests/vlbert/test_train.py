@@ -440,7 +440,7 @@ def test_random_weights_are_used_only_where_the_recipe_says_so(root):
         run(root, "unsaid", model=dataclasses.replace(TINY_MODEL, regions=regions))
 
 
-def test_regions_of_an_untrained_detector_are_announced(tmp_path, capsys):
+def test_regions_of_an_random_init_detector_are_announced(tmp_path, capsys):
     root = tiny_root(tmp_path, random_init=True)
     run(root, "trial", steps=1)
     assert "WARNING: the regions come from an UNTRAINED detector" in capsys.readouterr().out

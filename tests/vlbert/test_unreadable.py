@@ -97,7 +97,7 @@ def training_data(root: Path, rank: int = 0, size: int = 1, **data: object) -> T
     samples, _ = open_samples(open_store(str(root)), "captions", None, None, ALONE)
     task = Pretraining(ASKS, WORDS, 8)
     world = World(rank, size, torch.device("cpu"))
-    return TrainingData(samples, task.questions(samples, None), task, recipe.data, STILL.regions, world)
+    return TrainingData(samples, task.examples(samples, None), task, recipe.data, STILL.regions, world)
 
 
 def overwrite(root: Path, number: int, what: bytes, at: int = 0) -> str:
@@ -124,8 +124,8 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
     elif which == "refcoco":
         refcoco_files.write_refcoco(folder, samples)
         task = RefCOCO(RefCOCOSettings(str(folder)), refcoco_files.WORDS, 8)
-        found = [task.questions(refcoco_files.urls(samples), split) for split in ("train", "val")]
-        asks = [ask for questions in found for ask in questions.asks[::2]]  # one of each picture
+        found = [task.examples(refcoco_files.urls(samples), split) for split in ("train", "val")]
+        asks = [ask for questions in found for ask in questions.annotations[::2]]  # one of each picture
         samples = [samples[i] for i in (1, 0, 2)]
         views = [views[i] for i in (1, 0, 2)]
     elif which == "vqa":
@@ -134,14 +134,14 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
         settings = VQASettings(str(folder), answer_list="answers.txt", answers=6, question_length=vqa_files.ROOM)
         task = VQA(settings, vqa_files.WORDS, 8)
         vqa_files.write_vqa(folder, "train2014", {10 * i: ["left"] * (4 + i) + ["no"] * (6 - i) for i in range(3)})
-        asks = task.questions(vqa_files.urls(vqa_files.coco(samples, "train2014")), None).asks
+        asks = task.examples(vqa_files.urls(vqa_files.coco(samples, "train2014")), None).annotations
     else:
         vcr_files.write_vcr(folder, [*samples, tiny_sample(3)])
         masked = 0.5 if which == "vcr, hidden regions" else 0.0
         loss = "appearance" if which == "vcr, appearance" else "contextual"
-        settings = VCRSettings(str(folder), names="class", mask_size=2, max_pieces=40, region_loss=loss)
-        task = VCR(dataclasses.replace(settings, hidden_regions=masked), vcr_files.WORDS, 8)
-        asks = task.questions(vcr_files.urls([*samples, tiny_sample(3)]), None).asks
+        settings = VCRSettings(str(folder), names="class", mask_size=2, max_tokens=40, region_loss=loss)
+        task = VCR(dataclasses.replace(settings, masked_regions=masked), vcr_files.WORDS, 8)
+        asks = task.examples(vcr_files.urls([*samples, tiny_sample(3)]), None).annotations
     return task, [task.example(*each) for each in zip(samples, views, asks, rngs, strict=True)]
 
 
@@ -242,7 +242,7 @@ def test_ranks_and_parts_miss_the_same_slots_and_a_part_without_any_holds_one_pl
 
 def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
     data = training_data(a_root(tmp_path / "all", dict.fromkeys(range(8), torn), count=8))
-    with pytest.raises(ValueError, match="8 questions in a row cannot be read, the last because sample"):
+    with pytest.raises(ValueError, match="8 examples in a row cannot be read, the last because sample"):
         data[0]
 
     class Endless:
@@ -254,7 +254,7 @@ def test_many_unreadable_samples_in_a_row_are_an_error_of_the_storage(tmp_path):
 
     with pytest.raises(ValueError, match=rf"none of {MOST_UNREADABLE} samples from anywhere .* because number \d+$"):
         any_readable(Endless())
-    with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} questions in a row cannot be read"):
+    with pytest.raises(ValueError, match=f"{MOST_UNREADABLE} examples in a row cannot be read"):
         data.source.first_readable((0, i % 8) for i in itertools.count())
 
 
@@ -297,7 +297,7 @@ def test_errors_come_out_of_workers_as_they_are(tmp_path):
         next(batches(gone, range(4), 1, ALONE.device))
     assert str(missing.value).startswith("there is no object captions/regions")
     with pytest.raises(
-        ValueError, match=r"^8 questions in a row cannot be read, the last because sample \w+: its JPEG .*$"
+        ValueError, match=r"^8 examples in a row cannot be read, the last because sample \w+: its JPEG .*$"
     ):
         next(batches(training_data(torn_root), range(4), 1, ALONE.device))
 
@@ -311,7 +311,7 @@ def validated(root: Path, size: int) -> tuple[list[str], list[str], list[float]]
     for rank in range(size):
         data, world = training_data(root).source, World(rank, size, torch.device("cpu"))
         more = (data.config, STILL.regions, world, 14)
-        for parts, _, unreadable in ValidationData(data.samples, data.questions, data.task, *more):
+        for parts, _, unreadable in ValidationData(data.samples, data.examples, data.task, *more):
             missing += [one.key for one in unreadable.values()]
             if parts:
                 right, other = parts
@@ -336,8 +336,8 @@ def test_a_validation_without_a_readable_sample_is_an_error(tmp_path):
     held_out, _ = open_samples(open_store(str(root)), "held-out", None, None, ALONE)
     task = Pretraining(ASKS, WORDS, 8)
     model = TaskModel(VLBert(STILL, len(WORDS)), task)
-    with pytest.raises(ValueError, match="none of the 2 held-out questions can be asked; the last because .*sample"):
-        validate(model, a_recipe(root), held_out, task.questions(held_out, "val"), ALONE)
+    with pytest.raises(ValueError, match="none of the 2 held-out examples can be read; the last because .*sample"):
+        validate(model, a_recipe(root), held_out, task.examples(held_out, "val"), ALONE)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_the_losses_of_a_run_are_those_without_the_broken_samples(tmp_path):
     key = tiny_sample(5, regions=3).key
     (step,) = [step for step in range(4) if key in whole[step][0].keys]
     samples, numbers = whole.source.samples, [number for _, _, number in whole_slots(whole, step)]
-    left = collate(whole.source.examples([(0, n) for n in numbers if samples.sample(n).key != key], step=0))
+    left = collate(whole.source.read([(0, n) for n in numbers if samples.sample(n).key != key], step=0))
     expected, found = (model(batch) for batch in (left, broken[step][0]))
     for name, (loss, count) in expected.items():
         assert (float(found[name][0].detach()), found[name][1]) == (float(loss.detach()), count), name

@@ -20,7 +20,7 @@ from vlbert.datasets.vcr import CLASSES, hits, instance_mask, read_submission
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vcr import VCR, VCRSettings
-from vlbert.tasks.vcr_text import PEOPLE, cut
+from vlbert.tasks.vcr_text import PEOPLE, truncate
 from vlbert.train import train
 
 
@@ -34,7 +34,7 @@ def task(tmp_path, samples) -> VCR:
     """Persons are called persons, so that texts are the same whatever was drawn."""
     write_vcr(tmp_path / "vcr", samples)
     # The tiny model's res5 gives 2 x 2 cells.
-    return VCR(VCRSettings(str(tmp_path / "vcr"), names="class", mask_size=2, max_pieces=40), WORDS, 8)
+    return VCR(VCRSettings(str(tmp_path / "vcr"), names="class", mask_size=2, max_tokens=40), WORDS, 8)
 
 
 def changed(task: VCR, **settings: object) -> VCR:
@@ -44,10 +44,10 @@ def changed(task: VCR, **settings: object) -> VCR:
 def asked(
     task: VCR, samples: list, number: int = 0, flip: bool = False, seed: int = 0, held_out: bool = False
 ) -> Example:
-    questions = task.questions(urls(samples), "val" if held_out else None)
+    questions = task.examples(urls(samples), "val" if held_out else None)
     sample = samples[questions.samples[number]]
     seen = prepare_image(sample, TINY_MODEL.regions, flip)
-    return task.example(sample, seen, questions.asks[number], np.random.default_rng(seed))
+    return task.example(sample, seen, questions.annotations[number], np.random.default_rng(seed))
 
 
 def batch_of(task: VCR, samples: list) -> Batch:
@@ -67,12 +67,12 @@ def test_the_choices_of_a_question_are_four_texts_about_one_picture(task, sample
     assert example.texts[1].segments.tolist() == [0] * 11 + [1] * 5
     # A name carries the look of its object, whose region is its number + 1; `and` and all else that of the whole image.
     assert example.texts[1].token_region.tolist() == [0, 0, 0, 1, 0, 2, 0, 0, 4, 0, 0, 3, 0, 0, 0, 0]
-    about = {name: example.metadata[name] for name in ("annot_id", "question", "conditioned_on", "label")}
-    assert about == {"annot_id": "a-0", "question": "answer", "conditioned_on": -1, "label": 2}
+    about = {name: example.metadata[name] for name in ("annot_id", "subtask", "conditioned_on", "label")}
+    assert about == {"annot_id": "a-0", "subtask": "answer", "conditioned_on": -1, "label": 2}
 
 
 def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task, samples):
-    example = asked(changed(task, question="rationale"), samples)
+    example = asked(changed(task, subtask="rationale"), samples)
     question = "[CLS] why is person and dog holding cup ? the dog [SEP]"
     choices = ["because dog is nearby", "no", "no no", "because"]
     assert texts(example) == [f"{question} {choice} [SEP]" for choice in choices]
@@ -81,12 +81,12 @@ def test_a_rationale_is_asked_for_behind_the_question_and_its_right_answer(task,
 
 
 def test_every_item_is_asked_about_its_own_picture(task, samples):
-    questions = task.questions(urls(samples[::-1]), None)
+    questions = task.examples(urls(samples[::-1]), None)
     assert questions.samples.tolist() == [2, 1]
-    assert [ask.item.annot_id for ask in questions.asks] == ["a-0", "a-1"]
-    assert task.questions(urls(samples), "val").samples.tolist() == [2]
+    assert [ask.item.annot_id for ask in questions.annotations] == ["a-0", "a-1"]
+    assert task.examples(urls(samples), "val").samples.tolist() == [2]
     with pytest.raises(ValueError, match="1 of 2 images of .* are in no region shard, such as 000001.jpg"):
-        task.questions(urls(samples[:1]), None)
+        task.examples(urls(samples[:1]), None)
 
 
 def tagged(number_of_pieces: int, region: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,14 +106,14 @@ def tagged(number_of_pieces: int, region: int) -> tuple[np.ndarray, np.ndarray]:
 )
 def test_what_is_too_long_loses_its_end(question, answer, choice, left):
     parts = [tagged(question, 1)] + ([tagged(answer, 2)] if answer else [])
-    ((before, last),) = cut(parts, [tagged(choice, 3)], 10, shared=True)
+    ((before, last),) = truncate(parts, [tagged(choice, 3)], 10, shared=True)
     assert (len(before[0]), len(last[0])) == (sum(left[:-1]), left[-1])
     of_parts = [(pieces[:size], regions[:size]) for (pieces, regions), size in zip(parts, left, strict=False)]
     for found, wanted in zip(before, zip(*of_parts, strict=True), strict=True):
         np.testing.assert_array_equal(found, np.concatenate(wanted))
     for found, whole in zip(last, tagged(choice, 3), strict=True):
         np.testing.assert_array_equal(found, whole[: left[-1]])
-    ((before, last),) = cut([tagged(6, 1)], [tagged(6, 3)], 9, shared=False)
+    ((before, last),) = truncate([tagged(6, 1)], [tagged(6, 3)], 9, shared=False)
     assert (len(before[0]), len(last[0])) == (4, 5), "of two as long the question is cut"
 
 
@@ -123,8 +123,8 @@ def lengths(rows: list) -> list[tuple[int, int]]:
 
 def test_one_long_choice_shortens_the_question_of_all_rows_or_its_own_alone():
     question, choices = [tagged(6, 1)], [tagged(2, 2), tagged(9, 3), tagged(4, 4), tagged(1, 5)]
-    assert lengths(cut(question, choices, 10, shared=False)) == [(6, 2), (5, 5), (6, 4), (6, 1)]
-    assert lengths(cut(question, choices, 10, shared=True)) == [(5, 2), (5, 5), (5, 4), (5, 1)]
+    assert lengths(truncate(question, choices, 10, shared=False)) == [(6, 2), (5, 5), (6, 4), (6, 1)]
+    assert lengths(truncate(question, choices, 10, shared=True)) == [(5, 2), (5, 5), (5, 4), (5, 1)]
 
 
 @given(
@@ -139,7 +139,7 @@ def test_the_shared_question_is_what_four_loops_over_one_list_leave_of_it(questi
     parts = [list(range(question)), *([list(range(100, 100 + answer))] if answer else [])]
     texts = [list(range(200, 200 + count)) for count in choices]
     asked, offered = ([(np.array(text), np.zeros(len(text))) for text in some] for some in (parts, texts))
-    found = cut(asked, offered, most, shared=True)
+    found = truncate(asked, offered, most, shared=True)
     for text in texts:
         while sum(map(len, parts)) + len(text) > most:
             if len(text) > sum(map(len, parts)):
@@ -150,14 +150,14 @@ def test_the_shared_question_is_what_four_loops_over_one_list_leave_of_it(questi
                 parts[1].pop()
     rows = [([*before[0].tolist()], choice[0].tolist()) for before, choice in found]
     assert rows == [(sum(parts, []), text) for text in texts]
-    each = cut(asked, offered, most, shared=False)
-    alone = [cut(asked, [choice], most, shared=True)[0] for choice in offered]
+    each = truncate(asked, offered, most, shared=False)
+    alone = [truncate(asked, [choice], most, shared=True)[0] for choice in offered]
     assert lengths(each) == lengths(alone), "each as if it were the only one"
 
 
 def test_a_recipe_says_whose_question_a_long_choice_shortens(task, samples):
     rows = {
-        rule: [one.segments.tolist() for one in asked(changed(task, truncation=rule, max_pieces=9), samples).texts]
+        rule: [one.segments.tolist() for one in asked(changed(task, truncation=rule, max_tokens=9), samples).texts]
         for rule in ("shared", "each")
     }
     before = {rule: [segments.count(0) - 2 for segments in found] for rule, found in rows.items()}
@@ -192,15 +192,15 @@ def test_the_texts_of_a_mirrored_picture_have_their_sides_swapped_or_not(task, s
     file = tmp_path / "vcr" / "val.jsonl"
     file.write_text(file.read_text().replace('"holding"', '"Left"').replace('["no"]', '["right"]'))
     words = [line for line in WORDS.text().splitlines()]
-    settings = dataclasses.replace(task.settings, question="rationale", swap_left_right=swapped)
+    settings = dataclasses.replace(task.settings, subtask="rationale", swap_left_right=swapped)
     task = VCR(settings, Vocabulary([*words, "left", "right"]), 8)
-    (ask,) = task.questions(urls(samples), "val").asks
+    (ask,) = task.examples(urls(samples), "val").annotations
     texts = {}
     for flip in (False, True):
         seen = prepare_image(samples[2], TINY_MODEL.regions, flip)
         example = task.example(samples[2], seen, ask, np.random.default_rng(0))
         texts[flip] = [task.vocabulary.decode(one.tokens) for one in example.texts]
-        assert "Left" in example.metadata["asked"], "what is written of it stays as it is asked"
+        assert "Left" in example.metadata["question"], "what is written of it stays as it is asked"
     assert "left" in texts[False][1]
     assert texts[False][1].endswith("right [SEP]")
     swap = {"left": "right", "right": "left"} if swapped else {}
@@ -238,16 +238,16 @@ def test_mentions_look_at_the_whole_image_by_the_papers_rule(task, samples):
 
 
 def test_hidden_regions_are_asked_for_in_training_and_none_is_in_validation(task, samples):
-    hiding = changed(task, hidden_regions=0.5)
+    hiding = changed(task, masked_regions=0.5)
     found = [asked(hiding, samples, seed=seed).image for seed in range(40)]
     share = np.mean([picture.masked[1:] for picture in found])
     assert 0.35 < share < 0.65
     for picture in found:
         assert not picture.masked[0], "the whole image is never hidden"
         np.testing.assert_array_equal(picture.label_masks["region_label_mask"], picture.masked)
-    assert not asked(changed(task, hidden_regions=1.0), samples, held_out=True).image.masked.any()
-    batch = batch_of(changed(task, hidden_regions=1.0), samples)
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, hidden_regions=1.0))
+    assert not asked(changed(task, masked_regions=1.0), samples, held_out=True).image.masked.any()
+    batch = batch_of(changed(task, masked_regions=1.0), samples)
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, masked_regions=1.0))
     assert model(batch)["regions"][1] == 2 * 4 * 4, "four objects in four texts of two pictures"
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task)
     assert model(batch_of(task, samples))["regions"][1] == 2 * 4 * 5, "in sight, the whole image is asked for too"
@@ -259,8 +259,8 @@ def test_hidden_regions_are_asked_for_in_training_and_none_is_in_validation(task
         ({}, 8, 40),
         ({"loss": "softmax", "pooled": False, "mention_visual_embedding": "image", "instance_masks": False}, 2, 40),
         ({"classifier": "two_layers", "region_loss": "appearance"}, 8, 10),
-        ({"region_loss": "appearance", "hidden_regions": 0.5}, 8, None),
-        ({"region_loss": "none", "question": "rationale"}, 8, 0),
+        ({"region_loss": "appearance", "masked_regions": 0.5}, 8, None),
+        ({"region_loss": "none", "subtask": "rationale"}, 8, 0),
     ],
 )
 def test_losses_are_finite_over_what_they_count(task, samples, settings, answers, regions):
@@ -295,7 +295,7 @@ class First(torch.nn.Module):
 @pytest.mark.parametrize("region_loss", ["contextual", "appearance"])
 @pytest.mark.parametrize("masked", [0.0, 0.5])
 def test_every_region_that_is_asked_for_is_asked_for_its_own_class(task, samples, region_loss, masked):
-    task = changed(task, region_loss=region_loss, hidden_regions=masked)
+    task = changed(task, region_loss=region_loss, masked_regions=masked)
     batch = batch_of(task, samples)
     sure = 100 * torch.nn.functional.one_hot(batch.region_classes, CLASSES).float()  # (rows, regions, classes)
     encoded = Encoded(torch.zeros(8, 5, 1), sure, sure[batch.image_rows].flatten(0, 1))
@@ -375,7 +375,7 @@ def test_a_bad_line_is_named(task, tmp_path, samples, change, message):
     assert change(second) != second
     file.write_text(first + change(second))
     with pytest.raises(ValueError, match=message):
-        task.questions(urls(samples), None)
+        task.examples(urls(samples), None)
 
 
 def test_missing_and_foreign_metadata_are_named(task, tmp_path, samples):
@@ -395,9 +395,9 @@ def test_missing_and_foreign_metadata_are_named(task, tmp_path, samples):
         asked(task, samples)
     file.unlink()
     with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
-        task.questions(urls(samples), None)
+        task.examples(urls(samples), None)
     with pytest.raises(ValueError, match=r"there is no .*train.jsonl; set task.folder"):
-        changed(task, folder=str(tmp_path)).questions(urls(samples), None)
+        changed(task, folder=str(tmp_path)).examples(urls(samples), None)
 
 
 def test_a_model_that_the_masks_or_regions_do_not_fit_is_refused_at_once(task):
@@ -407,13 +407,13 @@ def test_a_model_that_the_masks_or_regions_do_not_fit_is_refused_at_once(task):
     kept = dataclasses.replace(TINY_MODEL, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed"))
     with pytest.raises(ValueError, match="set model.regions.features=end_to_end"):
         task.head(kept)
-    with pytest.raises(ValueError, match="hidden_regions is 1.5"):
-        VCRSettings(hidden_regions=1.5)
-    with pytest.raises(ValueError, match="max_pieces is 1"):
-        VCRSettings(max_pieces=1)
-    with pytest.raises(ValueError, match="task.max_pieces is 60, the model has room for 59"):
-        changed(task, max_pieces=60).head(TINY_MODEL)
-    changed(task, max_pieces=59).head(TINY_MODEL)
+    with pytest.raises(ValueError, match="masked_regions is 1.5"):
+        VCRSettings(masked_regions=1.5)
+    with pytest.raises(ValueError, match="max_tokens is 1"):
+        VCRSettings(max_tokens=1)
+    with pytest.raises(ValueError, match="task.max_tokens is 60, the model has room for 59"):
+        changed(task, max_tokens=60).head(TINY_MODEL)
+    changed(task, max_tokens=59).head(TINY_MODEL)
 
 
 # --- behind every answer, without labels, joined, and for the leaderboard ---------------------------------------------
@@ -426,10 +426,10 @@ def without_labels(folder: Path, split: str, of: str) -> None:
 
 
 def examples_of(task: VCR, samples: list, split: str | None, seed: int = 0) -> list[Example]:
-    questions = task.questions(urls(samples), split)
+    questions = task.examples(urls(samples), split)
     return [
         task.example(samples[i], prepare_image(samples[i], TINY_MODEL.regions, False), ask, np.random.default_rng(seed))
-        for i, ask in zip(questions.samples, questions.asks, strict=True)
+        for i, ask in zip(questions.samples, questions.annotations, strict=True)
     ]
 
 
@@ -443,10 +443,14 @@ ANSWERS = ["no", "person is nearby", "the dog", "person"]
 
 
 def test_rationales_are_asked_for_behind_every_answer_where_the_leaderboard_wants_it(task, samples, tmp_path):
-    rationales = changed(task, question="rationale")
-    assert [ask.answer for ask in rationales.questions(urls(samples), "val").asks] == [2], "the right one alone"
+    rationales = changed(task, subtask="rationale")
+    assert [question.conditioned_on for question in rationales.examples(urls(samples), "val").annotations] == [2], (
+        "the right one alone"
+    )
     every = changed(rationales, **VCR.evaluation)
-    assert [ask.answer for ask in every.questions(urls(samples), None).asks] == [2, 2], "training learns from these"
+    assert [question.conditioned_on for question in every.examples(urls(samples), None).annotations] == [2, 2], (
+        "training learns from these"
+    )
     found = examples_of(every, samples, "val")
     assert [example.metadata["conditioned_on"] for example in found] == [0, 1, 2, 3]
     question = "[CLS] why is person and dog holding cup ?"
@@ -456,27 +460,32 @@ def test_rationales_are_asked_for_behind_every_answer_where_the_leaderboard_want
     right = [[bool(words.labels["right"][0]) for words in example.texts] for example in found]
     assert right == [[False] * 4, [False] * 4, [True, False, False, False], [False] * 4]
     without_labels(tmp_path / "vcr", "test", of="val")
-    assert [ask.answer for ask in rationales.questions(urls(samples), "test").asks] == [0, 1, 2, 3]
+    assert [question.conditioned_on for question in rationales.examples(urls(samples), "test").annotations] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     (example,) = examples_of(task, samples, "test")
     assert (example.metadata["label"], texts(example)) == (None, texts(asked(task, samples, held_out=True)))
 
 
 def test_a_row_says_in_words_what_was_asked_and_what_was_said(task, samples):
-    examples = examples_of(changed(task, question="rationale", names="neutral"), samples, "val")
+    examples = examples_of(changed(task, subtask="rationale", names="neutral"), samples, "val")
     (row,) = rows_for(task, examples, [[1.0, 3, 3, 2]])
-    assert row["asked"] == "Why is person 1 and dog 2 holding cup 4? the dog 2"
-    assert (row["said"], row["truth"], row["score"], row["label"]) == ("no", "because dog 2 is nearby", 0.0, 0)
-    assert [one["said"] for one in row["ranking"]] == ["no", "no no", "because", "because dog 2 is nearby"]
+    assert row["question"] == "Why is person 1 and dog 2 holding cup 4? the dog 2"
+    assert (row["answer"], row["ground_truth"], row["score"], row["label"]) == ("no", "because dog 2 is nearby", 0.0, 0)
+    assert [one["answer"] for one in row["ranking"]] == ["no", "no no", "because", "because dog 2 is nearby"]
     assert [one["probability"] for one in row["ranking"]] == sorted(row["probabilities"], reverse=True)
     assert row["probability"] == max(row["probabilities"])
-    assert (row["annot_id"], row["split"], row["question"], row["conditioned_on"]) == ("a-2", "val", "rationale", 2)
+    assert (row["annot_id"], row["split"], row["subtask"], row["conditioned_on"]) == ("a-2", "val", "rationale", 2)
     assert row["boxes"] == [
         {"name": "person 1", "box": BOXES[0], "region": 1},
         {"name": "dog 2", "box": BOXES[1], "region": 2},
         {"name": "cup 4", "box": BOXES[3], "region": 4},
     ], "person 3 is not mentioned"
     (row,) = rows_for(task, examples_of(task, samples, "val"), [[0.0, 0, 0, 1]])
-    assert (row["said"], row["truth"], [box["name"] for box in row["boxes"]][2]) == (
+    assert (row["answer"], row["ground_truth"], [box["name"] for box in row["boxes"]][2]) == (
         "person 1",
         "the dog 2",
         "person 3",
@@ -495,7 +504,7 @@ def evaluated(task: VCR, samples: list, split: str, answers: list[int], rational
     both = (answers, [one for of_item in rationales for one in of_item])
     rows = []
     for kind, chosen in zip(("answer", "rationale"), both, strict=True):
-        of_kind = changed(task, question=kind, every_answer=True)
+        of_kind = changed(task, subtask=kind, every_answer=True)
         examples = examples_of(of_kind, samples, split)
         rows += rows_for(of_kind, examples, [[2.0 * (i == one) for i in range(4)] for one in chosen])
     return rows
@@ -514,9 +523,9 @@ def test_two_runs_joined_give_all_three_accuracies(task, samples, tmp_path):
     }, "behind wrong answers nobody says what is right"
     found = task.metrics(evaluated(task, samples, "both", [2, 1], [[1, 1, 1, 1], [1, 1, 0, 1]]))
     assert (found["answer_accuracy"], found["rationale_accuracy"], found["joint_accuracy"]) == (0.5, 0.5, 0)
-    rationales = [row for row in rows if row["question"] == "rationale"]
+    rationales = [row for row in rows if row["subtask"] == "rationale"]
     assert task.metrics(rationales) == {"rationale_accuracy": 0.5, "chance": 0.25}
-    one_missing = [row for row in rows if (row["annot_id"], row["question"]) != ("a-1", "answer")]
+    one_missing = [row for row in rows if (row["annot_id"], row["subtask"]) != ("a-1", "answer")]
     assert task.metrics(one_missing)["joint_accuracy"] == 1, "of the items with both"
     assert pa.Table.from_pylist(rows).num_rows == 10
     assert set(task.reported("val")) == {"answer_accuracy", "rationale_accuracy", "joint_accuracy"}
@@ -541,7 +550,7 @@ def test_what_is_submitted_is_scored_as_the_metrics_say(task, samples, tmp_path)
     unlabelled = evaluated(task, samples, "test", [2, 3], [[1, 1, 0, 2], [0, 0, 3, 0]])
     assert task.submission(unlabelled) == {name: file}
     assert task.metrics(unlabelled) == {}
-    assert {(row["truth"], row["score"], row["label"]) for row in unlabelled} == {(None, None, None)}
+    assert {(row["ground_truth"], row["score"], row["label"]) for row in unlabelled} == {(None, None, None)}
     with pytest.raises(ValueError, match="2 of 2 items, such as a-0, lack probabilities of rationales"):
         task.submission(rows[:2])
     with pytest.raises(ValueError, match="1 ids of both miss in the predictions, such as a-1"):
@@ -551,7 +560,7 @@ def test_what_is_submitted_is_scored_as_the_metrics_say(task, samples, tmp_path)
 def test_nothing_is_learnt_where_nobody_says_what_is_right(task, samples, tmp_path):
     without_labels(tmp_path / "vcr", "test", of="val")
     torch.manual_seed(0)
-    for change in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"hidden_regions": 0.5}):
+    for change in ({}, {"loss": "softmax", "region_loss": "appearance"}, {"masked_regions": 0.5}):
         one = changed(task, **change)
         model = TaskModel(VLBert(dataclasses.replace(TINY_MODEL, dropout=0.0), len(WORDS)), one)
         learnt, unlabelled = asked(one, samples, 0), examples_of(one, samples, "test")[0]
@@ -569,19 +578,19 @@ def test_what_cannot_be_learnt_from_is_left_out_by_name_and_asked_when_held_out(
     wordless = first.replace('["no"], [[2]', '[" ", []], [[2]')
     assert wordless != first
     (folder / "train.jsonl").write_text(wordless + second)
-    questions = task.questions(urls(samples), None)
+    questions = task.examples(urls(samples), None)
     assert questions.samples.tolist() == [1]
-    (line,) = questions.left_out
+    (line,) = questions.skipped
     assert line.endswith("train.jsonl line 1: it has no word in its answer_choices[0]")
     (folder / "odd.jsonl").write_text(wordless)
-    questions = task.questions(urls(samples), "odd")
-    assert (len(questions), questions.left_out, len(questions.flawed)) == (1, (), 1)
+    questions = task.examples(urls(samples), "odd")
+    assert (len(questions), questions.skipped, len(questions.invalid)) == (1, (), 1)
     assert texts(examples_of(task, samples, "odd")[0])[0].endswith("holding cup ? [SEP] [SEP]")
     without_labels(folder, "test", of="val")
-    both = changed(task, train_on=("train", "test")).questions(urls(samples), None)
-    assert (both.samples.tolist(), len(both.left_out)) == ([1], 2)
-    with pytest.raises(ValueError, match="none of the 1 questions of test of .*test.jsonl line 1: it has no labels"):
-        changed(task, train_on=("test",)).questions(urls(samples), None)
+    both = changed(task, train_on=("train", "test")).examples(urls(samples), None)
+    assert (both.samples.tolist(), len(both.skipped)) == ([1], 2)
+    with pytest.raises(ValueError, match="none of the 1 examples of test of .*test.jsonl line 1: it has no labels"):
+        changed(task, train_on=("test",)).examples(urls(samples), None)
 
 
 def test_an_empty_question_is_asked_and_gives_a_finite_answer(task, samples, tmp_path):
@@ -597,7 +606,7 @@ def test_an_empty_question_is_asked_and_gives_a_finite_answer(task, samples, tmp
 def test_a_question_of_six_hundred_words_is_cut_to_what_fits(task, samples, tmp_path):
     file = tmp_path / "vcr" / "val.jsonl"
     file.write_text(file.read_text().replace('"Why"', ", ".join(['"why"'] * 600)))
-    for change in ({}, {"question": "rationale"}):
+    for change in ({}, {"subtask": "rationale"}):
         (example,) = examples_of(changed(task, **change), samples, "val")
         assert max(len(words.tokens) for words in example.texts) == 43, "40 pieces, [CLS] and two [SEP]"
         assert len({int((words.segments == 0).sum()) for words in example.texts}) == 1, "all have what is left of it"
@@ -631,7 +640,7 @@ def test_held_out_all_questions_about_a_picture_use_the_same_names_wherever_they
     (answers,) = examples_of(neutral, samples, "val", seed=1)
     first, third = names_in(answers)
     assert PEOPLE[(PEOPLE.index(first) + 1) % 13] == third
-    every = changed(neutral, question="rationale", every_answer=True)
+    every = changed(neutral, subtask="rationale", every_answer=True)
     for seed in range(3):
         for example in examples_of(every, samples, "val", seed):
             assert set(names_in(example)) <= {first, third}
@@ -655,7 +664,10 @@ def test_held_out_all_questions_about_a_picture_use_the_same_names_wherever_they
 
 def own(task: VCR, sample: object, *question: object) -> Example:
     return task.example(
-        sample, prepare_image(sample, TINY_MODEL.regions, False), task.ask(*question), np.random.default_rng(0)
+        sample,
+        prepare_image(sample, TINY_MODEL.regions, False),
+        task.annotation_for(*question),
+        np.random.default_rng(0),
     )
 
 
@@ -672,7 +684,7 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
     assert example.image.cells.all()
     assert not any(text.labels["right"].any() for text in example.texts)
     (row,) = rows_for(neutral, [example], [[0.0, 0, 5, 1]])
-    assert (row["asked"], row["said"], row["truth"]) == (
+    assert (row["question"], row["answer"], row["ground_truth"]) == (
         "Why is object 1 near object 2 and object 3?",
         "the object 2",
         None,
@@ -683,10 +695,10 @@ def test_a_question_of_ones_own_is_about_the_regions_of_the_sample(task):
 
 
 def test_a_model_of_rationales_is_asked_behind_an_answer(task):
-    rationales = changed(task, question="rationale")
+    rationales = changed(task, subtask="rationale")
     example = own(rationales, tiny_sample(7), "Why?", ["because", "no", "the", "is [2]"], "no [1]")
     assert texts(example)[0] == "[CLS] why ? no [UNK] [SEP] because [SEP]"
-    assert (example.metadata["question"], example.metadata["asked"]) == ("rationale", "Why? no object 1")
+    assert (example.metadata["subtask"], example.metadata["question"]) == ("rationale", "Why? no object 1")
     assert example.text.token_region.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
@@ -697,10 +709,10 @@ def test_a_model_of_rationales_is_asked_behind_an_answer(task):
         ("answer", ("why?", ()), "0 choices are given"),
         ("answer", (" ", ["no"] * 4), "the question or a choice has no word"),
         ("answer", ("why?", ["no", "no", " ", "no"]), "the question or a choice has no word"),
-        ("answer", ("why?", ["no"] * 4, "no"), "this model judges answers; give no answer beside the choices"),
-        ("rationale", ("why?", ["no"] * 4), "this model judges rationales; give the answer that they are for"),
-        ("answer", ("why?", ["no"] * 4, "", (1,)), "VCR's regions are all in sight; name none to be hidden"),
-        ("answer", ("why is [3]?", ["no"] * 4), "region 3 is mentioned; the picture has 2, from 1"),
+        ("answer", ("why?", ["no"] * 4, "no"), "this model chooses answers; give no answer beside the choices"),
+        ("rationale", ("why?", ["no"] * 4), "this model chooses rationales; give the answer that they are for"),
+        ("answer", ("why?", ["no"] * 4, "", (1,)), "VCR masks no regions; name none"),
+        ("answer", ("why is [3]?", ["no"] * 4), "region 3 is mentioned; the image has 2, from 1"),
         ("answer", ("why is [0]?", ["no"] * 4), r"'\[0\]' in 'why is \[0\]\?' names no region: write numbers, from 1"),
         ("answer", ("why is [1", ["no"] * 4), r"'\[1' in 'why is \[1' names no region"),
         ("answer", ("why is 1]", ["no"] * 4), "']' in .* names no region"),
@@ -709,12 +721,12 @@ def test_a_model_of_rationales_is_asked_behind_an_answer(task):
         (
             "answer",
             ("why? " * 600, ["no"] * 4),
-            "1200 word pieces before the choices and 1 in the longest of them, more",
+            "1200 tokens before the choices and 1 in the longest of them, more",
         ),
-        ("answer", ("why?", [*["no"] * 3, "no " * 600]), "2 word pieces before .* 600 in the longest of them, more"),
-        ("rationale", ("why?", ["no"] * 4, "no " * 600), "602 word pieces before the choices"),
+        ("answer", ("why?", [*["no"] * 3, "no " * 600]), "2 tokens before .* 600 in the longest of them, more"),
+        ("rationale", ("why?", ["no"] * 4, "no " * 600), "602 tokens before the choices"),
     ],
 )
 def test_a_question_of_ones_own_that_cannot_be_asked_is_named(task, kind, question, message):
     with pytest.raises(ValueError, match=message):
-        own(changed(task, question=kind), tiny_sample(7, regions=2), *question)
+        own(changed(task, subtask=kind), tiny_sample(7, regions=2), *question)

@@ -141,8 +141,8 @@ def test_columns_are_found_by_their_names(files, tmp_path):
     ("change", "message"),
     [
         (lambda text: text.replace("answer_3", "answer_4", 1), "does not have the 21 columns of the leaderboard: ans"),
-        (lambda text: text[:-30], "line 4 is torn, or holds what is no number"),
-        (lambda text: text.replace("0.7", "much", 1), "line 2 is torn, or holds what is no number.*much"),
+        (lambda text: text[:-30], "line 4 is cut off, or holds what is no number"),
+        (lambda text: text.replace("0.7", "much", 1), "line 2 is cut off, or holds what is no number.*much"),
         (lambda text: text.replace("0.7", "nan", 1), "line 2, b: answer_0 to answer_3 are not finite"),
         (lambda text: text + text.splitlines()[1] + "\n", "line 5 has b a second time"),
         (lambda text: text.replace("\na,", "\nd,"), "1 ids of .*val.jsonl miss in .*csv, such as a;"),
@@ -187,7 +187,7 @@ def test_what_the_leaderboard_would_not_take_is_not_written(tmp_path):
         submission(tmp_path, [row for row in whole if (row["annot_id"], row["conditioned_on"]) != ("b", -1)])
     with pytest.raises(ValueError, match="2 of 2 items, such as b, lack probabilities of rationales; "):
         submission(tmp_path, [row for row in whole if row["conditioned_on"] < 0])
-    with pytest.raises(ValueError, match="10 questions were asked twice, such as one of a; name each run once"):
+    with pytest.raises(ValueError, match="10 predictions stand there twice, such as of a; name each run once"):
         submission(tmp_path, whole + whole)
     with pytest.raises(ValueError, match="b: rationale_conditioned_on_a1_0 to .* their sum is 2, the least 0.5"):
         submission(
@@ -267,8 +267,8 @@ def test_boxes_end_with_the_picture_and_one_without_area_is_a_pixel_and_named(tm
         ({"segms": [[[[1, 2], [3]]], *good["segms"][1:]]}, "000000.json is not in the format of VCR's metadata"),
         ({"segms": [[[1, 2, 3, 4]], *good["segms"][1:]]}, "a polygon is no list of finite x, y: .1, 2, 3, 4"),
         ({"segms": [[[[1, 2], [None, 3]]], *good["segms"][1:]]}, "a polygon is no list of finite x, y"),
-        ({"width": 0}, "its picture is 0 x 64 pixels"),
-        ({"width": float("nan")}, "its picture is nan x 64 pixels"),
+        ({"width": 0}, "its image is 0 x 64 pixels"),
+        ({"width": float("nan")}, "its image is nan x 64 pixels"),
     ):
         file.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=message):

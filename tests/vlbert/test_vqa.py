@@ -42,10 +42,10 @@ def changed(task: VQA, **settings: object) -> VQA:
 
 
 def asked(task: VQA, samples: list, number: int = 0, flip: bool = False) -> Example:
-    questions = task.questions(urls(samples), None)
+    questions = task.examples(urls(samples), None)
     sample = samples[questions.samples[number]]
     seen = prepare_image(sample, TINY_MODEL.regions, flip)
-    return task.example(sample, seen, questions.asks[number], np.random.default_rng(0))
+    return task.example(sample, seen, questions.annotations[number], np.random.default_rng(0))
 
 
 def everything(task: VQA, samples: list) -> list[Example]:
@@ -53,27 +53,29 @@ def everything(task: VQA, samples: list) -> list[Example]:
 
 
 def test_every_question_of_the_splits_is_asked_about_its_own_image(task, samples):
-    questions = task.questions(urls(samples), None)
-    assert [ask.question_id for ask in questions.asks] == [10, 11, 20, 30]
+    questions = task.examples(urls(samples), None)
+    assert [ask.question_id for ask in questions.annotations] == [10, 11, 20, 30]
     assert questions.samples.tolist() == [1, 1, 2, 3]
-    held_out = task.questions(urls(samples), "val2014")
+    held_out = task.examples(urls(samples), "val2014")
     assert held_out.samples.tolist() == [5], "image 1 of val2014"
-    both = changed(task, train_on=("train2014", "val2014")).questions(urls(samples), None)
+    both = changed(task, train_on=("train2014", "val2014")).examples(urls(samples), None)
     assert both.samples.tolist() == [1, 1, 2, 3, 5]
     twice = SimpleNamespace(urls=[*urls(samples).urls, "http://elsewhere.org/COCO_train2014_000000000002.jpg"])
-    with pytest.raises(ValueError, match="1 of 3 images .* of several samples, such as COCO_train2014_0+2.jpg of http"):
-        task.questions(twice, None)
+    with pytest.raises(
+        ValueError, match="1 of 3 images .* in several samples, such as COCO_train2014_0+2.jpg, from http"
+    ):
+        task.examples(twice, None)
     escaped = SimpleNamespace(urls=[url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in urls(samples).urls])
-    assert task.questions(escaped, None).samples.tolist() == [1, 1, 2, 3]
+    assert task.examples(escaped, None).samples.tolist() == [1, 1, 2, 3]
     with pytest.raises(ValueError, match="1 of 3 images of .* are in no region shard, such as COCO_train2014_0+3.jpg"):
-        task.questions(urls(samples[:3]), None)
+        task.examples(urls(samples[:3]), None)
 
 
 def test_the_answer_is_asked_for_at_a_mask_behind_the_question(task, samples):
     example = asked(task, samples)
     assert WORDS.decode(example.text.tokens).startswith("[CLS] is it on the left [UNK] [UNK] ? [SEP] [MASK] [SEP]")
     assert example.text.segments.tolist() == [0] * 10 + [1, 1]
-    assert example.text.tokens[example.text.label_masks["answer_here"]].tolist() == [WORDS.mask]
+    assert example.text.tokens[example.text.label_masks["answer"]].tolist() == [WORDS.mask]
     assert example.text.labels["scores"][0].tolist() == pytest.approx([0, 0.3, 0, 1, 0.9, 0.6])
     assert not example.image.masked.any()
     assert len(example.image.boxes) == 1 + len(samples[1].regions)
@@ -100,7 +102,7 @@ def test_the_answer_list_is_normalised_and_its_first_of_two_that_meet_counts(tas
     assert fixed.class_of["left right"] == 2
     assert "<unk>" not in fixed.class_of
     with pytest.raises(ValueError, match="holds 6 answers, task.answers is 3129"):
-        changed(task, answers=3129).questions(urls(samples), None)
+        changed(task, answers=3129).examples(urls(samples), None)
     (tmp_path / "vqa" / "list.json").write_text('["", "Left/Right"]')
     assert changed(task, answers=2, answer_list="list.json").answers == ["", "left right"]
     (tmp_path / "vqa" / "list.json").write_text('{"left": 0}')
@@ -144,15 +146,15 @@ def predicted(task: VQA, examples: list[Example], classes: list[int]) -> list[di
 
 def test_predictions_have_the_columns_of_all_tasks_and_the_official_accuracy(task, samples):
     rows = predicted(task, everything(task, samples), [4, 2, 2, 1])
-    assert [(row["question_id"], row["said"]) for row in rows] == [(10, "right"), (11, "no"), (20, "no"), (30, "yes")]
+    assert [(row["question_id"], row["answer"]) for row in rows] == [(10, "right"), (11, "no"), (20, "no"), (30, "yes")]
     assert [row["score"] for row in rows] == pytest.approx([0.9, 1, 0, 0])
-    assert [row["truth"] for row in rows] == ["left", "no", "yes", "nobody knows"]
+    assert [row["ground_truth"] for row in rows] == ["left", "no", "yes", "nobody knows"]
     first = rows[0]
-    assert first["asked"] == "Is it on the left, 10?"
-    assert first["answers"] == SAID[10]
+    assert first["question"] == "Is it on the left, 10?"
+    assert first["annotator_answers"] == SAID[10]
     assert (first["answer_type"], first["question_type"], first["split"]) == ("yes/no", "is it", "train2014")
     assert len(first["ranking"]) == 5
-    assert first["ranking"][0] == {"said": "right", "probability": first["probability"]}
+    assert first["ranking"][0] == {"answer": "right", "probability": first["probability"]}
     assert first["probability"] == pytest.approx(1 / (1 + np.exp(-1))), "bce: each answer by itself"
     assert first["boxes"] == []
     of_all = predicted(changed(task, loss="cross_entropy"), everything(task, samples), [4, 2, 2, 1])
@@ -166,7 +168,7 @@ def test_metrics_are_means_over_all_and_over_each_type(task, samples):
         {
             "accuracy": 1.9 / 4,
             "soft_accuracy": 1.9 / 4,
-            "reachable": 3 / 4,  # nobody can say what the last asks for
+            "soft_accuracy_upper_bound": 3 / 4,  # nobody can say what the last asks for
             "chance": 1.3 / 4,  # yes to all: of truths that are equally common the last in the alphabet
             "accuracy/yes/no": 1.9 / 3,
             "accuracy/other": 0.0,
@@ -190,7 +192,7 @@ def test_the_head_has_the_models_dropout_before_its_last_layer(task):
 def test_the_official_accuracy_normalises_and_the_soft_score_does_not(task, tmp_path, samples):
     write_vqa(tmp_path / "vqa", "train2014", {10: ["Left"] * 9 + ["the left"], 20: ["yes"] * 10})
     (row,) = predicted(task, [asked(task, samples)], [3])
-    assert (row["said"], row["score"], row["soft_score"], row["reachable"]) == ("left", 1.0, 0.0, 0.0)
+    assert (row["answer"], row["score"], row["soft_score"], row["best_soft_score"]) == ("left", 1.0, 0.0, 0.0)
 
 
 def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
@@ -198,12 +200,14 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     write_vqa(folder, "test-dev2015", SAID)
     (folder / "v2_mscoco_test-dev2015_annotations.json").unlink()
     pictures = coco([tiny_sample(i) for i in range(4)], "test2015")
-    questions = task.questions(urls(pictures), "test-dev2015")
+    questions = task.examples(urls(pictures), "test-dev2015")
     assert questions.samples.tolist() == [1, 1, 2, 3], "its pictures are named as those of test2015"
     seen = prepare_image(pictures[1], TINY_MODEL.regions, False)
-    examples = [task.example(pictures[1], seen, ask, np.random.default_rng(0)) for ask in questions.asks]
+    examples = [task.example(pictures[1], seen, ask, np.random.default_rng(0)) for ask in questions.annotations]
     rows = predicted(task, examples, [1, 2, 3, 4])
-    assert {(row["truth"], row["score"], row["soft_score"], row["reachable"]) for row in rows} == {(None,) * 4}
+    assert {(row["ground_truth"], row["score"], row["soft_score"], row["best_soft_score"]) for row in rows} == {
+        (None,) * 4
+    }
     assert task.metrics(rows) == {}
     pyarrow.Table.from_pylist(rows)
     (name, data), *_ = task.submission(rows).items()
@@ -211,7 +215,7 @@ def test_a_split_without_annotations_is_answered_and_not_scored(task, tmp_path):
     said = ["yes", "no", "left", "right"]
     assert json.loads(data) == [{"question_id": i, "answer": a} for i, a in zip(SAID, said, strict=True)]
     with pytest.raises(ValueError, match="task.train_on=test-dev2015: a test split has no answers to learn from"):
-        changed(task, train_on=("test-dev2015",)).questions(urls(pictures), None)
+        changed(task, train_on=("test-dev2015",)).examples(urls(pictures), None)
 
 
 def test_a_submission_holds_every_question_of_the_split_once(task, samples):
@@ -237,34 +241,34 @@ def test_empty_and_endless_questions_are_left_out_of_training_and_asked_where_al
     task, tmp_path, samples
 ):
     write_vqa(tmp_path / "vqa", "train2014", SAID, {11: " \n", 20: LONG})
-    trained = task.questions(urls(samples), None)
-    assert [ask.question_id for ask in trained.asks] == [10, 30]
+    trained = task.examples(urls(samples), None)
+    assert [ask.question_id for ask in trained.annotations] == [10, 30]
     assert trained.samples.tolist() == [1, 3]
-    assert trained.left_out == (
+    assert trained.skipped == (
         "question 11 of train2014: it has no words",
-        "question 20 of train2014: it has 600 word pieces, more than task.question_length = 58",
+        "question 20 of train2014: it has 600 tokens, more than task.question_length = 58",
     )
-    held_out = task.questions(urls(samples), "train2014")
-    assert [ask.question_id for ask in held_out.asks] == [10, 11, 20, 30]
-    assert (held_out.left_out, held_out.flawed, trained.flawed) == ((), trained.left_out, ())
+    held_out = task.examples(urls(samples), "train2014")
+    assert [ask.question_id for ask in held_out.annotations] == [10, 11, 20, 30]
+    assert (held_out.skipped, held_out.invalid, trained.invalid) == ((), trained.skipped, ())
     write_vqa(tmp_path / "vqa", "train2014", SAID, dict.fromkeys(SAID, ""))
     with pytest.raises(
-        ValueError, match="none of the 4 questions of train2014 of .* question 10 of train2014: it has no"
+        ValueError, match="none of the 4 examples of train2014 of .* question 10 of train2014: it has no"
     ):
-        task.questions(urls(samples), None)
+        task.examples(urls(samples), None)
     seen = prepare_image(samples[1], TINY_MODEL.regions, False)
-    empty, endless = (task.example(samples[1], seen, held_out.asks[i], np.random.default_rng(0)) for i in (1, 2))
+    empty, endless = (task.example(samples[1], seen, held_out.annotations[i], np.random.default_rng(0)) for i in (1, 2))
     assert WORDS.decode(empty.text.tokens) == "[CLS] [SEP] [MASK] [SEP]"
     assert len(endless.text.tokens) == ROOM + 4
     assert WORDS.decode(endless.text.tokens[-4:]) == "left [SEP] [MASK] [SEP]"
-    assert endless.text.label_masks["answer_here"].tolist() == [False] * (ROOM + 2) + [True, False]
+    assert endless.text.label_masks["answer"].tolist() == [False] * (ROOM + 2) + [True, False]
 
 
 def test_the_longest_question_fits_and_a_model_with_less_room_is_refused_at_once(task, samples):
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
     seen = prepare_image(samples[1], TINY_MODEL.regions, False)
     endless = task.example(samples[1], seen, Question(1, "", LONG, ""), np.random.default_rng(0))
-    assert model.predict(collate([endless]))[0]["said"] in ANSWERS
+    assert model.predict(collate([endless]))[0]["answer"] in ANSWERS
     with pytest.raises(ValueError, match="task.question_length is 59, the model has room for 58: set that"):
         TaskModel(VLBert(TINY_MODEL, len(WORDS)), changed(task, question_length=59))
     for wrong in ({"question_length": 0}, {"answers": 0}):
@@ -274,17 +278,21 @@ def test_the_longest_question_fits_and_a_model_with_less_room_is_refused_at_once
 
 def test_a_persons_own_question_is_asked_like_any(task, samples):
     seen = prepare_image(samples[1], TINY_MODEL.regions, False)
-    example = task.example(samples[1], seen, task.ask("Is it left?", answer="left"), np.random.default_rng(0))
+    example = task.example(
+        samples[1], seen, task.annotation_for("Is it left?", answer="left"), np.random.default_rng(0)
+    )
     assert WORDS.decode(example.text.tokens) == "[CLS] is it left ? [SEP] [MASK] [SEP]"
     (row,) = predicted(task, [example], [3])
-    assert (row["asked"], row["said"], row["truth"]) == ("Is it left?", "left", "left")
-    (row,) = predicted(task, [task.example(samples[1], seen, task.ask("Is it?"), np.random.default_rng(0))], [3])
-    assert (row["truth"], row["score"]) == (None, None)
+    assert (row["question"], row["answer"], row["ground_truth"]) == ("Is it left?", "left", "left")
+    (row,) = predicted(
+        task, [task.example(samples[1], seen, task.annotation_for("Is it?"), np.random.default_rng(0))], [3]
+    )
+    assert (row["ground_truth"], row["score"]) == (None, None)
     with pytest.raises(ValueError, match="VQA answers from its own list"):
-        task.ask("Is it?", choices=("yes", "no"))
-    for text, told in ((" ", "has no words"), ("\u200b", "has no words"), (LONG, "has 600 word pieces")):
-        with pytest.raises(ValueError, match=f"cannot be asked: it {told}"):
-            task.ask(text)
+        task.annotation_for("Is it?", choices=("yes", "no"))
+    for text, told in ((" ", "has no words"), ("\u200b", "has no words"), (LONG, "has 600 tokens")):
+        with pytest.raises(ValueError, match=f"is invalid: it {told}"):
+            task.annotation_for(text)
 
 
 def test_recipes_learn_from_train2014_alone_and_no_run_validates_on_what_it_learned_from():
@@ -341,10 +349,10 @@ def test_a_run_trains_and_validates_on_region_shards(task, tmp_path, samples):
         steps=2,
     )
     metrics = train(recipe, World(0, 1, torch.device("cpu")))
-    assert metrics["reachable"] == 1
+    assert metrics["soft_accuracy_upper_bound"] == 1
     (row,) = map(json.loads, (root / "runs" / "tiny" / "predictions.jsonl").read_text().splitlines())
     assert row["question_id"] == 10
-    assert row["said"] in ANSWERS
+    assert row["answer"] in ANSWERS
 
 
 def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, samples):
@@ -393,4 +401,4 @@ def test_files_that_are_missing_torn_or_do_not_fit_are_named(task, tmp_path, sam
             read_questions(folder, "one")
     (folder / "answers_vqa.txt").write_text("a\nb\nc\nd\ne\nf\n")
     with pytest.raises(ValueError, match="no question of train2014 has an answer of answers_vqa.txt"):
-        changed(task).questions(urls(samples), None)
+        changed(task).examples(urls(samples), None)

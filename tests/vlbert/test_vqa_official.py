@@ -106,13 +106,13 @@ def test_the_answer_list_holds_what_enough_questions_have_as_their_answer(tmp_pa
         in capsys.readouterr().out
     )
     assert read_answers(tmp_path / "list.txt", 3) == ["dog", "2", "zebra"]
-    main([str(tmp_path), str(tmp_path / "list.json"), "--least", "8"])
+    main([str(tmp_path), str(tmp_path / "list.json"), "--min-questions", "8"])
     assert read_answers(tmp_path / "list.json", 4) == ["dog", "2", "zebra", "cat"]
     rows = [{"multiple_choice_answer": answer} for answer in answers]
     assert frequent_answers(rows) == ["dog", "2", "zebra"]
     assert frequent_answers([{"multiple_choice_answer": "the"}] * 9) == [], "nothing is no answer"
     for arguments, told in (
-        (["--least", "11"], "no answer is that of 11 of 36 questions"),
+        (["--min-questions", "11"], "no answer is that of 11 of 36 questions"),
         (["--splits", "test2015"], "test2015 has no annotations"),
         (["--splits", "minival"], "there is no .*v2_mscoco_minival_annotations.json"),
     ):

@@ -24,7 +24,7 @@ from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import prepare_image
 from vlbert.data.samples import MOST_UNREADABLE, spread
-from vlbert.tasks.base import Questions, Task
+from vlbert.tasks.base import Examples, Task
 
 CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; ANYWHERE is the fourth
 
@@ -35,13 +35,13 @@ class SnapshotSpan:
 
     epoch      the first of them
     consumed   samples of the run before it
-    questions  samples of each of these epochs
+    examples   examples of each of these epochs
     snapshot   id
     """
 
     epoch: int
     consumed: int
-    questions: int
+    examples: int
     snapshot: str
 
     def boundary(self, step: int, batch: int, every: int | None) -> int | None:
@@ -51,15 +51,15 @@ class SnapshotSpan:
         """
         if every is None:
             return None
-        period = self.questions * -(-every * batch // self.questions)
+        period = self.examples * -(-every * batch // self.examples)
         first = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
         return first if first < (step + 1) * batch else None
 
-    def followed_by(self, questions: int, snapshot: str, boundary: int) -> "SnapshotSpan":
+    def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
         """The span over another snapshot that begins at `boundary`, the first sample of an epoch of this one."""
-        epochs, rest = divmod(boundary - self.consumed, self.questions)
+        epochs, rest = divmod(boundary - self.consumed, self.examples)
         assert rest == 0, f"sample {boundary} is no boundary of an epoch of {self}"
-        return SnapshotSpan(self.epoch + epochs, boundary, questions, snapshot)
+        return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
 
 
 Slot = tuple[int, int, int]  # index in a list of spans, epoch, question
@@ -70,7 +70,7 @@ def drawn(spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, c
     ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
     for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
-        n, samples = span.questions, np.arange(max(consumed, span.consumed), min(consumed + count, end))
+        n, samples = span.examples, np.arange(max(consumed, span.consumed), min(consumed + count, end))
         epochs, positions = np.divmod(samples - span.consumed, n)
         for epoch in np.unique(epochs).tolist():
             begins = span.consumed + epoch * n
@@ -98,18 +98,18 @@ def check_shares(config: DataConfig, world_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """Makes the Examples of one snapshot: its samples, the task's questions about them, and how they are read."""
+    """Makes the Examples of one snapshot: its samples, the task's examples, and how they are read."""
 
     samples: Samples
-    questions: Questions
+    examples: Examples
     task: Task
     config: DataConfig
     regions: RegionConfig
     stream: int
 
-    def examples(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
+    def read(self, slots: Sequence[tuple[int, int]], step: int) -> list[Example | Unreadable]:
         """The Example of each (epoch, question), in order, or why there is none."""
-        numbers = [int(self.questions.samples[number]) for _, number in slots]
+        numbers = [int(self.examples.samples[number]) for _, number in slots]
         found = []
         for sample, number, slot in zip(self.samples.samples(numbers), numbers, slots, strict=True):
             example = self._example(sample, *slot, step)
@@ -121,12 +121,12 @@ class ExampleSource:
     def first_readable(self, slots: Iterable[tuple[int, int]]) -> Example:
         """The first of these that can be read; ValueError after MOST_UNREADABLE that cannot."""
         for tried, slot in enumerate(slots, 1):
-            (found,) = self.examples([slot], step=0)
+            (found,) = self.read([slot], step=0)
             if isinstance(found, Example):
                 return found
             if tried == MOST_UNREADABLE:
                 break
-        raise ValueError(f"{tried} questions in a row cannot be read, the last because {found.reason}")
+        raise ValueError(f"{tried} examples in a row cannot be read, the last because {found.reason}")
 
     def _without_cache(self, number: int, slot: tuple[int, int], step: int) -> Example | Unreadable | None:
         """The Example of a sample that was read and does not decode, read again past the cache; None: no cache."""
@@ -140,10 +140,10 @@ class ExampleSource:
         if isinstance(sample, ValueError):
             return Unreadable(step, getattr(sample, "key", None), str(sample))
         try:
-            ask = None if self.questions.asks is None else self.questions.asks[number]
-            rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if ask is None else number)
+            annotation = None if self.examples.annotations is None else self.examples.annotations[number]
+            rng = generator(self.config.seed, self.stream, epoch, sample.key, 0 if annotation is None else number)
             flip = self.stream != VALIDATION and bool(rng.random() < self.config.flip)
-            return self.task.example(sample, prepare_image(sample, self.regions, flip), ask, rng)
+            return self.task.example(sample, prepare_image(sample, self.regions, flip), annotation, rng)
         except ValueError as error:
             reason = str(error) if sample.key in str(error) else f"sample {sample.key}: {error}"
             return Unreadable(step, sample.key, reason)
@@ -155,7 +155,7 @@ class TrainingData(Dataset):
     def __init__(
         self,
         samples: Samples,
-        questions: Questions,
+        examples: Examples,
         task: Task,
         config: DataConfig,
         regions: RegionConfig,
@@ -166,18 +166,18 @@ class TrainingData(Dataset):
         """spans: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
         check_shares(config, world.size)
         self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
-        self.spans = [*spans] or [SnapshotSpan(0, 0, len(questions), "")]
-        self.source = ExampleSource(samples, questions, task, config, regions, CAPTIONS)  # of the last span
+        self.spans = [*spans] or [SnapshotSpan(0, 0, len(examples), "")]
+        self.source = ExampleSource(samples, examples, task, config, regions, CAPTIONS)  # of the last span
         self._sources = {len(self.spans) - 1: self.source}  # by index in `spans`
 
     def boundary(self, step: int) -> int | None:
         """The sample of this step at which new shards may enter, if any: see SnapshotSpan.boundary."""
         return self.spans[-1].boundary(step, self.config.batch, self.config.new_shards_every)
 
-    def enter(self, samples: Samples, questions: Questions, snapshot: str, boundary: int) -> None:
+    def enter(self, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
         """From sample `boundary` on, the first of an epoch, read another snapshot."""
-        before, self.source = self.source, dataclasses.replace(self.source, samples=samples, questions=questions)
-        self.spans.append(self.spans[-1].followed_by(len(questions), snapshot, boundary))
+        before, self.source = self.source, dataclasses.replace(self.source, samples=samples, examples=examples)
+        self.spans.append(self.spans[-1].followed_by(len(examples), snapshot, boundary))
         last = len(self.spans) - 1
         self._sources = {last - 1: before, last: self.source}  # one step may need both
 
@@ -197,11 +197,11 @@ class TrainingData(Dataset):
     def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
         found = []
         for span, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
-            found += self._sources[span].examples([(epoch, number) for _, epoch, number in slots], step + 1)
+            found += self._sources[span].read([(epoch, number) for _, epoch, number in slots], step + 1)
         examples, unreadable = _parted(found)
         if not examples:  # a batch without any image would not train the image network: see `placeholder`
             span, epoch, number = pairs[-1]
-            others = spread(len(self._sources[span].questions), self.config.seed, epoch, number)
+            others = spread(len(self._sources[span].examples), self.config.seed, epoch, number)
             examples.append(placeholder(self._sources[span].first_readable((epoch, other) for other in others)))
         return collate([*examples, *self._texts(texts)], unreadable)
 
@@ -214,18 +214,18 @@ class TrainingData(Dataset):
 
 
 class ValidationData(Dataset):
-    """data[i] is this rank's i-th batch of held-out questions, the same in every validation.
+    """data[i] is this rank's i-th batch of held-out examples, the same in every validation.
 
     An item is ([batch], numbers, unreadable). Where the task shuffles it is ([batch, shuffled], ...): the same texts,
     that of question i with the image of question i + 1, in a random order that is the same in every world. `numbers`
-    are those of the questions in the batch; `unreadable` has those that cannot be read, by number. Where none can be
+    are those of the examples in the batch; `unreadable` has those that cannot be read, by number. Where none can be
     read there is no batch.
     """
 
     def __init__(
         self,
         samples: Samples,
-        questions: Questions,
+        examples: Examples,
         task: Task,
         config: DataConfig,
         regions: RegionConfig,
@@ -233,15 +233,15 @@ class ValidationData(Dataset):
         limit: int | None,
         together: int | None = None,
     ):
-        """together: questions of a batch, whatever the world; None: as many as a rank trains on at a time."""
-        count = len(questions) if limit is None else min(limit, len(questions))
-        self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(questions))
+        """together: examples of a batch, whatever the world; None: as many as a rank trains on at a time."""
+        count = len(examples) if limit is None else min(limit, len(examples))
+        self.numbers = shuffled(np.arange(count), config.seed, VALIDATION, 0, len(examples))
         self.size = together or max(1, config.batch // world.size // config.gradient_accumulation)
         share = -(-count // world.size)
         if together:  # whole batches
             share = -(-share // together) * together
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
-        self.source = ExampleSource(samples, questions, task, config, regions, VALIDATION)
+        self.source = ExampleSource(samples, examples, task, config, regions, VALIDATION)
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start) // self.size)
@@ -252,7 +252,7 @@ class ValidationData(Dataset):
         start = self.start + index * self.size
         stop = min(start + self.size, self.stop)
         numbers = self.numbers[start:stop].tolist()
-        found = self.source.examples([(0, number) for number in numbers], step=0)
+        found = self.source.read([(0, number) for number in numbers], step=0)
         examples, _ = _parted(found)
         unreadable = {n: one for n, one in zip(numbers, found, strict=True) if isinstance(one, Unreadable)}
         numbers = [number for number in numbers if number not in unreadable]

@@ -1,6 +1,5 @@
-"""The data sets' own files and the official scorers' rules, one module each: vqa, vcr, refcoco, retrieval.
-
-Nothing here needs an image, a model or torch: annotations can be read, and predictions scored, on any machine.
+"""Reading the data sets' files. Each data set has a module beside this one (vqa, vcr, refcoco, retrieval), with its
+official scorer. None of them needs images, a model or torch.
 """
 
 import contextlib
@@ -17,9 +16,9 @@ from storage.safe_json import parse_json
 
 
 def read_json(file: Path, settings: str, wanted: type = dict) -> Any:
-    """What a JSON file holds: a value of type `wanted`, with NaN and Infinity where Python wrote them.
+    """The value of a JSON file, of type `wanted`; NaN and Infinity are read as Python writes them.
 
-    ValueError names the file where it cannot be read, and where it is not there the `settings` that name it.
+    ValueError names the file where it cannot be read; where it is missing also the `settings` that name it.
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}; fetch it, or set {settings}")
@@ -38,13 +37,13 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """What a file holds; ValueError names it where it cannot be read."""
+    """The bytes of a file; ValueError names it where it cannot be read."""
     with reading(file):
         return file.read_bytes()
 
 
 def read_text(file: Path) -> str:
-    """What a text file holds, without a mark of its encoding; ValueError names it where it is not UTF-8."""
+    """The text of a UTF-8 file, without a byte order mark; ValueError names the file where it is not UTF-8."""
     try:
         return read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -52,7 +51,7 @@ def read_text(file: Path) -> str:
 
 
 def check_ids(found: Iterable[Hashable], expected: Iterable[Hashable], found_in: str, expected_in: str) -> None:
-    """ValueError names the first ids that stand twice in either, or in one alone, and how many those are."""
+    """ValueError names the first ids that stand twice in one or are missing in the other, and how many there are."""
     counts = {name: Counter(iter(ids)) for name, ids in ((found_in, found), (expected_in, expected))}
     for name, ids in counts.items():
         _complain([one for one, count in ids.items() if count > 1], f"of {name} stand there more than once")
@@ -69,23 +68,23 @@ def _complain(ids: Sequence[Hashable], what: str) -> None:
         raise ValueError(f"{len(ids)} ids {what}, such as {', '.join(map(str, ids[:3]))}; they must match exactly")
 
 
-def find_samples(samples: Samples, images: Sequence[str], whose: str) -> np.ndarray:
-    """int64: the number of the sample of each image, by the file name at the end of its URL. ValueError where that is
-    no sample's, or more than one's."""
+def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
+    """int64: the number of the sample of each image, found by the file name at the end of its URL. ValueError where no
+    sample has it, or more than one."""
     wanted, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
         numbers[Path(unquote(urlsplit(url).path)).name].append(i)
     missing = sorted(wanted - numbers.keys())
     if missing:
         raise ValueError(
-            f"{len(missing)} of {len(set(images))} images of {whose} are in no region shard, such as {missing[0]}; "
+            f"{len(missing)} of {len(set(images))} images of {source} are in no region shard, such as {missing[0]}; "
             "collect and detect them first"
         )
-    again = sorted(image for image in wanted if len(numbers[image]) > 1)
-    if again:
-        of = ", ".join(samples.urls[i] for i in numbers[again[0]][:3])
+    repeated = sorted(image for image in wanted if len(numbers[image]) > 1)
+    if repeated:
+        urls = ", ".join(samples.urls[i] for i in numbers[repeated[0]][:3])
         raise ValueError(
-            f"{len(again)} of {len(wanted)} images of {whose} are of several samples, such as {again[0]} of {of}; name "
-            " a dataset that holds each once: data.dataset, data.held_out"
+            f"{len(repeated)} of {len(wanted)} images of {source} are in several samples, such as {repeated[0]}, from "
+            f"{urls}; name a dataset that holds each once: data.dataset, data.held_out"
         )
     return np.array([numbers[image][0] for image in images], np.int64)

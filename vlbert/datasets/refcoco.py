@@ -1,5 +1,5 @@
-"""RefCOCO+'s official files, read as the data set ships them, and what a box is worth. A ValueError names the file, the
-place in it and the way out."""
+"""RefCOCO+'s official files and how a predicted box is scored. A ValueError names the file, the entry and the
+remedy."""
 
 import json
 import math
@@ -19,10 +19,10 @@ FILES = ("refs(unc).p", "instances.json")
 Box = tuple[float, float, float, float]  # x1 y1 x2 y2 in pixels of the image that the data set ships
 Convention = Literal["mattnet", "published", "plain"]
 
-# MAttNet's evaluation, the authors' of VL-BERT, and the overlap itself. They part at the border: of two boxes one of
-# which is half the other, `published` says 0.50 and a little more, `plain` misses where the others hit.
+# How MAttNet's evaluation, VL-BERT's published code and plain geometry measure overlaps. They differ at the threshold:
+# where one box is half the other, `published` gives a little more than 0.50, and `plain` counts a miss.
 CONVENTIONS = ("mattnet", "published", "plain")
-# Table 3 of the paper, % of expressions: track -> split -> VL-BERT's. It does not say how overlaps count there.
+# Table 3 of the paper, % of expressions: track -> split -> text. It does not say which convention it uses.
 REPORTED = {
     "ground_truth": {
         "val": "79.88 base, 80.31 large",
@@ -40,20 +40,16 @@ _NO_REFS = "a refs file is a list of references, with sentences, as refs(unc).p 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """One sentence that refers to one object.
-
-    `flaw` says why it cannot be asked fairly: its object has no area inside the picture. Of a person's own question
-    nobody knows the object.
-    """
+    """One sentence that refers to one object. It is invalid where the object has no area inside the image."""
 
     sentence_id: int
     ref_id: int
     text: str
-    box: Box | None = None  # of the object; None: nobody knows
-    image_size: tuple[int, int] | None = None  # width, height of the image that is shipped; None: as it is stored
-    objects: tuple[Box, ...] = ()  # of all annotated objects of the image, crowds too, that have an area inside it
-    object: int | None = None  # which of them is meant
-    flaw: str = ""
+    box: Box | None = None  # of the object; None: unknown
+    image_size: tuple[int, int] | None = None  # width, height of the shipped image; None: those of the stored one
+    objects: tuple[Box, ...] = ()  # all annotated objects of the image that have an area inside it, crowds too
+    object: int | None = None  # the index of the object among them
+    invalid_reason: str = ""
 
 
 Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> its expressions
@@ -61,7 +57,7 @@ Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> i
 
 @dataclass(frozen=True)
 class Detections:
-    """Boxes float64 [n, 4], x1 y1 x2 y2 in pixels of the image that is shipped, by image file; and what has no use."""
+    """Boxes float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image, by image file; and how many were dropped."""
 
     boxes: dict[str, np.ndarray]
     of_other_images: int  # boxes of images that instances.json does not hold
@@ -71,8 +67,8 @@ class Detections:
 def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
     """float64 [n]: intersection over union of boxes [n, 4] with one, x1 y1 x2 y2 in pixels.
 
-    plain: as the plane has it. published: x2 and y2 name the last pixels inside, so that every width is one more.
-    mattnet: widths are plain, the intersection counts the pixels from x1 to x2 - 1, and must have more than one a side.
+    plain: boxes are continuous. published: x2 and y2 are the last pixels inside, so every width is one more.
+    mattnet: widths are plain; the intersection counts the pixels from x1 to x2 - 1 and needs more than one a side.
     """
     boxes, box = np.asarray(boxes, np.float64).reshape(-1, 4), np.asarray(box, np.float64)
     low, high = np.maximum(boxes[:, :2], box[:2]), np.minimum(boxes[:, 2:], box[2:])
@@ -89,39 +85,41 @@ def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequenc
 
 
 def is_hit(convention: Convention, overlap: np.ndarray) -> np.ndarray:
-    """bool: whether a box of that overlap counts as the object: at one half or, plain, above it."""
+    """bool: whether a box of that overlap is a hit: at 0.5 or more; by `plain` above 0.5."""
     return overlap > 0.5 if convention == "plain" else overlap >= 0.5
 
 
 def _sizes(boxes: np.ndarray) -> np.ndarray:
-    # (x + w) - x is not w in floating point, and one bit decides at the border of a hit: rounding brings w back.
+    # (x + w) - x differs from w in the last bit, which decides at the threshold: rounding restores w.
     return np.round(boxes[..., 2:] - boxes[..., :2], 9)
 
 
-def named(row: int | None) -> str:
-    """How a row of the boxes is called: row 0 is the whole image, then come the regions."""
-    return "no region" if row is None else f"region {row}" if row else "the whole image"
+def region_name(index: int | None) -> str:
+    """The name of row `index` of the boxes: row 0 is the whole image, then come the regions."""
+    return "no region" if index is None else f"region {index}" if index else "the whole image"
 
 
-def judge(convention: Convention, one: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool) -> dict:
-    """What a prediction says of choosing a row of the boxes [1 + r, 4], or none, for an expression: the columns that
-    all tasks have, iou and hit, and box_xywh, the choice as the data set writes boxes, zeros for none.
+def score_choice(
+    convention: Convention, one: Expression, boxes: np.ndarray, chosen: int | None, annotated: bool
+) -> dict:
+    """The columns of a prediction that chooses row `chosen` of the boxes [1 + r, 4], or none, for an expression.
 
-    truth, score, iou, hit and exact are None where nobody knows the object. `annotated`: the regions are the annotated
-    objects, and exact says whether the choice is the very one.
+    box_xywh is the chosen box as the data set writes boxes, zeros for none. ground_truth, score, iou, hit and exact are
+    None where the object is unknown. `annotated`: the regions are the annotated objects; exact says whether the chosen
+    one is the object itself.
     """
     box = np.zeros(4) if chosen is None else boxes[chosen]
-    truth = iou = hit = exact = None
+    ground_truth = iou = hit = exact = None
     if one.box:
         right = 1 + one.object if annotated and one.object is not None else None
-        truth = named(right) if right else "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
+        ground_truth = region_name(right) if right else "the box {:.0f} {:.0f} {:.0f} {:.0f}".format(*one.box)
         iou = 0.0 if chosen is None else float(overlap(convention, box, one.box)[0])
         hit = chosen is not None and bool(is_hit(convention, iou))
         exact = right is not None and chosen == right if annotated else None
     return {
-        "asked": one.text,
-        "said": named(chosen),
-        "truth": truth,
+        "question": one.text,
+        "answer": region_name(chosen),
+        "ground_truth": ground_truth,
         "score": None if hit is None else float(hit),
         "sentence_id": one.sentence_id,
         "ref_id": one.ref_id,
@@ -135,8 +133,8 @@ def judge(convention: Convention, one: Expression, boxes: np.ndarray, chosen: in
 
 
 def metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """accuracy_<convention>: share of hits. exact, on ground-truth regions: share of choices that are the very object.
-    chance: of choosing blindly, the mean of 1 / candidates. Over rows whose object is known."""
+    """Over rows whose object is known. accuracy_<convention>: share of hits. exact, on ground-truth regions: share of
+    choices that are the object itself. chance: mean of 1 / candidates."""
     known = [row for row in rows if row["hit"] is not None]
     if not known:
         return {}
@@ -148,8 +146,8 @@ def metrics(rows: Sequence[dict]) -> dict[str, float]:
 
 
 def submission(expressions: Expressions, rows: Sequence[dict], folder: Path) -> dict[str, bytes]:
-    """For scorers of one's own, as no leaderboard takes one: a list of {sent_id, ref_id, box_xywh}. ValueError where an
-    expression of the rows' splits has none."""
+    """A list of {sent_id, ref_id, box_xywh}, for your own scorer: there is no leaderboard. ValueError where an
+    expression of the rows' splits has no row."""
     splits = sorted({row["split"] for row in rows})
     wanted = [one.sentence_id for split in splits for _, one in of_split(expressions, split, folder)]
     check_ids((row["sentence_id"] for row in rows), wanted, "the predictions", ", ".join(splits))
@@ -172,10 +170,10 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
         if not file.is_file():
             raise ValueError(f"there is no {file}; set task.folder to the RefCOCO+ folder that holds it")
     images, annotations = _read_instances(instances)
-    objects, place = defaultdict(list), {}
+    objects, index_of = defaultdict(list), {}
     for number, (image, box) in annotations.items():
-        if not _flaw(box, images[image]):
-            place[number] = len(objects[image])
+        if not _invalid_reason(box, images[image]):
+            index_of[number] = len(objects[image])
             objects[image].append(box)
     of_image = {image: tuple(boxes) for image, boxes in objects.items()}
     expressions = defaultdict(lambda: defaultdict(list))
@@ -196,8 +194,8 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
                     box,
                     (entry["width"], entry["height"]),
                     of_image.get(image, ()),
-                    place.get(annotation),
-                    _flaw(box, entry),
+                    index_of.get(annotation),
+                    _invalid_reason(box, entry),
                 )
             )
     return {split: dict(by_file) for split, by_file in expressions.items()}
@@ -216,7 +214,7 @@ def read_detections(file: Path, instances: Path) -> Detections:
             ) from error
         if image is None:
             unknown += 1
-        elif _flaw(box, image):
+        elif _invalid_reason(box, image):
             empty += 1
         else:
             found[image["file_name"]].append(np.clip(box, 0, [image["width"], image["height"]] * 2))
@@ -224,7 +222,7 @@ def read_detections(file: Path, instances: Path) -> Detections:
 
 
 def read_plain_pickle(file: Path) -> Any:
-    """A pickle of plain lists, dicts, strings and numbers (Python 2's too); anything that would run code is refused."""
+    """A pickle of lists, dicts, strings and numbers (Python 2's too); whatever would run code is refused."""
     data = read_bytes(file)
     try:
         return read_pickle(data, encoding="utf-8")[0]
@@ -234,7 +232,7 @@ def read_plain_pickle(file: Path) -> Any:
             "arrays or bytes, else do not trust it"
         ) from error
     except (ValueError, MemoryError) as error:
-        raise ValueError(f"{file} is no pickle, or is torn: {error}; {_NO_REFS}") from error
+        raise ValueError(f"{file} is no pickle, or is cut off: {error}; {_NO_REFS}") from error
 
 
 def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, Box]]]:
@@ -251,7 +249,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
                 if kind == "images":
                     sizes = _field(entry, "width", int), _field(entry, "height", int)
                     if min(sizes) < 1 or not _field(entry, "file_name", str):
-                        raise ValueError(f"a picture of {sizes[0]} x {sizes[1]} pixels")
+                        raise ValueError(f"an image of {sizes[0]} x {sizes[1]} pixels")
                     if entry["file_name"] in names:
                         raise ValueError(f"file_name {entry['file_name']} stands there twice")
                     names.add(entry["file_name"])
@@ -268,7 +266,7 @@ def _read_instances(file: Path) -> tuple[dict[int, dict], dict[int, tuple[int, B
 
 
 def _read_refs(file: Path) -> list[dict]:
-    """The references, of which those fields are checked that we read."""
+    """The references; the fields that are read are checked."""
     refs = read_plain_pickle(file)
     if not isinstance(refs, list):
         raise ValueError(f"{file} holds a {type(refs).__name__}; {_NO_REFS}")
@@ -304,11 +302,11 @@ def _corners(box: Sequence[float]) -> Box:
     return x, y, x + width, y + height
 
 
-def _flaw(box: Box, image: dict) -> str:
-    """Why nothing can be pointed at there; empty where something can."""
+def _invalid_reason(box: Box, image: dict) -> str:
+    """Why a box is no object; "" where it is one."""
     x1, y1, x2, y2 = box
     if x2 <= x1 or y2 <= y1:
         return f"its box {list(box)} has no area"
     if min(x2, image["width"]) <= max(x1, 0) or min(y2, image["height"]) <= max(y1, 0):
-        return f"its box {list(box)} lies outside its picture of {image['width']} x {image['height']} pixels"
+        return f"its box {list(box)} lies outside its image of {image['width']} x {image['height']} pixels"
     return ""

@@ -1,7 +1,6 @@
-"""Image-text retrieval: Recall@K as VSE++ counts it, up to ties, and the split files of Karpathy.
+"""Image-text retrieval: Recall@K as VSE++ counts it, up to ties, and Karpathy's split files.
 
-A ValueError names the file.
-Ranks are from 0: how many others stand before the one that is looked for.
+Ranks are from 0: how many others stand before the right one. A ValueError names the file.
 """
 
 from collections import defaultdict
@@ -13,13 +12,13 @@ import numpy as np
 
 from vlbert.datasets.files import read_json
 
-CAPTIONS = 5  # of an image, as all reported numbers have it; a few images of COCO and Flickr30k have more
+CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO and Flickr30k have more
 RECALLS = (1, 5, 10)
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """int64: of the best of each image's captions among all captions, and of each caption's image among all images."""
+    """int64: the rank of each image's best caption among all captions, and of each caption's image among all images."""
 
     captions_of_image: np.ndarray
     image_of_caption: np.ndarray
@@ -39,17 +38,17 @@ def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
     return Ranks(best, np.array([_rank(row, image) for row, image in zip(by_caption, image_of, strict=True)]))
 
 
-def _rank(scores: np.ndarray, place: int) -> int:
-    """How many stand before this one; of equal ones the last stands first.
+def _rank(scores: np.ndarray, index: int) -> int:
+    """How many stand before this one; of equal scores the last stands first.
 
-    VSE++ turns numpy's ascending order round, which gives this where the sort is stable; numpy promises no order among
-    equal ones, so that ranks of ties may differ from VSE++'s.
+    VSE++ reverses numpy's ascending order, which gives this where the sort is stable. numpy promises no order among
+    equal scores, so ranks of ties may differ from VSE++'s.
     """
-    return int((scores > scores[place]).sum() + (scores[place + 1 :] == scores[place]).sum())
+    return int((scores > scores[index]).sum() + (scores[index + 1 :] == scores[index]).sum())
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
-    """r1, r5, r10: how many in a hundred are among the first 1, 5, 10; medr, meanr: median and mean, counted from 1."""
+    """r1, r5, r10: % of ranks among the first 1, 5, 10; medr, meanr: median and mean rank, counted from 1."""
     found = {f"r{k}": 100.0 * int((ranks < k).sum()) / len(ranks) for k in RECALLS}
     return found | {"medr": float(np.floor(np.median(ranks)) + 1), "meanr": float(ranks.mean() + 1)}
 
@@ -67,7 +66,8 @@ def folds(scores: np.ndarray, image_of: Sequence[int], count: int) -> list[Ranks
 
 
 def read_splits(file: Path, captions: int = CAPTIONS) -> dict[str, dict[str, list[str]]]:
-    """split -> image file -> its first captions, of a dataset_*.json of Karpathy. COCO's `restval` is a split here."""
+    """split -> image file -> its first captions, of Karpathy's dataset_*.json. COCO's `restval` is a split of its
+    own."""
     found = defaultdict(dict)
     images = read_json(file, "the split file").get("images")
     for number, image in enumerate(images if isinstance(images, list) else [None]):

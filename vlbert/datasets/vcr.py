@@ -1,7 +1,5 @@
-"""VCR's official files, read as the data set ships them, and the leaderboard's, written and scored as officially.
-
-A ValueError names the file, the place in it and the way out.
-"""
+"""VCR's official files, and the leaderboard's submission file and score. A ValueError names the file, the line and the
+remedy."""
 
 import csv
 import io
@@ -26,12 +24,12 @@ _OBJECTS = (
     "diningtable toilet tv laptop mouse remote keyboard cellphone microwave oven toaster sink refrigerator book clock "
     "vase scissors teddybear hairdrier toothbrush"
 )
-OBJECTS = _OBJECTS.split()  # COCO's classes as VCR writes them, in the order of COCO's ids: class 1 and on
-CLASSES = 1 + len(OBJECTS)  # class 0 is none of them: that of the whole image
+OBJECTS = _OBJECTS.split()  # COCO's classes as VCR spells them, in the order of COCO's ids: class 1 is the first
+CLASSES = 1 + len(OBJECTS)  # class 0 is the whole image's
 
-Text = Sequence[str | Sequence[int]]  # words, and lists of objects that are mentioned, by their numbers from 0
+Text = Sequence[str | Sequence[int]]  # words, and lists of mentioned objects, by their numbers from 0
 
-# Table 1 of the paper, %: split -> metric -> VL-BERT's.
+# Table 1 of the paper, %: split -> metric -> text.
 REPORTED = {
     "val": {
         "answer_accuracy": "73.8 base, 75.5 large",
@@ -48,16 +46,16 @@ COLUMNS = ["annot_id", *(group.format(choice) for group in _GROUPS for choice in
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of the jsonl files, checked, as text: parsed, all of train takes gigabytes in every loading process."""
+    """A line of the jsonl files, checked. It stays text: parsed, train takes gigabytes in every loading process."""
 
     line: str
     file: Path
     number: int  # of the line in it, from 1
     annot_id: str
     image: str  # file name
-    metadata: Path | None  # None: of no file, a question of one's own about the regions of a sample
-    labels: tuple[int, int] | None  # which answer is right, and which rationale; None: the file does not say
-    wordless: str | None  # one of its texts that has no word, such as "answer_choices[2]"
+    metadata: Path | None  # None: a user's own question, about the regions of a sample
+    labels: tuple[int, int] | None  # the right answer and the right rationale; None: the file does not have them
+    wordless: str | None  # a text of it without a word, such as "answer_choices[2]"
 
     @property
     def where(self) -> str:
@@ -66,28 +64,28 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """The objects of a picture, in the order in which texts number them."""
+    """The objects of an image, in the order in which texts number them."""
 
-    size: tuple[int, int]  # width, height of the picture that the boxes are measured in
+    size: tuple[int, int]  # width, height of the image that the boxes are measured in
     names: list[str]  # the class of each object
-    classes: list[int]  # the same, 1 and on
-    boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in its pixels, inside it
+    classes: list[int]  # the same as numbers, from 1
+    boxes: np.ndarray  # float [r, 4] x1 y1 x2 y2 in pixels, inside the image
     polygons: list[list[np.ndarray]]  # of each object, [corners, 2] each
-    without_area: tuple[int, ...] = ()  # objects whose box held none: theirs is one pixel
+    without_area: tuple[int, ...] = ()  # objects whose box had no area and became one pixel
 
     def masks(self, side: int) -> np.ndarray:
-        """float32 [r, side, side], as `instance_mask` has it."""
+        """float32 [r, side, side]: each object's `instance_mask`."""
         masks = [instance_mask(*both, side) for both in zip(self.polygons, self.boxes, strict=True)]
         return np.array(masks, np.float32).reshape(-1, side, side)
 
 
 def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) -> np.ndarray:
-    """float32 [side, side]: 1 in the cells of a box that one of its object's polygons [corners, 2] covers.
+    """float32 [side, side]: 1 in the cells of a box that one of the object's polygons [corners, 2] covers.
 
-    As the authors' figures have it, which scikit-image's polygon drew: x2 and y2 belong to the box, a cell is covered
-    where its upper left corner is, and what lies beyond the corners of the last cells moves onto them. Edges are those
-    of scikit-image 0.16, of their time, and do not count at the last row and column: a polygon over the whole box
-    covers 169 of 14 x 14 cells. With 0.26 they do, and it covers all 196. An object without a polygon fills its box.
+    As in the published code, which used scikit-image's polygon: x2 and y2 belong to the box, a cell is covered where
+    its upper left corner is, and points beyond the last cells' corners are moved onto them. Edges follow scikit-image
+    0.16, which leaves out the last row and column: a polygon over the whole box covers 169 of 14 x 14 cells (196 with
+    0.26). An object without a polygon fills its box.
     """
     if not polygons:
         return np.ones((side, side), np.float32)
@@ -103,7 +101,7 @@ def instance_mask(polygons: Sequence[np.ndarray], box: np.ndarray, side: int) ->
 
 
 def read_scene(file: Path) -> Scene:
-    """The metadata of one picture; ValueError names the file where it is torn or does not fit together."""
+    """The metadata of an image; ValueError where the file is cut off or does not fit together."""
     found = read_json(file, "task.folder")
     try:
         names, size = found["names"], (found["width"], found["height"])
@@ -111,7 +109,7 @@ def read_scene(file: Path) -> Scene:
         if unknown:
             raise ValueError(f"it has an object of class {min(unknown)}")
         if not all(1 <= side < math.inf for side in size):
-            raise ValueError(f"its picture is {size[0]} x {size[1]} pixels")
+            raise ValueError(f"its image is {size[0]} x {size[1]} pixels")
         classes = [1 + OBJECTS.index(name) for name in names]
         boxes = np.array([box[:4] for box in found["boxes"]], np.float64).reshape(-1, 4)
         polygons = [[_corners(polygon) for polygon in of if len(polygon)] for of in found["segms"]]
@@ -132,7 +130,7 @@ def _corners(polygon: Sequence) -> np.ndarray:
 
 
 def _inside(boxes: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The boxes [r, 4] as far as they lie in the picture, and which have no area there: these become one pixel."""
+    """The boxes [r, 4] clipped to the image, and which have no area there: these become one pixel."""
     if not np.isfinite(boxes).all():
         raise ValueError("a box is not of finite numbers")
     boxes = np.clip(boxes, 0, [*size, *size])
@@ -143,9 +141,9 @@ def _inside(boxes: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, tuple
 
 
 def read_items(file: Path) -> list[Item]:
-    """The items of a jsonl file, beside which vcr1images/ lies, in their order.
+    """The items of a jsonl file, which lies beside vcr1images/, in their order.
 
-    ValueError names the line that is torn, lacks a field, mentions an object that is not there or repeats an id.
+    ValueError names the line that is cut off, lacks a field, mentions an object that is not there or repeats an id.
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}; set task.folder to the VCR folder that holds it")
@@ -168,7 +166,7 @@ def read_items(file: Path) -> list[Item]:
 
 
 def _item(line: str, file: Path, number: int) -> Item:
-    """The item of a line; an error where it cannot be asked."""
+    """The item of a line; ValueError, KeyError or TypeError where it is none."""
     found = parse_json(line, "the line")
     counts = len(found["answer_choices"]), len(found["rationale_choices"])
     if set(counts) != {CHOICES}:
@@ -208,19 +206,19 @@ def _texts(item: dict) -> Iterator[tuple[str, Text]]:
 
 
 def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """The leaderboard's csv: a line an item, in the order of its jsonl file; numbers come back exactly.
+    """The leaderboard's csv: a line an item, in the order of the jsonl file; numbers are read back exactly.
 
-    A row has the `split` and `annot_id` of an item, and the `probabilities` of four answers or, where it is
-    `conditioned_on` one (else -1), of the rationales behind it. ValueError where an item of the split lacks some.
+    A row has the `split` and `annot_id` of an item, and the `probabilities` of its four answers or, where it is
+    `conditioned_on` an answer (else -1), of that answer's rationales. ValueError where an item of the split lacks some.
     """
-    given, splits, again = {}, set(), []
+    given, splits, repeated = {}, set(), []
     for row in rows:
-        place = row["annot_id"], row["conditioned_on"]
-        again += [row["annot_id"]] * (place in given)
-        given[place] = row["probabilities"]
+        key = row["annot_id"], row["conditioned_on"]
+        repeated += [row["annot_id"]] * (key in given)
+        given[key] = row["probabilities"]
         splits.add(row["split"])
-    if again:
-        raise ValueError(f"{len(again)} questions were asked twice, such as one of {again[0]}; name each run once")
+    if repeated:
+        raise ValueError(f"{len(repeated)} predictions stand there twice, such as of {repeated[0]}; name each run once")
     items = [item.annot_id for split in sorted(splits) for item in read_items(folder / f"{split}.jsonl")]
     check_ids({item for item, _ in given}, items, "the predictions", ", ".join(sorted(splits)))
     missing = [(item, answer) for item in items for answer in range(-1, CHOICES) if (item, answer) not in given]
@@ -243,10 +241,10 @@ def submission(folder: Path, rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def read_submission(file: Path) -> dict[str, np.ndarray]:
-    """annot_id -> float64 [1 + CHOICES, CHOICES]: of the answers, and of the rationales behind each answer. Columns are
+    """annot_id -> float64 [1 + CHOICES, CHOICES]: of the answers, and of the rationales for each answer. Columns are
     found by their names.
 
-    ValueError names the line. What is not a distribution is warned of, and scored by its largest number all the same.
+    ValueError names the line. A row that is no distribution gets a warning, and is scored by its largest number.
     """
     if not file.is_file():
         raise ValueError(f"there is no {file}")
@@ -262,7 +260,7 @@ def read_submission(file: Path) -> dict[str, np.ndarray]:
             try:
                 numbers = np.array([float(row[name]) for name in COLUMNS[1:]]).reshape(-1, CHOICES)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{where} is torn, or holds what is no number: {error}") from error
+                raise ValueError(f"{where} is cut off, or holds what is no number: {error}") from error
             if None in row:
                 raise ValueError(f"{where} has more than {len(COLUMNS)} values")
             if row["annot_id"] in found:
@@ -278,7 +276,7 @@ def read_submission(file: Path) -> dict[str, np.ndarray]:
 
 
 def _not_probabilities(rows: np.ndarray) -> str | None:
-    """What is wrong with [1 + CHOICES, CHOICES] probabilities, each row of which should sum to 1."""
+    """What is wrong with probabilities [1 + CHOICES, CHOICES], whose rows should sum to 1."""
     for group, row in zip(_GROUPS, rows, strict=True):
         columns = f"{group.format(0)} to {group.format(CHOICES - 1)}"
         if not np.isfinite(row).all():
@@ -289,19 +287,19 @@ def _not_probabilities(rows: np.ndarray) -> str | None:
 
 
 def hits(items: Path, submission: Path) -> list[dict]:
-    """What the official scorer says of a leaderboard's csv, an item of the jsonl file each, in its order:
-    {annot_id, answer_hit, rationale_hit, joint_hit}.
+    """The official score of a leaderboard's csv, one row for each item of the jsonl file, in its order: {annot_id,
+    answer_hit, rationale_hit, joint_hit}.
 
-    Of probabilities that are equal the first wins. The rationale that counts is that behind the right answer, whatever
-    the answer was. ValueError where the file has no labels, or the two do not hold the same ids.
+    Of equal probabilities the first wins. The rationale that counts is the one for the right answer, whichever answer
+    was chosen. ValueError where the file has no labels, or the two do not hold the same ids.
     """
-    asked, given = read_items(items), read_submission(submission)
-    unlabelled = [item for item in asked if item.labels is None]
+    labelled, given = read_items(items), read_submission(submission)
+    unlabelled = [item for item in labelled if item.labels is None]
     if unlabelled:
         raise ValueError(f"{unlabelled[0].where} has no labels: only the leaderboard can score it")
-    check_ids(given, (item.annot_id for item in asked), f"{submission}", f"{items}")
+    check_ids(given, (item.annot_id for item in labelled), f"{submission}", f"{items}")
     found = []
-    for item in asked:
+    for item in labelled:
         answer, rationale = item.labels
         chosen = given[item.annot_id].argmax(axis=1)
         answer_hit, rationale_hit = bool(chosen[0] == answer), bool(chosen[1 + answer] == rationale)
@@ -316,16 +314,16 @@ def hits(items: Path, submission: Path) -> list[dict]:
     return found
 
 
-def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Q->A, QA->R (behind the right answer) and, of the items with both, Q->AR; beside them what guessing gets.
+def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Q->A, QA->R (for the right answer) and, of the items with both, Q->AR; beside them the accuracy of guessing.
 
-    A row has the `annot_id` of its item, says whether its `question` was for the "answer" or a "rationale", and has a
-    `score` of 0 or 1; None where nobody says what is right: without labels, and of rationales behind wrong answers.
+    A row has the `annot_id` of its item, its `subtask`, "answer" or "rationale", and a `score` of 0 or 1; None where
+    the right choice is unknown: without labels, and of rationales for wrong answers.
     """
     scores = {"answer": {}, "rationale": {}}
     for row in rows:
         if row["score"] is not None:
-            scores[row["question"]][row["annot_id"]] = row["score"]
+            scores[row["subtask"]][row["annot_id"]] = row["score"]
     found = {f"{kind}_accuracy": float(np.mean([*of.values()])) for kind, of in scores.items() if of}
     if found:
         found["chance"] = 1 / CHOICES

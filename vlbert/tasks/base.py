@@ -1,8 +1,9 @@
-"""A task says what one sample becomes, which parameters are new, what the losses are, and what is reported."""
+"""The base classes of the tasks and of their settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -14,121 +15,179 @@ from vlbert.data.batch import Batch, Example
 from vlbert.data.images import PreparedImage
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.files import find_samples
+from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
 
 
 @dataclass(frozen=True, eq=False)
-class Questions:
-    """What one epoch asks: question i is about sample `samples[i]`, and `asks[i]` is what is asked (None: no more).
+class Examples:
+    """The examples of one epoch: example i is about sample `samples[i]` and has annotation `annotations[i]`.
 
-    left_out  one line for each that the files hold and that is not asked: which, and why
-    flawed    one line for each that is asked all the same, though something is wrong with it: which, and what
+    samples      int64 [n]
+    annotations  what Task.example takes beside the sample; None: the sample is all
+    skipped      a line for each example of the files that is not here: which, and why
+    invalid      a line for each that is here although something is wrong with it: which, and what
     """
 
     samples: np.ndarray
-    asks: Sequence[Any] | None = None
-    left_out: tuple[str, ...] = ()
-    flawed: tuple[str, ...] = ()
+    annotations: Sequence[Any] | None = None
+    skipped: tuple[str, ...] = ()
+    invalid: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.samples)
 
 
-def questions_of(samples: Samples, found: Sequence[tuple[Any, str, str, str]], learning: bool, whose: str) -> Questions:
-    """What is asked of `found`, each (ask, its name, image file, flaw or ""): nothing is learned from what has a flaw;
-    held out, where all must be answered, it is asked like the others.
+def make_examples(
+    samples: Samples, found: Sequence[tuple[Any, str, str, str]], training: bool, source: str
+) -> Examples:
+    """The examples of `found`: (annotation, its name, image file, invalid reason or ""). Training skips the invalid
+    ones; an evaluation keeps them, since all must be answered.
 
-    `whose` says in errors where they come from. ValueError where none is left, or an image is in no sample.
+    source: where they come from, for errors. ValueError where none is left, or an image is in no sample.
     """
-    told = tuple(f"{name}: {flaw}" for _, name, _, flaw in found if flaw)
-    fit = [(ask, image) for ask, _, image, flaw in found if not (learning and flaw)]
-    if not fit:
+    invalid = tuple(f"{name}: {reason}" for _, name, _, reason in found if reason)
+    usable = [(annotation, image) for annotation, _, image, reason in found if not (training and reason)]
+    if not usable:
         raise ValueError(
-            f"none of the {len(found)} questions of {whose} can be asked; {told[0] if told else 'it is empty'}"
+            f"none of the {len(found)} examples of {source} can be used; {invalid[0] if invalid else 'it is empty'}"
         )
-    where = find_samples(samples, [image for _, image in fit], whose)
-    return Questions(where, [ask for ask, _ in fit], *((told, ()) if learning else ((), told)))
+    numbers = find_samples(samples, [image for _, image in usable], source)
+    lines = (invalid, ()) if training else ((), invalid)
+    return Examples(numbers, [annotation for annotation, _ in usable], *lines)
 
 
-def flaw_in(text: str, setting: str, most: int, vocabulary: Vocabulary) -> str:
-    """Why nothing can be asked with a text, of `most` word pieces by a setting of this name; empty: it is fit."""
-    if len(text) <= most and text.isascii() and text.isprintable() and text.strip():
-        return ""  # a piece is a letter or more: most texts need not be cut into pieces to know
-    pieces = len(vocabulary.encode(text))
-    if not pieces:
+def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) -> str:
+    """Why a text is no valid input: it has no token, or more than `limit`, the task's setting `field`. "": it is
+    valid."""
+    if len(text) <= limit and text.isascii() and text.isprintable() and text.strip():
+        return ""  # a token is a letter or more: most texts need not be tokenized
+    tokens = len(vocabulary.encode(text))
+    if not tokens:
         return "it has no words"
-    return f"it has {pieces} word pieces, more than task.{setting} = {most}" if pieces > most else ""
+    return f"it has {tokens} tokens, more than task.{field} = {limit}" if tokens > limit else ""
 
 
-class Task(Protocol):
-    """The methods of a task. `shuffles` says that validation repeats itself with the pictures of other captions.
+class TaskSettings:
+    """Base class of a task's settings, a frozen dataclass. A task with files of its own has a field `folder` that holds
+    them. A task with splits has the fields `train_on` and `validate_on`; without splits, `data.dataset` and
+    `data.held_out` say what is read."""
 
-    `settings`, where it is about splits of a data set, has `train_on`, the names of those to learn from, and
-    `validate_on`. What a task may have besides:
+    folder: str = ""
+    train_on: tuple[str, ...] = ()
+    validate_on: str | None = None
 
-    begin(vlbert, head, started_from)   the last preparation of a new run, its weights loaded
-    submission(rows) -> name -> bytes   the files that a leaderboard takes; ValueError where the rows are not all of it
-    reported(split) -> metric -> text   what the paper reports for a metric on that split, such as "79.88 base"
-    evaluation                          fields of `settings` that vlbert.evaluate changes, name -> value
-    kept                                names of attributes, lists, that say what the head's outputs mean, as VQA's
-                                        `answers`: they go with the checkpoint, and come from there
-    splits_of(split) -> splits          a static method: those that the one of this name consists of, where it may be
-                                        several, as RefCOCO+'s test
-    best(settings) -> metric            a static method: by which checkpoints are compared, the higher the better; of a
-                                        task without it only the newest are kept
-    joins                               True: the rows of two runs belong together, as VCR's answers and rationales
-    ask(text, choices, answer, hide)    what `example` takes for a person's own question (vlbert.predict)
-    """
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files that `folder` must hold."""
+        return ()
 
-    shuffles: bool
-    paper: str  # what the paper reports for it, in one line
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Folders that `folder` must hold."""
+        return ()
 
-    def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int): ...
 
-    def questions(self, samples: Samples, split: str | None) -> Questions:
-        """The questions of a split on these samples (vlbert.data.loading); None: all that there are to learn from."""
+class Task:
+    """Base class of the tasks. A task defines `example`, `head`, `losses`, `predictions` and `metrics`; all else has a
+    default."""
 
-    def example(self, sample: Sample, image: PreparedImage, ask: Any, rng: np.random.Generator) -> Example:
-        """What one question becomes: its words and picture, what is hidden in them and what is asked for."""
+    paper: str = "no number"  # what the paper reports, in one line
+    shuffles: bool = False  # validate a second time, each text with another image: what is left needs no image
+    joins: bool = False  # the predictions of two runs belong together, as VCR's answers and rationales
+    saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
+    #                              they are saved with each checkpoint, and loaded from there
+    evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the settings that vlbert.evaluate changes
+
+    def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int):
+        """num_classes: of the detector, without the background."""
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.num_classes = num_classes
+
+    @staticmethod
+    def best_metric(settings: Any) -> str | None:
+        """The metric by which checkpoints are compared, the higher the better; None: only the newest are kept."""
+        return None
+
+    @staticmethod
+    def parts_of(split: str) -> tuple[str, ...]:
+        """The splits that a split consists of, such as testA and testB of RefCOCO+'s test."""
+        return (split,)
+
+    def examples(self, samples: Samples, split: str | None) -> Examples:
+        """The examples of a split; None: all that training learns from. By default one of each sample."""
+        return Examples(np.arange(len(samples)))
+
+    def annotation_for(
+        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
+    ) -> Any:
+        """The annotation, for `example`, of a user's own question (vlbert.predict). ValueError where it does not fit
+        the task."""
+        raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
+
+    def example(self, sample: Sample, image: PreparedImage, annotation: Any, rng: np.random.Generator) -> Example:
+        """The input and the labels of one example. All randomness comes from `rng`. ValueError: the example is skipped
+        and counted."""
+        raise NotImplementedError
 
     def head(self, config: ModelConfig) -> nn.Module:
         """The parameters that the task adds."""
+        raise NotImplementedError
+
+    def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
+        """Part of the head -> the part of pre-training's head that it starts from."""
+        return head.init_from if isinstance(head, Classifier) else {}
+
+    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
+        """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
+        from."""
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        """Per loss its sum over what was asked and how many that were; the loop divides by the count over all ranks.
+        """Name -> (sum of the loss, number of terms). The loop divides by the number over all ranks.
 
-        What no gradient flows through, such as `accuracy` below, is measured alone: averaged and logged like a loss,
-        and not learned from.
+        What has no gradient, such as `accuracy` below, is averaged and logged like a loss, and not learned from.
         """
+        raise NotImplementedError
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """One plain dict an example: what is written for submission, and what `metrics` needs. Every task's has
+        """One dict of plain values an example: a row of predictions.parquet. Every task has these columns:
 
-        key          of the sample
-        asked        str    the question
-        said         str    the answer that the model gives, and
-        probability  float  how sure it is of it
-        ranking      list   of {"said", "probability"}, the likeliest first, five at most
-        truth        str    the right answer; None where nobody says
-        score        float  what the answer is worth, 0 to 1; None likewise
-        boxes        list   of {"name", "box"}, to be drawn: x1 y1 x2 y2 in pixels of the stored picture. May be empty
+        key           str    of the sample
+        question      str    the text that is asked
+        answer        str    the model's answer
+        probability   float  of the answer
+        ranking       list   of {"answer", "probability"}, the likeliest first, at most five
+        ground_truth  str    the right answer; None where it is not known
+        score         float  of the answer, 0 to 1; None where the ground truth is not known
+        boxes         list   of {"name", "box"} to draw: x1 y1 x2 y2 in pixels of the stored image. May be empty
 
-        What is ranked or drawn may have `region`, the number of the sample's region that it is: from 1, 0 none of them.
+        Entries of `ranking` and `boxes` may have `region`, the number of a region: from 1; 0 is none of them.
         """
+        raise NotImplementedError
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Numbers over the predictions of the whole split; of rows without a truth none."""
+        """Metrics over the predictions of a whole split; none where no ground truth is known."""
+        raise NotImplementedError
+
+    def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
+        """The files that a leaderboard takes, by name. ValueError where the rows are not the whole split."""
+        return {}
+
+    def reported(self, split: str) -> dict[str, str]:
+        """What the paper reports on a split, in %: metric -> text, such as "79.88 base"."""
+        return {}
 
 
 def accuracy(right: Tensor) -> tuple[Tensor, int]:
-    """How many of the answers [M] are right, bool or worth 0 to 1, as Task.losses returns it: to be watched alone."""
+    """The accuracy over M answers, as Task.losses returns it. right [M]: bool, or scores from 0 to 1."""
     return right.detach().sum(), len(right)
 
 
 class TaskModel(nn.Module):
     """VL-BERT with the head of a task: what DDP wraps and a checkpoint holds."""
 
-    def __init__(self, vlbert: VLBert, task: "Task"):
+    def __init__(self, vlbert: VLBert, task: Task):
         super().__init__()
         self.vlbert = vlbert
         self.task = task

@@ -22,31 +22,29 @@ from storage.sample import Sample
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput
 from vlbert.data.images import PreparedImage, swap_sides
-from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets import refcoco
 from vlbert.datasets.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Questions, accuracy, flaw_in, questions_of
+from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
-RANKED = 5  # regions that a prediction names
+MAX_RANKED = 5  # regions in a prediction's ranking
 
 
 @dataclass(frozen=True)
-class RefCOCOSettings:
+class RefCOCOSettings(TaskSettings):
     folder: str = ""  # holds refs(unc).p and instances.json, as the data set ships them
     train_on: tuple[str, ...] = ("train",)  # splits
-    validate_on: str = "val"  # split of validation, as refs(...).p names it
-    regions: Literal["ground_truth", "detected"] = "ground_truth"  # the track: regions are all annotated objects, ...
-    detections: str | None = None  # ... or the boxes of MAttNet's file below folder; none: those of the region shards
+    validate_on: str = "val"  # split of validation
+    regions: Literal["ground_truth", "detected"] = "ground_truth"  # the track: all annotated objects, or detected boxes
+    detections: str | None = None  # MAttNet's file of boxes, below folder; none: the regions of the region shards
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the detected ones
-    iou: Convention = "published"  # how overlaps count, in training and in the metric that is named after it
+    iou: Convention = "published"  # how overlaps are measured, in training and in the metric that is named after it
     whole_image_competes: bool = False  # may the whole image be the answer?
-    expression_length: int = 60  # word pieces; a longer one is not asked
+    expression_length: int = 60  # tokens; longer expressions are invalid
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What `folder` must hold."""
         return (*refcoco.FILES, self.detections) if self.detections else refcoco.FILES
 
     def __post_init__(self):
@@ -57,34 +55,33 @@ class RefCOCOSettings:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Question:
-    """An expression and the regions to choose among, [r, 4] in pixels of the shipped image; None: the sample's own.
-    With a `flaw`, why it cannot be asked, there is nothing to choose."""
+class Query:
+    """An expression and the regions to choose from, [r, 4] in pixels of the shipped image; None: the sample's own. An
+    invalid one gets no candidates."""
 
     expression: Expression
     regions: Sequence[Box] | np.ndarray | None
     held_out: bool
-    split: str = ""  # as it was asked for; a person's own has none
-    flaw: str = ""
+    split: str = ""  # as it was named; a user's own has none
+    invalid_reason: str = ""
 
 
-class RefCOCO:
-    shuffles = False
+class RefCOCO(Task):
     paper = "table 3, ground-truth regions: " + "; ".join(
         f"{split} {found}" for split, found in refcoco.REPORTED["ground_truth"].items()
     )
 
     @staticmethod
-    def splits_of(split: str) -> tuple[str, ...]:
-        """`test` is testA and testB, as official.refcoco.of_split has it."""
+    def parts_of(split: str) -> tuple[str, ...]:
         return (split, "testA", "testB") if split == "test" else (split,)
 
     @staticmethod
-    def best(settings: RefCOCOSettings) -> str:
+    def best_metric(settings: RefCOCOSettings) -> str:
         return f"accuracy_{settings.iou}"
 
-    def __init__(self, settings: RefCOCOSettings, vocabulary: Vocabulary, num_classes: int):
-        self.settings, self.vocabulary, self.folder = settings, vocabulary, Path(settings.folder)
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.folder)
 
     @functools.cached_property
     def expressions(self) -> Expressions:
@@ -95,68 +92,75 @@ class RefCOCO:
         file = self.settings.detections
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
-    def questions(self, samples: Samples, split: str | None) -> Questions:
-        """Held out, an expression with a flaw keeps its place and is wrong."""
+    def examples(self, samples: Samples, split: str | None) -> Examples:
+        """Evaluation keeps an invalid expression, and counts it as wrong."""
         splits = self.settings.train_on if split is None else (split,)
         found = []
         for name in splits:
             for image, one in refcoco.of_split(self.expressions, name, self.folder):
-                ask = self._question(image, one, name, split is not None)
-                found.append((ask, f"sentence {one.sentence_id} of {name}", image, ask.flaw))
-        if found and all(flaw for *_, flaw in found):
+                query = self._query(image, one, name, split is not None)
+                found.append((query, f"sentence {one.sentence_id} of {name}", image, query.invalid_reason))
+        if found and all(reason for *_, reason in found):
             raise ValueError(
-                f"none of {len(found)} expressions of {', '.join(splits)} can be asked; {found[0][1]}: {found[0][3]}"
+                f"all {len(found)} expressions of {', '.join(splits)} are invalid; {found[0][1]}: {found[0][3]}"
             )
-        return questions_of(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
+        return make_examples(samples, found, split is None, f"{', '.join(splits)} of {self.folder}")
 
-    def _question(self, image: str, expression: Expression, split: str, held_out: bool) -> Question:
-        flaw, regions = self._flaw(expression.text) or expression.flaw, None
+    def _query(self, image: str, expression: Expression, split: str, held_out: bool) -> Query:
+        reason, regions = self._invalid_reason(expression.text) or expression.invalid_reason, None
         if self.settings.regions == "ground_truth":
             regions = expression.objects
         elif self.detections:
             regions = self.detections.boxes.get(image, np.zeros((0, 4)))
-            flaw = flaw or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
-        return Question(expression, regions, held_out, split, flaw)
+            reason = reason or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
+        return Query(expression, regions, held_out, split, reason)
 
-    def _flaw(self, text: str) -> str:
-        return flaw_in(text, "expression_length", self.settings.expression_length, self.vocabulary)
+    def _invalid_reason(self, text: str) -> str:
+        return invalid_reason(text, "expression_length", self.settings.expression_length, self.vocabulary)
 
-    def ask(self, text: str, choices: Sequence[str] = (), answer: str = "", hide: Sequence[int] = ()) -> Question:
-        """A person's own expression, about the regions of the sample."""
-        if choices or answer or hide:
+    def annotation_for(
+        self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
+    ) -> Query:
+        """An expression about the regions of the sample."""
+        if choices or answer or mask_regions:
             raise ValueError("RefCOCO+ takes an expression and finds its region: give no choices, answer or regions")
-        if flaw := self._flaw(text):
-            raise ValueError(f"the expression {text[:60]!r} cannot be asked: {flaw}")
-        return Question(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
+        if reason := self._invalid_reason(text):
+            raise ValueError(f"the expression {text[:60]!r} is invalid: {reason}")
+        return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
-    def example(self, sample: Sample, image: PreparedImage, ask: Question, rng: np.random.Generator) -> Example:
-        one, regions, shipped = ask.expression, ask.regions, ask.expression.image_size or (sample.width, sample.height)
+    def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
+        """The regions are the query's. Labels, by region: whether it is a candidate, and whether it is right."""
+        one, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
+        shipped = one.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
         if regions is None:
             regions = sample.regions.boxes / to_stored
         else:
             regions = np.array(regions, np.float64).reshape(-1, 4)
             image = replace(image, boxes=image.boxes[:1]).with_boxes(regions * to_stored)
-        if self.settings.adds_ground_truth and not ask.held_out:
+        if self.settings.adds_ground_truth and not annotation.held_out:
             objects = np.array(one.objects, np.float64).reshape(-1, 4)
             image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
-        candidate = np.full(len(image.boxes), not ask.flaw)
+        candidate = np.full(len(image.boxes), valid)
         candidate[0] &= self.settings.whole_image_competes
         right = np.zeros(len(image.boxes), bool)
         if one.box:
-            seen = image.place(np.array([one.box]) * to_stored)[0]
-            right = candidate & (overlap(self.settings.iou, image.boxes, seen) > 0.5)
+            target = image.place(np.array([one.box]) * to_stored)[0]
+            right = candidate & (overlap(self.settings.iou, image.boxes, target) > 0.5)
+        text = "" if not valid else swap_sides(one.text) if image.flipped else one.text
         boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
-        about = {"expression": one, "split": ask.split, "boxes": boxes, "to_stored": to_stored}
-        text = "" if ask.flaw else swap_sides(one.text) if image.flipped else one.text
-        picture = image.to_input(label_masks={"candidate": candidate, "right": right})
-        return Example(sample.key, self.words(self.vocabulary.encode(text)), picture, about)
+        return Example(
+            sample.key,
+            self.text_input(self.vocabulary.encode(text)),
+            image.to_input(label_masks={"candidate": candidate, "right": right}),
+            {"expression": one, "split": annotation.split, "boxes": boxes, "to_stored": to_stored},
+        )
 
-    def words(self, expression: np.ndarray) -> TextInput:
+    def text_input(self, expression: np.ndarray) -> TextInput:
         """[CLS] expression [SEP]."""
         tokens = np.array([self.vocabulary.cls, *expression, self.vocabulary.sep], np.int64)
         zeros = np.zeros(len(tokens), np.int64)
-        return TextInput(tokens, zeros, zeros)
+        return TextInput(tokens, segments=zeros, token_region=zeros)
 
     def head(self, config: ModelConfig) -> nn.Module:
         settings = self.settings
@@ -174,40 +178,37 @@ class RefCOCO:
         ranked = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         ranked[candidate] = scores.detach()
         found = (right & candidate).gather(1, ranked.argmax(1, keepdim=True))[:, 0]
-        return {
-            "regions": (
-                F.binary_cross_entropy_with_logits(scores, right[candidate].float(), reduction="sum"),
-                len(scores),
-            ),
-            "accuracy": accuracy(found[batch.counted]),
-        }
+        loss = F.binary_cross_entropy_with_logits(scores, right[candidate].float(), reduction="sum")
+        return {"regions": (loss, len(scores)), "accuracy": accuracy(found[batch.counted])}
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
-        """Beside the columns of all tasks: region, as in the regions, -1 the whole image or none; and what it is worth
-        (vlbert.datasets.refcoco.judge). Regions are named from 1 on; probabilities are each region's own."""
+        """More columns: those of score_choice in vlbert/datasets/refcoco.py, and region, the index of the chosen
+        region, -1 for the whole image or none. Regions are named from 1; each has a probability of its own."""
         candidate = batch.label_masks["candidate"]
-        # Only candidates can win: neither padding nor, unless it competes, the whole image. The first wins a tie.
+        # Only candidates can win: no padding and, unless it competes, not the whole image. The first wins a tie.
         scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
         scores[candidate] = head(encoded.regions[candidate])[:, 0].float()
-        orders = scores.argsort(dim=1, descending=True, stable=True)[:, :RANKED].tolist()
+        orders = scores.argsort(dim=1, descending=True, stable=True)[:, :MAX_RANKED].tolist()
         columns = zip(
             batch.keys, batch.metadata, orders, scores.sigmoid().tolist(), candidate.sum(1).tolist(), strict=True
         )
         return [self._row(*row) for row in columns]
 
-    def _row(self, key: str, about: dict, order: list[int], sure: list[float], candidates: int) -> dict:
-        one, boxes, chosen = about["expression"], about["boxes"], order[0] if candidates else None
-        drawn = [] if chosen is None else [(refcoco.named(chosen), boxes[chosen])]
-        drawn += [("truth", np.array(one.box))] * bool(one.box)
-        ranking = [{"said": refcoco.named(i), "probability": sure[i], "region": i} for i in order[:candidates]]
+    def _row(self, key: str, metadata: dict, order: list[int], probabilities: list[float], candidates: int) -> dict:
+        one, boxes, chosen = metadata["expression"], metadata["boxes"], order[0] if candidates else None
+        drawn = [] if chosen is None else [(refcoco.region_name(chosen), boxes[chosen])]
+        drawn += [("ground truth", np.array(one.box))] * bool(one.box)
+        ranking = [
+            {"answer": refcoco.region_name(i), "probability": probabilities[i], "region": i} for i in order[:candidates]
+        ]
         return {
             "key": key,
-            "split": about["split"],
-            "probability": 0.0 if chosen is None else sure[chosen],
+            "split": metadata["split"],
+            "probability": 0.0 if chosen is None else probabilities[chosen],
             "ranking": ranking,
-            "boxes": [{"name": name, "box": (box * about["to_stored"]).tolist()} for name, box in drawn],
+            "boxes": [{"name": name, "box": (box * metadata["to_stored"]).tolist()} for name, box in drawn],
             "candidates": candidates,
-        } | refcoco.judge(self.settings.iou, one, boxes, chosen, self.settings.regions == "ground_truth")
+        } | refcoco.score_choice(self.settings.iou, one, boxes, chosen, self.settings.regions == "ground_truth")
 
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         return refcoco.metrics(rows)

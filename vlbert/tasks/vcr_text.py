@@ -1,4 +1,4 @@
-"""What VCR asks, as texts: for people, and as word pieces that know the region they name."""
+"""VCR's questions and choices as text: for people, and as tokens that name regions."""
 
 import itertools
 import json
@@ -16,55 +16,62 @@ from vlbert.data.vocabulary import Vocabulary
 from vlbert.datasets.vcr import CHOICES, Item, Scene, Text, read_items, read_scene
 
 _PEOPLE = "casey riley jessie jackie avery jaime peyton kerry jody kendall frankie pat quinn"
-PEOPLE = _PEOPLE.split()  # names of any gender
+PEOPLE = _PEOPLE.split()  # gender-neutral names
 
-Tagged = tuple[np.ndarray, np.ndarray]  # word pieces int64 [t], the region that each names int64 [t] (0: none)
+TaggedText = tuple[np.ndarray, np.ndarray]  # tokens int64 [t], the region that each names int64 [t] (0: none)
+Subtask = Literal["answer", "rationale"]  # Q->A or QA->R
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Which answer to an item is right, or which rationale for one of its answers."""
+class Question:
+    """Which answer of an item is right or, given an answer, which rationale."""
 
     item: Item
-    answer: int  # the rationales' one; -1 where answers are asked for
+    conditioned_on: int  # the answer that the rationales are for; -1: the choices are the answers
     held_out: bool
 
     @property
     def label(self) -> int | None:
-        """The choice that is right; None where nobody says: without labels, and of rationales for a wrong answer."""
-        if self.item.labels is None or self.answer not in (-1, self.item.labels[0]):
+        """The right choice; None where it is unknown: without labels, and of rationales for a wrong answer."""
+        if self.item.labels is None or self.conditioned_on not in (-1, self.item.labels[0]):
             return None
-        return self.item.labels[self.answer >= 0]
+        return self.item.labels[self.conditioned_on >= 0]
 
     @property
     def name(self) -> str:
-        """Where it stands."""
-        return f"{self.item.where}, rationales of answer {self.answer}" if self.answer >= 0 else self.item.where
+        """File and line."""
+        rationales = f", rationales for answer {self.conditioned_on}" if self.conditioned_on >= 0 else ""
+        return f"{self.item.where}{rationales}"
 
     @property
-    def flaw(self) -> str:
-        """Why nothing can be learned from it; empty: something can."""
+    def invalid_reason(self) -> str:
+        """Why training skips it; "": it is valid."""
         if self.item.labels is None and not self.held_out:
             return "it has no labels"
         return f"it has no word in its {self.item.wordless}" if self.item.wordless else ""
 
     @property
-    def own(self) -> bool:
-        """Whether it is a question of one's own."""
+    def from_user(self) -> bool:
+        """Whether it is a user's own question."""
         return self.item.metadata is None
 
     def read(self, sample: Sample) -> tuple[Scene, list[Text], list[Text]]:
-        """The objects, the question (for a rationale, and its answer), and the choices. ValueError where the files do
-        not fit together, and where an object without area would be learnt from."""
+        """The objects, the question (for rationales: and its answer) and the choices.
+
+        ValueError where the files do not fit together, and in training where an object has no area.
+        """
         item = parse_json(self.item.line, self.item.where)
-        asked = [item["question"]] if self.answer < 0 else [item["question"], item["answer_choices"][self.answer]]
-        choices = item["answer_choices" if self.answer < 0 else "rationale_choices"]
-        if self.own:  # about the sample's regions; each fills its box
+        if self.conditioned_on < 0:
+            context, choices = [item["question"]], item["answer_choices"]
+        else:
+            context = [item["question"], item["answer_choices"][self.conditioned_on]]
+            choices = item["rationale_choices"]
+        if self.from_user:  # about the sample's regions; each fills its box
             boxes, size = sample.regions.boxes, (sample.width, sample.height)
-            beyond = [i for i in mentioned([*asked, *choices]) if i >= len(boxes)]
+            beyond = [i for i in mentioned([*context, *choices]) if i >= len(boxes)]
             if beyond:
-                raise ValueError(f"region {beyond[0] + 1} is mentioned; the picture has {len(boxes)}, from 1")
-            return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), asked, choices
+                raise ValueError(f"region {beyond[0] + 1} is mentioned; the image has {len(boxes)}, from 1")
+            return Scene(size, ["object"] * len(boxes), [0] * len(boxes), boxes, [[]] * len(boxes)), context, choices
         scene = read_scene(self.item.metadata)
         if item["objects"] != scene.names:
             raise ValueError(
@@ -72,63 +79,65 @@ class Ask:
             )
         if scene.without_area and not self.held_out:
             raise ValueError(f"{self.item.metadata}: the box of object {scene.without_area[0]} has no area")
-        return scene, asked, choices
+        return scene, context, choices
 
-    def about(self, scene: Scene, asked: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
-        """What a prediction says beside the model's numbers; boxes [r, 4] of the objects, in the stored picture."""
+    def columns(self, scene: Scene, context: Sequence[Text], choices: Sequence[Text], boxes: np.ndarray) -> dict:
+        """Its columns in a prediction, with `choices` and `label`; boxes [r, 4] of the objects, in the stored image."""
         return {
             "annot_id": self.item.annot_id,
             "split": self.item.file.stem,
-            "question": "answer" if self.answer < 0 else "rationale",
-            "conditioned_on": self.answer,
-            "asked": " ".join(readable(text, scene.names) for text in asked),
+            "subtask": "answer" if self.conditioned_on < 0 else "rationale",
+            "conditioned_on": self.conditioned_on,
+            "question": " ".join(readable(text, scene.names) for text in context),
             "choices": [readable(choice, scene.names) for choice in choices],
             "label": self.label,
             "boxes": [
                 {"name": f"{scene.names[i]} {i + 1}", "box": boxes[i].tolist(), "region": i + 1}
-                for i in mentioned([*asked, *choices])
+                for i in mentioned([*context, *choices])
             ],
         }
 
 
-def read_asks(
-    folder: Path, splits: Sequence[str], learning: bool, question: Literal["answer", "rationale"], every_answer: bool
-) -> list[Ask]:
-    """All that the splits ask. ValueError where the metadata of something without a flaw are missing."""
+def read_questions(
+    folder: Path, splits: Sequence[str], training: bool, subtask: Subtask, every_answer: bool
+) -> list[Question]:
+    """All questions of the splits. ValueError where the metadata of a valid one are missing."""
     items = [item for name in splits for item in read_items(folder / f"{name}.jsonl")]
 
-    def answers(item: Item) -> Sequence[int]:
-        if question == "answer":
+    def conditions(item: Item) -> Sequence[int]:
+        if subtask == "answer":
             return (-1,)
-        return range(CHOICES) if item.labels is None or (every_answer and not learning) else item.labels[:1]
+        return range(CHOICES) if item.labels is None or (every_answer and not training) else item.labels[:1]
 
-    asks = [Ask(item, answer, not learning) for item in items for answer in answers(item)]
-    needed = {ask.item.metadata for ask in asks if not (learning and ask.flaw)}
-    if without := sorted(file for file in needed if not file.is_file()):
-        raise ValueError(f"{len(without)} metadata files are missing, such as {without[0]}; fetch vcr1images")
-    return asks
+    questions = [Question(item, answer, not training) for item in items for answer in conditions(item)]
+    needed = {question.item.metadata for question in questions if not (training and question.invalid_reason)}
+    if missing := sorted(file for file in needed if not file.is_file()):
+        raise ValueError(f"{len(missing)} metadata files are missing, such as {missing[0]}; fetch vcr1images")
+    return questions
 
 
-def own_question(kind: Literal["answer", "rationale"], text: str, choices: Sequence[str], answer: str) -> Ask:
-    """A question of one's own, with its choices, which are of that kind. Texts mention regions by numbers from 1, as in
-    "[1]" or "[1,2]". ValueError where there are not four choices, one has no word or mentions what is no number, or the
-    answer does not fit."""
-    if bool(answer.strip()) != (kind == "rationale"):
-        needs = "give the answer that they are for" if kind == "rationale" else "give no answer beside the choices"
-        raise ValueError(f"this model judges {kind}s; {needs}")
+def user_question(subtask: Subtask, text: str, choices: Sequence[str], answer: str) -> Question:
+    """A user's own question. Texts mention regions by their numbers from 1, as in "[1]" or "[1,2]".
+
+    ValueError where there are not four choices, a text has no word or mentions what is no number, or the answer does
+    not fit the subtask.
+    """
+    if bool(answer.strip()) != (subtask == "rationale"):
+        needs = "give the answer that they are for" if subtask == "rationale" else "give no answer beside the choices"
+        raise ValueError(f"this model chooses {subtask}s; {needs}")
     if len(choices) != CHOICES:
         raise ValueError(f"{len(choices)} choices are given; VCR chooses between {CHOICES}")
-    item = {"question": _from_person(text), "answer_choices": [_from_person(choice) for choice in choices]}
+    item = {"question": _parse(text), "answer_choices": [_parse(choice) for choice in choices]}
     if not all([item["question"], *item["answer_choices"]]):
         raise ValueError("the question or a choice has no word")
-    if kind == "rationale":
-        item |= {"answer_choices": [_from_person(answer)], "rationale_choices": item["answer_choices"]}
+    if subtask == "rationale":
+        item |= {"answer_choices": [_parse(answer)], "rationale_choices": item["answer_choices"]}
     own = Item(json.dumps(item), Path("the question"), 1, "", "", None, None, None)
-    return Ask(own, 0 if kind == "rationale" else -1, held_out=True)
+    return Question(own, 0 if subtask == "rationale" else -1, held_out=True)
 
 
-def _from_person(text: str) -> Text:
-    """Its words, and the objects that it mentions by numbers from 1, here from 0 as in the files."""
+def _parse(text: str) -> Text:
+    """The words of a user's text and the objects that it mentions: numbers from 1, here from 0 as in the files."""
     parts = re.split(r"\[\s*([1-9]\d*(?:\s*,\s*[1-9]\d*)*)\s*\]", text)  # words, numbers, words, ...
     stray = [word for words in parts[::2] for word in re.findall(r"\[[^\]]*\]?|\]", words)]
     if stray:
@@ -138,80 +147,80 @@ def _from_person(text: str) -> Text:
 
 
 def mentioned(texts: Sequence[Text]) -> list[int]:
-    """The objects that are, each once."""
+    """The objects that the texts mention, sorted, each once."""
     return sorted({i for text in texts for token in text if not isinstance(token, str) for i in token})
 
 
 def readable(text: Text, names: Sequence[str]) -> str:
-    """The text with its objects as "person 1": the class, and the number, from 1 as in all that people see."""
+    """The text with its objects as "person 1": class, and number from 1."""
     words = [token if isinstance(token, str) else " and ".join(f"{names[i]} {i + 1}" for i in token) for token in text]
     return re.sub(r" ([?.,!;:])", r"\1", " ".join(words))
 
 
 def neutral_names(names: Sequence[str], first: int) -> list[str]:
-    """How each object is called: by its class, a person by the next of PEOPLE, from the one of number `first` on."""
+    """The name of each object: its class or, of a person, the next of PEOPLE, starting with number `first`."""
     people = itertools.islice(itertools.cycle(PEOPLE), first % len(PEOPLE), None)
     return [next(people) if name == "person" else name for name in names]
 
 
-def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> Tagged:
-    """The pieces of a text, its mentions of objects as their names; every piece of a name tagged with its region, which
-    is the object's number + 1. Several objects are joined by `and`."""
+def tag(text: Text, names: Sequence[str], vocabulary: Vocabulary) -> TaggedText:
+    """The tokens of a text, its objects by their names. The tokens of a name are tagged with its region, the object's
+    number + 1. Several objects are joined by `and`."""
     words = []
     for token in text:
         if isinstance(token, str):
             words.append((token, 0))
             continue
-        for place, number in enumerate(token):
-            words += [("and", 0)] * (place > 0) + [(names[number], number + 1)]
+        for i, number in enumerate(token):
+            words += [("and", 0)] * (i > 0) + [(names[number], number + 1)]
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     for region, run in itertools.groupby(words, key=lambda word: word[1]):
-        pieces = vocabulary.encode(" ".join(word for word, _ in run))
-        parts.append((pieces, np.full(len(pieces), region, np.int64)))
-    return joined(parts)
+        tokens = vocabulary.encode(" ".join(word for word, _ in run))
+        parts.append((tokens, np.full(len(tokens), region, np.int64)))
+    return concatenate(parts)
 
 
-def joined(parts: Sequence[Tagged]) -> Tagged:
+def concatenate(parts: Sequence[TaggedText]) -> TaggedText:
     """One text behind the other."""
-    pieces, regions = zip(*parts, strict=True)
-    return np.concatenate(pieces), np.concatenate(regions)
+    tokens, regions = zip(*parts, strict=True)
+    return np.concatenate(tokens), np.concatenate(regions)
 
 
-def cut(asked: Sequence[Tagged], choices: Sequence[Tagged], most: int, shared: bool) -> list[tuple[Tagged, Tagged]]:
-    """Each choice, and before it the question (for a rationale, with its answer), as far as they fit into `most`
-    pieces: the choice is cut while it is longer than all before it, else the question, which keeps one piece, and then
-    the answer.
+def truncate(
+    context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int, shared: bool
+) -> list[tuple[TaggedText, TaggedText]]:
+    """Each (context, choice) cut to `max_tokens`; the context is the question or, for rationales, question and answer.
 
-    shared: as in the authors' code, the choices have one question. They are gone through in their order, what one takes
-    of the question is taken for those behind it too, and rows are made at last: one long choice shortens all rows.
-    Else each choice cuts a question of its own.
+    The choice loses its last token while it is longer than the context; else the question does, down to one token, and
+    then the answer. shared, as in the published code: the choices have one context, so what a choice cuts off it is cut
+    off in all rows. Else each choice cuts a context of its own.
     """
-    question = [len(pieces) for pieces, _ in asked]
+    full = [len(tokens) for tokens, _ in context]
     rows = []
-    for pieces, _ in choices:
-        sizes, size = question if shared else [*question], len(pieces)
-        while sum(sizes) + size > most:
+    for tokens, _ in choices:
+        sizes, size = full if shared else [*full], len(tokens)
+        while sum(sizes) + size > max_tokens:
             if size > sum(sizes):
                 size -= 1
             else:
                 sizes[0 if sizes[0] > 1 or len(sizes) == 1 else 1] -= 1
         rows.append((sizes, size))
     return [
-        (joined([_first(*pair) for pair in zip(asked, sizes, strict=True)]), _first(choice, size))
+        (concatenate([_first(*pair) for pair in zip(context, sizes, strict=True)]), _first(choice, size))
         for choice, (sizes, size) in zip(choices, rows, strict=True)
     ]
 
 
-def _first(text: Tagged, size: int) -> Tagged:
-    pieces, regions = text
-    return pieces[:size], regions[:size]
+def _first(text: TaggedText, size: int) -> TaggedText:
+    tokens, regions = text
+    return tokens[:size], regions[:size]
 
 
-def check_fits(asked: Sequence[Tagged], choices: Sequence[Tagged], most: int) -> None:
-    """ValueError where a choice, with all that stands before it, has more than `most` pieces."""
-    before, longest = sum(len(pieces) for pieces, _ in asked), max(len(pieces) for pieces, _ in choices)
-    if before + longest > most:
+def check_fits(context: Sequence[TaggedText], choices: Sequence[TaggedText], max_tokens: int) -> None:
+    """ValueError where the context and a choice have more than `max_tokens` tokens."""
+    before, longest = sum(len(tokens) for tokens, _ in context), max(len(tokens) for tokens, _ in choices)
+    if before + longest > max_tokens:
         raise ValueError(
-            f"the text is too long: {before} word pieces before the choices and {longest} in the longest of them, more "
-            f"than task.max_pieces = {most}; shorten it"
+            f"the text is too long: {before} tokens before the choices and {longest} in the longest of them, more than "
+            f"task.max_tokens = {max_tokens}; shorten it"
         )
