@@ -319,7 +319,7 @@ def test_validation_stands_beside_shuffled_pictures(root, six_steps):
     line = read_metrics(open_store(str(root)), "whole", "validation")[-1]
     assert line["step"] == 6
     for name in ("words_accuracy", "regions_accuracy"):
-        assert line[f"{name}_grounding"] == pytest.approx(line[name] - line[f"{name}_shuffled"])
+        assert line[f"{name}_grounding_gap"] == pytest.approx(line[name] - line[f"{name}_shuffled"])
     predictions = [json.loads(row) for row in (root / "runs" / "whole" / "predictions.jsonl").read_text().splitlines()]
     assert len({row["key"] for row in predictions}) == 8
 
