@@ -8,7 +8,7 @@ import msgpack
 Members = dict[str, bytes]
 
 
-def about(**fields: object) -> Callable[[Members], Members]:
+def metadata(**fields: object) -> Callable[[Members], Members]:
     """The .json member with other values; `...` leaves the field out."""
 
     def change(members: Members) -> Members:

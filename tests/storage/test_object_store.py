@@ -302,6 +302,22 @@ def put_and_delete_for_ever(root: str, path: str) -> None:
         store.delete(path)
 
 
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_put_syncs_the_file_and_then_the_folders_that_it_made(tmp_path, monkeypatch, if_absent):
+    store, sync, synced = open_store(str(tmp_path)), os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.put("a/b/c", b"data", if_absent=if_absent)
+    *made, file, folder = synced
+    assert set(made) == {str(tmp_path), f"{tmp_path}/a"}
+    assert file.startswith(f"{tmp_path}/a/b/.c.")
+    assert folder == f"{tmp_path}/a/b"
+
+
 def test_a_folder_that_another_removes_at_the_same_time_takes_every_put(tmp_path):
     store = open_store(str(tmp_path))
     removing = multiprocessing.get_context("fork").Process(

@@ -13,7 +13,7 @@ import refcoco_files
 import torch
 import vcr_files
 import vqa_files
-from members import about, member, packed
+from members import member, metadata, packed
 from programs import torchrun
 from seeded import another_writer
 from tiny import TINY_MODEL, commit_samples, tiny_recipe, tiny_sample
@@ -388,9 +388,9 @@ def test_a_run_names_each_broken_sample_once_and_counts_every_slot(tmp_path, cap
 def test_a_run_over_samples_with_every_kind_of_damage_names_these_and_no_others(tmp_path):
     """Among 24 good ones, trained on and validated on; the first of all is among the bad ones."""
     changes = [
-        about(caption=3),
-        about(width=10**9),
-        about(flags={}),
+        metadata(caption=3),
+        metadata(width=10**9),
+        metadata(flags={}),
         member("json", b'{"caption":' + b"[" * 10**5),
         member("json", b"\xff"),
         member("mp", b"\x91" * 10**5),
@@ -405,7 +405,7 @@ def test_a_run_over_samples_with_every_kind_of_damage_names_these_and_no_others(
     samples = [tiny_sample(i, regions=1) for i in range(24 + len(changes))]
     bad = {samples[2 * i].key: change for i, change in enumerate(changes)}
     held_out = [tiny_sample(1000 + i, regions=1) for i in range(4)]
-    bad |= {held_out[0].key: about(caption=None), held_out[2].key: packed(scores=["<f4", [1], b"\xff" * 4])}
+    bad |= {held_out[0].key: metadata(caption=None), held_out[2].key: packed(scores=["<f4", [1], b"\xff" * 4])}
     with another_writer(lambda key, members: bad.get(key, dict)(members)):
         commit_samples(tmp_path, "captions", samples)
         commit_samples(tmp_path, "held-out", held_out)
