@@ -51,7 +51,7 @@ def test_a_file_imports_only_what_stands_to_its_right(file):
 
 
 def test_training_needs_none_of_the_packages_that_other_rooms_need():
-    """vlbert.train imports where only torch, torchvision, transformers, numpy, pyarrow, msgpack, pillow are there."""
+    """vlbert.train and its benchmark import with torch, torchvision, numpy, pyarrow, msgpack, pillow alone."""
     program = """
 import importlib.abc, sys
 
@@ -61,7 +61,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import vlbert.train
+import benchmarks.train_step, vlbert.train
 print("imported")
 """
     absent = ["aiohttp", "boto3", "botocore", "fastapi", "jinja2", "matplotlib", "prefect", "simplejpeg", "tensorboard"]

@@ -1,42 +1,49 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vlbert.data.boxes import flip_horizontally, geometry_embedding, masked_pixels
 
-
-def test_hidden_pixels_are_exactly_those_that_a_hidden_box_touches():
-    boxes = torch.tensor([[[0.0, 0.0, 7.0, 5.0], [1.2, 2.0, 3.9, 4.5], [5.0, 0.0, 6.0, 1.0]]])
-    masked = torch.tensor([[False, True, False]])
-    expected = torch.zeros(6, 8, dtype=torch.bool)
-    expected[2:5, 1:4] = True
-    assert torch.equal(masked_pixels(boxes, masked, 6, 8)[0], expected)
-    both = masked_pixels(boxes, torch.tensor([[False, True, True]]), 6, 8)[0]
-    expected[0:2, 5:7] = True
-    assert torch.equal(both, expected)
+HEIGHT, WIDTH = 6, 8
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def test_hidden_pixels_belong_to_their_own_picture():
-    boxes = torch.tensor([[[0.0, 0.0, 1.0, 1.0]], [[2.0, 2.0, 3.0, 3.0]]])
-    found = masked_pixels(boxes, torch.tensor([[False], [True]]), 4, 4)
-    assert found[0].sum() == 0
-    assert found[1].sum() == 4
+@st.composite
+def boxes(draw: st.DrawFn) -> list[float]:
+    x1, x2 = sorted(draw(st.lists(st.floats(0, WIDTH - 1, width=32), min_size=2, max_size=2)))
+    y1, y2 = sorted(draw(st.lists(st.floats(0, HEIGHT - 1, width=32), min_size=2, max_size=2)))
+    return [x1, y1, x2, y2]
 
 
-def test_mirroring_twice_changes_nothing_and_once_swaps_the_sides():
-    boxes = np.array([[0, 1, 3, 4], [5, 0, 9, 2]], np.float32)
-    assert flip_horizontally(boxes, 10).tolist() == [[6, 1, 9, 4], [0, 0, 4, 2]]
-    np.testing.assert_array_equal(flip_horizontally(flip_horizontally(boxes, 10), 10), boxes)
-
-
-def test_a_mirrored_box_hides_the_mirrored_pixels():
-    box, masked = np.array([[1.2, 2.0, 3.9, 4.0]], np.float32), torch.tensor([[True]])
-    columns = np.floor(box)  # the pixels that it touches
-    straight, mirrored = (
-        masked_pixels(torch.from_numpy(b)[None], masked, 6, 8)[0] for b in (columns, flip_horizontally(columns, 8))
+@FEW
+@given(st.lists(st.lists(st.tuples(boxes(), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=2))
+def test_masked_pixels_are_those_that_a_masked_box_of_the_same_image_touches(images):
+    found = masked_pixels(
+        torch.tensor([[box for box, _ in image] for image in images]),
+        torch.tensor([[masked for _, masked in image] for image in images]),
+        HEIGHT,
+        WIDTH,
     )
-    assert straight.sum() == 9
-    assert torch.equal(mirrored, straight.flip(1))
+    expected = torch.zeros_like(found)
+    for pixels, image in zip(expected, images, strict=True):
+        for (x1, y1, x2, y2), masked in image:
+            pixels[int(y1) : int(y2) + 1, int(x1) : int(x2) + 1] |= masked
+    assert torch.equal(found, expected)
+
+
+@FEW
+@given(boxes())
+def test_a_mirrored_box_names_the_mirrored_columns(box):
+    columns = np.floor(np.array([box], np.float32))
+    mirrored = flip_horizontally(columns, WIDTH)
+    np.testing.assert_array_equal(flip_horizontally(mirrored, WIDTH), columns)
+    straight, flipped = (
+        masked_pixels(torch.from_numpy(b)[None], torch.tensor([[True]]), HEIGHT, WIDTH)[0] for b in (columns, mirrored)
+    )
+    assert torch.equal(flipped, straight.flip(1))
+    assert straight.any()
 
 
 def test_the_papers_geometry_is_of_the_corners():

@@ -194,9 +194,6 @@ def model_folder(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("config.json", lambda data: data.replace(b'"version": 4', b'"version": 2'), "of version 2, this code reads 4"),
-        ("config.json", lambda data: b"{}", "config.json is not the configuration of a VL-BERT"),
-        ("config.json", lambda data: data[:99], "config.json is not JSON, or is torn"),
         (
             "config.json",
             lambda data: data.replace(b"{\n", b'{"files": {"model.safetensors": 3},', 1),
@@ -205,15 +202,10 @@ def model_folder(tmp_path) -> Path:
         ("model.safetensors", lambda data: data[:-1], "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", lambda data: b"", "model.safetensors is torn or no safetensors file"),
         ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "model.safetensors is torn or no safetensors file"),
-        ("model.safetensors", None, "holds no model: it has no model.safetensors"),
-        ("vocab.txt", lambda data: data + b"more\n", "vocab.txt has 8 tokens, the model 7: not its own"),
     ],
 )
 def test_a_folder_that_holds_no_whole_model_says_what_is_wrong(model_folder, file, change, says):
-    if change is None:
-        (model_folder / file).unlink()
-    else:
-        (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
+    (model_folder / file).write_bytes(change((model_folder / file).read_bytes()))
     with pytest.raises(ValueError, match=str(model_folder)) as error:
         read_model(model_folder)
     assert says in str(error.value)

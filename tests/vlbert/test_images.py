@@ -5,6 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from tiny import TINY_MODEL, tiny_sample
 
@@ -94,45 +96,32 @@ def test_boxes_of_a_task_stand_behind_those_of_the_detector():
         prepare_image(with_features(1, 2), PRECOMPUTED, flip=False).with_boxes(np.zeros((1, 4)))
 
 
-def test_what_a_task_adds_to_a_picture_goes_along():
-    classes = np.array([0, 3, 4])
-    assert prepare_image(tiny_sample(1), AS_STORED, flip=False).to_input(classes=classes).classes is classes
-
-
-def test_samples_without_features_or_with_those_of_another_width_are_named():
-    sample = tiny_sample(1)
-    with pytest.raises(ValueError, match=f"sample {sample.key} carry no features, .* --keep-features, or train from"):
-        prepare_image(sample, PRECOMPUTED, flip=False)
-    wide = dataclasses.replace(sample.regions, features=np.zeros((2, 7), np.float16))
-    with pytest.raises(ValueError, match="carry features of 7 channels, the model takes 128"):
-        prepare_image(dataclasses.replace(sample, regions=wide), PRECOMPUTED, flip=False)
-
-
-def test_a_long_picture_is_bounded_by_its_long_side():
-    assert resized(300, 400, 600, 1000) == (600, 800)
-    assert resized(100, 400, 600, 1000) == (250, 1000)
-    assert resized(400, 100, 600, 1000) == (1000, 250)
-    assert resized(600, 600, 600, 1000) == (600, 600)
-    assert resized(201, 402, 600, 1000) == (500, 1000), "the exact ratio is an integer"
-    assert resized(600, 1001, 600, 1000) == (599, 999), "by one pixel over the limit"
-    assert resized(1, 5000, 600, 1000) == (1, 1000), "no side is 0"
-
-
-@pytest.mark.parametrize("long_side", [1000, 1200])
-def test_a_resized_picture_has_the_integer_part_of_the_exact_ratio(long_side: int):
-    """Against fractions of integers, for every size up to 150 x 150 and every whole ratio up to 2000 pixels."""
-    sizes = [(short, long) for short in range(1, 151) for long in range(short, 151)]
-    sizes += [(short, short * ratio) for short in range(1, 1001) for ratio in range(2, 2000 // short + 1)]
-    for short, long in sizes:
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 12), st.sampled_from([1000, 1200]))
+@example(201, 402, 1, 1000)  # the exact ratio is an integer
+@example(600, 1001, 1, 1000)  # by one pixel over the limit
+@example(1, 5000, 1, 1000)  # no side is 0
+def test_a_resized_image_has_the_integer_part_of_the_exact_ratio(side: int, other: int, ratio: int, long_side: int):
+    for short, long in (sorted((side, other)), (side, side * ratio)):
         first = 600 if Fraction(600 * long, short) <= long_side else max(1, int(Fraction(long_side * short, long)))
         second = min(int(Fraction(first * long, short)), long_side)
-        assert resized(short, long, 600, long_side) == (first, second), (short, long)
-        assert resized(long, short, 600, long_side) == (second, first), (long, short)
+        assert resized(short, long, 600, long_side) == (first, second)
+        assert resized(long, short, 600, long_side) == (second, first)
 
 
-def test_a_sample_that_cannot_be_seen_is_named():
+@pytest.mark.parametrize(
+    ("config", "change", "reason"),
+    [
+        (AS_STORED, {"regions": None}, "has no regions; run the detection stage"),
+        (AS_STORED, {"image": b"<html>"}, "its JPEG does not decode"),
+        (PRECOMPUTED, {}, "carry no features, .* --keep-features, or train from"),
+        (PRECOMPUTED, {"features": 7}, "carry features of 7 channels, the model takes 128"),
+    ],
+)
+def test_a_sample_that_cannot_be_prepared_is_named(config: RegionConfig, change: dict, reason: str):
     sample = tiny_sample(1)
-    with pytest.raises(ValueError, match=f"sample {sample.key} has no regions; run the detection stage"):
-        prepare_image(dataclasses.replace(sample, regions=None), AS_STORED, False)
-    with pytest.raises(ValueError, match=f"sample {sample.key}: its JPEG does not decode"):
-        prepare_image(dataclasses.replace(sample, image=b"<html>"), AS_STORED, False)
+    if "features" in change:
+        wide = np.zeros((len(sample.regions), change["features"]), np.float16)
+        change = {"regions": dataclasses.replace(sample.regions, features=wide)}
+    with pytest.raises(ValueError, match=f"sample {sample.key}.* {reason}"):
+        prepare_image(dataclasses.replace(sample, **change), config, flip=False)

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -29,33 +31,32 @@ def test_the_papers_rule_masks_every_chosen_word():
     assert ((hidden == WORDS.mask) == asked).all()
 
 
-def test_a_word_is_hidden_whole():
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(len(SPECIALS), len(WORDS) - 1), max_size=12), st.booleans(), st.integers(0, 99))
+def test_only_chosen_tokens_change_and_words_are_chosen_whole(tokens, whole_words, seed):
+    given_tokens = np.array(tokens, np.int64)
+    hidden, asked = mask_words(
+        given_tokens, WORDS, WordMasking(0.5, whole_words=whole_words), np.random.default_rng(seed)
+    )
+    assert given_tokens.tolist() == tokens, "the input is left as it was"
+    assert (hidden[~asked] == given_tokens[~asked]).all()
+    if whole_words:
+        goes_on = WORDS.continues[given_tokens[1:]]
+        assert (asked[1:] == asked[:-1])[goes_on].all()
+
+
+def test_single_tokens_are_chosen_by_themselves_where_the_rule_says_so():
     tokens = np.array([WORDS.ids[p] for p in ("w1", "##p1", "##p2", "w2", "##p3")])
-    hidden, asked = many(WordMasking(0.3), tokens)
-    assert (asked[:, 0] == asked[:, 1]).all()
-    assert (asked[:, 0] == asked[:, 2]).all()
-    assert (asked[:, 3] == asked[:, 4]).all()
-    assert (asked[:, 0] != asked[:, 3]).any()
-    pieces = WordMasking(0.3, whole_words=False)
-    assert (many(pieces, tokens)[1][:, 0] != many(pieces, tokens)[1][:, 1]).any()
-    assert many(WordMasking(0.3), tokens[1:])[1].shape == (3000, 4), "a passage may begin inside a word"
+    apart = many(WordMasking(0.3, whole_words=False), tokens, runs=99)[1]
+    assert (apart[:, 0] != apart[:, 1]).any()
+    words = many(WordMasking(0.3), tokens, runs=99)[1]
+    assert (words[:, 0] != words[:, 3]).any()
 
 
 def test_random_pieces_are_never_special():
     hidden, asked = many(WordMasking(0.5, masked=0.0, random=1.0))
     assert hidden[asked].min() >= len(SPECIALS)
     assert len(np.unique(hidden[asked])) == 25
-
-
-def test_masking_a_text_without_words_asks_nothing():
-    hidden, asked = mask_words(TOKENS[:0], WORDS, WordMasking(), np.random.default_rng(0))
-    assert (len(hidden), len(asked)) == (0, 0)
-
-
-def test_the_input_is_left_as_it_was():
-    tokens = TOKENS.copy()
-    mask_words(tokens, WORDS, WordMasking(1.0), np.random.default_rng(0))
-    assert (tokens == TOKENS).all()
 
 
 def test_regions_are_hidden_in_the_share_of_the_rule_and_the_whole_image_never():

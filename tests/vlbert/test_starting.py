@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY_MODEL, tiny_recipe, tiny_root
 
-from detectors.resnet import ResNetConfig
 from storage.settings import from_json, to_json
 from training.distributed import World
 from vlbert.checkpoint import read_model
@@ -120,7 +119,3 @@ def test_an_expression_without_any_candidate_is_wrong_and_breaks_nothing():
     rows = [{"hit": False, "exact": False, "candidates": 0}, {"hit": True, "exact": True, "candidates": 2}]
     found = RefCOCO(RefCOCOSettings(), words, 0).metrics([row | {"iou_convention": "plain"} for row in rows])
     assert found == {"accuracy_plain": 0.5, "exact": 0.5, "chance": 0.25}
-
-
-def test_a_resnet_is_described_by_what_it_is():
-    assert from_json(ResNetConfig, to_json(ResNetConfig()), "file") == ResNetConfig()

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import train_step
 from benchmarks.plain import PlainPretraining, gradient_errors, padded, plain_optimizer, total
 from benchmarks.step_contenders import Fast, measured_recipe, new_model
-from benchmarks.step_parts import PARTS, Clock, counted_flops, marked
-from benchmarks.synthetic import drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
+from benchmarks.step_parts import PARTS, Clock, counted_flops
+from benchmarks.synthetic import drawn_samples, drawn_texts, masked_pairs
 from benchmarks.train_step import main
 from training.distributed import World
 from training.optimizer import OptimizerConfig, make_optimizer
@@ -281,38 +281,6 @@ def test_the_parts_of_a_step_follow_each_other_and_leave_the_model_as_it_was(act
     assert sum(parts.values()) == pytest.approx(1000 * (clock.marks[-1][1] - clock.marks[0][1]))
 
 
-def test_a_module_that_is_not_marked_is_missed():
-    """What the parts would be if one went unseen: the sum stays, a name is gone."""
-    recipe = measured_recipe(options(), "pretrain_vlbert_base_precomputed")
-    model, clock = new_model(recipe, CPU.device), Clock(CPU.device)
-    batch = collate(masked_pairs(model.task, recipe.model.regions, drawn_samples(recipe.model.regions, range(2))))
-    with marked(model, clock):
-        model(batch)
-    assert {part for part, _ in clock.marks} == {"pixels", "embedding", "encoder"}
-
-
-def test_inputs_are_ragged_seeded_and_never_zero():
-    recipe = measured_recipe(train_step.parsed([]), "pretrain_vlbert_base")
-    task = new_model(measured_recipe(options(), "pretrain_vlbert_base"), CPU.device).task
-    samples = drawn_samples(recipe.model.regions, range(16))
-    pairs, again = (masked_pairs(task, recipe.model.regions, samples[:count]) for count in (16, 3))
-    sizes = {pair.image.size for pair in pairs}
-    assert {(800, 600), (900, 600), (600, 900)} <= sizes
-    pieces = [len(pair.text.tokens) - 2 for pair in pairs]
-    assert 10 < np.mean(pieces) < 14
-    assert max(pieces) > 1.4 * np.mean(pieces)
-    regions = [len(pair.image.boxes) for pair in pairs]
-    assert 30 < np.mean(regions) < 50
-    assert max(len(pair.text.tokens) + len(pair.image.boxes) for pair in pairs) == 64
-    for pair, same in zip(pairs, again, strict=False):
-        assert torch.equal(pair.image.pixels, same.image.pixels)
-        assert pair.text.tokens.tolist() == same.text.tokens.tolist()
-        assert float(pair.image.pixels.float().std()) > 20
-    assert len(made_up_vocabulary()) == 30_522
-    (text,) = drawn_texts(task, range(1))
-    assert len(text.text.tokens) == 64
-
-
 @pytest.mark.slow
 def test_the_report_has_every_part_and_its_own_numbers(tmp_path, capsys):
     file = tmp_path / "results" / "step.json"
@@ -340,20 +308,6 @@ def test_the_check_holds_the_fast_path_against_the_plain_one(capsys):
     assert capsys.readouterr().out.count("within") == 2
 
 
-@pytest.mark.slow
-def test_losses_of_the_same_steps_are_told_in_each_precision(tmp_path):
-    file = tmp_path / "losses.json"
-    with pytest.raises(SystemExit):
-        main(
-            ["--losses", "30", "--pairs", "2", "--batches", "1", "--json", str(file), *SMALL]
-            + ["optimizer.learning_rate=1e-2"]
-        )
-    curves = json.loads(file.read_text())["losses"]
-    assert [len(curve) for curve in curves.values()] == [30, 30]
-    assert np.mean([step["text_words"] for step in curves["fp32"][-5:]]) < curves["fp32"][0]["text_words"] - 0.1
-    assert 0 < abs(curves["bf16"][9]["words"] - curves["fp32"][9]["words"]) < 0.2
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -365,85 +319,6 @@ def test_what_cannot_be_measured_is_said_in_one_line(arguments, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert told in f"{ended.value.code} {capsys.readouterr().err}"
-
-
-# Every package is hidden that torch, torchvision, transformers, numpy, pyarrow, msgpack and pillow do not bring along.
-HIDES = """
-import importlib.metadata, importlib.util, re, runpy, sys
-
-owners = importlib.metadata.packages_distributions()
-
-def needs(name, found):
-    for line in importlib.metadata.requires(name) or []:
-        needed = re.match(r"[A-Za-z0-9_.-]+", line).group().lower().replace("_", "-")
-        if needed not in found and "extra ==" not in line:
-            try:
-                importlib.metadata.distribution(needed)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            found.add(needed)
-            needs(needed, found)
-    return found
-brought = set()
-for package in ("torch", "torchvision", "transformers", "numpy", "pyarrow", "msgpack", "pillow"):
-    brought |= {package} | needs(package, brought)
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        owner = {one.lower().replace("_", "-") for one in owners.get(top, [])}
-        if owner and owner != {"vlbert"} and not owner & brought:
-            raise ModuleNotFoundError(f"No module named {top!r} (hidden)", name=top)
-sys.meta_path.insert(0, Hidden())
-find_spec = importlib.util.find_spec
-def found(name, package=None):  # torch asks so for some that it can do without
-    try:
-        return find_spec(name, package)
-    except ModuleNotFoundError:
-        return None
-importlib.util.find_spec = found
-for module in ("boto3", "simplejpeg", "tensorboard", "webdataset", "prefect", "matplotlib", "aiohttp"):
-    try:
-        __import__(module)
-    except ModuleNotFoundError:
-        continue
-    raise AssertionError(f"{module} is not hidden")
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-def bare(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    """`python -m` in a Python that has nothing but what the machine with the GPU is said to have."""
-    return subprocess.run(
-        [sys.executable, "-c", HIDES, *arguments],
-        cwd=PROJECT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        ("benchmarks.train_step", "--check"),
-        pytest.param("benchmarks.detect", "--preset", marks=pytest.mark.slow),
-    ],
-)
-def test_the_rulers_start_where_nothing_else_is_installed(program, told):
-    run = bare(program, "--help")
-    assert told in run.stdout, run.stderr
-    assert run.returncode == 0
-
-
-@pytest.mark.slow
-def test_the_step_is_measured_where_nothing_else_is_installed(tmp_path):
-    file = tmp_path / "step.json"
-    few = ["--pairs", "2", "--batches", "1", "--rounds", "1", "--plain", "none", "--json", str(file)]
-    run = bare("benchmarks.train_step", *few, *SMALL)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(file.read_text())["pairs"] == 2
 
 
 @pytest.mark.slow

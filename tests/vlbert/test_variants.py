@@ -42,14 +42,7 @@ def of(name: str, values: dict) -> object:
     return next(value for prefix, value in values.items() if name.startswith(prefix))
 
 
-def test_there_is_a_recipe_for_every_run_of_the_authors_and_of_the_paper():
-    assert set(OF_CODE) == set(PUBLISHED)
-    sizes = ("base", "large")
-    tasks = ("pretrain_vlbert", "finetune_vcr", "finetune_vqa", "finetune_refcoco")
-    assert set(OF_PAPER) == {f"{task}_{size}_paper" for task in tasks for size in sizes}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", OF_CODE)
 def test_a_published_recipe_has_the_numbers_of_the_authors_table(name: str):
     recipe = RECIPES[name]()
     optimizer, data, regions = recipe.optimizer, recipe.data, recipe.model.regions
@@ -92,16 +85,16 @@ def test_a_recipe_is_named_as_it_is_and_as_large_as_it_says(name: str):
 
 
 @pytest.mark.parametrize("name", OF_PAPER + OF_CODE)
-def test_every_recipe_follows_every_rule_of_its_book(name: str):
+def test_every_recipe_follows_every_rule_of_its_variant(name: str):
     recipe = RECIPES[name]()
-    values, book = flat(to_json(recipe)), "paper" if name in OF_PAPER else "published"
+    values, variant = flat(to_json(recipe)), "paper" if name in OF_PAPER else "published"
     for rule in rules_of(recipe):
         own = {PADDING: "groups"} if name.startswith("pretrain") else {}  # the one exception
-        assert values[rule.field] == own.get(rule.field, getattr(rule, book)), rule.field
+        assert values[rule.field] == own.get(rule.field, getattr(rule, variant)), rule.field
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_either_book_can_be_laid_over_any_recipe_and_the_other_over_that(name: str):
+def test_either_variant_can_be_laid_over_any_recipe_and_the_other_over_that(name: str):
     recipe = RECIPES[name]()
     by_paper, by_code = paper(recipe), published(recipe)
     assert by_paper != by_code
