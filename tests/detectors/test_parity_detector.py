@@ -16,7 +16,7 @@ import torch
 import torchvision
 from places import SHARED
 
-from benchmarks.parity.cases import Row, apart
+from benchmarks.parity.cases import Row
 from benchmarks.parity.detector import compare_folder, in_their_order
 from benchmarks.parity.detector_cases import read_config, regenerated
 from detectors.detect import to_stored_pixels
@@ -470,14 +470,6 @@ def test_half_precision_has_its_own_bound_and_is_not_fed_on(files: Files, tmp_pa
     assert row.remark == "24 of 24 found at IoU 0.99, ours are 24; fed with our rpn_logits"
     files.arrays["c4"][3, 1, 1] += 2e-3 * files.arrays["c4"].max()
     assert failures(files.write(tmp_path)) == {"c4"}
-
-
-def test_a_difference_is_relative_to_the_largest_of_theirs_and_infinite_where_ours_is_not_a_number():
-    theirs = torch.tensor([[1.0, -4], [2, 0]])
-    assert apart(theirs + torch.tensor([0, 1]), theirs) == 0.25
-    assert apart(theirs * torch.nan, theirs) == np.inf
-    assert (apart(theirs * 0, theirs * 0), apart(theirs, theirs * 0)) == (0, np.inf)
-    assert apart(theirs[:0], theirs[:0]) == 0
 
 
 def test_deltas_may_be_cut_to_the_first_classes(files: Files, tmp_path: Path):

@@ -291,13 +291,13 @@ def test_their_nan_counts_as_our_zero_only_where_nothing_is_asked(copy: Callable
     def no_figure(metadata: dict, arrays: dict) -> None:
         arrays["out/loss"] = arrays["out/mlm_loss_wvc"] = np.array(np.nan, np.float32)
 
-    def nothing_asked(metadata: dict, arrays: dict) -> None:
+    def no_labels(metadata: dict, arrays: dict) -> None:
         no_figure(metadata, arrays)
         arrays["in/mlm_labels"] = np.full_like(arrays["in/mlm_labels"], -1)
 
     row = checked(copy(no_figure, "pretrain_multitask_prec"))
     assert not row.passes, str(row)
-    case = VLBertCase.read(copy(nothing_asked, "pretrain_multitask_prec"))
+    case = VLBertCase.read(copy(no_labels, "pretrain_multitask_prec"))
     ours = run(case)
     assert ours.losses["words"] == 0
     for mine, theirs in losses(case, ours):
@@ -352,11 +352,11 @@ def test_regions_are_cut_from_the_map_as_published(components: dict):
     network.res5 = nn.Sequential()
     network.res5.register_forward_hook(lambda *call: seen.append(call[2]))
     zeros = np.zeros(1, np.int64)
-    pictures = [
+    images = [
         ImageInput(boxes.numpy(), np.zeros(len(boxes), bool), size=(1, 1))
         for boxes in (rois[rois[:, 0] == number, 1:] for number in range(len(maps)))
     ]
-    batch = collate([Example(str(i), TextInput(zeros, zeros, zeros), picture) for i, picture in enumerate(pictures)])
+    batch = collate([Example(str(i), TextInput(zeros, zeros, zeros), image) for i, image in enumerate(images)])
     network.appearance([maps], batch)
     order = torch.argsort(rois[:, 0], stable=True)
     np.testing.assert_allclose(seen[0].numpy(), components["roi_align/out"][order], rtol=0, atol=1e-6)
@@ -378,7 +378,7 @@ def test_overlaps_count_pixels_as_published(components: dict):
     np.testing.assert_allclose(ours, components["iou/out"], rtol=1e-6)
 
 
-def test_pictures_are_resized_to_the_published_sizes(components: dict):
+def test_images_are_resized_to_the_published_sizes(components: dict):
     for long_side in (1000, 1200):
         sizes = components["resize/in_wh"], components[f"resize/out_600_{long_side}"]
         for (width, height), (new_width, new_height) in zip(*(size.astype(int) for size in sizes), strict=True):
