@@ -76,11 +76,11 @@ step base-precomputed 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision b
 section losses 110 "$PYTHON" -m benchmarks.train_step --device "$DEVICE" --losses "$STEPS" --pairs "$FEW" \
     --workers "$WORKERS" --json "$OUT/losses.json" "${SMALL[@]}"
 section detect 60 "$PYTHON" -m benchmarks.detect "${DETECT[@]}" --json "$OUT/detect.json"
-step base-activation-checkpointing 50 pretrain_vlbert_base "$PAIRS" --activation-checkpointing --plain none
+step base-activation-checkpointing 50 pretrain_vlbert_base "$PAIRS" --plain none activation_checkpointing=true
 step large 60 pretrain_vlbert_large "$HALF" --plain none
 step large-precomputed 40 pretrain_vlbert_large_precomputed "$PAIRS" --plain none
-step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16 --compile --plain none
-step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --compile --plain none
+step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --precision bf16 --plain none compile=true
+step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --plain none compile=true
 
 # The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
 if "$PYTHON" -c "import pytest" 2> "$OUT/tests.txt"; then

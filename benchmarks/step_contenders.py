@@ -126,9 +126,7 @@ def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
         raise ValueError(f"recipe {name} is no pre-training, whose steps are measured here")
     regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
     model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
-    changes = {"compile": True} if options.compile else {}
-    changes |= {"activation_checkpointing": True} if options.activation_checkpointing else {}
-    return dataclasses.replace(recipe, model=model, bert=None, **changes)
+    return dataclasses.replace(recipe, model=model, bert=None)
 
 
 def task_of(recipe: Recipe) -> Any:

@@ -241,10 +241,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--batches", type=int, default=4, help="different batches (%(default)s)")
     command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
     command.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
-    command.add_argument("--compile", action="store_true", help="as the recipe's compile=true")
-    command.add_argument(
-        "--activation-checkpointing", action="store_true", help="as the recipe's activation_checkpointing=true"
-    )
     command.add_argument(
         "--plain",
         choices=("each", "joint", "none"),
