@@ -42,10 +42,11 @@ from demo.data import (
 from demo.serve import DemoServer, free_port
 from demo.task_files import ANSWERS
 from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
+from detectors.config import DetectionConfig, NetworkOverrides
+from detectors.select import SelectionSettings
 from flows.serve import PORT, serve, serving
 from flows.settings import (
     Dataset,
-    DetectorSettings,
     FinetuneSettings,
     PretrainSettings,
     Processes,
@@ -265,7 +266,13 @@ def flow_parameters(
     download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
     # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
     # regressed ones (docs/grounding.md).
-    detector = DetectorSettings("faster_rcnn", weights=str(weights), minimum=3, boxes="proposals", post_nms=30, batch=8)
+    detector = DetectionConfig(
+        weights=str(weights),
+        network=NetworkOverrides(post_nms=30),
+        selection=SelectionSettings(minimum=3),
+        boxes="proposals",
+        batch=8,
+    )
     cut = {"download": download, "rows_per_shard": ROWS_PER_SHARD, "detector": detector}
     datasets = [
         Dataset(DATASETS[0], captions=str(data.train_tsv), **cut),

@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from detectors import Detector, detector_id
-from detectors.faster_rcnn import PRECISIONS, FasterRCNN, FasterRCNNConfig, clip_boxes
+from detectors.config import DetectorSettings
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
 from detectors.preprocess import (
     NARROWEST_INPUT,
     decode_bgr,
@@ -27,7 +28,7 @@ from detectors.preprocess import (
     resized_size,
     to_input,
 )
-from detectors.select import SelectionSettings, select_regions
+from detectors.select import select_regions
 from storage.sample import Regions, Sample
 from training.precision import float32_products
 
@@ -41,57 +42,6 @@ _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "dif
 # Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
 # coarsely, and one stage may be made on CPUs and GPUs together.
 _IGNORED_FIELDS |= {"threads", "batch"}
-
-
-@dataclass(frozen=True)
-class DetectorSettings:
-    """How the network is run over images."""
-
-    selection: SelectionSettings = field(default_factory=SelectionSettings)
-    """Which proposals become regions."""
-    boxes: str = "proposals"
-    """A region's box: `proposals`, the RPN's own, as in the authors' files; or `regressed`, where the box head moves it
-    for the region's class, as Faster R-CNN's detections are. Only the box changes: which regions there are, their
-    order, probabilities and features are those of the proposals. Regressed boxes may therefore overlap more than the
-    selection allows; one without any area inside the image keeps its proposal's box. Or `given`: the regions are the
-    boxes of an annotation file, in its order, and only what they show comes from the network.
-    """
-    keep_features: bool = False
-    """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
-    device: str = "cpu"
-    """`cpu`, `cuda`, or one of several as `cuda:1`."""
-    precision: str = "fp32"
-    """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
-    tf32: bool = False
-    """Convolutions of a GPU in TF32: the range of float32 with 10 bits of fraction instead of 23, for speed."""
-    threads: int = 1
-    """Threads of torch while detecting on a CPU. Another number adds in another order, and so gives other last bits:
-    one is what every machine can do alike. More processes, each with its own shards, use more cores.
-    """
-    batch: int = 1
-    """Images that go through the backbone together, all of one resized size: nothing is padded, which would change
-    features near the border. On a GPU, 8 keep it busy.
-    """
-    workers: int = 1
-    """Threads that decode and resize the next images and choose the regions of the last ones meanwhile."""
-
-    def __post_init__(self):
-        for name in ("threads", "batch", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"DetectorSettings.{name} is {getattr(self, name)}, must be at least 1")
-        if self.boxes not in ("proposals", "regressed", "given"):
-            raise ValueError(f"DetectorSettings.boxes is {self.boxes!r}, must be 'proposals', 'regressed' or 'given'")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"DetectorSettings.precision is {self.precision!r}, must be one of {PRECISIONS}")
-        if self.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"DetectorSettings.device is {self.device!r}, must be cpu, cuda or such as cuda:1")
-        if self.tf32 and self.device_type != "cuda":
-            raise ValueError(f"DetectorSettings.tf32 is for device cuda; leave it out with device {self.device}")
-
-    @property
-    def device_type(self) -> str:
-        """The device without its number."""
-        return self.device.partition(":")[0]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Detect regions in every image shard that has none yet from this detector.
 
-    python -m detectors.run ROOT DATASET --backend annotated --annotations FILE
-    python -m detectors.run ROOT DATASET --backend faster_rcnn --weights FILE
+    python -m detectors.run ROOT DATASET weights=FILE [field=value ...]
+    python -m detectors.run ROOT DATASET backend=annotated annotations=FILE
 
 ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
 a JSON object with --json.
@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from detectors import Detector
+from detectors.config import DetectionConfig
 from storage.catalog import OK, Catalog, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
+from storage.settings import add_fields, from_assignments
 
 if TYPE_CHECKING:
-    from detectors.detect import DetectorSettings
     from detectors.faster_rcnn import FasterRCNNConfig
 
 IMAGES = "images"
@@ -204,160 +205,66 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
 
 # --- command line -----------------------------------------------------------------------------------------------------
 
-# Which flags belong to which backend, by name of the setting; a flag of the other backend is refused, not ignored.
-_CROWD = ("crowd",)
-_SELECTION = ("minimum", "maximum", "threshold", "strict", "nms_threshold", "plus_one")
-_NETWORK = ("short_side", "long_side", "post_nms", "roi_op", "resize", "box_arithmetic")
-_REGIONS = ("boxes", "keep_features")
-_RUNNING = ("device", "precision", "tf32", "threads", "batch", "workers")
-_NETWORKS = ("preset", "weights", "untrained", "seed", *_SELECTION, *_NETWORK, *_REGIONS, *_RUNNING)
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m detectors.run", description=__doc__.split("\n")[0])
-    parser.add_argument("root", help="a folder or s3://bucket/prefix")
-    parser.add_argument("dataset", help="the dataset below it, such as captions")
-    parser.add_argument("--backend", choices=["annotated", "faster_rcnn", "detectron2"], required=True)
-    parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")
-    parser.add_argument("--shard", action="append", help="only this one; may be given several times")
-
-    annotated = parser.add_argument_group("annotated: regions from an annotation file; also those of --boxes given")
-    annotated.add_argument("--annotations", type=Path, help="file in COCO's detection format")
-    annotated.add_argument("--crowd", choices=["skip", "keep"], help="what becomes of iscrowd boxes (skip)")
-
-    network = parser.add_argument_group("faster_rcnn, detectron2: regions found by the network")
-    network.add_argument("--preset", help="vg_resnet101, vg_resnet50 or demo; needed where the weights do not say it")
-    network.add_argument("--weights", type=Path, help="safetensors file")
-    network.add_argument("--untrained", action="store_true", default=None, help="random weights instead: for trials")
-    network.add_argument("--seed", type=int, help="of the random weights")
-    network.add_argument("--minimum", type=int, help="regions an image at least (10)")
-    network.add_argument("--maximum", type=int, help="regions an image at most (100)")
-    network.add_argument("--threshold", type=float, help="confidence that a region needs (0.5)")
-    network.add_argument("--strict", action=argparse.BooleanOptionalAction, help="more than that, or as much (strict)")
-    network.add_argument("--nms-threshold", type=float, help="IoU above which regions suppress each other (0.3)")
-    network.add_argument("--plus-one", action=argparse.BooleanOptionalAction, help="count widths as Caffe does (no)")
-    network.add_argument("--short-side", type=int, help="pixels of the resized image's shorter side")
-    network.add_argument("--long-side", type=int, help="pixels that its longer side may have")
-    network.add_argument("--post-nms", type=int, help="proposals an image")
-    network.add_argument("--roi-op", choices=["pool", "align1"], help="RoIPool, or RoIAlign with one sample")
-    network.add_argument("--resize", choices=["pil", "caffe"], help="antialiased on 8 bits, or as cv2 does on floats")
-    network.add_argument("--box-arithmetic", choices=["continuous", "plus_one"], help="widths x2 - x1, or 1 more")
-    network.add_argument(
-        "--boxes",
-        choices=["proposals", "regressed", "given"],
-        help="a region's box: the RPN's, or where the box head moves it for the region's class, or those of "
-        "--annotations instead of any found (proposals)",
-    )
-    network.add_argument(
-        "--keep-features",
-        action=argparse.BooleanOptionalAction,
-        help="store the regions' features, too, in float16 (no)",
-    )
-    network.add_argument("--device", help="cpu or cuda (cpu)")
-    network.add_argument("--precision", choices=["fp32", "bf16-res5"], help="float32, or res5 in bfloat16 (fp32)")
-    network.add_argument("--tf32", action="store_true", default=None, help="convolutions of a GPU in TF32 (float32)")
-    network.add_argument("--threads", type=int, help="of one process on a CPU (1, the same bytes on every machine)")
-    network.add_argument("--batch", type=int, help="images of equal size at a time (1; on a GPU try 8)")
-    network.add_argument("--workers", type=int, help="threads that decode, resize and choose meanwhile (1)")
-    return parser
-
-
-def _given(options: argparse.Namespace, names: Sequence[str]) -> dict:
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def make_detector(options: argparse.Namespace) -> Detector:
-    """The detector that the command line asks for; ValueError where its flags contradict each other."""
-    _check_flags(options)
+def make_detector(config: DetectionConfig) -> Detector:
+    """The detector of this config, its weights loaded."""
     annotated = None
-    if options.annotations is not None:
+    if config.annotations is not None:
         from detectors.annotated import AnnotatedDetector
 
-        annotated = AnnotatedDetector(options.annotations, **_given(options, _CROWD))
-    return annotated if options.backend == "annotated" else _network_detector(options, annotated)
+        annotated = AnnotatedDetector(Path(config.annotations), config.crowd)
+    return annotated if config.backend == "annotated" else _network_detector(config, annotated)
 
 
-def identify(options: argparse.Namespace) -> str:
+def identify(config: DetectionConfig) -> str:
     """The id of that detector. Nothing is loaded for it: files are hashed, and of weights the header is read."""
-    _check_flags(options)
     annotated = None
-    if options.annotations is not None:
+    if config.annotations is not None:
         from detectors.annotated import annotated_id
 
-        annotated = annotated_id(options.annotations, **_given(options, _CROWD))
-    if options.backend == "annotated":
+        annotated = annotated_id(Path(config.annotations), config.crowd)
+    if config.backend == "annotated":
         return annotated
     from detectors.detect import describe_detector  # here, as below
     from detectors.weights.files import describe_weights
 
-    config, settings = _network_settings(options)
-    random = {"random_init": True, "seed": options.seed or 0}
-    weights = random if options.untrained else describe_weights(options.weights, config).metadata
-    return describe_detector(config, weights, settings, annotated, options.backend)[0]
+    network = _network(config)
+    random = {"random_init": True, "seed": config.seed}
+    weights = random if config.random_init else describe_weights(Path(config.weights), network).metadata
+    return describe_detector(network, weights, config, annotated, config.backend)[0]
 
 
-def _check_flags(options: argparse.Namespace) -> None:
-    given = options.boxes == "given"
-    if options.backend == "annotated":
-        foreign, instead = _given(options, _NETWORKS), "--backend annotated"
-    elif given:
-        foreign, instead = _given(options, _SELECTION), "--boxes given, which keeps them all"
-    else:
-        foreign, instead = _given(options, ("annotations", *_CROWD)), f"--backend {options.backend}"
-    if foreign:
-        flags = ", ".join("--" + name.replace("_", "-") for name in foreign)
-        raise ValueError(f"{flags}: not for {instead}; leave out")
-    if (given or options.backend == "annotated") and options.annotations is None:
-        raise ValueError(f"--{'boxes given' if given else 'backend annotated'} needs --annotations FILE")
-
-
-def _network_settings(options: argparse.Namespace) -> "tuple[FasterRCNNConfig, DetectorSettings]":
-    """Which network, and how it is run over images."""
+def _network(config: DetectionConfig) -> "FasterRCNNConfig":
+    """Which network: the preset's or that of the weight file, with the overrides."""
     # Here, because torch and torchvision take seconds to import and the annotated backend needs neither.
-    from detectors.detect import DetectorSettings
     from detectors.faster_rcnn import PRESETS
-    from detectors.select import SelectionSettings
     from detectors.weights.files import read_config
 
-    if (options.weights is None) == (options.untrained is None):
-        raise ValueError(
-            f"--backend {options.backend} needs --weights FILE or, for a trial on random weights, --untrained"
-        )
-    if options.untrained and options.preset is None:
-        raise ValueError(f"--untrained needs --preset, the network that gets random weights: {', '.join(PRESETS)}")
-    if options.preset not in PRESETS and options.preset is not None:
-        raise ValueError(f"--preset is {options.preset}, must be one of {', '.join(PRESETS)}")
-    if options.seed is not None and options.untrained is None:
-        raise ValueError("--seed is for --untrained only; leave it out")
-    preset = PRESETS[options.preset] if options.preset else read_config(options.weights)
-    config = dataclasses.replace(preset, **_given(options, _NETWORK))
-    selection = SelectionSettings(**_given(options, _SELECTION))
-    return config, DetectorSettings(selection, **_given(options, _REGIONS + _RUNNING))
+    network = PRESETS[config.preset] if config.preset else read_config(Path(config.weights))
+    return dataclasses.replace(network, **config.network_overrides)
 
 
-def _network_detector(options: argparse.Namespace, given: Detector | None) -> Detector:
+def _network_detector(config: DetectionConfig, given: Detector | None) -> Detector:
     from detectors.detect import FasterRCNNDetector  # here, as above
     from detectors.faster_rcnn import FasterRCNN
     from detectors.weights.files import load_weights
 
-    config, settings = _network_settings(options)
-    kind = FasterRCNN
-    if options.backend == "detectron2":
-        from detectors.detectron2 import Detectron2FasterRCNN as kind
-    seed = options.seed or 0
-    network = kind.random_init(config, seed)
-    if options.untrained:
-        weights = {"random_init": True, "seed": seed}
+    network_class = FasterRCNN
+    if config.backend == "detectron2":
+        from detectors.detectron2 import Detectron2FasterRCNN as network_class
+    network = network_class.random_init(_network(config), config.seed)
+    if config.random_init:
+        weights = {"random_init": True, "seed": config.seed}
     else:
-        loaded = load_weights(network, options.weights)
+        loaded = load_weights(network, Path(config.weights))
         weights = loaded.metadata
         for difference in loaded.differences:
             print(f"not the same as in release {loaded.release}: {difference}", file=sys.stderr)
-    return FasterRCNNDetector(network, weights, settings, given, options.backend)
+    return FasterRCNNDetector(network, weights, config, given, config.backend)
 
 
-def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
-    """What the program says of the whole stage where these flags leave it nothing to detect.
+def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
+    """What the program says of the whole stage where this config leaves it nothing to detect.
 
     None where a shard is left, and where anything is wrong: the program then says what. torch is imported only where
     some detector has been over every shard.
@@ -367,8 +274,7 @@ def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
     if not images or not any(images.issubset(catalog.shards(stage)) for stage in stages):
         return None
     try:
-        options = _parser().parse_args([catalog.store.where(""), catalog.dataset, *flags])
-        stage = f"regions/{identify(options)}"
+        stage = f"regions/{identify(config)}"
         if stage not in stages or catalog.pending(IMAGES, stage):
             return None
     except (ValueError, OSError):
@@ -377,10 +283,17 @@ def finished(catalog: Catalog, flags: Sequence[str]) -> dict | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m detectors.run", description=__doc__)
+    parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
+    parser.add_argument("dataset", metavar="DATASET", help="the dataset below it, such as captions")
+    parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")
+    parser.add_argument("--shard", action="append", help="only this one; may be given several times")
+    add_fields(parser, DetectionConfig)
+    options = parser.parse_intermixed_args(arguments)
     try:
+        config = from_assignments(DetectionConfig, options.fields)
         catalog = Catalog(open_store(options.root), options.dataset)
-        detector = make_detector(options)
+        detector = make_detector(config)
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         tell = (lambda report: json.dumps(report)) if options.json else Progress(options.dataset).line

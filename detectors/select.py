@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from storage.settings import FORM
+
 # The factor by which the floor is lowered when too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
 _LOWER_BY = 0.25
 _LOWEST_FLOOR = 1e-4
@@ -18,6 +20,8 @@ _LOWEST_FLOOR = 1e-4
 @dataclass(frozen=True)
 class SelectionSettings:
     """The rule's numbers; the defaults are VL-BERT's. Threshold 0.2 and not strict is bottom-up-attention's."""
+
+    __pydantic_config__ = FORM
 
     minimum: int = 10
     """At least so many boxes, where there are so many: the most confident ones."""

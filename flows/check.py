@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from detectors.config import DetectionConfig
 from flows import finetune, pretrain
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.training import check_overrides
 from storage.img2dataset import shard_names
 from storage.plan import image_files
@@ -102,11 +103,6 @@ def _check_sources(dataset: Dataset) -> None:
             read_config(Path(detector.weights))
         except ValueError as error:
             raise ValueError(f"{where}: detector.weights: {error}") from error
-    if detector.preset:
-        from detectors.faster_rcnn import PRESETS  # here, because no other detector needs it
-
-        if detector.preset not in PRESETS:
-            raise ValueError(f"{where}: detector.preset is {detector.preset!r}; it must be one of {', '.join(PRESETS)}")
 
 
 def _check_pretraining(settings: PretrainSettings) -> Recipe:
@@ -169,7 +165,7 @@ def _check_run(where: str, recipe: Recipe, processes: Processes) -> None:
 
 
 def _check_features(
-    where: str, recipe: Recipe, detectors: dict[str, DetectorSettings], names: Sequence[str | None]
+    where: str, recipe: Recipe, detectors: dict[str, DetectionConfig], names: Sequence[str | None]
 ) -> None:
     """A run on precomputed features reads shards whose detector kept them."""
     for name in names:

@@ -24,6 +24,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from detectors.config import DetectionConfig
 from detectors.run import IMAGES, STORAGE_UNREACHABLE, Progress, finished, size_line
 from flows.artifacts import (
     Live,
@@ -36,12 +37,13 @@ from flows.artifacts import (
     table_of_progress,
 )
 from flows.collect import network_failed, networked, open_storage
-from flows.settings import DetectorSettings
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.object_store import StorageUnreachable, open_store
 from storage.safe_json import parse_json
+from storage.settings import assignments_of
 
+SILENCE = 86_400.0  # seconds without a finished shard after which a detector hangs and is ended
 WAITING = "AwaitingConcurrencySlot"  # the state of a run that waits because another of its deployment is at work
 
 
@@ -71,9 +73,10 @@ class Detected:
 def detect(
     root: str,
     dataset: str,
-    detector: DetectorSettings,
+    detector: DetectionConfig,
     log: Callable[[str], None] = print,
     on_shard: Callable[[dict], None] = lambda report: None,
+    silence: float | None = SILENCE,
 ) -> Detected:
     """Run `python -m detectors.run` over the dataset; ChildFailed carries its last words. Only from the main thread.
 
@@ -94,11 +97,11 @@ def detect(
             on_shard(report | {"new_shards": progress.shards, "new_images": progress.images})
 
     catalog, peak_bytes = Catalog(open_store(root, write=False), dataset), 0
-    size = finished(catalog, detector.flags())
+    size = finished(catalog, detector)
     if size is None:
-        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *detector.flags()]
+        command = [sys.executable, "-m", "detectors.run", root, dataset, "--json", *assignments_of(detector)]
         try:
-            peak_bytes = run_child(command, on_line, silence=detector.silence).peak_bytes
+            peak_bytes = run_child(command, on_line, silence=silence).peak_bytes
         except ChildFailed as error:
             if error.returncode == STORAGE_UNREACHABLE:
                 raise StorageUnreachable(str(error)) from error
@@ -141,7 +144,7 @@ def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_by
 
 
 @networked(name="detect-dataset", task_run_name="{dataset}", retry_condition_fn=network_failed)
-def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detected:
+def detect_dataset(root: str, dataset: str, detector: DetectionConfig, silence: float | None = SILENCE) -> Detected:
     started, progress = time.monotonic(), Live("detecting", dataset)
 
     def on_shard(report: dict) -> None:
@@ -156,7 +159,7 @@ def detect_dataset(root: str, dataset: str, detector: DetectorSettings) -> Detec
             cancel_repeats()
         show_progress(lambda: {"step": f"{facts['shards']} shards", "time left": facts["time left"]})
 
-    return detect(root, dataset, detector, stage_logger().info, on_shard)
+    return detect(root, dataset, detector, stage_logger().info, on_shard, silence)
 
 
 def cancel_repeats() -> None:
@@ -190,13 +193,16 @@ def repeats(ours: FlowRun, waiting: Sequence[FlowRun]) -> list[FlowRun]:
 
 
 @flow(name="detect-regions", flow_run_name="detect", persist_result=False)
-def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...] = ()) -> dict[str, Detected]:
+def detect_flow(
+    root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), silence: float | None = SILENCE
+) -> dict[str, Detected]:
     """Find regions in every image shard that has none yet of this detector; what was found, by dataset.
 
     Args:
         root: Of the storage: a folder of this machine, or s3://bucket/prefix.
         detector: How regions are found.
         datasets: Which datasets; none: all that have images.
+        silence: Seconds without a finished shard after which the detector hangs and is ended.
     """
     cancel_repeats()
     store, logger = open_storage(root), stage_logger()
@@ -212,7 +218,7 @@ def detect_flow(root: str, detector: DetectorSettings, datasets: tuple[str, ...]
     for name in names:
         try:
             # Called, not submitted: a child is started from the main thread.
-            found = detected[name] = detect_dataset(root, name, detector)
+            found = detected[name] = detect_dataset(root, name, detector, silence)
         except Exception as error:  # noqa: BLE001  raised below: one dataset must not keep the others waiting
             logger.error("%s: %s", name, error)
             failed.append(error)

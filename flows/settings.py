@@ -1,6 +1,5 @@
 """What the stages are told: typed, frozen, checked when made, and shown as a form in the flow UI."""
 
-import dataclasses
 import math
 import os
 import re
@@ -8,117 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from detectors.config import DetectionConfig
 from flows.supervisor import GRACE
 from storage.plan import CollectSettings
 from storage.settings import FORM
 
 
 @dataclass(frozen=True)
-class DetectorSettings:
-    """Which detector finds regions; what is None is left to `python -m detectors.run`."""
-
-    __pydantic_config__ = FORM
-
-    backend: Literal["annotated", "faster_rcnn", "detectron2"] = "faster_rcnn"
-    """Boxes from an annotation file, or found by the network: ours or, with the same settings, detectron2's."""
-    annotations: str | None = None
-    """annotated, and faster_rcnn with boxes `given`: file in COCO's detection format."""
-    preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
-    """faster_rcnn: which network, by the names of detectors/faster_rcnn.py; needed where the weights do not say it."""
-    weights: str | None = None
-    """faster_rcnn: safetensors file."""
-    untrained: bool = False
-    """faster_rcnn: random weights instead, for trials."""
-    seed: int | None = None
-    """faster_rcnn: of the random weights."""
-    minimum: int | None = None
-    """faster_rcnn: regions an image at least."""
-    maximum: int | None = None
-    """faster_rcnn: regions an image at most."""
-    threshold: float | None = None
-    """faster_rcnn: confidence that a region needs."""
-    strict: bool | None = None
-    """faster_rcnn: more than that confidence (true), or as much (false)."""
-    nms_threshold: float | None = None
-    """faster_rcnn: IoU above which regions suppress each other."""
-    short_side: int | None = None
-    """faster_rcnn: pixels of the resized image's shorter side."""
-    long_side: int | None = None
-    """faster_rcnn: pixels that its longer side may have."""
-    post_nms: int | None = None
-    """faster_rcnn: proposals an image."""
-    roi_op: Literal["pool", "align1"] | None = None
-    """faster_rcnn: RoIPool, or RoIAlign with one sample."""
-    boxes: Literal["proposals", "regressed", "given"] | None = None
-    """faster_rcnn: a region's box, the RPN's own, or where the box head moves it for the region's class, or those of
-    `annotations`."""
-    keep_features: bool | None = None
-    """faster_rcnn: store the regions' features, too, for a model on precomputed ones (float16: 2 D bytes a region)."""
-    device: str | None = None
-    """faster_rcnn: cpu or cuda."""
-    precision: Literal["fp32", "bf16-res5"] | None = None
-    """faster_rcnn: float32, or nine tenths of the work in bfloat16, for speed."""
-    threads: int | None = None
-    """faster_rcnn: of its process, on a CPU."""
-    batch: int | None = None
-    """faster_rcnn: images of equal size at a time; on a GPU, 8."""
-    workers: int | None = None
-    """faster_rcnn: threads that decode and resize images meanwhile; on a GPU, 8."""
-    silence: float | None = 86_400.0
-    """Seconds without a finished shard after which it hangs and is ended."""
-
-    def __post_init__(self):
-        given = self.boxes == "given"
-        if (given or self.backend == "annotated") and not self.annotations:
-            what = "boxes given" if given else "backend annotated"
-            raise ValueError(f"DetectorSettings: {what} needs annotations, a file in COCO's detection format")
-        annotated = self.backend == "annotated"
-        foreign = [name for name, _ in self._given() if (name == "annotations") != annotated]
-        if foreign and (annotated or not given):
-            raise ValueError(
-                f"DetectorSettings: {', '.join(foreign)}: not for backend {self.backend}, which would ignore it; leave "
-                "it out, or choose the other backend"
-            )
-        if not annotated:
-            if not self.preset and not self.weights:
-                raise ValueError(
-                    "DetectorSettings: preset is needed for random weights: vg_resnet101, vg_resnet50 or demo"
-                )
-            if bool(self.weights) == self.untrained:
-                raise ValueError(
-                    f"DetectorSettings: backend {self.backend} needs weights (a safetensors file) or, for a trial on "
-                    "random ones, untrained; not both"
-                )
-            if self.seed is not None and not self.untrained:
-                raise ValueError("DetectorSettings: seed is that of random weights; leave it out, or set untrained")
-
-    def _given(self) -> list[tuple[str, object]]:
-        """(name, value) of the settings of either backend that are set."""
-        ours = ("backend", "silence")
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return [
-            (name, value)
-            for name, value in values
-            if name not in ours and value is not None and (name != "untrained" or value)
-        ]
-
-    def flags(self) -> list[str]:
-        """As `python -m detectors.run` takes them."""
-        flags = [f"--backend={self.backend}"]
-        for name, value in self._given():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags.append(f"--{flag}={value}")
-        return flags
-
-
-@dataclass(frozen=True)
 class Dataset(CollectSettings):
     """One folder of images in the storage, where they come from and how regions are found in them."""
 
-    detector: DetectorSettings = field(kw_only=True)
+    detector: DetectionConfig = field(kw_only=True)
     """How regions are found."""
 
 

@@ -13,8 +13,9 @@ import httpx
 import demo.__main__ as demo
 from demo.data import DemoData
 from demo.serve import free_port
+from detectors.config import DetectionConfig
 from flows.serve import end_of
-from flows.settings import DetectorSettings, quiet_prefect
+from flows.settings import quiet_prefect
 from flows.supervisor import background
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
@@ -147,8 +148,8 @@ def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
     for dataset in parameters["datasets"]:
         annotations = demo_data.refcoco_instances if dataset["images"] else demo_data.annotations
-        detector = DetectorSettings("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
-        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": demo.as_json(DetectorSettings, detector)}
+        detector = DetectionConfig("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": demo.as_json(DetectionConfig, detector)}
         dataset["download"]["deadline"] = 1.5
     parameters["finetunings"] = parameters["finetunings"][:1]
     parameters["pretraining"]["overrides"] += [*steps, "data.text_batch=2"]

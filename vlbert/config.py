@@ -79,7 +79,7 @@ class ModelConfig:
     end_visual_embedding: bool = False  # [END] carries the visual feature embedding of the whole image, as words do
     region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # of linear layers that fine-tuning adds
-    regions: RegionConfig = RegionConfig()
+    regions: RegionConfig = RegionConfig()  # where the vector of a region comes from
 
     def __post_init__(self):
         check_choices(self)
@@ -146,9 +146,9 @@ class Recipe:
 
     name: str  # of the recipe
     task: Any  # the settings of a task; their type decides which (vlbert.tasks.make_task)
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    model: ModelConfig = ModelConfig()  # the architecture
+    data: DataConfig = DataConfig()  # what is read, in which batches
+    optimizer: OptimizerConfig = OptimizerConfig()  # how weights change, and at which rate
     steps: int = 250_000  # optimizer steps in all
     run: str = ""  # name of the run: its folder is ROOT/runs/<run>; empty: the recipe's name
     init_from: str | None = None  # checkpoint whose VL-BERT this run starts with: path of a step-* folder, or a model's

@@ -23,6 +23,7 @@ from tiny_detector import coco_annotations, commit_images
 
 from demo.__main__ import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
+from detectors.config import DetectionConfig
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
@@ -31,6 +32,7 @@ from detectors.weights.init_from import init_from
 from storage.catalog import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
+from storage.settings import from_assignments
 
 
 def a_sample(number: int, broken: bool = False) -> Sample:
@@ -280,9 +282,9 @@ def test_two_processes_share_the_shards(tmp_path: Path):
         str(tmp_path / "root"),
         "captions",
         "--json",
-        "--backend=annotated",
+        "backend=annotated",
     ]
-    command += ["--annotations", str(file)]
+    command += [f"annotations={file}"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -334,39 +336,43 @@ def test_a_stage_knows_its_size(tmp_path: Path):
     assert size["keep_features"] is False
 
 
-NETWORK = ["--backend", "faster_rcnn"]
-TRAINED = [*NETWORK, "--weights", str(SHIPPED_DETECTOR)]
-RANDOM_INIT = [*NETWORK, "--preset", "demo", "--untrained"]
+NETWORK = ["backend=faster_rcnn"]
+TRAINED = [*NETWORK, f"weights={SHIPPED_DETECTOR}"]
+RANDOM_INIT = [*NETWORK, "preset=demo", "random_init=true"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "other"),
+    ("fields", "other"),
     [
-        (["--backend", "annotated", "--annotations", "FILE"], ["--crowd", "keep"]),
-        (["--backend", "annotated", "--annotations", "FILE", "--crowd", "keep"], ["--crowd", "skip"]),
-        (TRAINED, ["--boxes", "regressed"]),
-        ([*TRAINED, "--maximum", "7", "--minimum", "3", "--post-nms", "9", "--keep-features"], ["--no-keep-features"]),
-        ([*TRAINED, "--threads", "2", "--batch", "3"], ["--maximum", "11"]),
-        (RANDOM_INIT, ["--seed", "3"]),
-        ([*RANDOM_INIT, "--seed", "3", "--precision", "bf16-res5"], ["--seed", "4"]),
-        ([*RANDOM_INIT, "--boxes", "given", "--annotations", "FILE"], ["--keep-features"]),
+        (["backend=annotated", "annotations=FILE"], ["crowd=keep"]),
+        (["backend=annotated", "annotations=FILE", "crowd=keep"], ["crowd=skip"]),
+        (TRAINED, ["boxes=regressed"]),
+        (
+            [*TRAINED, "selection.maximum=7", "selection.minimum=3", "network.post_nms=9", "keep_features=true"],
+            ["keep_features=false"],
+        ),
+        ([*TRAINED, "threads=2", "batch=3"], ["selection.maximum=11"]),
+        (RANDOM_INIT, ["seed=3"]),
+        ([*RANDOM_INIT, "seed=3", "precision=bf16-res5"], ["seed=4"]),
+        ([*RANDOM_INIT, "boxes=given", "annotations=FILE"], ["keep_features=true"]),
     ],
 )
-def test_that_nothing_is_left_is_known_without_a_detector(flags: list[str], other: list[str], tmp_path: Path, capsys):
+def test_that_nothing_is_left_is_known_without_a_detector(fields: list[str], other: list[str], tmp_path: Path, capsys):
     root, file = tmp_path / "root", annotations(tmp_path / "a.json", [0, 1])
-    flags = [str(file) if flag == "FILE" else flag for flag in flags]
+    fields = [field.replace("=FILE", f"={file}") for field in fields]
+    config, others = (from_assignments(DetectionConfig, [*fields, *more]) for more in ([], other))
     catalog = commit_images(root, [[a_sample(0), a_sample(1)], ["http_404"]])
-    assert finished(catalog, flags) is None
+    assert finished(catalog, config) is None
     another = annotations(tmp_path / "b.json", [1])  # a detector that is done
-    main([str(root), "captions", "--backend", "annotated", "--annotations", str(another)])
-    assert finished(catalog, flags) is None
-    main([str(root), "captions", *flags, "--shard", "00000"])
-    assert finished(catalog, flags) is None, "a shard is left"
-    main([str(root), "captions", *flags, "--json"])
-    assert finished(catalog, flags) == json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert finished(catalog, [*flags, *other]) is None
+    main([str(root), "captions", "backend=annotated", f"annotations={another}"])
+    assert finished(catalog, config) is None
+    main([str(root), "captions", *fields, "--shard", "00000"])
+    assert finished(catalog, config) is None, "a shard is left"
+    main([str(root), "captions", *fields, "--json"])
+    assert finished(catalog, config) == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert finished(catalog, others) is None
     file.write_text(file.read_text() + " ")
-    assert (finished(catalog, flags) is None) == (str(file) in flags), "another file, another detector"
+    assert (finished(catalog, config) is None) == bool(config.annotations), "another file, another detector"
 
 
 @pytest.mark.parametrize(
@@ -393,11 +399,11 @@ def test_metadata_of_another_kind_are_named_by_all_that_read_a_weight_file(key: 
     tensors = {"roi_heads.box_predictor.attr_score.bias": torch.zeros(1)}
     save_file(tensors, file, metadata={"network": json.dumps(dataclasses.asdict(DEMO)), key: text})
     catalog = commit_images(root, [[a_sample(0)]])
-    main([str(root), "captions", "--backend", "annotated", "--annotations", str(annotations(tmp_path / "a.json", [0]))])
+    main([str(root), "captions", "backend=annotated", f"annotations={annotations(tmp_path / 'a.json', [0])}"])
     with pytest.raises(SystemExit) as ended:
-        main([str(root), "captions", *NETWORK, "--weights", str(file)])
+        main([str(root), "captions", *NETWORK, f"weights={file}"])
     assert re.search(f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again", ended.value.code)
-    assert finished(catalog, [*NETWORK, "--weights", str(file)]) is None
+    assert finished(catalog, DetectionConfig(weights=str(file))) is None
     with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) "):
         load_weights(FasterRCNN(DEMO), file) if key != "network" else read_config(file)
 
@@ -453,7 +459,7 @@ def test_the_command_tells_people_how_far_it_is_in_the_form_of_every_stage(
 ):
     commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
     file = annotations(tmp_path / "a.json", [0, 1])
-    main([str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)])
+    main([str(tmp_path / "root"), "captions", "backend=annotated", f"annotations={file}"])
     lines = capsys.readouterr().out.splitlines()
     form = r"captions: \d of 2 shards: \d images, \d regions; [\d,]+\.\d shards/s, 0:\d\d gone, 0:\d\d left"
     assert [bool(re.fullmatch(form, line)) for line in lines] == [True, True, False]
@@ -476,7 +482,7 @@ def test_progress_has_counts_rate_and_what_is_left(seconds: float, line: str):
 def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
     commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
     file = annotations(tmp_path / "a.json", [0, 1])
-    main([str(tmp_path / "root"), "captions", "--json", "--backend", "annotated", "--annotations", str(file)])
+    main([str(tmp_path / "root"), "captions", "--json", "backend=annotated", f"annotations={file}"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["done"], line["of"]) for line in lines[:2]] == [(1, 2), (2, 2)]
     assert sorted((line["shard"], line["images"]) for line in lines[:2]) == [("00000", 1), ("00001", 2)]
@@ -490,8 +496,9 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
     catalog = commit_images(root, [[a_sample(0)]])
     weights = tmp_path / "w.safetensors"
     save_file(FasterRCNN.random_init(DEMO, 7).state_dict(), weights)
-    network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo"]
-    for flags in (["--weights", str(weights)], ["--untrained"], ["--untrained", "--no-strict", "--maximum", "12"]):
+    network = [str(root), "captions", "backend=faster_rcnn", "preset=demo"]
+    others = ["selection.strict=false", "selection.maximum=12"]
+    for flags in ([f"weights={weights}"], ["random_init=true"], ["random_init=true", *others]):
         main([*network, *flags])
     assert "random weights" in capsys.readouterr().err
     stages = sorted((root / "captions" / "regions").iterdir())
@@ -506,9 +513,9 @@ def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, 
 def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, capsys: pytest.CaptureFixture):
     root = tmp_path / "root"
     catalog = commit_images(root, [[a_sample(0)]])
-    network = [str(root), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
+    network = [str(root), "captions", "backend=faster_rcnn", "preset=demo", "random_init=true"]
     stages = []
-    for flags in ([], ["--no-keep-features"], ["--keep-features"], ["--keep-features", "--boxes", "regressed"]):
+    for flags in ([], ["keep_features=false"], ["keep_features=true"], ["keep_features=true", "boxes=regressed"]):
         main([*network, "--json", *flags])
         stages.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     names = [stage["stage"] for stage in stages]
@@ -525,41 +532,49 @@ def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, c
     ]
 
 
-DEMO_NETWORK = ["--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
-GIVEN = [*DEMO_NETWORK, "--boxes", "given", "--annotations", "absent.json"]
+DEMO_NETWORK = ["preset=demo", "random_init=true"]
+GIVEN = [*DEMO_NETWORK, "boxes=given", "annotations=absent.json"]
+FILE = ["backend=annotated", "annotations=absent.json"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("fields", "message"),
     [
-        (["--backend", "annotated"], "needs --annotations"),
-        (["--backend", "annotated", "--threshold", "0.2"], "--threshold: not for --backend annotated"),
-        (["--backend", "annotated", "--annotations", "absent.json"], "there is no annotation file absent.json"),
-        (["--backend", "faster_rcnn", "--preset", "demo"], "needs --weights FILE or"),
-        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--weights", "x"], "needs --weights FILE or"),
-        (["--backend", "faster_rcnn", "--preset", "vgg", "--untrained"], "must be one of vg_resnet101"),
-        (["--backend", "faster_rcnn", "--untrained"], "--untrained needs --preset, the network"),
-        (["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x.st"], "there is no weight file x.st"),
+        (["backend=annotated"], "annotations is not set: backend annotated needs a file"),
+        ([], "weights is None and random_init False: backend faster_rcnn needs weights .* not both"),
+        (["backend=yolo"], "backend=yolo: it must be one of annotated, faster_rcnn, detectron2"),
+        (["random_init=true"], "preset is not set"),
+        (["preset=demo"], "needs weights"),
+        ([*DEMO_NETWORK, "weights=x"], "not both"),
+        (["preset=vgg", "random_init=true"], "preset=vgg: it must be one of vg_resnet101"),
+        (["preset=demo", "weights=x.st"], "there is no weight file x.st"),
+        (["preset=demo", "weights=x", "seed=3"], "seed is 3: it is that of random weights"),
+        ([*DEMO_NETWORK, "selection.minimum=101"], "minimum 101"),
+        ([*DEMO_NETWORK, "selection.most=3"], "SelectionSettings has no field 'most'; it has minimum, maximum"),
+        ([*DEMO_NETWORK, "network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
+        ([*DEMO_NETWORK, "batch=0"], "DetectionConfig.batch is 0"),
+        ([*DEMO_NETWORK, "device=tpu"], "DetectionConfig.device is 'tpu'"),
+        ([*DEMO_NETWORK, "tf32=true"], "DetectionConfig.tf32 is True; it must be false with device cpu"),
+        ([*DEMO_NETWORK, "boxes=given"], "annotations is not set: boxes given needs a file"),
+        ([*DEMO_NETWORK, "annotations=a.json"], "annotations: not for backend faster_rcnn; leave out"),
+        ([*DEMO_NETWORK, "boxes=regressed", "crowd=keep"], "crowd: not for backend faster_rcnn"),
+        ([*GIVEN, "selection.minimum=3"], "selection.minimum: not for boxes given"),
         (
-            ["--backend", "faster_rcnn", "--preset", "demo", "--weights", "x", "--seed", "3"],
-            "--seed is for --untrained",
+            [*GIVEN, "selection.strict=false", "selection.threshold=0.2"],
+            "selection.threshold, selection.strict: not",
         ),
-        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--minimum", "101"], "minimum 101"),
-        (["--backend", "faster_rcnn", "--preset", "demo", "--untrained", "--tf32"], "tf32 is for device cuda"),
-        (["--backend", "annotated", "--tf32"], "--tf32: not for --backend annotated"),
-        (["--backend", "annotated", "--keep-features"], "--keep-features: not for --backend annotated"),
-        (["--backend", "annotated", "--boxes", "regressed"], "--boxes: not for --backend annotated"),
-        ([*DEMO_NETWORK, "--boxes", "given"], "--boxes given needs --annotations FILE"),
-        ([*DEMO_NETWORK, "--annotations", "a.json"], "--annotations: not for --backend faster_rcnn; leave out"),
-        ([*DEMO_NETWORK, "--boxes", "regressed", "--crowd", "keep"], "--crowd: not for --backend faster_rcnn"),
-        ([*GIVEN, "--minimum", "3"], "--minimum: not for --boxes given, which keeps them all"),
-        ([*GIVEN, "--no-strict", "--threshold", "0.2"], "--threshold, --strict: not for --boxes given"),
         (GIVEN, "there is no annotation file absent.json"),
+        (FILE, "there is no annotation file absent.json"),
+        ([*FILE, "selection.threshold=0.2"], "selection.threshold: not for backend annotated"),
+        ([*FILE, "network.post_nms=3", "random_init=true"], "random_init, network.post_nms: not for backend annotated"),
+        ([*FILE, "boxes=regressed", "keep_features=true"], "boxes, keep_features: not for backend annotated"),
+        ([*FILE, "boxes=given"], "boxes: not for backend annotated"),
+        ([*FILE, "device=cuda", "tf32=true"], "device, tf32: not for backend annotated"),
     ],
 )
-def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, flags: list[str], message: str):
+def test_a_command_that_makes_no_sense_is_refused_in_words(tmp_path: Path, fields: list[str], message: str):
     with pytest.raises(SystemExit, match=message):
-        main([str(tmp_path), "captions", *flags])
+        main([str(tmp_path), "captions", *fields])
 
 
 def unreachable() -> str:
@@ -577,9 +592,9 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     endpoint = unreachable()
-    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "--backend", "annotated"]
+    command = [sys.executable, "-m", "detectors.run", "s3://bucket/root", "captions", "backend=annotated"]
     run = subprocess.run(
-        [*command, "--annotations", str(file)],
+        [*command, f"annotations={file}"],
         capture_output=True,
         text=True,
         cwd=PROJECT,
@@ -613,7 +628,7 @@ def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path
 
     monkeypatch.setattr(sys, "stdout", Unplugging())
     with pytest.raises(SystemExit) as ended:
-        main(["s3://bucket/root", "captions", "--json", "--backend", "annotated", "--annotations", str(file)])
+        main(["s3://bucket/root", "captions", "--json", "backend=annotated", f"annotations={file}"])
     assert ended.value.code == 75
     assert json.loads(sys.stdout.getvalue())["done"] == 1
 
@@ -621,13 +636,13 @@ def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):
     file = annotations(tmp_path / "a.json", [0])
     with pytest.raises(SystemExit, match=r"no shard is committed in .*typo/images; collect the images first"):
-        main([str(tmp_path / "root"), "typo", "--backend", "annotated", "--annotations", str(file)])
+        main([str(tmp_path / "root"), "typo", "backend=annotated", f"annotations={file}"])
 
 
 def test_the_annotated_backend_does_without_the_network(tmp_path: Path):
     commit_images(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])
-    arguments = [str(tmp_path / "root"), "captions", "--backend", "annotated", "--annotations", str(file)]
+    arguments = [str(tmp_path / "root"), "captions", "backend=annotated", f"annotations={file}"]
     code = f"import sys, detectors.run as r; r.main({arguments!r}); sys.exit('detectors.faster_rcnn' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert (run.returncode, run.stderr) == (0, "")

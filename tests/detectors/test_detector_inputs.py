@@ -298,7 +298,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_first_shard(tmp_path
     save_file(tensors, tmp_path / "w.safetensors")
     write_weights(tmp_path / "w.safetensors", tensors, {"network": dataclasses.asdict(COLOURS)})
     with pytest.raises(SystemExit, match=r"w\.safetensors .*roi_heads\.res5\.0\.conv2\.weight is not finite"):
-        main([str(root), "captions", "--backend", "faster_rcnn", "--weights", str(tmp_path / "w.safetensors")])
+        main([str(root), "captions", "backend=faster_rcnn", f"weights={tmp_path / 'w.safetensors'}"])
     assert [folder.name for folder in (root / "captions").iterdir()] == ["images"]
 
 
@@ -461,8 +461,8 @@ def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_ima
     catalog = commit_images(root, [samples])
     write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
     file = coco_annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
-    command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights), "--keep-features"]
-    main([*command, "--json", "--boxes", "given", "--annotations", str(file), "--batch", "2"])
+    command = [str(root), "captions", "backend=faster_rcnn", f"weights={weights}", "keep_features=true"]
+    main([*command, "--json", "boxes=given", f"annotations={file}", "batch=2"])
     stage = json.loads(capsys.readouterr().out.splitlines()[-1])["stage"]
     manifest = catalog.manifest(stage, "00000")
     assert [(row["status"], row["num_regions"]) for row in manifest.table.to_pylist()] == [
@@ -494,7 +494,7 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
     root, weights = tmp_path / "root", tmp_path / "w.safetensors"
     catalog = commit_images(root, [[a_sample(0, GOOD[0])], [a_sample(1, GOOD[4])]])
     write_weights(weights, colour_network().state_dict(), {"network": dataclasses.asdict(COLOURS)})
-    command = [str(root), "captions", "--backend", "faster_rcnn", "--weights", str(weights)]
+    command = [str(root), "captions", "backend=faster_rcnn", f"weights={weights}"]
 
     def run(*flags: str) -> tuple[str, int]:
         """The stage, and how many shards were detected."""
@@ -521,8 +521,9 @@ def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_an
         assert (config["backend"], config["precision"], config["random_init"]) == ("faster_rcnn", "fp32", False)
         assert (config["device"], config["threads"], config["batch"]) == ("cpu", 1, 1)
         assert config["code_version"]
-    assert [run(*flags) for flags in (["--batch", "2", "--workers", "2"], ["--threads", "2"])] == [(stage, 0)] * 2
-    others = (["--precision", "bf16-res5"], ["--resize", "caffe"], ["--minimum", "3"], ["--box-arithmetic", "plus_one"])
+    assert [run(*flags) for flags in (["batch=2", "workers=2"], ["threads=2"])] == [(stage, 0)] * 2
+    others = (["precision=bf16-res5"], ["network.resize=caffe"], ["selection.minimum=3"])
+    others += (["network.box_arithmetic=plus_one"],)
     made = [run(*flags, "--shard", "00001") for flags in others]
     assert [shards for _, shards in made] == [1] * len(others)
     assert len({stage, *(name for name, _ in made)}) == 1 + len(others)
@@ -535,7 +536,7 @@ def test_a_run_that_was_stopped_goes_on_with_one_network_for_all_shards(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     catalog = commit_images(tmp_path, [[a_sample(n, GOOD[n])] for n in (0, 4, 7, 13)])
-    command = [str(tmp_path), "captions", "--backend", "faster_rcnn", "--preset", "demo", "--untrained"]
+    command = [str(tmp_path), "captions", "backend=faster_rcnn", "preset=demo", "random_init=true"]
     made, plain = [], FasterRCNN.for_inference
 
     def counted(network: FasterRCNN, *arguments: object) -> FasterRCNN:
@@ -583,11 +584,18 @@ def test_memory_stays_flat_over_shards(tmp_path: Path):
     for number in range(0, 250, 50):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
     commit_images(tmp_path / "root", [samples] * 12)
-    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "--backend=faster_rcnn"]
-    command += ["--json", "--preset=demo", "--untrained", "--short-side=84", "--long-side=112", "--post-nms=30"]
+    command = [sys.executable, "-m", "detectors.run", str(tmp_path / "root"), "captions", "backend=faster_rcnn"]
+    command += [
+        "--json",
+        "preset=demo",
+        "random_init=true",
+        "network.short_side=84",
+        "network.long_side=112",
+        "network.post_nms=30",
+    ]
     memory = []
     with subprocess.Popen(
-        [*command, "--batch=8", "--workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
+        [*command, "batch=8", "workers=2"], stdout=subprocess.PIPE, text=True, cwd=PROJECT
     ) as process:
         for line in process.stdout:
             if json.loads(line).get("done", 12) < 12:  # later it may have ended

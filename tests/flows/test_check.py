@@ -9,10 +9,10 @@ from places import PROJECT
 
 import demo.__main__ as demo
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
-from detectors.run import _parser as detector_parser
+from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.check import check
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, Processes
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from storage.download import DownloadSettings
 from storage.plan import CollectSettings
 from vlbert.recipes import RECIPES
@@ -36,7 +36,7 @@ def collecting(dataset: Dataset) -> CollectSettings:
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    detector = DetectorSettings("annotated", annotations="a.json")
+    detector = DetectionConfig("annotated", annotations="a.json")
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
         Dataset("x", captions="a.tsv", images="folder", detector=detector)
     with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
@@ -51,65 +51,6 @@ def test_settings_that_contradict_each_other_are_refused():
         PretrainSettings(vocabulary_captions=("a.tsv",), vocabulary="vocab.txt")
     with pytest.raises(ValueError, match="vocabulary names one already"):
         PretrainSettings(text=("a.txt",), vocabulary_size=500, vocabulary="vocab.txt")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backend": "annotated"}, "annotated needs annotations"),
-        ({}, "preset is needed for random weights"),
-        ({"untrained": True}, "preset is needed for random weights"),
-        ({"preset": "demo"}, "needs weights"),
-        ({"preset": "demo", "weights": "x", "untrained": True}, "not both"),
-        ({"preset": "demo", "weights": "x", "seed": 0}, "seed is that of random weights"),
-        ({"preset": "demo", "untrained": True, "annotations": "x"}, "annotations: not for backend faster_rcnn"),
-        ({"preset": "demo", "untrained": True, "boxes": "given"}, "boxes given needs annotations"),
-        ({"backend": "annotated", "annotations": "x", "maximum": 3}, "maximum: not for backend annotated"),
-        ({"backend": "annotated", "annotations": "x", "untrained": True}, "untrained: not for backend annotated"),
-        (
-            {"backend": "annotated", "annotations": "x", "boxes": "regressed", "keep_features": True},
-            "boxes, keep_features: not for backend annotated",
-        ),
-        ({"backend": "annotated", "annotations": "x", "boxes": "given"}, "boxes: not for backend annotated"),
-    ],
-)
-def test_a_detectors_settings_belong_together(settings: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        DetectorSettings(**settings)
-
-
-def test_every_setting_of_a_detector_reaches_its_program_as_a_flag():
-    settings = DetectorSettings(
-        preset="demo",
-        untrained=True,
-        seed=0,
-        minimum=3,
-        maximum=7,
-        threshold=0.25,
-        strict=False,
-        nms_threshold=0.4,
-        short_side=200,
-        long_side=300,
-        post_nms=20,
-        roi_op="pool",
-        boxes="regressed",
-        keep_features=True,
-        device="cpu",
-        precision="bf16-res5",
-        threads=2,
-        batch=3,
-        workers=4,
-    )
-    parsed = vars(detector_parser().parse_args(["root", "captions", *settings.flags()]))
-    for field in dataclasses.fields(settings):
-        if field.name not in ("annotations", "weights", "silence"):
-            assert parsed[field.name] == getattr(settings, field.name), field.name
-            assert parsed[field.name] is not None, field.name
-    given = DetectorSettings(weights="w.safetensors", boxes="given", annotations="a.json")
-    parsed = detector_parser().parse_args(["root", "captions", *given.flags()])
-    assert (parsed.boxes, parsed.annotations, parsed.preset) == ("given", Path("a.json"), None)
-    assert "--strict" in dataclasses.replace(settings, strict=True).flags()
-    assert "--no-keep-features" in dataclasses.replace(settings, keep_features=False).flags()
 
 
 def as_json(demo_data: DemoData) -> dict:
@@ -181,14 +122,21 @@ def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(demo_d
     with pytest.raises(ParameterTypeError, match="datasets.0.detector: Field required"):
         pretrain_vlbert.validate_parameters(pipeline)
     with pytest.raises(TypeError):
-        Dataset("x", "a.tsv", None, DownloadSettings(), 10, 2, DetectorSettings(**detector))  # keyword-only
+        Dataset("x", "a.tsv", None, DownloadSettings(), 10, 2, DetectionConfig(**detector))  # keyword-only
 
 
 def test_the_form_in_the_flow_ui_has_words_for_every_setting():
     from flows.pipeline import pretrain_vlbert
 
     forms = pretrain_vlbert.parameters.definitions
-    assert {"Dataset", "DetectorSettings", "DownloadSettings", "PretrainSettings", "FinetuneSettings"} <= set(forms)
+    assert {
+        "Dataset",
+        "DetectionConfig",
+        "SelectionSettings",
+        "DownloadSettings",
+        "PretrainSettings",
+        "FinetuneSettings",
+    } <= set(forms)
     wordless = {
         f"{name}.{field}"
         for name, form in forms.items()
@@ -196,7 +144,7 @@ def test_the_form_in_the_flow_ui_has_words_for_every_setting():
         if not about.get("description")
     }
     assert not wordless
-    assert forms["DetectorSettings"]["properties"]["post_nms"]["description"] == "faster_rcnn: proposals an image."
+    assert forms["NetworkOverrides"]["properties"]["post_nms"]["description"] == "Proposals an image, at most."
 
 
 # --- the whole pipeline -----------------------------------------------------------------------------------------------
@@ -227,20 +175,16 @@ def test_the_road_of_the_demo_passes(demo_data: DemoData):
             "captions: img2dataset: .*docs holds no shard of img2",
         ),
         (
-            {"detector": DetectorSettings("annotated", annotations="no.json")},
+            {"detector": DetectionConfig("annotated", annotations="no.json")},
             "dataset captions: detector.annotations: there is no file no.json",
         ),
         (
-            {"detector": DetectorSettings(preset="demo", weights="no.safetensors")},
+            {"detector": DetectionConfig(preset="demo", weights="no.safetensors")},
             "dataset captions: detector.weights: there is no file no.safetensors",
         ),
         (
-            {"detector": DetectorSettings(weights=str(PROJECT / "README.md"))},
+            {"detector": DetectionConfig(weights=str(PROJECT / "README.md"))},
             "dataset captions: detector.weights: .*README.md is not a safetensors file",
-        ),
-        (
-            {"detector": DetectorSettings(preset="vg_resnet7", untrained=True)},
-            "detector.preset is 'vg_resnet7'; it must be one of vg_resnet101",
         ),
     ],
 )
@@ -394,7 +338,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_m
     vcr: tuple, tmp_path: Path
 ):
     datasets, pretraining, _ = vcr
-    detector = DetectorSettings(preset="demo", untrained=True, keep_features=True)
+    detector = DetectionConfig(preset="demo", random_init=True, keep_features=True)
     datasets = [dataclasses.replace(dataset, detector=detector) for dataset in datasets]
     datasets[-1] = dataclasses.replace(datasets[-1], name="vqa")
     vqa = FinetuneSettings("vqa", folder=str(tmp_path))
@@ -404,7 +348,7 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_m
     check(datasets, precomputed, [vqa])
     with pytest.raises(ValueError, match="model.regions.features is precomputed, there end_to_end"):
         check(datasets, pretraining, [vqa])
-    datasets[-1] = dataclasses.replace(datasets[-1], detector=dataclasses.replace(detector, keep_features=None))
+    datasets[-1] = dataclasses.replace(datasets[-1], detector=dataclasses.replace(detector, keep_features=False))
     with pytest.raises(ValueError, match=r"finetunings\[0\]: .* detector of dataset vqa keeps none; set its keep_feat"):
         check(datasets, precomputed, [vqa])
 

@@ -35,14 +35,16 @@ from s3 import s3_server
 from s3_faults import faulty
 
 from demo.data import DemoData
+from detectors.config import DetectionConfig
 from detectors.run import STORAGE_UNREACHABLE
+from detectors.select import SelectionSettings
 from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, network_failed, open_bucket, storage_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
 from flows.pipeline import PipelineResult, each_in_turn
 from flows.pretrain import pretrain
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
 from storage.catalog import Catalog
 from storage.collect import NothingStored, collect
@@ -56,7 +58,7 @@ IMAGES = "images"
 def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -> Dataset:
     """The captioned scenes as a dataset in shards of 10 rows, two a task."""
     settings = {
-        "detector": DetectorSettings("annotated", annotations=str(demo_data.annotations)),
+        "detector": DetectionConfig("annotated", annotations=str(demo_data.annotations)),
         "captions": str(file or demo_data.train_tsv),
         "download": DownloadSettings(
             deadline=1.5, retries=0, second_pass=0, allowed_hosts=(f"127.0.0.1:{demo_data.port}",)
@@ -68,7 +70,7 @@ def captions(demo_data: DemoData, file: Path | None = None, **changes: object) -
 
 
 def refcoco(demo_data: DemoData) -> Dataset:
-    detector = DetectorSettings("annotated", annotations=str(demo_data.refcoco_instances))
+    detector = DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
     return Dataset("refcoco+", detector=detector, images=str(demo_data.task_images), rows_per_shard=6)
 
 
@@ -163,7 +165,7 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
     annotated["annotations"] = [one for one in annotated["annotations"] if one["image_id"] != 3]
     file, said = tmp_path / "but-one.json", []
     file.write_text(json.dumps(annotated))
-    dataset = captions(demo_data, detector=DetectorSettings("annotated", annotations=str(file)))
+    dataset = captions(demo_data, detector=DetectionConfig("annotated", annotations=str(file)))
     found = detect(root, dataset.name, dataset.detector, said.append)
     assert of(root).counts(found.stage)["no_annotation"] == 1
     assert (found.shards, found.new_shards, found.random_init) == (4, 4, False)
@@ -186,7 +188,7 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
     assert (again.images, again.regions, again.new_shards) == (found.images, found.regions, 0)
 
     other = detect(
-        root, dataset.name, DetectorSettings("annotated", annotations=str(demo_data.annotations)), said.append
+        root, dataset.name, DetectionConfig("annotated", annotations=str(demo_data.annotations)), said.append
     )
     assert (other.new_shards, other.shards) == (4, 4), "another detector looks at every shard anew"
     assert other.stage != found.stage
@@ -194,7 +196,7 @@ def test_detecting_reports_each_shard_then_that_nothing_is_left_until_the_detect
 
 
 def test_a_detector_that_fails_says_why(demo_data: DemoData, root: str, tmp_path: Path):
-    detector = DetectorSettings("annotated", annotations=str(tmp_path / "nothing.json"))
+    detector = DetectionConfig("annotated", annotations=str(tmp_path / "nothing.json"))
     with pytest.raises(ChildFailed, match="there is no annotation file .*nothing.json"):
         detect(root, "captions", detector, lambda line: None)
 
@@ -333,7 +335,7 @@ def test_an_untrained_detector_is_named_loudly(demo_data: DemoData, root: str):
     for shard in ("00000", "00001", "00002"):  # one of two rows is enough
         of(root).store.delete(f"captions/images/{shard}.parquet")
     said = []
-    detector = DetectorSettings("faster_rcnn", preset="demo", untrained=True, maximum=12)
+    detector = DetectionConfig(preset="demo", random_init=True, selection=SelectionSettings(maximum=12))
     found = detect(root, "captions", detector, said.append)
     assert found.random_init
     assert "captions: the network has random weights: its regions mean nothing" in said
@@ -444,7 +446,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     told, work, said = tiny_pipeline(demo_data, root), str(root / "work"), []
     pretraining = TypeAdapter(PretrainSettings).validate_python(told["pretraining"])
     tuning = TypeAdapter(FinetuneSettings).validate_python(told["finetunings"][0] | {"pretraining": "pretrain"})
-    detector = DetectorSettings("annotated", annotations=str(demo_data.annotations))
+    detector = DetectionConfig("annotated", annotations=str(demo_data.annotations))
 
     found = detect(str(root), "captions", detector, said.append)
     assert (found.shards, found.new_shards, found.peak_bytes) == (4, 0, 0)
@@ -469,7 +471,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
         (
             "detectors.run",
             lambda: detect(
-                str(root), "captions", DetectorSettings("annotated", annotations=str(demo_data.refcoco_instances))
+                str(root), "captions", DetectionConfig("annotated", annotations=str(demo_data.refcoco_instances))
             ),
         ),
         (

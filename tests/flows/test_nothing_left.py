@@ -27,7 +27,7 @@ CANCELLED = 10.0  # seconds after which a cancelled run has no process
 LEFT = 5.0  # seconds after which no process may be left
 ALARM = 90.0  # seconds after which every run must have ended for the server, too
 # A network of the real size with few proposals: about a second a shard, so that there is something to interrupt.
-SLOW = {"backend": "faster_rcnn", "preset": "vg_resnet50", "untrained": True, "short_side": 320, "post_nms": 20}
+SLOW = {"preset": "vg_resnet50", "random_init": True, "network": {"short_side": 320, "post_nms": 20}}
 SLOW |= {"threads": 1}
 STEPS = ["steps=100000", "save_every=10", "log_every=5", "validate_every=100000", "data.batch=4", "data.text_batch=2"]
 EVENTS = ["cancel", "SIGTERM to the flow", "kill -9 of the flow", "kill -9 of the worker", "kill -9 of both"]
@@ -220,7 +220,7 @@ def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends
     root, before, images = pipeline["root"], set(checkpoints(pipeline["root"])), collect_rows(demo_data, tmp_path)
     training = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(training, lambda: set(checkpoints(root)) - before, 240)
-    slower = SLOW | {"short_side": 800, "long_side": 1333, "post_nms": 300}  # it must outlast the outage
+    slower = SLOW | {"network": {"short_side": 800, "long_side": 1333, "post_nms": 300}}  # it must outlast the outage
     detection = served.start("detect-regions/default", root=images, detector=slower, datasets=["captions"])
     served.wait_for(detection, lambda: committed(images), 120)
     pids = {run: served.process(run) for run in (training, detection)}

@@ -12,9 +12,10 @@ from places import SHARED
 from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
+from detectors.config import DetectionConfig, NetworkOverrides
 from flows.detect import detect
 from flows.pretrain import pretrain
-from flows.settings import Dataset, DetectorSettings, PretrainSettings, Processes
+from flows.settings import Dataset, PretrainSettings, Processes
 from storage.catalog import Catalog
 from storage.collect import collect
 from storage.download import DownloadSettings
@@ -63,7 +64,9 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     dataset = Dataset(
         "captions",
         # Small, for the processors' sake: the network is whole, ResNet-50 with its dilated res5.
-        detector=DetectorSettings(preset="vg_resnet50", untrained=True, short_side=160, post_nms=12, threads=1),
+        detector=DetectionConfig(
+            preset="vg_resnet50", random_init=True, network=NetworkOverrides(short_side=160, post_nms=12)
+        ),
         captions=str(captions),
         download=DownloadSettings(allowed_hosts=(server,)),
         rows_per_shard=10,

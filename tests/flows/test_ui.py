@@ -13,7 +13,8 @@ from operated import Operated
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from pydantic import TypeAdapter
 
-from flows.settings import Dataset, DetectorSettings, FinetuneSettings, PretrainSettings, TrainDetectorSettings
+from detectors.config import DetectionConfig
+from flows.settings import Dataset, FinetuneSettings, PretrainSettings, TrainDetectorSettings
 from storage.object_store import open_store
 from storage.plan import CollectSettings
 from training.log import last_metrics
@@ -232,9 +233,9 @@ def plain(text: str) -> str:
 @pytest.mark.parametrize(
     ("deployment", "settings"),
     [
-        ("pretrain-vlbert/default", (Dataset, DetectorSettings, PretrainSettings, FinetuneSettings)),
+        ("pretrain-vlbert/default", (Dataset, DetectionConfig, PretrainSettings, FinetuneSettings)),
         ("collect-captions/default", (CollectSettings,)),
-        ("detect-regions/default", (DetectorSettings,)),
+        ("detect-regions/default", (DetectionConfig,)),
         ("pretrain/default", (PretrainSettings,)),
         ("finetune/default", (FinetuneSettings,)),
         ("train-detector/default", (TrainDetectorSettings,)),

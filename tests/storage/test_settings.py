@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detectors import recipes
+from detectors import recipes, run
 from detectors import train as detectors_train
+from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
@@ -97,7 +98,7 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("optimizer.betas=0.9", "two numbers"),
         ("model.regions.pixel_mean=1,2", "three numbers"),
         ("model.regions.features=precomputed model.regions.weights=x", "must be None where features are precomputed"),
-        ("model.special_tokens=vocabulary", "own where regions have tokens by class or hidden ones one of theirs"),
+        ("model.special_tokens=vocabulary", "own where regions have tokens by class"),
         ("optimizer.schedule=step", "OptimizerConfig.decay_at is ()"),
         ("optimizer.decay_at=3", "given for schedule step, and only there"),
         ("optimizer.schedule=step optimizer.decay_at=4,3", "increasing numbers of updates"),
@@ -132,6 +133,8 @@ SETTINGS = [
     RefCOCOSettings(),
     CollectSettings("captions", images="folder"),
     DownloadSettings(),
+    DetectionConfig(preset="demo", random_init=True),
+    NetworkOverrides(),
     recipes.DataConfig(),
     recipes.SamplingConfig(),
     recipes.ValidationConfig(),
@@ -274,6 +277,7 @@ def test_every_field_of_every_settings_has_words(kind: type):
         (evaluate.main, ["finetune_refcoco_demo"], RECIPES["finetune_refcoco_demo"]()),
         (detectors_train.main, ["detector_demo"], recipes.RECIPES["detector_demo"]()),
         (collect.main, [], CollectSettings),
+        (run.main, [], DetectionConfig),
     ],
 )
 def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[str], config, capsys):

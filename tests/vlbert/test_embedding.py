@@ -172,7 +172,7 @@ def test_what_is_hidden_is_a_learned_vector_that_starts_at_zero():
 def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
     wrong = batch(dataclasses.replace(picture(), features=features))
     found = "(0, 0)" if features is None else "(4, 7)"
-    with pytest.raises(ValueError, match="--keep-features, or set model.regions.features=end_to_end") as error:
+    with pytest.raises(ValueError, match="keep_features=true, or set model.regions.features=end_to_end") as error:
         make()(wrong)
     assert f"sample one has features {found}, the model takes (4, {CHANNELS})" in str(error.value)
 

@@ -1,0 +1,145 @@
+"""Every setting of detection: which detector, and how it runs. `python -m detectors.run` and the flows take them.
+
+Without torch: a flow reads its parameters before any network is needed.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from detectors.select import SelectionSettings
+from storage.settings import FORM, changed_fields, check, check_choices
+
+
+@dataclass(frozen=True)
+class NetworkOverrides:
+    """Fields of detectors.faster_rcnn.FasterRCNNConfig to be other than the preset or the weight file says; none: as it
+    says."""
+
+    __pydantic_config__ = FORM
+
+    short_side: int | None = None
+    """Pixels of the resized image's shorter side."""
+    long_side: int | None = None
+    """Pixels that its longer side may have."""
+    post_nms: int | None = None
+    """Proposals an image, at most."""
+    roi_op: Literal["pool", "align1"] | None = None
+    """RoIPool, or RoIAlign with one sample a bin."""
+    resize: Literal["pil", "caffe"] | None = None
+    """Antialiased and rounded to 8 bits, or bilinear on floats as cv2 does."""
+    box_arithmetic: Literal["continuous", "plus_one"] | None = None
+    """A box is x2 - x1 wide, or x2 - x1 + 1 as in Caffe."""
+
+    def __post_init__(self):
+        check_choices(self)
+        for name in ("short_side", "long_side", "post_nms"):
+            value = getattr(self, name)
+            check(self, value is None or value >= 1, name, "at least 1")
+
+
+@dataclass(frozen=True)
+class DetectorChoice:
+    """Which detector."""
+
+    backend: Literal["annotated", "faster_rcnn", "detectron2"] = "faster_rcnn"
+    """Where regions come from: `annotated`, an annotation file; `faster_rcnn`, our network; `detectron2`, the same
+    network in detectron2."""
+    weights: str | None = None
+    """Safetensors file of the network."""
+    preset: Literal["vg_resnet101", "vg_resnet50", "demo"] | None = None
+    """The network, of detectors.faster_rcnn.PRESETS; needed only where the weights do not say which."""
+    random_init: bool = False
+    """Random weights in place of a file, for trials; needs `preset`."""
+    seed: int = 0
+    """Seed of the random weights."""
+    network: NetworkOverrides = NetworkOverrides()
+    """What differs from the preset or the weight file."""
+    annotations: str | None = None
+    """File in COCO's detection format, for backend `annotated` and for boxes `given`."""
+    crowd: Literal["skip", "keep"] = "skip"
+    """What becomes of the `iscrowd` boxes of that file."""
+
+
+@dataclass(frozen=True)
+class DetectorSettings:
+    """How the network is run over images."""
+
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    """Which proposals become regions."""
+    boxes: Literal["proposals", "regressed", "given"] = "proposals"
+    """A region's box: `proposals`, the RPN's own, as in the authors' files; `regressed`, where the box head moves it
+    for the region's class, as Faster R-CNN's detections are; or `given`, the boxes of `annotations`, in its order. With
+    `regressed` only the boxes change: the selection, its order, probabilities and features are those of the proposals,
+    so that boxes may overlap more than the selection allows; one without any area inside the image keeps its proposal's
+    box."""
+    keep_features: bool = False
+    """Store the features [N, D] of the regions, too, in float16: 2 D bytes a region."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, or one of several as `cuda:1`."""
+    precision: Literal["fp32", "bf16-res5"] = "fp32"
+    """`fp32`: float32 throughout; `bf16-res5`: res5 in bfloat16, for speed. Backbone and RPN stay in float32."""
+    tf32: bool = False
+    """Convolutions of a GPU in TF32: the range of float32 with 10 bits of fraction instead of 23, for speed."""
+    threads: int = 1
+    """Threads of torch while detecting on a CPU. Another number adds in another order, and so gives other last bits:
+    one is what every machine can do alike. More processes, each with its own shards, use more cores."""
+    batch: int = 1
+    """Images that go through the backbone together, all of one resized size: nothing is padded, which would change
+    features near the border. On a GPU, 8 keep it busy."""
+    workers: int = 1
+    """Threads that decode and resize the next images and choose the regions of the last ones meanwhile."""
+
+    def __post_init__(self):
+        check_choices(self)
+        for name in ("threads", "batch", "workers"):
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, self.device_type in ("cpu", "cuda"), "device", "cpu, cuda or such as cuda:1")
+        check(self, not self.tf32 or self.device_type == "cuda", "tf32", f"false with device {self.device}")
+
+    @property
+    def device_type(self) -> str:
+        """The device without its number."""
+        return self.device.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class DetectionConfig(DetectorSettings, DetectorChoice):
+    """One detection: which detector finds regions, and how it runs over the images."""
+
+    __pydantic_config__ = FORM
+
+    def __post_init__(self):
+        super().__post_init__()
+        annotated, given = self.backend == "annotated", self.boxes == "given"
+        what = "boxes given" if given and not annotated else f"backend {self.backend}"
+        if annotated:
+            foreign = [name for name in changed_fields(self) if name not in ("backend", "annotations", "crowd")]
+        elif given:  # all boxes are kept
+            foreign = [name for name in changed_fields(self) if name.startswith("selection.")]
+        else:
+            foreign = [name for name in changed_fields(self) if name in ("annotations", "crowd")]
+        if foreign:
+            raise ValueError(f"{', '.join(foreign)}: not for {what}; leave out")
+        if (annotated or given) and not self.annotations:
+            raise ValueError(f"annotations is not set: {what} needs a file in COCO's detection format")
+        if annotated:
+            return
+        if bool(self.weights) == self.random_init:
+            raise ValueError(
+                f"weights is {self.weights!r} and random_init {self.random_init}: backend {self.backend} needs weights "
+                "(a safetensors file) or, for a trial on random ones, random_init; not both"
+            )
+        if self.random_init and not self.preset:
+            raise ValueError(
+                "preset is not set: random_init needs one, the network that gets random weights: vg_resnet101, "
+                "vg_resnet50 or demo"
+            )
+        check(self, self.seed >= 0, "seed", "0 or more")
+        if self.seed and not self.random_init:
+            raise ValueError(f"seed is {self.seed}: it is that of random weights; leave it out, or set random_init")
+
+    @property
+    def network_overrides(self) -> dict[str, object]:
+        """The fields of `network` that are set, by name."""
+        return {name: value for name, value in dataclasses.asdict(self.network).items() if value is not None}
