@@ -22,7 +22,7 @@ from storage.object_store import ObjectStore
 from storage.runs import CHECKPOINT_VERSION, file_hash, sealed_json
 from storage.sample import Regions, Sample, sample_key, to_members
 
-# A grey picture of 16 x 8 pixels.
+# A grey image of 16 x 8 pixels.
 JPEG = base64.b64decode(
     "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDACgcHiMeGSgjISMtKygwPGRBPDc3PHtYXUlkkYCZlo+AjIqgtObDoKrarYqMyP/L2u71////m8H////6"
     "/+b9//j/wAALCAAIABABAREA/8QAFQABAQAAAAAAAAAAAAAAAAAABAX/xAAfEAABBAAHAAAAAAAAAAAAAAADAAECBBEUIjEycfD/2gAIAQEAAD8A"
@@ -38,7 +38,7 @@ def seeded_fractions(seed: str, *shape: int) -> np.ndarray:
 
 
 def seeded_regions(seed: int, count: int, detector: str = DETECTOR, everything: bool = False) -> Regions:
-    """`count` regions in a picture of 16 x 8 pixels, 5 classes; everything: with attributes and features too."""
+    """`count` regions in an image of 16 x 8 pixels, 5 classes; everything: with attributes and features too."""
     corner = seeded_fractions(f"corner {seed}", count, 2) * np.float32([8, 4])
     side = np.float32([8, 4]) * (1 + seeded_fractions(f"side {seed}", count, 2)) / 2
     regions = Regions(
@@ -130,8 +130,8 @@ def put_checkpoint(store: ObjectStore, folder: str, state: dict, files: dict[str
     for name, data in files.items():
         store.put(f"{folder}/{name}", data)
     hashes = {name: file_hash([data]) for name, data in files.items()}
-    about = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
-    store.put(f"{folder}/state.json", sealed_json(about | state | {"files": hashes}))
+    metadata = {"version": CHECKPOINT_VERSION, "step": int(folder[-7:])}
+    store.put(f"{folder}/state.json", sealed_json(metadata | state | {"files": hashes}))
 
 
 def reseal(folder: Path) -> None:

@@ -14,7 +14,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 def draw(width: int = 96, height: int = 64, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """A picture with slopes and noise: not so plain that a decoder could guess the rest of it."""
+    """An image with slopes and noise: not so plain that a decoder could guess the rest of it."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width]
     slopes = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)

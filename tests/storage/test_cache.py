@@ -255,7 +255,7 @@ def test_a_picture_that_is_damaged_on_the_disk_and_unpacks_is_read_past_its_copy
     copy = tmp_path / "cache" / samples.index.tars[0]
     with copy.open("r+b") as stream:
         for number in (1, 2):
-            stream.seek(int(samples.index.offset[number]) + 512)  # the first bytes of the picture
+            stream.seek(int(samples.index.offset[number]) + 512)  # the first bytes of the image
             stream.write(b"\xff" * 100)
     recipe = tiny_recipe(root)
     config = dataclasses.replace(recipe.data, batch=8, text_batch=0)

@@ -77,7 +77,7 @@ class Counted:
 
 
 def cut_off(handler: BaseHTTPRequestHandler) -> None:
-    """A picture whose connection is reset in the middle."""
+    """An image whose connection is reset in the middle."""
     send(JPEG[:100], length=len(JPEG))(handler)
     handler.wfile.flush()
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

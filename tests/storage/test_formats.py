@@ -186,9 +186,9 @@ def test_the_golden_snapshot_reads_to_these_values():
     assert index.urls() == [f"http://example.org/images/00000{i}.jpg" for i in (3, 4)]
     (table,) = read_columns(store, SNAPSHOT, ["shard", "row", "width", "height", "num_regions"])
     assert [tuple(line.values()) for line in table.to_pylist()] == [(0, 7, 16, 8, 2), (0, 9, 16, 8, 0)]
-    about = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
+    metadata = json.loads(pq.read_metadata(GOLDEN / SNAPSHOT).metadata[b"snapshot"])
     header = Catalog(store, "captions").headers(STAGE)["00000"]
-    assert about == {
+    assert metadata == {
         "version": 3,
         "stage": STAGE,
         "random_init": False,

@@ -49,9 +49,9 @@ def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdata
     name = f"{shard:05}"
     folder.mkdir(exist_ok=True)
     done = rows[::-1]
-    about = [{name: value for name, value in row.items() if name != "image"} for row in done]
+    rows_without_image = [{name: value for name, value in row.items() if name != "image"} for row in done]
     files = {}
-    for row, meta in zip(done, about, strict=True):
+    for row, meta in zip(done, rows_without_image, strict=True):
         if row["image"] is not None:
             files[f"{row['key']}.{extension}"] = row["image"]
             files[f"{row['key']}.json"] = json.dumps(meta, indent=4).encode()
@@ -66,20 +66,22 @@ def write_shard(folder: Path, shard: int, rows: list[dict], form: str = "webdata
         (folder / name).mkdir()
         for member, data in files.items():
             (folder / name / member).write_bytes(data)
-    pq.write_table(pa.Table.from_pylist(about), folder / f"{name}.parquet")
+    pq.write_table(pa.Table.from_pylist(rows_without_image), folder / f"{name}.parquet")
     stats = {"count": len(rows), "successes": len(files) // 3, "failed_to_download": 0, "failed_to_resize": 0}
     (folder / f"{name}_stats.json").write_text(json.dumps(stats, indent=4))
 
 
-def picture(number: int) -> bytes:
+def image_bytes(number: int) -> bytes:
     return encode(draw(seed=number))
 
 
 def small_folder(folder: Path, form: str = "webdataset", extension: str = "jpg") -> Path:
     """Two shards: five rows, one of them gone, and two rows, one of them no image that we would store."""
-    first = [row(0, number, picture(number)) for number in range(4)] + [row(0, 4, None, "HTTP Error 404: Not Found")]
+    first = [row(0, number, image_bytes(number)) for number in range(4)] + [
+        row(0, 4, None, "HTTP Error 404: Not Found")
+    ]
     write_shard(folder, 0, first, form, extension)
-    write_shard(folder, 1, [row(1, 0, picture(10)), row(1, 1, encode(draw(400, 20)))], form, extension)
+    write_shard(folder, 1, [row(1, 0, image_bytes(10)), row(1, 1, encode(draw(400, 20)))], form, extension)
     return folder
 
 
@@ -104,7 +106,7 @@ def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path:
     catalog = Catalog(open_store(str(tmp_path / "root")), "imported")
     assert catalog.shards(IMAGES) == ["00000", "00001", "00002"]  # three rows, two, two: no shard spans two of theirs
     samples = [sample for shard in catalog.shards(IMAGES) for sample in catalog.read(IMAGES, shard)]
-    assert [sample.image for sample in samples] == [picture(number) for number in (0, 1, 2, 3, 10)]
+    assert [sample.image for sample in samples] == [image_bytes(number) for number in (0, 1, 2, 3, 10)]
     for number, sample in enumerate(samples[:4]):
         url, caption = f"http://example.test/0/{number}.jpg", f"caption 0/{number}: a café"
         assert (sample.url, sample.caption, sample.key) == (url, caption, sample_key(url, caption))
@@ -113,9 +115,9 @@ def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path:
 def test_every_image_goes_through_the_checks(tmp_path: Path):
     images = {
         "bomb": encode(draw(500, 400)),
-        "torn": picture(0)[:1000],
+        "torn": image_bytes(0)[:1000],
         "page": b"<html>",
-        "large": picture(0) + bytes(100_000),
+        "large": image_bytes(0) + bytes(100_000),
         "png": encode(draw(), "PNG"),
         "empty": b"",
     }
@@ -229,7 +231,7 @@ def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
     catalog.store.delete("imported/images/00001.parquet")
     assert imported(root, folder) == before
     assert {shard: header.tar_sha256 for shard, header in catalog.headers(IMAGES).items()} == tars
-    write_shard(folder, 2, [row(2, 0, picture(20))])
+    write_shard(folder, 2, [row(2, 0, image_bytes(20))])
     grown = imported(root, folder, rows_per_shard=2)  # what is committed keeps its portions
     assert grown == [*before, (7, "ok", "")]
     pq.write_table(pq.read_table(folder / "00000.parquet").slice(1), folder / "00000.parquet")
@@ -241,8 +243,8 @@ def test_an_import_goes_on_and_a_folder_may_grow_but_not_change(tmp_path: Path):
 def test_rows_that_repeat_an_earlier_one_are_duplicates_and_captions_may_be_absent(tmp_path: Path):
     folder = tmp_path / "folder"
     again = {"url": "http://example.test/0/0.jpg"}
-    write_shard(folder, 0, [row(0, number, picture(number)) for number in range(2)])
-    write_shard(folder, 1, [row(1, 0, picture(0), **again), row(1, 1, picture(0), **again)])
+    write_shard(folder, 0, [row(0, number, image_bytes(number)) for number in range(2)])
+    write_shard(folder, 1, [row(1, 0, image_bytes(0), **again), row(1, 1, image_bytes(0), **again)])
     for name in ("00000", "00001"):
         pq.write_table(pq.read_table(folder / f"{name}.parquet").drop_columns("caption"), folder / f"{name}.parquet")
     rows = imported(tmp_path / "root", folder)
@@ -269,8 +271,8 @@ def test_the_program_imports_a_folder(tmp_path: Path):
 
 @pytest.mark.parametrize("key", ["../secret", "/etc/secret", "sub/secret", "..\\secret", "a\0b", "1" * 300])
 def test_a_key_that_could_leave_the_folder_is_refused_by_name(tmp_path: Path, key: str):
-    (tmp_path / "secret.jpg").write_bytes(picture(0))
-    write_shard(tmp_path / "folder", 0, [row(0, 0, picture(1))], "files")
+    (tmp_path / "secret.jpg").write_bytes(image_bytes(0))
+    write_shard(tmp_path / "folder", 0, [row(0, 0, image_bytes(1))], "files")
     table = pq.read_table(tmp_path / "folder" / "00000.parquet")
     changed = table.set_column(table.schema.names.index("key"), "key", pa.array([key]))
     pq.write_table(changed, tmp_path / "folder" / "00000.parquet")
@@ -280,8 +282,8 @@ def test_a_key_that_could_leave_the_folder_is_refused_by_name(tmp_path: Path, ke
 
 def test_what_is_no_file_of_the_folder_is_a_missing_file_and_never_waited_for(tmp_path: Path):
     folder = tmp_path / "folder"
-    write_shard(folder, 0, [row(0, number, picture(number)) for number in range(4)], "files")
-    (tmp_path / "outside.jpg").write_bytes(picture(9))
+    write_shard(folder, 0, [row(0, number, image_bytes(number)) for number in range(4)], "files")
+    (tmp_path / "outside.jpg").write_bytes(image_bytes(9))
     for number, target in ((0, tmp_path / "outside.jpg"), (1, folder / "00000" / "000000003.jpg")):
         (folder / "00000" / f"00000000{number}.jpg").unlink()
         (folder / "00000" / f"00000000{number}.jpg").symlink_to(target)

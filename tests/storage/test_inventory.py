@@ -303,10 +303,10 @@ def test_verify_deals_rows_to_the_shards_that_lie_across_the_row_groups_of_a_sna
     for number, count in enumerate((131_070, 4, 3)):  # a row group ends after 131,072
         keys = [f"{row:020x}" for row in range(start, start + count)]
         rows = [Row(start + i, key, "ok") for i, key in enumerate(keys)]
-        about = {"stage": "images", "shard": f"{number:05d}", "meta": {}}
-        about |= {"tar": f"{number:05d}-{0:012}.tar", "tar_sha256": "0" * 64, "tar_bytes": 1}
+        metadata = {"stage": "images", "shard": f"{number:05d}", "meta": {}}
+        metadata |= {"tar": f"{number:05d}-{0:012}.tar", "tar_sha256": "0" * 64, "tar_bytes": 1}
         spans = [Span(key, 512 * i, 512) for i, key in enumerate(keys)]
-        data = manifest_bytes(rows, spans, [(16, 8, None)] * count, about)
+        data = manifest_bytes(rows, spans, [(16, 8, None)] * count, metadata)
         local.store.put(f"captions/images/{number:05d}.parquet", data)
         start += count
     local.pin("images")
@@ -348,8 +348,8 @@ def test_verify_takes_no_tar_of_a_bucket_into_memory_whole(local):
 
 def grafted(rows: bytes, footer: bytes) -> bytes:
     """The rows of one snapshot under the footer of another."""
-    about = pq.read_metadata(io.BytesIO(footer)).metadata
-    return sealed_parquet(pq.read_table(io.BytesIO(rows)), {k: about[k] for k in (b"snapshot", b"sha256")})
+    footer_metadata = pq.read_metadata(io.BytesIO(footer)).metadata
+    return sealed_parquet(pq.read_table(io.BytesIO(rows)), {k: footer_metadata[k] for k in (b"snapshot", b"sha256")})
 
 
 def test_gc_finds_what_nothing_names_and_leaves_what_is_young_or_named(local):

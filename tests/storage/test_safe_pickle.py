@@ -160,9 +160,9 @@ def test_a_tensor_ends_where_its_storage_does(tmp_path: Path, side: int):
 def refcoco(folder: Path, refs: bytes) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "refs(unc).p").write_bytes(refs)
-    picture = {"id": 1, "file_name": "a.jpg", "width": 10, "height": 10}
+    image = {"id": 1, "file_name": "a.jpg", "width": 10, "height": 10}
     box = {"id": 1, "image_id": 1, "bbox": [1, 1, 5, 5]}
-    (folder / "instances.json").write_text(json.dumps({"images": [picture], "annotations": [box]}))
+    (folder / "instances.json").write_text(json.dumps({"images": [image], "annotations": [box]}))
     return folder
 
 

@@ -174,7 +174,7 @@ CORRUPT = {
     "width as a fraction": (metadata(width=16.0), "width"),
     "width as a text": (metadata(width="16"), "width"),
     "height true": (metadata(height=True), "height"),
-    "height of another picture": (metadata(height=9), "height"),
+    "height of another image": (metadata(height=9), "height"),
     "jpg empty": (member("jpg", b""), r"\.jpg"),
     "jpg a PNG": (member("jpg", b"\x89PNG\r\n\x1a\n" + bytes(100)), r"\.jpg"),
     "jpg ends in its header": (member("jpg", JPEG[:20]), r"\.jpg"),

@@ -249,15 +249,15 @@ def test_a_snapshot_that_is_gone_or_elsewhere_or_of_another_version_is_named(cat
     with pytest.raises(ValueError, match=rf"{path} is gone; put it back"):
         catalog.pinned("images", snapshot.id)
     table = pq.read_table(io.BytesIO(data))
-    about = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
+    metadata = json.loads(pq.read_metadata(io.BytesIO(data)).metadata[b"snapshot"])
     for change, message in [
         ({"version": 1}, "is of version 1, this code reads 3"),
         ({"random_init": True}, None),
         ({"stage": "regions/x"}, f"is snapshot {snapshot.id} of regions/x"),
-        ({"shards": [about["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),
-        ({"shards": [about["shards"][0] | {"manifest_sha256": "0" * 64}]}, "is snapshot"),
+        ({"shards": [metadata["shards"][0] | {"rows": 3}]}, "is damaged: 4 rows for 3"),
+        ({"shards": [metadata["shards"][0] | {"manifest_sha256": "0" * 64}]}, "is snapshot"),
     ]:
-        text = json.dumps({**about, **change})
+        text = json.dumps({**metadata, **change})
         sink = io.BytesIO()
         hashed = {"snapshot": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
         pq.write_table(table.replace_schema_metadata(hashed), sink)
