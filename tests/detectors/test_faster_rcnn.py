@@ -333,6 +333,16 @@ def test_proposals_lie_in_the_image_best_first_and_do_not_overlap():
     assert (larger[:, 2:] - larger[:, :2]).min() > 60
 
 
+def test_suppression_goes_beyond_the_best_few_where_these_all_overlap():
+    network = small_network(post_nms=4, rpn_nms_threshold=0.1)
+    away = torch.stack(torch.meshgrid(torch.arange(10.0), torch.arange(10.0), indexing="ij")).sum(dim=0)
+    anchors = network.config.num_anchors
+    boxes, scores = network.proposals(-away.expand(anchors, 10, 10), torch.zeros(4 * anchors, 10, 10), 160, 160)
+    assert len(boxes) == 4
+    assert (torchvision.ops.box_iou(boxes, boxes).fill_diagonal_(0) <= 0.1).all()
+    assert scores.min() < -1, "beyond the 16 best anchors, which are those of the first cells"
+
+
 def test_logits_and_deltas_of_an_anchor_stay_together():
     network = FasterRCNN.random_init(SMALL, seed=0)
     logits, deltas = torch.zeros(6, 4, 5), torch.zeros(24, 4, 5)
