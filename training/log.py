@@ -152,7 +152,7 @@ class RunLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         seconds = time.monotonic() - self._began
         beat = {"time": now} | self._beat | {"seconds": seconds, "checkpoint": self.checkpoint}
-        self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode(), urgent=True)
+        self.writer.put(f"runs/{self.run}/{_HEARTBEAT}", json.dumps(beat, indent=1).encode())
         self._beaten = time.monotonic()
 
     def training(self, step: int, line: "Line", learning_rate: float) -> None:

@@ -63,7 +63,6 @@ class Writer:
         self._changed = threading.Condition()  # guards all that follows but _copies
         self._waiting: OrderedDict[str, _Job] = OrderedDict()  # with the one that is done now
         self._running: _Job | None = None
-        self._overtakes = False  # whether something urgent is put between two parts of it
         self._failing: dict[str, _Failure] = {}
         self._finished = self._moved = time.monotonic()  # when a file was written last, or a part of one
         self._thread: threading.Thread | None = None
@@ -83,16 +82,16 @@ class Writer:
             if lost is not error:
                 self.log(str(lost))
 
-    def put(self, path: str, data: bytes, urgent: bool = False) -> None:
-        """Write an object, some time soon; what is urgent may come between two parts of a checkpoint."""
-        self.do(path, functools.partial(self.store.put, path, data), urgent)
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object, some time soon."""
+        self.do(path, functools.partial(self.store.put, path, data))
 
-    def do(self, path: str, work: Callable[[], object], urgent: bool = False) -> None:
+    def do(self, path: str, work: Callable[[], object]) -> None:
         """Have this done in the thread, which writes the object `path` or makes it last."""
         with self._changed:
             if not self._raised:
                 self._raise()
-            self._add(_Job(path, self.store.where(path), deque([work]), urgent=urgent))
+            self._add(_Job(path, self.store.where(path), deque([work])))
 
     def checkpoint(
         self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor] | FromHashes], then: Callable[[], None]
@@ -229,16 +228,7 @@ class Writer:
         self.store.put(f"{folder}/{name}", content)
 
     def _part_is_written(self) -> None:
-        """Put something urgent that is due, if there is such a thing, before the running checkpoint goes on."""
-        with self._changed:
-            now = self._moved = time.monotonic()
-            urgent = [job for job in self._waiting.values() if job.urgent and job is not self._running]
-            due = [job for job in urgent if job.key not in self._failing or self._failing[job.key].due <= now]
-            if self._overtakes or not due:
-                return
-            self._overtakes = True
-        self._do(due[0])
-        self._overtakes = False
+        self._moved = time.monotonic()
 
     def _do(self, job: "_Job") -> None:
         error = None
@@ -286,14 +276,9 @@ class _Job:
     """Puts that are done in order, each once; a newer job replaces one of the same key; `what` names it in messages."""
 
     def __init__(
-        self,
-        key: str,
-        what: str,
-        steps: deque[Callable[[], object]],
-        then: Callable[[], None] = lambda: None,
-        urgent: bool = False,
+        self, key: str, what: str, steps: deque[Callable[[], object]], then: Callable[[], None] = lambda: None
     ):
-        self.key, self.what, self.steps, self.then, self.urgent = key, what, steps, then, urgent
+        self.key, self.what, self.steps, self.then = key, what, steps, then
 
 
 @dataclass

@@ -120,7 +120,6 @@ def test_in_a_folder_the_log_is_on_the_disk_before_a_checkpoint_that_rests_on_it
     with record.writer as writer:
         writer.do("begin", given.wait)
         record.step(1)
-        assert writer._waiting["runs/run/heartbeat.json"].urgent
         record.publish()
         writer.checkpoint("runs/run/step-0000001", files(1), nothing)
         assert list(writer._waiting)[-2:] == ["runs/run/metrics.jsonl", "checkpoint"]

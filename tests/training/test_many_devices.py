@@ -340,8 +340,11 @@ def test_the_launcher_ends_with_what_the_ranks_say_and_their_status(tmp_path, gi
     root = str(tmp_path / "empty")
     command = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train"]
     command += ["pretrain_vlbert_demo", *(one.format(root=root) for one in given)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT)
+    variables = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT, env=variables)
     assert ended.returncode == 1
+    if lines == 2:  # of a rank that knows its world
+        assert root in (tmp_path / "error").read_text()
     told = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
     assert 1 <= len(told) <= lines, ended.stderr
     assert all(line.startswith("torchrun -m vlbert.train pretrain_vlbert_demo: ") for line in told)

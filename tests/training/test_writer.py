@@ -270,20 +270,6 @@ def test_after_it_was_given_up_storage_is_tried_again(tmp_path, away, said):
     assert (tmp_path / "runs/r/heartbeat.json").exists()
 
 
-def test_what_is_urgent_comes_between_the_parts_of_a_checkpoint(tmp_path):
-    store = Held(tmp_path, "begin")
-    with Writer(store) as writer:
-        writer.put("begin", b"")
-        assert store.begun.wait(20)
-        writer.checkpoint("runs/r/step-0000001", files(1), nothing)
-        writer.put("predictions", b"")
-        writer.put("heartbeat", b"", urgent=True)
-        store.let_through.set()
-    names = [path.rpartition("/")[2] for path in store.order]
-    assert names.index("heartbeat") < names.index("state.json")
-    assert names[-1] == "predictions"
-
-
 def test_a_save_waits_but_a_while_for_a_checkpoint_that_is_not_begun(tmp_path, said):
     store = Held(tmp_path, "hangs")
     with Writer(store, said.append, silence=0.2) as writer:
@@ -332,24 +318,6 @@ def test_a_bucket_that_is_away_for_a_while_holds_up_no_step(server, tmp_path, sa
     assert said[1].startswith("storage is back after ")
     assert said[1].endswith(f"{tmp_path.name}/runs/r/step-0000001 is written")
     assert len(said) == 2
-
-
-def test_what_is_urgent_comes_between_the_parts_of_an_upload(server, tmp_path):
-    order, given = [], threading.Event()
-
-    class Noting(S3Store):
-        def put(self, path: str, data: Content, *, if_absent: bool = False) -> bool:
-            done = super().put(path, data, if_absent=if_absent)
-            order.append(path)
-            return done
-
-    store = Noting(f"s3://bucket/{tmp_path.name}")
-    with Writer(store) as writer:
-        writer.do("begin", given.wait)
-        writer.checkpoint("folder", {"model": {"a": torch.rand(3_000_000)}}, nothing)
-        writer.put("heartbeat", b"", urgent=True)
-        given.set()
-    assert order == ["heartbeat", "folder/model"]
 
 
 def save_for_ever(root: Path) -> None:
