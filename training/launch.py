@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if os.environ.get(ERROR_FILE) and Path(failure.error_file).is_file():
-            Path(os.environ[ERROR_FILE]).write_text(failure.message)
+        if os.environ.get(ERROR_FILE) and isinstance(failure.message, dict):  # as training.loop writes it
+            Path(os.environ[ERROR_FILE]).write_text(failure.message["message"])
         if failure.exitcode > 0:
             sys.exit(failure.exitcode)
         print(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr, flush=True)

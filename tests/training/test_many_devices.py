@@ -394,13 +394,13 @@ def test_a_training_that_takes_no_step_and_prints_nothing_for_too_long_is_ended_
 
     def hang(beat: Mapping[str, Any]) -> None:
         began.append(time.monotonic())
-        if len(began) == 4:  # three times the limit has passed without output
+        if began[-1] - began[0] > 31:  # without output
             for pid in sorted(descendants(*(set(children(os.getpid())) - others))):
                 os.kill(pid, signal.SIGSTOP)
 
-    with pytest.raises(ChildTimedOut, match="it was silent for 15 s"):
-        trained_by_a_flow(root, "silent", hang, Processes(silence=15), **never)
-    assert began[-1] - began[0] > 15, "heartbeats are signs of life"
+    with pytest.raises(ChildTimedOut, match="it was silent for 30 s"):
+        trained_by_a_flow(root, "silent", hang, Processes(silence=30), **never)
+    assert began[-1] - began[0] > 31, "heartbeats are signs of life"
 
 
 def in_place_of_torchrun(folder: Path, program: str) -> None:
