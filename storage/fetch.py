@@ -63,15 +63,15 @@ class DownloadSettings(ImageSettings):
     seed: int = 0
     """Seed of the retries' jitter."""
     second_pass: float = 30.0
-    """The longest pause, in seconds, that a URL asks for and still gets its one later attempt; 0: none gets one."""
+    """A URL that asks for a longer pause, in seconds, gets no second attempt after the others; 0: no URL gets one."""
     breaker: int = 2
-    """Timeouts or lost connections in a row after which a host may be silent: its URLs are then asked in brief."""
+    """Timeouts or lost connections in a row after which a host may be silent: its URLs then get a short deadline."""
     concurrency: int = 64
     """URLs in flight at once, over all shards in progress."""
     per_host: int = 64
     """The most URLs of one host in flight at once: it begins with 8, and has more as long as it answers as fast."""
     max_bytes_in_flight: int = 128 * 2**20
-    """Bytes of bodies held at once, over all URLs in flight: past it, all but the oldest body wait for room."""
+    """Bytes of bodies held at once, over all URLs in flight; at this limit, all but the oldest body wait."""
     decode_threads: int = 2
     """Threads that check, decode and encode images, for all shards in progress; each holds one decoded image."""
     allowed_hosts: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class DownloadSettings(ImageSettings):
 
     @property
     def user_agent(self) -> str:
-        """What servers are told: the program's name and, where set, whom to ask."""
+        """The User-Agent: the program's name and, if set, the contact."""
         return f"{AGENT}/0.1" + (f" (+{self.contact})" if self.contact else "")
 
 
