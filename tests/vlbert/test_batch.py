@@ -57,7 +57,7 @@ def test_rows_keep_their_content_and_padding_is_marked():
     assert batch.label_masks["region_label_mask"].nonzero().tolist() == [[0, 1], [2, 1]]
 
 
-def test_a_batch_of_text_alone_has_no_pictures():
+def test_a_batch_of_text_alone_has_no_images():
     batch = collate([Example("a", words(3, [1])), Example("b", words(2, [0]))])
     assert batch.pixels == ()
     assert tuple(batch.region_mask.shape) == (2, 0)
@@ -89,13 +89,13 @@ def test_images_are_in_two_groups_where_that_saves_a_tenth_of_the_padded_pixels(
     assert sum(int(group.sum()) for group in batch.pixels) == 3 * sum((n + 1) * h * w for n, (h, w) in enumerate(sizes))
 
 
-def test_pictures_without_pixels_stay_in_the_order_of_the_rows():
+def test_images_without_pixels_stay_in_the_order_of_the_rows():
     pictures = [dataclasses.replace(precomputed(2), size=size) for size in ((9, 6), (6, 9))]
     batch = collate([Example(str(n), words(1, []), p) for n, p in enumerate(pictures)])
     assert (batch.pixels, batch.image_rows.tolist()) == ((), [0, 1])
 
 
-def test_texts_about_one_picture_are_rows_that_share_it():
+def test_texts_about_one_image_are_rows_that_share_it():
     choices = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
     batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), picture(3, 5, 2))])
     assert len(batch) == 5
@@ -112,7 +112,7 @@ def test_texts_about_one_picture_are_rows_that_share_it():
     assert batch.labels["words"].tolist() == [1, 0, 3]
 
 
-def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_order():
+def test_what_belongs_to_the_regions_of_an_image_stands_there_once_in_image_order():
     cells = np.arange(2 * 3 * 3, dtype=np.float32).reshape(2, 3, 3)
     first = dataclasses.replace(precomputed(2), cells=cells, classes=np.array([0, 7]))
     second = dataclasses.replace(precomputed(3), cells=np.ones((3, 3, 3), np.float32))
@@ -125,7 +125,7 @@ def test_what_belongs_to_the_regions_of_a_picture_stands_there_once_in_picture_o
 
 
 @pytest.mark.parametrize("name", ["pixels", "features", "cells"])
-def test_pictures_of_one_batch_all_have_it_or_none(name):
+def test_images_of_one_batch_all_have_it_or_none(name):
     whole = dataclasses.replace(picture(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
     without = dataclasses.replace(whole, **{name: None})
     with pytest.raises(ValueError, match=f"1 of 2 images of one batch have no {name}"):
@@ -138,7 +138,7 @@ def test_examples_that_ask_for_different_things_do_not_mix():
         collate([Example("a", words(3, [1])), Example("b", other)])
 
 
-def test_a_place_holder_keeps_its_shapes_asks_nothing_and_is_not_counted():
+def test_a_placeholder_keeps_its_shapes_asks_nothing_and_is_not_counted():
     example = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
     missing = Unreadable(7, "b", "sample b is torn")
     batch = collate([placeholder(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])

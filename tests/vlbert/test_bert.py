@@ -28,7 +28,7 @@ from vlbert.tasks.pretraining import PretrainingHead
 from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 LETTERS = Vocabulary([*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")])
-# The picture's term is silent at words, as it is when training begins.
+# The image's term is silent at words, as it is when training begins.
 SILENT = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, dropout=0.0)
 BERT = BertConfig(
     vocab_size=len(LETTERS),

@@ -128,7 +128,7 @@ every_record = pytest.mark.parametrize(
 
 
 @every_record
-def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number):
+def test_words_are_masked_asked_for_and_cut_as_by_the_authors(kind, flip, number):
     theirs, words = of(kind, flip, number), example(kind, flip, number).text
     np.testing.assert_array_equal(words.tokens, theirs("text"))
     labels = np.full(len(words.tokens), -1)
@@ -139,7 +139,7 @@ def test_words_are_hidden_asked_for_and_cut_as_by_the_authors(kind, flip, number
 
 
 @every_record
-def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
+def test_regions_are_masked_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
     theirs, picture = of(kind, flip, number), example(kind, flip, number).image
     np.testing.assert_allclose(picture.boxes, theirs("boxes"), atol=1e-4)
     np.testing.assert_array_equal(picture.masked, theirs("mvrc_ops") == 1)
@@ -153,7 +153,7 @@ def test_regions_are_hidden_asked_for_placed_and_cut_as_by_the_authors(kind, fli
 
 
 @every_record
-def test_pictures_are_resized_as_by_the_authors(kind, flip, number):
+def test_images_are_resized_as_by_the_authors(kind, flip, number):
     width, height, *ratios = of(kind, flip, number)("im_info")[:4]
     picture, record = example(kind, flip, number).image, sample(number)
     assert picture.size == (width, height)

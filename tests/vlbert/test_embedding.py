@@ -33,7 +33,7 @@ def words(*tokens: int, token_region: tuple[int, ...] = ()) -> TextInput:
     return TextInput(np.array(tokens), zeros, np.array(token_region) if token_region else zeros)
 
 
-def picture(seed: int = 0, **more: np.ndarray) -> ImageInput:
+def image(seed: int = 0, **more: np.ndarray) -> ImageInput:
     """The whole image and three regions, the second of them hidden; precomputed."""
     rng = np.random.default_rng(seed)
     low = rng.uniform(0, 30, (4, 2))
@@ -44,7 +44,7 @@ def picture(seed: int = 0, **more: np.ndarray) -> ImageInput:
 
 
 def batch(shown: ImageInput | None = None) -> Batch:
-    return collate([Example("one", words(7, 8, 9), shown or picture())])
+    return collate([Example("one", words(7, 8, 9), shown or image())])
 
 
 def text_alone() -> Batch:
@@ -87,6 +87,9 @@ AS_WORDS = {"special_tokens": "vocabulary", "masked_region_token": False}
         ({}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST]),
         ({"end_visual_embedding": True}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST, END]),
         ({}, "no_image_embedding", 0, []),
+        ({}, "segments", 0, WORDS),
+        ({}, "segments", 1, []),
+        ({}, "segments", 2, [WHOLE, FIRST, HIDDEN, LAST, END]),
     ],
 )
 def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter, index, reads_it):
@@ -99,7 +102,7 @@ def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter,
 
 
 @pytest.mark.parametrize(("end_visual_embedding", "reads_it"), [(False, WORDS), (True, [*WORDS, 3])])
-def test_text_alone_carries_one_learned_look(end_visual_embedding, reads_it):
+def test_text_alone_carries_one_learned_vector(end_visual_embedding, reads_it):
     model = make(end_visual_embedding=end_visual_embedding)
     before = embedded(model, text_alone())
     model.embedding.no_image_embedding.weight.data.normal_()
@@ -134,7 +137,7 @@ def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
 def test_every_weight_gets_a_gradient_whatever_the_rules_even_without_text_alone(rules):
     """DistributedDataParallel refuses a model with others."""
     model = make(**rules)
-    shown = dataclasses.replace(picture(), pixels=torch.zeros(3, 64, 96, dtype=torch.uint8))
+    shown = dataclasses.replace(image(), pixels=torch.zeros(3, 64, 96, dtype=torch.uint8))
     encoded = model(batch(shown))
     (encoded.text.sum() + encoded.regions.sum()).backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -150,17 +153,17 @@ def test_special_tokens_of_the_vocabulary_can_be_answers_too():
 
 def test_a_region_by_class_lies_in_the_table_as_its_class_says():
     model = make(**OWN_BY_CLASS)
-    swapped = dataclasses.replace(picture(), classes=np.array([0, 1, 1, 2]))
+    swapped = dataclasses.replace(image(), classes=np.array([0, 1, 1, 2]))
     differs = (embedded(model, batch(swapped)) - embedded(model, batch())).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == [FIRST]
     indifferent = make()
     assert torch.equal(embedded(indifferent, batch(swapped)), embedded(indifferent, batch()))
 
 
-def test_what_is_hidden_is_a_learned_vector_that_starts_at_zero():
+def test_what_is_masked_is_a_learned_vector_that_starts_at_zero():
     model = make()
     assert not model.embedding.masked_appearance.weight.any()
-    other = picture()
+    other = image()
     other.features[2] = 9  # the hidden region
     assert torch.equal(embedded(model, batch(other)), embedded(model, batch()))
     other.features[3] = 9
@@ -170,7 +173,7 @@ def test_what_is_hidden_is_a_learned_vector_that_starts_at_zero():
 
 @pytest.mark.parametrize("features", [None, np.zeros((4, 7), np.float32)], ids=["none", "another width"])
 def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
-    wrong = batch(dataclasses.replace(picture(), features=features))
+    wrong = batch(dataclasses.replace(image(), features=features))
     found = "(0, 0)" if features is None else "(4, 7)"
     with pytest.raises(ValueError, match="keep_features=true, or set model.regions.features=end_to_end") as error:
         make()(wrong)
@@ -178,7 +181,7 @@ def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
 
 
 @pytest.mark.parametrize(("channels", "width"), [(None, 32), (12, 12)])
-def test_looks_may_have_a_width_of_their_own(channels, width):
+def test_visual_embeddings_may_have_a_width_of_their_own(channels, width):
     model = make(visual_embedding_size=channels)
     looks = model.embedding.region_visual_embeddings(batch(), model.appearance(batch()))
     assert looks.shape == (1, 4, width)
@@ -190,7 +193,7 @@ def test_looks_may_have_a_width_of_their_own(channels, width):
 
 @pytest.mark.parametrize("channels", [32, 12])
 @pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
-def test_a_look_is_normed_or_scaled_or_added_as_it_is(norm, channels):
+def test_a_visual_embedding_is_normed_or_scaled_or_added_as_it_is(norm, channels):
     torch.manual_seed(0)
     look = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
     look.initialise()
@@ -209,7 +212,7 @@ def test_the_gains_of_words_and_of_regions_are_their_own():
 
 
 @pytest.mark.parametrize(("activation", "negative"), [("relu", False), ("none", True)])
-def test_looks_are_rectified_or_not(activation, negative):
+def test_visual_embeddings_are_rectified_or_not(activation, negative):
     model = make(visual_activation=activation)
     assert bool((model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) < 0).any()) == negative
 
@@ -226,7 +229,7 @@ def test_geometry_stands_in_front_of_appearance(geometry):
 
 
 @pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])
-def test_what_goes_into_a_look_is_dropped_out_or_not(visual_dropout, random):
+def test_what_goes_into_a_visual_embedding_is_dropped_out_or_not(visual_dropout, random):
     model = make(dropout=0.5, visual_dropout=visual_dropout).train()
     first, second = (model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) for _ in range(2))
     assert torch.equal(first, second) != random
@@ -255,10 +258,10 @@ def test_heads_of_fine_tuning_start_by_glorots_rule_or_as_all(rule, spread):
     assert float(pooled.std()) == pytest.approx(32**-0.5 if rule == "xavier" else 0.25, rel=0.1)
 
 
-def test_words_that_name_a_region_carry_its_look_whichever_text_of_a_picture_they_stand_in():
+def test_words_that_name_a_region_carry_its_visual_embedding_whichever_text_of_an_image_they_stand_in():
     model = make()
     texts = words(7, 8, 9), words(7, 8, 9, token_region=(0, 3, 0))
-    both = collate([Example("other", words(5), picture(seed=1)), Example("a", texts[0], picture(), more=texts[1:])])
+    both = collate([Example("other", words(5), image(seed=1)), Example("a", texts[0], image(), more=texts[1:])])
     with torch.no_grad():
         found, _ = model.embedding(both, model.appearance(both)).joined()
     differs = (found[1] - found[2]).abs().amax(1) > 1e-4

@@ -28,7 +28,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def ragged(number: int) -> Batch:
-    """Two to four pictures and one or two texts, of other lengths in every batch."""
+    """Two to four images and one or two texts, of other lengths in every batch."""
     rng = np.random.default_rng(number)
     samples = [tiny_sample(10 * number + i, 1 + (number + i) % 3) for i in range(2 + number % 3)]
     pairs = [TASK.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, rng) for sample in samples]

@@ -58,7 +58,7 @@ def of_each_row(seen: Tensor, batch: Batch) -> list[Tensor]:
 
 
 @BY_MASKING
-def test_a_region_looks_the_same_in_a_group_and_alone(masking):
+def test_a_region_visual_embeddings_the_same_in_a_group_and_alone(masking):
     sight, given = network(masking).eval(), examples()
     batch = collate(given)
     assert [len(group) for group in batch.pixels] == [2, 3]
@@ -105,7 +105,7 @@ def test_one_tensor_of_a_batch_has_its_largest_height_and_width(masking):
 
 
 @BY_MASKING
-def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(masking):
+def test_in_a_fixed_padding_a_region_visual_embeddings_the_same_whatever_the_batch(masking):
     sight = network(masking, padding="fixed", short_side=96, long_side=128).eval()
     batch = collate(examples())
     shapes = [tuple(group.shape[2:]) for group in sight.network_input(batch)]
@@ -122,14 +122,14 @@ def test_in_a_fixed_padding_a_region_looks_the_same_whatever_the_batch(masking):
             torch.testing.assert_close(together[row], sight.appearance([own], alone), rtol=1e-4, atol=1e-5)
 
 
-def test_a_picture_that_is_larger_than_its_fixed_padding_is_refused():
+def test_an_image_that_is_larger_than_its_fixed_padding_is_refused():
     sight = network(padding="fixed", short_side=64, long_side=96)
     with pytest.raises(ValueError, match=r"sample text is 64 x 112 pixels, more than .*padding=fixed takes, 64 x 96"):
         sight(collate(examples()))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
+def test_images_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
     given = [example for example in examples() if example.image is None or example.image.size == (96, 64)]
     batch = collate(given)
     assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
@@ -150,7 +150,7 @@ def test_pictures_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
         torch.testing.assert_close(separate / scale, together / scale, rtol=0, atol=tolerance)
 
 
-def test_live_norms_take_statistics_of_all_pictures_at_once():
+def test_live_norms_take_statistics_of_all_images_at_once():
     resnet = dataclasses.replace(CONFIG.resnet, norm="batch")
     torch.manual_seed(0)
     made = FastRCNN(dataclasses.replace(CONFIG, resnet=resnet, frozen_stages=0)).train()

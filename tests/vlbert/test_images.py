@@ -19,7 +19,7 @@ PRECOMPUTED = dataclasses.replace(AS_STORED, features="precomputed", random_init
 LARGER = RegionConfig(short_side=128, long_side=400)
 
 
-def test_a_picture_of_the_right_size_is_only_decoded():
+def test_an_image_of_the_right_size_is_only_decoded():
     sample = tiny_sample(3)
     seen = prepare_image(sample, AS_STORED, flip=False)
     pillow = np.asarray(Image.open(io.BytesIO(sample.image)).convert("RGB")).transpose(2, 0, 1)
@@ -29,7 +29,7 @@ def test_a_picture_of_the_right_size_is_only_decoded():
     assert seen.boxes[0].tolist() == [0, 0, 95, 63]
 
 
-def test_boxes_grow_with_the_picture():
+def test_boxes_grow_with_the_image():
     sample = tiny_sample(3)
     seen = prepare_image(sample, LARGER, flip=False)
     assert tuple(seen.pixels.shape) == (3, 128, 192)
@@ -39,7 +39,7 @@ def test_boxes_grow_with_the_picture():
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
 
 
-def test_a_red_square_stays_under_its_box_when_the_picture_is_mirrored():
+def test_a_red_square_stays_under_its_box_when_the_image_is_mirrored():
     picture = Image.new("RGB", (96, 64), (0, 0, 255))
     picture.paste((255, 0, 0), (8, 16, 40, 48))
     data = io.BytesIO()

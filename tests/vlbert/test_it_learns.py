@@ -231,7 +231,7 @@ def test_ten_samples_are_memorised():
     assert losses["regions"] < 0.01
 
 
-def test_a_word_is_told_by_the_region_it_looks_at():
+def test_a_word_is_told_by_the_region_it_visual_embeddings_at():
     """Each picture has two texts, alike but for the region that [MASK] is tied to: who ignores it is right half the
     time."""
     torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_a_word_is_told_by_the_region_it_looks_at():
     assert (words.argmax(1) == batch.labels["words"]).tolist() == [True] * 10
 
 
-def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden():
+def test_the_vector_of_a_masked_region_cannot_be_seen_where_features_are_hidden():
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     config = precomputed()
@@ -283,7 +283,7 @@ def test_the_vector_of_a_hidden_region_cannot_be_seen_where_features_are_hidden(
 
 
 @pytest.mark.slow
-def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
+def test_words_that_only_the_image_tells_need_the_image(means, commonest):
     sight, blind = means["pixels", "in full sight"], means["pixels", "blinded"]
     print(f"\nmasked colours, by text alone {commonest:.3f} at most")
     assert commonest < 0.4
@@ -293,7 +293,7 @@ def test_words_that_only_the_picture_tells_need_the_picture(means, commonest):
 
 
 @pytest.mark.slow
-def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_that_overlap(means, commonest):
+def test_masked_pixels_tell_no_class_and_masked_features_leak_through_regions_that_overlap(means, commonest):
     """The paper's argument for masking raw pixels (3.3). No word is left to tell the class."""
     pixels, features = (means[masking, "without a word"]["regions_accuracy"] for masking in ("pixels", "features"))
     print(f"\nmasked regions without a word: pixels hidden {pixels:.3f}, features hidden {features:.3f}, chance 0.333")
@@ -304,7 +304,7 @@ def test_hidden_pixels_tell_no_class_and_hidden_features_leak_through_regions_th
 
 
 @pytest.mark.slow
-def test_only_what_another_picture_takes_away_is_grounding(means):
+def test_only_what_another_image_takes_away_is_grounding(means):
     reads, leaks = means["pixels", "as usual"], means["features", "as usual"]
     assert reads["monitored_accuracy_grounding_gap"] > 0.15
     assert reads["regions_accuracy_grounding_gap"] > 0.2

@@ -38,15 +38,15 @@ GUIDE = PROJECT / "docs" / "library.md"
 
 
 def small_batch() -> Batch:
-    """A caption with a picture of three regions, and a text alone."""
+    """A caption with an image of three regions, and a text alone."""
     rng = np.random.default_rng(0)
     tokens = np.array([2, 7, 8, 9, 3])
     zeros = np.zeros_like(tokens)
     boxes = np.array([[0, 0, 95, 63], [5, 5, 40, 50], [30, 10, 90, 60]], np.float32)
     pixels = torch.from_numpy(rng.integers(0, 256, (3, 64, 96), dtype=np.uint8))
-    picture = ImageInput(boxes, np.array([False, False, True]), (96, 64), pixels)
+    image = ImageInput(boxes, np.array([False, False, True]), (96, 64), pixels)
     return collate(
-        [Example("a", TextInput(tokens, zeros, zeros), picture), Example("b", TextInput(tokens[:3], *[zeros[:3]] * 2))]
+        [Example("a", TextInput(tokens, zeros, zeros), image), Example("b", TextInput(tokens[:3], *[zeros[:3]] * 2))]
     )
 
 
@@ -267,7 +267,7 @@ def test_weights_of_another_architecture_are_refused_by_name(folder):
 
 @needs_key_lists
 def test_the_guide_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
-    """Its blocks, one after the other, beside a small file of theirs, a vocabulary and a picture."""
+    """Its blocks, one after the other, beside a small file of theirs, a vocabulary and an image."""
     save_released(tmp_path / "vl-bert-base-e2e.model", small_state("pretrain_base_e2e", torch.float16))
     (tmp_path / "vocab.txt").write_text(WORDS.text())
     Image.effect_noise((200, 150), 60).convert("RGB").save(tmp_path / "dog.jpg")

@@ -72,7 +72,7 @@ def test_a_batch_late_in_a_long_epoch_is_found_at_once():
     assert all(epoch == 3 and 0 <= number < 3 * 10**9 for epoch, number in taken)
 
 
-def test_take_goes_over_the_border_of_an_epoch():
+def test_take_goes_over_the_boundary_of_an_epoch():
     taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
     assert [epoch for epoch, _ in taken] == [0, 0, 0, 1, 1, 1]
     assert [number for _, number in taken] == [*epoch_of(3, CAPTIONS, 0, 8)[5:], *epoch_of(3, CAPTIONS, 1, 8)[:3]]
@@ -162,7 +162,7 @@ def test_without_a_limit_every_question_is_asked_once(root):
     assert len(asked) == 20
 
 
-def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
+def test_shuffled_validation_gives_every_text_the_image_of_another(root):
     image_of, others = {}, []
     for right, _ in validation(root):
         for i, key in enumerate(right.keys):
@@ -174,7 +174,7 @@ def test_shuffled_validation_gives_every_text_the_picture_of_another(root):
             boxes = other.boxes[i][other.region_mask[i]].tolist()
             assert boxes != image_of[key]
             others.append(boxes)
-    assert sorted(others) == sorted(image_of.values()), "each picture is shown once"
+    assert sorted(others) == sorted(image_of.values()), "each image is shown once"
 
 
 def test_samples_read_through_the_index_are_those_that_were_written(root):

@@ -53,13 +53,13 @@ def test_single_tokens_are_chosen_by_themselves_where_the_rule_says_so():
     assert (words[:, 0] != words[:, 3]).any()
 
 
-def test_random_pieces_are_never_special():
+def test_random_tokens_are_never_special():
     hidden, asked = many(WordMasking(0.5, masked=0.0, random=1.0))
     assert hidden[asked].min() >= len(SPECIALS)
     assert len(np.unique(hidden[asked])) == 25
 
 
-def test_regions_are_hidden_in_the_share_of_the_rule_and_the_whole_image_never():
+def test_regions_are_masked_in_the_share_of_the_rule_and_the_whole_image_never():
     drawn = [mask_regions(10, RegionMasking(0.15, masked=0.9), np.random.default_rng(i)) for i in range(3000)]
     hidden, asked = (np.stack(part) for part in zip(*drawn, strict=True))
     assert asked.shape == (3000, 11)

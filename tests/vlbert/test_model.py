@@ -83,7 +83,7 @@ def test_the_order_of_words_does_matter(model):
     assert float((encode(model, given)[2] - encode(model, swapped)[2]).abs().max()) > 1e-3
 
 
-def test_what_lies_in_a_hidden_region_cannot_be_seen_anywhere(model):
+def test_what_lies_in_a_masked_region_cannot_be_seen_anywhere(model):
     given = example(5, regions=2)
     masked = dataclasses.replace(given, image=dataclasses.replace(given.image, masked=np.array([False, True, False])))
     x1, y1, x2, y2 = given.image.boxes[1].astype(int)
@@ -105,7 +105,7 @@ def test_the_network_sees_blue_green_red_with_the_mean_of_each_taken_off(model):
     close(seen, torch.tensor([30 - 102.9801, 20 - 115.9465, 10 - 122.7717]), tolerance=1e-4)
 
 
-def test_hidden_pixels_show_the_mean_or_black(model):
+def test_masked_pixels_show_the_mean_or_black(model):
     batch = collate([example(1)])
     batch.region_masked[:] = False
     batch.region_masked[0, 1] = True
@@ -117,7 +117,7 @@ def test_hidden_pixels_show_the_mean_or_black(model):
     close(seen, -torch.tensor([102.9801, 115.9465, 122.7717]), tolerance=1e-4)
 
 
-def test_features_may_be_hidden_instead_of_pixels_and_then_the_picture_stays():
+def test_features_may_be_masked_instead_of_pixels_and_then_the_image_stays():
     regions = dataclasses.replace(TINY_MODEL.regions, masking="features")
     model = VLBert(dataclasses.replace(TINY_MODEL, regions=regions), len(LETTERS)).eval()
     given = example(5, regions=2)
@@ -157,7 +157,7 @@ def test_what_no_object_covers_counts_as_zero_in_the_mean_over_all_cells(model):
     assert float((found["half"][2] - plain[2]).abs().max()) > 1e-3
 
 
-def test_texts_about_one_picture_are_read_as_each_alone_and_it_is_looked_at_once(model):
+def test_texts_about_one_image_are_read_as_each_alone_and_it_is_looked_at_once(model):
     other, given = example(1, regions=3), example(5, regions=2)
     more = other.text, example(2).text
     rois = []
@@ -198,7 +198,7 @@ def test_attention_sums_to_one_over_what_is_real_and_asking_for_it_changes_nothi
         close(by_hand[mask], layer(packing.pack(embedded), packing), tolerance=1e-5)
 
 
-def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
+def test_words_carry_the_visual_embedding_of_the_region_they_are_tied_to(model):
     given = example(5, regions=2)
     looks = np.zeros_like(given.text.token_region)
     looks[2] = 2
@@ -211,7 +211,7 @@ def test_words_carry_the_look_of_the_region_they_are_tied_to(model):
     assert differs.nonzero().flatten().tolist() == [2]
 
 
-def test_a_hidden_region_has_a_token_of_its_own(model):
+def test_a_masked_region_has_a_token_of_its_own(model):
     given = example(5, regions=2)
     batches = []
     for masked in ([False, False, False], [False, True, False]):
@@ -241,7 +241,7 @@ def test_all_regions_share_the_position_behind_the_text_and_end_follows():
     assert embedded[0].argmax(1).tolist() == [*range(length), length, length, length, length + 1]
 
 
-def test_the_picture_is_silent_at_first_where_its_gain_is_zero():
+def test_the_image_is_silent_at_first_where_its_gain_is_zero():
     torch.manual_seed(0)
     config = dataclasses.replace(TINY_MODEL, visual_gain_words=0.0, visual_gain_regions=0.0)
     model = TaskModel(VLBert(config, len(LETTERS)), TASK).eval()

@@ -55,7 +55,7 @@ def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize(("questions", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
-def test_new_shards_may_enter_at_borders_of_epochs_that_lie_far_enough_apart(questions, batch, every):
+def test_new_shards_may_enter_at_boundaries_of_epochs_that_lie_far_enough_apart(questions, batch, every):
     span = SnapshotSpan(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
     found = {step: span.boundary(step, batch, every) for step in range(3000)}
     boundaries = [boundary for boundary in found.values() if boundary is not None]
@@ -69,7 +69,7 @@ def test_new_shards_may_enter_at_borders_of_epochs_that_lie_far_enough_apart(que
     assert all(span.boundary(step, batch, None) is None for step in range(100))
 
 
-def test_a_step_over_the_border_of_two_snapshots_takes_the_end_of_one_and_the_beginning_of_the_other():
+def test_a_step_over_the_boundary_of_two_snapshots_takes_the_end_of_one_and_the_beginning_of_the_other():
     first = SnapshotSpan(0, 0, 20, "a")
     second = first.followed_by(28, "b", boundary=40)
     third = second.followed_by(5, "c", boundary=40 + 3 * 28)
@@ -274,7 +274,7 @@ def kill_after(root: Path, name: str, step: int) -> None:
             (folder / "state.json").unlink()
 
 
-def test_shards_that_are_committed_meanwhile_enter_at_the_border_of_an_epoch(tmp_path, capsys):
+def test_shards_that_are_committed_meanwhile_enter_at_the_boundary_of_an_epoch(tmp_path, capsys):
     root = tiny_root(tmp_path, samples=20)
     store = open_store(str(root))
     first = Catalog(store, "captions").snapshot(STAGE).id

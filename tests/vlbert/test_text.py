@@ -37,13 +37,13 @@ def decoded(corpus: TextCorpus) -> list[str]:
     ]
 
 
-def test_words_are_cut_into_the_longest_pieces_and_lowercased():
+def test_words_are_cut_into_the_longest_tokens_and_lowercased():
     tokens = WORDS.encode("A CAT, sitting")
     assert WORDS.decode(tokens) == "a cat [UNK] [UNK]"
     assert WORDS.encode("cats").tolist() == [WORDS.ids["cat"], WORDS.ids["##s"]]
 
 
-def test_pieces_of_one_word_share_its_number():
+def test_tokens_of_one_word_share_its_number():
     tokens = np.array([WORDS.ids[p] for p in ("a", "cat", "##s", "sat", "##ting", "##s")])
     assert WORDS.word_of(tokens).tolist() == [0, 1, 1, 2, 2, 2]
     assert WORDS.word_of(tokens[2:]).tolist() == [-1, 0, 0, 0]
@@ -171,7 +171,7 @@ def test_files_are_read_as_they_are_plain_or_gzip_of_several_members(tmp_path):
     assert decoded(corpus) == ["a cat", "sat on .", "a a", "cat cat", "sat sat", "a cat", "sat on ."]
 
 
-def test_a_line_read_in_parts_has_the_pieces_of_the_whole(tmp_path):
+def test_a_line_read_in_parts_has_the_tokens_of_the_whole(tmp_path):
     texts = ["cats sitting on a cat.\t" * 9, "é cat " * 20, "猫" * 50, "sat", "a" * 40, ""]
     (tmp_path / "lines.txt").write_text("\n".join(texts))
     words = Vocabulary([*SPECIALS, "a", "cat", "sat", "##s", "##ting", "on", ".", "e", "猫"])

@@ -315,7 +315,7 @@ def test_only_the_newest_checkpoints_are_kept(root):
     assert checkpoints(open_store(str(root)), "kept") == ["runs/kept/step-0000005", "runs/kept/step-0000006"]
 
 
-def test_validation_stands_beside_shuffled_pictures(root, six_steps):
+def test_validation_stands_beside_shuffled_images(root, six_steps):
     line = read_metrics(open_store(str(root)), "whole", "validation")[-1]
     assert line["step"] == 6
     for name in ("words_accuracy", "regions_accuracy"):

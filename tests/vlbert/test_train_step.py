@@ -79,7 +79,7 @@ def small_model(recipe: Recipe) -> TaskModel:
 
 
 def ragged_examples(config: ModelConfig) -> list[Example]:
-    """Pairs with one to three regions and texts of any length, of one picture size; text-only rows between them."""
+    """Pairs with one to three regions and texts of any length, of one image size; text-only rows between them."""
     examples = []
     for number in range(5):
         sample = tiny_sample(number, regions=1 + number % 3)

@@ -114,7 +114,7 @@ def overwrite(root: Path, number: int, what: bytes, at: int = 0) -> str:
 
 
 def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
-    """A task and three examples of it, of pictures with different regions."""
+    """A task and three examples of it, of images with different regions."""
     samples = [tiny_sample(i, regions=1 + i) for i in range(3)]
     rngs = [np.random.default_rng(i) for i in range(3)]
     views = [prepare_image(sample, STILL.regions, flip=False) for sample in samples]
@@ -125,7 +125,7 @@ def three_examples(which: str, folder: Path) -> tuple[Task, list[Example]]:
         refcoco_files.write_refcoco(folder, samples)
         task = RefCOCO(RefCOCOSettings(str(folder)), refcoco_files.WORDS, 8)
         found = [task.examples(refcoco_files.urls(samples), split) for split in ("train", "val")]
-        asks = [ask for questions in found for ask in questions.annotations[::2]]  # one of each picture
+        asks = [ask for questions in found for ask in questions.annotations[::2]]  # one of each image
         samples = [samples[i] for i in (1, 0, 2)]
         views = [views[i] for i in (1, 0, 2)]
     elif which == "vqa":
@@ -158,7 +158,7 @@ TASKS = ["pretraining", "refcoco", "vqa", "vcr", "vcr, hidden regions", "vcr, ap
 
 
 @pytest.mark.parametrize("which", TASKS)
-def test_a_place_holder_changes_no_loss_no_count_and_no_gradient(which, tmp_path):
+def test_a_placeholder_changes_no_loss_no_count_and_no_gradient(which, tmp_path):
     task, (first, second, third) = three_examples(which, tmp_path / "task")
     torch.manual_seed(0)
     model = TaskModel(VLBert(STILL, len(task.vocabulary)), task)
@@ -177,7 +177,7 @@ def test_a_place_holder_changes_no_loss_no_count_and_no_gradient(which, tmp_path
     assert all(not gradient.any() for gradient in gradients.values())
 
 
-def test_beside_text_alone_a_place_holder_is_the_only_picture():
+def test_beside_text_alone_a_placeholder_is_the_only_image():
     task = Pretraining(ASKS, WORDS, 8)
     example = task.example(
         *(f := tiny_sample(0), prepare_image(f, STILL.regions, False)), None, np.random.default_rng(0)
@@ -212,7 +212,7 @@ def test_a_broken_sample_leaves_its_slot_empty_and_nobody_takes_its_place(tmp_pa
     assert all(one.key in whole[one.step - 1] for one in named), "steps count from 1"
 
 
-@pytest.mark.parametrize("at", [0, 512])  # the header of the tar, the picture
+@pytest.mark.parametrize("at", [0, 512])  # the header of the tar, the image
 def test_where_even_the_key_is_lost_the_tar_and_the_place_are_named(tmp_path, at):
     root = a_root(tmp_path, {})
     where = overwrite(root, 5, b"\xff" * 100, at)
@@ -326,7 +326,7 @@ def test_validation_leaves_broken_samples_out_in_every_world_alike(tmp_path):
     asked, missing, boxes = validated(root, 1)
     assert len(asked) + len(missing) == 14
     assert len(missing) >= 2
-    assert len(set(boxes)) == len(asked), "each picture is shown once"
+    assert len(set(boxes)) == len(asked), "each image is shown once"
     for size in (2, 3, 7):
         assert validated(root, size) == (asked, missing, boxes)
 

@@ -46,18 +46,18 @@ class TextCorpus:
 
     def __init__(self, folder: str | Path, vocabulary: Vocabulary):
         folder = Path(folder)
-        about = _read_about(folder)
-        if about is None:
+        metadata = _read_metadata(folder)
+        if metadata is None:
             raise ValueError(
                 f"{folder} holds no corpus.json that describes a corpus; make it with "
                 f"`python -m vlbert.data.corpus {folder} ...`"
             )
-        if about["version"] != CORPUS_VERSION or about["vocabulary"] != vocabulary.hash:
+        if metadata["version"] != CORPUS_VERSION or metadata["vocabulary"] != vocabulary.hash:
             raise ValueError(
-                f"{folder} was made with version {about['version']} and vocabulary {about['vocabulary']}, this run has "
-                f"{CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `python -m vlbert.data.corpus`"
+                f"{folder} was made with version {metadata['version']} and vocabulary {metadata['vocabulary']}, this "
+                f"run has {CORPUS_VERSION} and {vocabulary.hash}; tokenise it again with `python -m vlbert.data.corpus`"
             )
-        torn = _torn(folder, about)
+        torn = _torn(folder, metadata)
         if torn:
             raise ValueError(f"{torn}; tokenise it again with `python -m vlbert.data.corpus`")
         self.hash = hashlib.sha256((folder / "corpus.json").read_bytes()).hexdigest()
@@ -94,28 +94,30 @@ class TextCorpus:
         return found
 
 
-def _read_about(folder: Path) -> dict | None:
+def _read_metadata(folder: Path) -> dict | None:
     """What corpus.json says; None where it is not there, or nothing that encode_corpus writes."""
     try:
-        about = parse_json((folder / "corpus.json").read_bytes(), str(folder / "corpus.json"))
+        metadata = parse_json((folder / "corpus.json").read_bytes(), str(folder / "corpus.json"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     kinds = {"version": int, "vocabulary": str, "lines": int, "tokens": int}
-    if all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
-        return about
+    if all(isinstance(metadata.get(name), kind) for name, kind in kinds.items()):
+        return metadata
     return None
 
 
-def _torn(folder: Path, about: dict) -> str | None:
+def _torn(folder: Path, metadata: dict) -> str | None:
     """What is wrong with the files beside a corpus.json; None where they are as it says."""
-    for name, size in (("offsets.i64", 8 * (about["lines"] + 1)), ("tokens.u16", 2 * about["tokens"])):
+    for name, size in (("offsets.i64", 8 * (metadata["lines"] + 1)), ("tokens.u16", 2 * metadata["tokens"])):
         file = folder / name
         found = file.stat().st_size if file.is_file() else 0
         if found != size:
             return f"{file} is torn or gone: it has {found} bytes, and {size} by corpus.json"
     first, last = np.memmap(folder / "offsets.i64", dtype="<i8", mode="r")[[0, -1]].tolist()
-    if (first, last) != (0, about["tokens"]):
-        return f"{folder / 'offsets.i64'} is damaged: it goes from {first} to {last}, not from 0 to {about['tokens']}"
+    if (first, last) != (0, metadata["tokens"]):
+        return (
+            f"{folder / 'offsets.i64'} is damaged: it goes from {first} to {last}, not from 0 to {metadata['tokens']}"
+        )
     return None
 
 
@@ -136,7 +138,7 @@ def encode_corpus(
             lines, count = _write_tokens(parts, vocabulary, tokens, offsets)
         if not lines:
             raise ValueError(f"{folder}: the corpus has no line with a word in it")
-        about = {
+        metadata = {
             "version": CORPUS_VERSION,
             "vocabulary": vocabulary.hash,
             "lines": lines,
@@ -144,13 +146,13 @@ def encode_corpus(
             "made_of": made_of,
         }
         (working / "vocab.txt").write_text(vocabulary.text(), encoding="utf-8")
-        (working / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (working / "corpus.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
         (folder / "corpus.json").unlink(missing_ok=True)  # it comes back last, and says that all is there
         for file in ("tokens.u16", "offsets.i64", "vocab.txt", "corpus.json"):
             with open(working / file, "rb") as written:
                 os.fsync(written.fileno())
             os.replace(working / file, folder / file)
-    return about
+    return metadata
 
 
 def _write_tokens(
@@ -202,9 +204,9 @@ def make_corpus(
             raise ValueError(f"{file} is a folder, a pipe or a device; name files, which are read more than once")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder, new or with an older corpus, before the files to read")
-    about, made_of = _read_whole(folder), _made_of(files, vocabulary, size, captions)
-    if about and about.get("made_of") == made_of:
-        return about, False
+    metadata, made_of = _read_whole(folder), _made_of(files, vocabulary, size, captions)
+    if metadata and metadata.get("made_of") == made_of:
+        return metadata, False
     if not any(text.strip() for text, _ in _parts(files)):
         raise ValueError(f"there is no line with a word in {', '.join(map(str, files))}; name files with text")
 
@@ -226,18 +228,18 @@ def find_corpus(
     try:
         if not all(file.is_file() for file in inputs):  # a pipe or a device: it may never end, or wait for ever
             return None
-        about = _read_whole(folder)
-        same = about is not None and about.get("made_of") == _made_of(files, vocabulary, size, captions)
+        metadata = _read_whole(folder)
+        same = metadata is not None and metadata.get("made_of") == _made_of(files, vocabulary, size, captions)
     except (OSError, ValueError):
         return None
-    return about if same else None
+    return metadata if same else None
 
 
 def _read_whole(folder: Path) -> dict | None:
     """What corpus.json says of a corpus of this version whose files are as it says; None where there is none."""
-    about = _read_about(folder)
-    whole = about is not None and about["version"] == CORPUS_VERSION and not _torn(folder, about)
-    return about if whole else None
+    metadata = _read_metadata(folder)
+    whole = metadata is not None and metadata["version"] == CORPUS_VERSION and not _torn(folder, metadata)
+    return metadata if whole else None
 
 
 def _made_of(files: Sequence[Path], vocabulary: Path | None, size: int, captions: Sequence[Path]) -> dict:
@@ -246,9 +248,9 @@ def _made_of(files: Sequence[Path], vocabulary: Path | None, size: int, captions
     return {"files": [_hash(file) for file in inputs], "size": None if vocabulary else size}
 
 
-def describe_corpus(folder: Path, about: dict, made: str = "as it was: made of the same files") -> str:
+def describe_corpus(folder: Path, metadata: dict, made: str = "as it was: made of the same files") -> str:
     """The line that says what is in the folder."""
-    return f"{folder}: {about['lines']} lines, {about['tokens']} tokens, {made}"
+    return f"{folder}: {metadata['lines']} lines, {metadata['tokens']} tokens, {made}"
 
 
 @contextlib.contextmanager
@@ -339,14 +341,14 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.perf_counter()
     try:
-        about, made = make_corpus(
+        metadata, made = make_corpus(
             arguments.out, arguments.files, arguments.vocabulary, arguments.build, arguments.captions
         )
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
-    speed = about["tokens"] / (time.perf_counter() - start)
-    told = [f"{speed:,.0f} tokens/s"] if made else []
-    print(describe_corpus(arguments.out, about, *told))
+    speed = metadata["tokens"] / (time.perf_counter() - start)
+    details = [f"{speed:,.0f} tokens/s"] if made else []
+    print(describe_corpus(arguments.out, metadata, *details))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def _as_png(image: bytes | Image.Image) -> bytes:
         with Image.open(io.BytesIO(image), formats=FILE_FORMATS) as opened:
             return _png_of(opened)
     except UnidentifiedImageError as error:
-        told = f"{len(image)} bytes, first {image[:16]!r}" if isinstance(image, bytes) else str(error)
-        raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {told}") from error
+        found = f"{len(image)} bytes, first {image[:16]!r}" if isinstance(image, bytes) else str(error)
+        raise Refused("not_image", f"none of {', '.join(FILE_FORMATS)}: {found}") from error
     except Image.DecompressionBombError as error:
         raise Refused("too_many_pixels", str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:
