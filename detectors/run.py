@@ -76,11 +76,11 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         else:
             status, _, detail = found.partition(": ")
             rows.append(Row(row["row"], row["key"], status, detail, row["url"]))
-    judged = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE, BAD_REGIONS)]
-    if len(judged) > 1 and all(row.status in (NOT_FINITE, BAD_REGIONS) for row in judged):
+    processed = [row for row in rows if row.status in (OK, NO_REGIONS, NOT_FINITE, BAD_REGIONS)]
+    if len(processed) > 1 and all(row.status in (NOT_FINITE, BAD_REGIONS) for row in processed):
         raise ValueError(
-            f"shard {shard}: {judged[0].detail}, and so in all of the {len(judged)} images that the network saw: are "
-            "these its weights? Nothing was committed"
+            f"shard {shard}: {processed[0].detail}, and so in all of the {len(processed)} images that the network saw: "
+            "are these its weights? Nothing was committed"
         )
     if not rows:
         rows = [Row(r["row"], r["key"], "no_image", r["status"], r["url"]) for r in manifest.table.to_pylist()]
@@ -96,7 +96,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 def _found(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Each ok row of the manifest, its sample, and what the detector says about it; None and why where it is none."""
+    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
@@ -107,7 +107,7 @@ def _found(
             if isinstance(sample, Sample):
                 yield row, sample, found[sample.key]
             else:
-                # Without the place of the tar: the same shard gives the same manifest wherever its root is mounted.
+                # Without the tar's path: a shard gives the same manifest wherever its root is mounted.
                 yield row, None, f"{BAD_SAMPLE}: {sample.__cause__}"
 
 
@@ -168,7 +168,7 @@ class Progress:
         self.shards = self.images = self.regions = 0  # that this process committed
 
     def line(self, report: Mapping[str, Any]) -> str:
-        """Take down a report; the line about all so far."""
+        """Count a report; returns the line about all so far."""
         ours = report["by"] == "this"
         self.shards += ours
         self.images += ours * report["images"]
@@ -296,8 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         detector = make_detector(config)
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
-        tell = (lambda report: json.dumps(report)) if options.json else Progress(options.dataset).line
-        detect_pending(catalog, detector, lambda report: print(tell(report), flush=True), options.shard)
+        line_of = json.dumps if options.json else Progress(options.dataset).line
+        detect_pending(catalog, detector, lambda report: print(line_of(report), flush=True), options.shard)
         size = stage_size(catalog, stage_of(detector))
         print(json.dumps(size) if options.json else f"{options.dataset}: {size_line(size)}", flush=True)
     except StorageUnreachable as error:

@@ -186,7 +186,7 @@ def test_the_five_losses_are_those_computed_by_hand(inside: bool):
     assert network.config == NETWORK, "the numbers of proposals are training's in training alone"
 
 
-def test_no_more_anchors_and_regions_are_asked_about_than_the_recipe_says_and_their_shares_are_its():
+def test_no_more_anchors_and_regions_are_sampled_than_the_recipe_says_and_their_shares_are_its():
     network = lively()
     rpn, predictor = network.proposal_generator.rpn_head, network.roi_heads.box_predictor
     with torch.no_grad():
