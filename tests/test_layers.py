@@ -19,6 +19,7 @@ KNOW_DETECTORS = {
     "vlbert/config.py",
     "vlbert/recipes.py",
     "vlbert/convert.py",
+    "vlbert/published.py",
     "vlbert/start.py",  # starts from a detector's weights
 }
 FILES = sorted(path.relative_to(PROJECT) for folder in MAY_IMPORT for path in (PROJECT / folder).rglob("*.py"))

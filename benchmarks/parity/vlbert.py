@@ -28,10 +28,11 @@ from benchmarks.parity.vlbert_cases import (
 )
 from detectors.resnet import freeze_module
 from vlbert.checkpoint import load_model
-from vlbert.convert import convert, plain_name
+from vlbert.convert import convert
 from vlbert.data.batch import Batch
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.vlbert import Encoded, VLBert
+from vlbert.published import plain_name
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining

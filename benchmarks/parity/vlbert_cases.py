@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Case
-from vlbert.convert import Published, skeleton, understand
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
+from vlbert.published import Published, skeleton, understand
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO

@@ -20,7 +20,6 @@ from vlbert.attention_figure import (
     numbered_boxes,
     strengths,
     thumbnails,
-    title,
     write_attention,
 )
 from vlbert.data.batch import collate
@@ -134,15 +133,6 @@ def test_the_thumbnail_of_a_region_is_what_is_in_its_box():
     assert [of[len(of) // 2, len(of) // 2].argmax() for of in (red, blue)] == [0, 2]
 
 
-def test_the_title_counts_the_whole_image_apart():
-    attention = planted(np.full((1, 1, 3, 11), 0.01, np.float32))
-    assert title(attention, range(11)) == "10 regions and the whole image"
-    assert title(attention, [1, 4]) == "2 of 10 regions"
-    assert title(dataclasses.replace(attention, words=["a"] * 50), [0, 1]) == (
-        "1 of 10 regions and the whole image; the first 40 of 50 word pieces"
-    )
-
-
 def test_many_words_and_regions_are_drawn_as_far_as_there_is_room(tmp_path):
     prediction = asked("a $ red [MASK] $" + " square" * 50)
     attention = attention_of(prediction)
@@ -167,5 +157,5 @@ def test_the_figure_lies_beside_the_drawing(tmp_path):
 def test_a_prediction_without_maps_is_refused():
     prediction = asked("a [MASK]")
     blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
-    with pytest.raises(ValueError, match="ask with attentions=True"):
+    with pytest.raises(ValueError, match="attentions=True"):
         attention_of(blind)

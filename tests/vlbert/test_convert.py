@@ -22,8 +22,9 @@ from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
-from vlbert.convert import REPORT, Refused, plain_name, read_file, skeleton, standard, to_ours, to_theirs, understand
+from vlbert.convert import REPORT, Refused, read_file, to_ours, to_theirs
 from vlbert.model.vlbert import VLBert
+from vlbert.published import plain_name, skeleton, standard, understand
 from vlbert.recipes import RECIPES
 from vlbert.start import make_model
 from vlbert.tasks import make_task

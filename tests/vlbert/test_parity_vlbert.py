@@ -21,13 +21,13 @@ from benchmarks.parity.vlbert import losses, report, run
 from benchmarks.parity.vlbert_cases import VLBertCase, describe
 from detectors.resnet import ResNetConfig
 from vlbert.config import RegionConfig
-from vlbert.convert import plain_name
 from vlbert.data.batch import Example, ImageInput, TextInput, collate
 from vlbert.data.boxes import geometry_embedding
 from vlbert.data.images import resized
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import overlap
 from vlbert.model.fast_rcnn import FastRCNN
+from vlbert.published import plain_name
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"
