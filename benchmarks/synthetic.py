@@ -81,16 +81,16 @@ def drawn_jpeg(width: int, height: int, number: int) -> bytes:
 
 
 def drawn_sample(
-    number: int, channels: int | None, shape: tuple[int, int] | None = None, regions: int | None = None, text: str = ""
+    number: int, channels: int | None, shape: tuple[int, int] | None = None, regions: int | None = None
 ) -> Sample:
     """A pair as the detection stage leaves it, with `channels` features a region if that is given.
 
-    shape, regions and text are drawn where they are not given.
+    shape and regions are drawn where they are not given.
     """
     rng = np.random.default_rng((1, number))
     shares = np.array([*SHAPES.values()]) / sum(SHAPES.values())
     width, height = shape or list(SHAPES)[rng.choice(len(SHAPES), p=shares)]
-    text = text or caption(rng)
+    text = caption(rng)
     count = regions or int(rng.integers(10, 101))
     centre = rng.uniform(0.05, 0.95, (count, 2))
     half = rng.beta(1.3, 3, (count, 2)) / 2 + 0.02
@@ -125,17 +125,10 @@ def commit_samples(root: str, dataset: str, samples: Sequence[Sample], first_row
     catalog.commit(f"regions/{samples[0].regions.detector}", f"{shard:05d}", samples, rows, {"random_init": False})
 
 
-def drawn_samples(
-    config: RegionConfig,
-    numbers: Sequence[int],
-    shape: tuple[int, int] | None = None,
-    regions: int | None = None,
-    words: int | None = None,
-) -> list[Sample]:
-    """Pairs that fit the model; of one shape, so many regions and words where these are given."""
+def drawn_samples(config: RegionConfig, numbers: Sequence[int], shape: tuple[int, int] | None = None) -> list[Sample]:
+    """Pairs that fit the model; of one shape, where it is given."""
     channels = config.channels if config.features == "precomputed" else None
-    texts = ["" if words is None else caption(np.random.default_rng((4, number)), words) for number in numbers]
-    return [drawn_sample(number, channels, shape, regions, text) for number, text in zip(numbers, texts, strict=True)]
+    return [drawn_sample(number, channels, shape) for number in numbers]
 
 
 def masked_pairs(task: Pretraining, config: RegionConfig, samples: Sequence[Sample], seed: int = 0) -> list[Example]:
