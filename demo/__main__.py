@@ -249,7 +249,7 @@ def training_of(data: DemoData) -> TrainDetectorSettings:
         run=DETECTOR_RUN,
         annotations=str(data.annotations),
         images=(str(data.images),),
-        overrides=(f"data.held_out_last={data.settings.held_out_scenes}",),
+        held_out_last=data.settings.held_out_scenes,
     )
 
 

@@ -143,3 +143,37 @@ class DetectionConfig(DetectorSettings, DetectorChoice):
     def network_overrides(self) -> dict[str, object]:
         """The fields of `network` that are set, by name."""
         return {name: value for name, value in dataclasses.asdict(self.network).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class AnnotationConfig:
+    """The annotated images that a detector learns from, in COCO's detection format (`annotations`) or Visual Genome's
+    (`objects`)."""
+
+    __pydantic_config__ = FORM
+
+    annotations: str | None = None
+    """COCO's detection format; its categories, sorted by id, are the classes."""
+    objects: str | None = None
+    """Visual Genome's objects.json, or its attributes.json, which holds the objects as well."""
+    attributes: str | None = None
+    """Visual Genome's attributes.json beside `objects`."""
+    image_data: str | None = None
+    """Visual Genome's image_data.json, for the images' sizes; none: every file is opened."""
+    images: tuple[str, ...] = ()
+    """Folders that hold the image files."""
+    classes: str | None = None
+    """Names of the classes, one a line, synonyms between commas (objects_vocab.txt)."""
+    attribute_names: str | None = None
+    """The same of the attributes (attributes_vocab.txt)."""
+    train_list: str | None = None
+    """Images to train on, one a line: an id or a path; none: all that are not held out."""
+    held_out_list: str | None = None
+    """Images of validation, listed like that."""
+    held_out_last: int = 0
+    """Instead of a list: so many images of the highest ids."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check(self, self.held_out_last >= 0, "held_out_last", "0 or more")
+        check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 where held_out_list is given")

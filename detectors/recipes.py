@@ -8,25 +8,16 @@ defaults of a field are those of Faster R-CNN (arXiv:1506.01497 and its released
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from detectors.config import AnnotationConfig
 from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNNConfig
 from storage.settings import check, check_choices
 from training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What is read. Images are annotated in COCO's detection format (`annotations`) or Visual Genome's (`objects`)."""
+class DataConfig(AnnotationConfig):
+    """What is read, in which batches."""
 
-    annotations: str | None = None  # COCO's detection format; its categories, sorted by id, are the classes
-    objects: str | None = None  # Visual Genome's objects.json, or its attributes.json, which holds the objects as well
-    attributes: str | None = None  # Visual Genome's attributes.json beside `objects`
-    image_data: str | None = None  # Visual Genome's image_data.json, for the images' sizes; None: every file is opened
-    images: tuple[str, ...] = ()  # folders that hold the image files
-    classes: str | None = None  # names of the classes, one a line, synonyms between commas (objects_vocab.txt)
-    attribute_names: str | None = None  # the same of the attributes (attributes_vocab.txt)
-    train_list: str | None = None  # images to train on, one a line: an id or a path; None: all that are not held out
-    held_out_list: str | None = None  # images of validation, listed like that
-    held_out_last: int = 0  # instead of a list: so many images of the highest ids
     batch: int = 8  # images a step, over all processes together
     flip: float = 0.5  # probability of mirroring an image
     unreadable: float = 0.01  # share of the images that may be absent or unreadable; more end the run
@@ -34,12 +25,10 @@ class DataConfig:
     seed: int = 0  # of order, mirroring and sampling, and of new weights
 
     def __post_init__(self):
-        check_choices(self)
+        super().__post_init__()
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
         check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
-        check(self, self.held_out_last >= 0, "held_out_last", "0 or more")
-        check(self, not (self.held_out_last and self.held_out_list), "held_out_last", "0 where held_out_list is given")
         check(self, self.workers >= 0, "workers", "0 or more")
         check(self, self.seed >= 0, "seed", "0 or more")
 

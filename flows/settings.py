@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from detectors.config import DetectionConfig
+from detectors.config import AnnotationConfig, DetectionConfig
 from flows.supervisor import GRACE
 from storage.plan import CollectSettings
 from storage.settings import FORM
@@ -59,7 +59,7 @@ class Processes:
 
 
 @dataclass(frozen=True)
-class TrainDetectorSettings:
+class TrainDetectorSettings(AnnotationConfig):
     """One training of a detector on annotated images; what is None or empty stays as the recipe has it."""
 
     __pydantic_config__ = FORM
@@ -68,24 +68,6 @@ class TrainDetectorSettings:
     """Of detectors/recipes.py."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
-    images: tuple[str, ...] = ()
-    """Folders of this machine that hold the image files."""
-    annotations: str | None = None
-    """Their objects, in COCO's detection format."""
-    objects: str | None = None
-    """Or in Visual Genome's own, objects.json."""
-    attributes: str | None = None
-    """Visual Genome's attributes.json, beside objects."""
-    image_data: str | None = None
-    """Visual Genome's image_data.json, for the images' sizes; none: every file is opened."""
-    classes: str | None = None
-    """Names of the classes, one a line (objects_vocab.txt)."""
-    attribute_names: str | None = None
-    """Names of the attributes, one a line (attributes_vocab.txt)."""
-    train_list: str | None = None
-    """File that lists the images to learn from; none: all that are not held out."""
-    held_out_list: str | None = None
-    """File that lists the images of validation."""
     init_from: str | None = None
     """Weight file to start from: an ImageNet ResNet's, or a detector's."""
     overrides: tuple[str, ...] = ()

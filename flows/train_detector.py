@@ -1,5 +1,6 @@
 """Train a detector: torchrun makes the weight file that the detect stage reads, from annotated images."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +8,19 @@ from functools import partial
 
 from prefect import flow
 
+from detectors.config import AnnotationConfig
 from flows.artifacts import name_run, publish, stage_logger, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
 from flows.training import OnHeartbeat, TrainingMonitor, assigned, check_overrides, torchrun
 from storage.object_store import open_store
+from storage.settings import assignments_of
 from training.log import last_metrics
 
-# Settings that are fields of the recipe's `data`, under the same names.
-_DATA = ("images", "annotations", "objects", "attributes", "image_data", "classes", "attribute_names")
-_DATA += ("train_list", "held_out_list")
+_ANNOTATIONS = [field.name for field in dataclasses.fields(AnnotationConfig)]  # fields of the recipe's `data`, too
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {"root": "the flow's root", "run": "the setting run", "init_from": "the setting init_from"}
-SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _DATA}
+SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ def train_detector(
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe
-    given = {name: getattr(settings, name) for name in _DATA} | {"images": ",".join(settings.images) or None}
+    annotations = AnnotationConfig(**{name: getattr(settings, name) for name in _ANNOTATIONS})
     fields = {"root": root, "run": run, "init_from": settings.init_from}
-    fields |= {f"data.{name}": value for name, value in given.items()}
-    arguments = [settings.recipe, *assigned(fields, settings.overrides)]
+    data = [f"data.{assignment}" for assignment in assignments_of(annotations)]
+    arguments = [settings.recipe, *data, *assigned(fields, settings.overrides)]
     finished = torchrun("detectors.train", arguments, root, run, settings.processes, log, monitor)
     store, weights = open_store(root, write=False), f"runs/{run}/weights.safetensors"
     if not store.exists(weights):

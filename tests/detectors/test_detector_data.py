@@ -523,13 +523,14 @@ def test_the_stage_trains_and_says_where_the_weights_are(drawn, tmp_path):
     from flows.train_detector import train_detector
 
     recipe = a_recipe(drawn, tmp_path)
-    given = {"root", "run", "data.annotations", "data.images", "data.attribute_names"}
+    given = {"root", "run", "data.annotations", "data.images", "data.attribute_names", "data.held_out_last"}
     overrides = [line for line in as_overrides(recipe, detector_vg_resnet101()) if line.partition("=")[0] not in given]
     settings = TrainDetectorSettings(
         run="staged",
         images=recipe.data.images,
         annotations=recipe.data.annotations,
         attribute_names=recipe.data.attribute_names,
+        held_out_last=recipe.data.held_out_last,
         overrides=tuple(overrides),
         processes=Processes(threads=1, timeout=120),
     )
