@@ -1,1 +1,1 @@
-"""Records, shards and objects: everything that lies on disk or in a bucket. Knows no models, imports no torch."""
+"""Samples, shards and object storage: the files that all stages share. No models, no torch."""
