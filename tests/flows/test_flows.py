@@ -370,7 +370,7 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-def test_the_road_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twice(
+def test_the_pipeline_leads_to_a_fine_tuned_model_and_a_second_run_does_nothing_twice(
     served: Operated, pipeline_run: subprocess.CompletedProcess, pipeline_rerun: dict[str, list[str]]
 ):
     root = served.deployments.parent / "root"
@@ -567,7 +567,7 @@ def shown(root: Path, pipeline: PipelineResult, artifacts: dict[str, str], runs_
         words = [text.strip() for text in svg.itertext()]
         assert f"{run}: training loss" in words
         assert f"{run}: validation" in words
-    assert r"| watched\_accuracy |" in artifacts["pretrain-pretrain"]
+    assert r"| monitored\_accuracy |" in artifacts["pretrain-pretrain"]
     assert "on the real data:** no number in the paper" in artifacts["pretrain-pretrain"]
     assert rf"| accuracy\_published | {accuracy} | " in artifacts["finetune-refcoco-with"]
     assert "on the real data:** table 3" in artifacts["finetune-refcoco-with"]
