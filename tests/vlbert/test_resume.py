@@ -54,17 +54,17 @@ def commit_more(root: Path, shard: str, numbers: Sequence[int]) -> bool:
 # --- which sample is which --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("questions", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
-def test_new_shards_may_enter_at_boundaries_of_epochs_that_lie_far_enough_apart(questions, batch, every):
-    span = SnapshotSpan(epoch=5, consumed=3 * 8 + 4, questions=questions, snapshot="")
+@pytest.mark.parametrize(("examples", "batch", "every"), [(20, 8, 1), (20, 8, 4), (7, 8, 1), (24, 8, 3), (1000, 8, 2)])
+def test_new_shards_may_enter_at_boundaries_of_epochs_that_lie_far_enough_apart(examples, batch, every):
+    span = SnapshotSpan(epoch=5, consumed=3 * 8 + 4, examples=examples, snapshot="")
     found = {step: span.boundary(step, batch, every) for step in range(3000)}
     boundaries = [boundary for boundary in found.values() if boundary is not None]
     assert all(
         step * batch <= boundary < (step + 1) * batch for step, boundary in found.items() if boundary is not None
     )
     period = boundaries[0] - span.consumed
-    assert period % questions == 0
-    assert every * batch <= period < every * batch + questions, "no epoch later than it must be"
+    assert period % examples == 0
+    assert every * batch <= period < every * batch + examples, "no epoch later than it must be"
     assert boundaries == list(range(boundaries[0], 3000 * batch, period)), "each once, and every one"
     assert all(span.boundary(step, batch, None) is None for step in range(100))
 
@@ -282,8 +282,8 @@ def test_shards_that_are_committed_meanwhile_enter_at_the_boundary_of_an_epoch(t
     train(a_run(root, "whole"), ALONE, whole)
     second = Catalog(store, "captions").snapshot(STAGE).id
     spans = [
-        {"epoch": 0, "consumed": 0, "questions": 20, "snapshot": first},
-        {"epoch": 1, "consumed": 20, "questions": 28, "snapshot": second},
+        {"epoch": 0, "consumed": 0, "examples": 20, "snapshot": first},
+        {"epoch": 1, "consumed": 20, "examples": 28, "snapshot": second},
     ]
     recorded = {folder: open_folder(store, folder).state["data"]["snapshots"] for folder in checkpoints(store, "whole")}
     assert list(recorded.values()) == [spans[:1]] * 2 + [spans] * 7
@@ -450,8 +450,8 @@ def test_a_run_that_cannot_go_on_as_it_began_says_why(tmp_path):
         file.write_bytes(sealed_json(state | {"data": data}))
 
     (span,) = state["data"]["snapshots"]
-    written(state["data"] | {"snapshots": [span | {"questions": 17}]})
-    with pytest.raises(ValueError, match="step-0000002 was trained on 17 questions, now there are 16: the files of"):
+    written(state["data"] | {"snapshots": [span | {"examples": 17}]})
+    with pytest.raises(ValueError, match="step-0000002 was trained on 17 examples, now there are 16: the files of"):
         train(a_run(root, "run"), ALONE)
     written(state["data"])
     (root / "captions" / STAGE / "snapshots" / f"{span['snapshot']}.parquet").unlink()

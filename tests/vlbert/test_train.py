@@ -300,7 +300,7 @@ def test_a_checkpoint_is_whole_and_carries_all_that_goes_on(root, six_steps):
         "dataset": "captions",
         "stage": f"regions/{DETECTOR}",
         "random_init": False,
-        "snapshots": [{"epoch": 0, "consumed": 0, "questions": 24, "snapshot": snapshot}],
+        "snapshots": [{"epoch": 0, "consumed": 0, "examples": 24, "snapshot": snapshot}],
     }
     assert state["held_out"].keys() == {"dataset", "stage", "random_init", "snapshot"}
     saved = read_checkpoint(store, folder)
