@@ -236,33 +236,40 @@ def test_regions_come_from_the_detector_and_a_seed_changes_nothing_but_training(
     first = demo.flow_parameters(tmp_path, demo_data, 0, 2)
     weights = str(demo.SHIPPED_DETECTOR)
     for dataset in first["datasets"]:
-        detector = {name: value for name, value in dataset["detector"].items() if value not in (None, False)}
-        assert (detector["backend"], detector["weights"], detector["minimum"]) == ("faster_rcnn", weights, 3)
+        detector = dataset["detector"]
+        assert detector["weights"] == weights
+        assert (detector["selection"]["minimum"], detector["network"]["post_nms"], detector["boxes"]) == (
+            3,
+            30,
+            "proposals",
+        )
     for training in (first["pretraining"], *first["finetunings"]):
         assert f"model.regions.weights={weights}" in training["overrides"]
     mine = tmp_path / "mine.safetensors"
     own, other = (demo.flow_parameters(tmp_path, demo_data, seed, 2, mine, f"-seed{seed}") for seed in (0, 1))
     assert all(dataset["detector"]["weights"] == str(mine) for dataset in own["datasets"])
-    names = [training["run"] for told in (own, other) for training in (told["pretraining"], *told["finetunings"])]
+    names = [training["run"] for one in (own, other) for training in (one["pretraining"], *one["finetunings"])]
     assert len(set(names)) == 2 * (1 + 2 * len(OF_DEMO))
     changed = json.dumps(own).replace("-seed0", "-seed1").replace("data.seed=0", "data.seed=1")
     assert json.loads(changed) == other
 
 
-def test_every_trial_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
+def test_every_task_runs_with_and_without_pre_training_and_differs_in_nothing_else(tmp_path: Path):
     demo_data = draw_demo_data(tmp_path / "data", TINY, 9001)
-    told = demo.flow_parameters(tmp_path, demo_data, 0, 2, tasks=tuple(DEMO_TASKS))["finetunings"]
-    assert [one["run"] for one in told] == [f"{task}-{start}" for task in DEMO_TASKS for start in ("with", "without")]
-    for with_it, without in zip(told[::2], told[1::2], strict=True):
+    parameters = demo.flow_parameters(tmp_path, demo_data, 0, 2, tasks=tuple(DEMO_TASKS))["finetunings"]
+    assert [one["run"] for one in parameters] == [
+        f"{task}-{start}" for task in DEMO_TASKS for start in ("with", "without")
+    ]
+    for with_it, without in zip(parameters[::2], parameters[1::2], strict=True):
         assert (with_it["checkpoint"], without["checkpoint"]) == ("latest", "none")
         same = {"run": "", "checkpoint": ""}
         assert with_it | same == without | same
         assert with_it["dataset"] == "coco"
         assert Path(with_it["folder"]).is_dir()
-    asked = [one["overrides"] for one in told if one["task"] == "vcr"]
+    asked = [one["overrides"] for one in parameters if one["task"] == "vcr"]
     assert ["task.subtask=rationale" in overrides for overrides in asked] == [False, False, True, True]
     answers = len((demo_data.vqa / "answers_vqa.txt").read_text().splitlines())
-    assert [one["task"] for one in told if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
+    assert [one["task"] for one in parameters if f"task.answers={answers}" in one["overrides"]] == ["vqa", "vqa"]
 
 
 def test_the_table_says_whose_memory_it_shows():
