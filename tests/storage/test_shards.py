@@ -1,5 +1,6 @@
 """A shard is a WebDataset tar, the same bytes for the same samples, readable whole, by webdataset and by span."""
 
+import dataclasses
 import io
 import tarfile
 import time
@@ -267,3 +268,15 @@ def test_contents_that_are_no_sample_are_named_with_their_file():
     for name, data in [(f"{key}.json", b"{"), (f"{key}.json", b'{"version": 1}'), (f"{key}.mp", b"\x01")]:
         with pytest.raises(ValueError, match=f"theirs: sample {key}: "):
             all_of(tar_of(list({**members, name: data}.items())), "theirs")
+
+
+@pytest.mark.parametrize("size", [511, 512, 513, 1024])
+def test_a_member_that_fills_its_blocks_exactly_needs_no_padding(size, tmp_path):
+    first, second = seeded_sample(1), seeded_sample(2)
+    comment = size - len(first.image) - 2  # of a JPEG: its length counts itself, but not the marker
+    image = first.image[:2] + b"\xff\xfe" + comment.to_bytes(2, "big") + bytes(comment - 2) + first.image[2:]
+    first = dataclasses.replace(first, image=image)
+    spans = write_shard([first, second], tmp_path / "00000.tar")
+    assert len(image) == size
+    assert [sample.image for sample in read_shard(tmp_path / "00000.tar")] == [image, second.image]
+    assert index_shard(tmp_path / "00000.tar") == spans
