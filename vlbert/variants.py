@@ -93,20 +93,6 @@ RULES = (
     Rule(19, "task.truncation", "each", "shared", "open", "rows whose question a long choice shortens", _VCR),
     Rule(20, "task.swap_left_right", True, False, "open", "left for right in texts of a mirrored image", _VCR),
 )
-# Where the description of the authors' code has the details of each difference.
-_DESCRIBED = {
-    1: "3.1",
-    2: "3.2",
-    3: "3.2",
-    4: "3.2",
-    5: "3.3",
-    6: "1.3, 2.2, 2.5",
-    7: "1.2",
-    8: "2.2",
-    9: "2.2",
-    10: "1.1",
-}
-_DESCRIBED |= {11: "7", 12: "1.4", 13: "4", 14: "5", 15: "6", 16: "3.4", 18: "13", 19: "13", 20: "13"}
 # Rule 17 is a setting of detection, `boxes`: un-regressed proposals (code) or regressed boxes (paper 3.3). Precomputed
 # features (rules 12 and 14) are a recipe of their own: model.regions.features.
 
@@ -142,12 +128,12 @@ def _set(recipe: Recipe, variant: Variant) -> Recipe:
 
 def table() -> str:
     """The rules as Markdown."""
-    heads = ["difference", "field", "paper", "authors' code", "what", "in the paper", "in their code's description"]
+    heads = ["difference", "field", "paper", "authors' code", "what", "in the paper"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for rule in RULES:
         task = f" ({rule.task.removesuffix('Settings')})" if rule.task else ""
         cells = [rule.number, f"`{rule.field}`{task}", _shown(rule.paper), _shown(rule.published)]
-        cells += [rule.what, rule.section, _DESCRIBED[rule.number]]
+        cells += [rule.what, rule.section]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
