@@ -3,7 +3,7 @@
 `FasterRCNNDetector` takes a `Detectron2FasterRCNN` for a `FasterRCNN`: the methods are the same, the state dict has the
 same names, and so the same weight files load. What bottom-up attention changed about detectron2's C4 network stands
 here: Caffe's pool in the stem, a res5 that keeps its map's size, the attribute head.
-detectron2 is imported only when the network is built; docs/detectron2.md says how to install it.
+detectron2 is imported only when the network is built; docs/detector.md says how to install it.
 Shape letters as in faster_rcnn.py.
 """
 
@@ -114,7 +114,7 @@ def _require_detectron2() -> None:
     except ImportError as error:
         raise ValueError(
             f"backend detectron2 needs the package detectron2, which cannot be imported here ({error}). "
-            "docs/detectron2.md says how to install it; backend faster_rcnn computes the same without it"
+            "docs/detector.md says how to install it; backend faster_rcnn computes the same without it"
         ) from error
 
 

@@ -281,8 +281,7 @@ def _open_held_out(
         way_out = (
             "put its files back, or start another run: run=NAME"
             if resumed
-            else "make it as docs/operating.md says (Data that is held out), or train without validation: "
-            "data.held_out=none"
+            else "make it as docs/tasks.md says (Held-out data), or train without validation: data.held_out=none"
         )
         raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
 

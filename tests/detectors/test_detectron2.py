@@ -1,6 +1,6 @@
 """The detectron2 backend: it computes what our own network does, from the same weights, and says so where it cannot.
 
-What needs detectron2 runs where it is installed (docs/detectron2.md); nothing here is compared with what was stored.
+What needs detectron2 runs where it is installed (docs/detector.md); nothing here is compared with what was stored.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needs_detectron2(test):
     absent = importlib.util.find_spec("detectron2") is None
-    skip = pytest.mark.skipif(absent, reason="detectron2 is not installed; docs/detectron2.md tells how")
+    skip = pytest.mark.skipif(absent, reason="detectron2 is not installed; docs/detector.md tells how")
     return pytest.mark.detectron2(skip(test))
 
 
@@ -131,7 +131,7 @@ def test_without_detectron2_the_module_imports_and_the_network_says_what_is_miss
 ):
     monkeypatch.delitem(sys.modules, "detectors.detectron2")
     module = importlib.import_module("detectors.detectron2")
-    message = r"backend detectron2 needs the package detectron2, .* docs/detectron2\.md says how to install it"
+    message = r"backend detectron2 needs the package detectron2, .* docs/detector\.md says how to install it"
     with pytest.raises(ValueError, match=message):
         module.Detectron2FasterRCNN(DEMO)
     with pytest.raises(ValueError, match=message):

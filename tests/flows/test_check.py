@@ -422,10 +422,10 @@ def test_the_projects_deployments_fit_their_flows():
     assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
 
 
-def test_the_road_of_the_operating_page_fits_its_flow():
+def test_the_pipeline_of_the_tasks_page_fits_its_flow():
     from flows.pipeline import pretrain_vlbert
 
-    page = (PROJECT / "docs" / "operating.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
     (pipeline,) = (yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:])
     read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
     names = {dataset.name for dataset in read["datasets"]}

@@ -372,7 +372,7 @@ def test_fine_tuning_starts_with_the_pretrained_model_and_its_vocabulary(root, s
 def test_a_held_out_dataset_that_is_not_there_names_its_field(root):
     """On two processes too, where torchrun's own report is the last that is printed."""
     data = {"data": dataclasses.replace(tiny_recipe(root).data, held_out="nothing")}
-    wanted = r"nothing/regions holds no region shards.*data\.held_out=nothing .*docs/operating\.md.*data\.held_out=none"
+    wanted = r"nothing/regions holds no region shards.*data\.held_out=nothing .*docs/tasks\.md.*data\.held_out=none"
     with pytest.raises(ValueError, match=wanted):
         run(root, "no-held-out", **data)
     result = torchrun(root, "no-held-out", 2, **data)

@@ -23,7 +23,7 @@ from vlbert.datasets.vcr import (
 )
 
 CONFORMANCE = SHARED / "conformance" / "vcr"
-OPERATING = PROJECT / "docs" / "operating.md"
+TASKS_PAGE = PROJECT / "docs" / "tasks.md"
 official = pytest.mark.skipif(
     not CONFORMANCE.is_dir(), reason="the official formats' samples lie in ../shared, which is not here"
 )
@@ -279,7 +279,7 @@ def test_boxes_end_with_the_picture_and_one_without_area_is_a_pixel_and_named(tm
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):
     write_vcr(tmp_path / "vcr", samples := [tiny_sample(i) for i in range(3)])
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", OPERATING.read_text(), re.S) if "vcr" in block]
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", TASKS_PAGE.read_text(), re.S) if "vcr" in block]
     monkeypatch.chdir(tmp_path)
     exec(program, {})
     for sample, regions in zip(samples, AnnotatedDetector(tmp_path / "vcr-whole.json").detect(samples), strict=True):
