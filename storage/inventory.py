@@ -2,11 +2,12 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
+from storage.manifests import Header
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, read_state
 from storage.snapshots import Snapshot, read_snapshot
@@ -18,6 +19,7 @@ TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 _BEST = re.compile(r"runs/(.+)/best\.json")
+_PAUSE = 3600.0  # seconds without a commit that end an entry of the history
 _METRICS = re.compile(r"runs/(.+)/metrics\.jsonl")
 
 
@@ -145,6 +147,46 @@ def status(store: ObjectStore) -> list[str]:
     return lines
 
 
+def history(store: ObjectStore, dataset: str | None = None) -> list[str]:
+    """What was committed and which snapshots were written, oldest first; an hour without a commit ends an entry."""
+    inventory = Inventory(store, dataset)
+    entries = []
+    for (name, stage), found in inventory.manifests.items():
+        headers = Catalog(store, name).headers(stage, sorted(found))
+        by_config = defaultdict(list)
+        for shard, header in headers.items():
+            by_config[header.meta.get("config_hash", "")].append((found[shard], header))
+        for config, commits in by_config.items():
+            for group in _without_pauses(sorted(commits, key=lambda commit: commit[0].modified)):
+                entries.append(_committed(name, stage, config, group))
+    for (name, stage), found in inventory.snapshots.items():
+        for info in found.values():
+            snapshot, _ = read_snapshot(store, info.path)
+            what = name, stage, *_counts(snapshot), f"{snapshot.ok_rows:,}", f"snapshot {snapshot.id}"
+            entries.append((info.modified, (_time(info), "", *what)))
+    names = "from (UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"
+    return aligned(names, [row for _, row in sorted(entries)])
+
+
+def _without_pauses(commits: list[tuple[ObjectInfo, Header]]) -> Iterator[list[tuple[ObjectInfo, Header]]]:
+    group = []
+    for commit in commits:
+        if group and commit[0].modified - group[-1][0].modified > _PAUSE:
+            yield group
+            group = []
+        group.append(commit)
+    yield group
+
+
+def _committed(dataset: str, stage: str, config: str, group: list[tuple[ObjectInfo, Header]]) -> tuple[float, tuple]:
+    rows = sum(sum(header.statuses.values()) for _, header in group)
+    ok = sum(header.ok_rows for _, header in group)
+    by = f"{'detector' if stage != 'images' else 'config'} {config}" if config else ""
+    first, last = group[0][0], group[-1][0]
+    counts = f"{len(group):,}", f"{rows:,}", f"{ok:,}"
+    return first.modified, (_time(first), _time(last), dataset, stage, *counts, by)
+
+
 def _counts(snapshot: Snapshot) -> tuple[str, str]:
     return f"{len(snapshot.shards):,}", f"{snapshot.ok_rows:,}"
 
@@ -169,3 +211,7 @@ def megabytes(size: int) -> str:
 
 def date_of(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _time(info: ObjectInfo) -> str:
+    return date_of(info.modified)

@@ -1,6 +1,7 @@
 """`python -m storage.catalog`: what a root holds, whether it is undamaged, and what may be deleted.
 
 status ROOT                        stages, rows by status, snapshots, what each training run pinned
+history ROOT [DATASET]             what was committed when, by which settings or detector
 verify ROOT [DATASET]              every file checked against its digest; exit status 1 on a fault
 gc ROOT [--grace HOURS] [--delete] what nothing names any more; deletes it only with --delete
 """
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from storage.garbage import collect_garbage
-from storage.inventory import Inventory, status
+from storage.inventory import Inventory, history, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.verify import remarks, verify
 
@@ -49,12 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, description in [
         ("status", "stages, rows by status, snapshots, and what each training run pinned"),
+        ("history", "what was committed when, by which settings or detector"),
         ("verify", "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault"),
         ("gc", "list what nothing names any more; deletes it only with --delete"),
     ]:
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("root", help="a folder or s3://bucket/prefix")
-        if name == "verify":
+        if name in ("history", "verify"):
             command.add_argument("dataset", nargs="?", help="only this dataset")
         if name == "gc":
             command.add_argument("--grace", type=_hours, default=24, help="hours that things must be old (24)")
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(_print_faults(Inventory(store, options.dataset)))
         lines = {
             "status": lambda: status(store),
+            "history": lambda: history(store, options.dataset),
             "gc": lambda: collect_garbage(store, options.grace * 3600, options.delete),
         }[options.command]()
     except (ValueError, ObjectMissing, StorageUnreachable) as error:

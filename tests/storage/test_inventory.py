@@ -21,7 +21,7 @@ from seeded import DETECTOR, put_checkpoint, sealed_parquet, seeded_sample, shar
 from storage.catalog import Catalog
 from storage.catalog.__main__ import main
 from storage.garbage import collect_garbage, find_garbage
-from storage.inventory import Inventory, status
+from storage.inventory import Inventory, history, status
 from storage.manifests import Manifest, Row, manifest_bytes
 from storage.object_store import LocalStore, ObjectInfo, ObjectStore, open_store
 from storage.shards import Span
@@ -110,6 +110,30 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "storage.catalog", *arguments], cwd=where, capture_output=True, text=True
     )
+
+
+def test_history_tells_what_was_committed_when_by_whom(local):
+    for number, hours_ago in [(0, 50), (1, 49.5), (2, 10), (3, 9.5)]:
+        commit(local, number, config_hash="aaaa" if number < 3 else "bbbb")
+        at(local.store, f"captions/images/{number:05d}.parquet", hours_ago)
+    commit(local, 0, REGIONS, config_hash=DETECTOR)
+    at(local.store, f"captions/{REGIONS}/00000.parquet", 5)
+    snapshot = local.pin("images")
+    Catalog(local.store, "another").commit("images", "00000", *shard_of(0), {})
+    lines = history(local.store, "captions")
+    assert lines[0].split() == ["from", "(UTC)", "to", "dataset", "stage", "shards", "rows", "ok", "by"]
+    times = [line.split()[:2] for line in lines[1:]]
+    assert times == sorted(times)
+    assert [line.split()[-7:] for line in lines[1:5]] == [
+        ["captions", "images", "2", "12", "8", "config", "aaaa"],
+        ["captions", "images", "1", "6", "4", "config", "aaaa"],
+        ["captions", "images", "1", "6", "4", "config", "bbbb"],
+        ["captions", REGIONS, "1", "6", "4", "detector", DETECTOR],
+    ]
+    assert lines[5].split()[2:] == ["captions", "images", "4", "16", "16", "snapshot", snapshot.id]
+    assert len(history(local.store)) == len(lines) + 1
+    with pytest.raises(ValueError, match="typo holds no committed shard"):
+        history(local.store, "typo")
 
 
 def test_a_state_that_cannot_be_read_is_named_and_keeps_everything(local):
