@@ -109,6 +109,12 @@ def test_a_damaged_case_is_named_in_its_line(
     assert " NOT RUN: " in line
 
 
+def test_an_unreadable_json_beside_any_arrays_is_a_damaged_case(tmp_path: Path):
+    (tmp_path / "case.json").write_text("{")
+    np.savez(tmp_path / "case.npz", a=np.zeros(1))
+    assert [found.format for found in find_cases(tmp_path)] == ["damaged"]
+
+
 def test_a_detector_whose_description_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture):
     np.savez(tmp_path / "img0_c4.npz", c4=np.zeros(3, np.float32))
     assert ends(tmp_path) == 1
