@@ -127,7 +127,7 @@ class ConcurrencySlot:
 
     def __init__(self) -> None:
         self.lease: UUID | None = None  # that the state of the run named last
-        self._taken: UUID | None = None  # by `again`
+        self._taken: UUID | None = None  # by `reacquire`
         self._renewed: tuple[UUID, float] | None = None
 
     def renew(self, client: "SyncPrefectClient", run: "FlowRun") -> None:

@@ -381,7 +381,7 @@ def test_a_run_without_a_place_frees_none_when_it_ends(deployed: Deployed, whose
     if whose == "another run's":
         deployed.at_work()
     else:
-        ConcurrencySlot().again(deployed.client, deployed.id)
+        ConcurrencySlot().reacquire(deployed.client, deployed.id)
     set_running(deployed.client, run, slot)
     again = deployed.client.read_flow_run(run.id)
     assert again.state.is_running()
