@@ -24,7 +24,7 @@ from benchmarks.measure import machine, parser, write_json
 from benchmarks.synthetic import CLASSES, PIECES, made_up_vocabulary
 from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints
-from training.checkpoints import optimizer_tensors, remove_old, write_checkpoint
+from training.checkpoint_files import optimizer_tensors, remove_old, write_checkpoint
 from training.optimizer import make_optimizer
 from training.writer import Writer
 from vlbert.model.vlbert import VLBert

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from benchmarks.measure import machine, parser, write_json
 from storage.collect import collect
+from storage.collection_plan import CollectSettings
 from storage.download import DownloadSettings
-from storage.plan import CollectSettings
 
 IN_FLIGHT = 64
 GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]

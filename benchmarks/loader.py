@@ -29,10 +29,10 @@ from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
-from storage.order import shuffled, take
 from storage.reading import ShardSamples
 from storage.sample import from_members
 from storage.shards import span_members
+from storage.shuffle import shuffled, take
 from storage.snapshots import write_snapshot
 from vlbert.config import RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus

@@ -24,9 +24,9 @@ from training.optimizer import make_optimizer
 from training.precision import autocast, in_precision_of
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
+from vlbert.initial_weights import make_model
 from vlbert.model.execution import execute_as
 from vlbert.recipes import RECIPES
-from vlbert.start import make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings

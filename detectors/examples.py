@@ -14,7 +14,7 @@ from detectors.losses import Target
 from detectors.preprocess import NARROWEST_INPUT, resize, resized_size, to_input
 from detectors.recipes import DataConfig
 from storage.normalise import FILE_FORMATS
-from storage.order import mix, take
+from storage.shuffle import mix, take
 from training.distributed import World
 from training.log import Unreadable
 

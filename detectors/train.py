@@ -27,11 +27,11 @@ from detectors.validate import validate
 from detectors.weights.files import COUNTER, write_weights
 from detectors.weights.init_from import init_from
 from storage.object_store import open_store
-from storage.order import mix
 from storage.runs import CONFIG, Folder, as_json, checkpoints, open_folder
 from storage.settings import differing_fields, flat, to_json
+from storage.shuffle import mix
 from training import distributed
-from training.checkpoints import (
+from training.checkpoint_files import (
     MODEL,
     OPTIMIZER,
     load_optimizer,

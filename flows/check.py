@@ -7,14 +7,14 @@ from pathlib import Path
 from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
-from flows.training import check_overrides
+from flows.torchrun import check_overrides
+from storage.collection_plan import image_files
 from storage.img2dataset import shard_names
-from storage.plan import image_files
 from storage.settings import differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
+from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.start import check_complete
 from vlbert.tasks.pretraining import PretrainingSettings
 
 

@@ -24,8 +24,8 @@ from flows.artifacts import (
 )
 from storage.catalog import OK, Catalog
 from storage.collect import IMAGES, Collected, Group, OnCommit, collect, collect_group
+from storage.collection_plan import CollectSettings
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
-from storage.plan import CollectSettings
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "network_failed", "open_storage"]
 

@@ -9,7 +9,7 @@ from prefect import flow
 from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import FinetuneSettings
-from flows.training import OnHeartbeat, Trained, TrainingMonitor, check_overrides, evaluate, show_result, train
+from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, evaluate, show_result, train
 from storage.object_store import open_store
 from storage.runs import CONFIG, checkpoints, open_folder
 

@@ -22,7 +22,7 @@ from flows.detect import Detected, detect_flow
 from flows.finetune import finetune_flow
 from flows.pretrain import pretrain_flow
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
-from flows.training import Trained
+from flows.torchrun import Trained
 from storage.catalog import OK
 
 

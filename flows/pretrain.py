@@ -10,7 +10,7 @@ from flows.artifacts import stage_logger
 from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
-from flows.training import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
+from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
 from vlbert.data.corpus import describe_corpus, find_corpus
 
 # Fields of the recipe that this stage sets, each from what.

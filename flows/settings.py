@@ -9,7 +9,7 @@ from typing import Literal
 
 from detectors.config import AnnotationConfig, DetectionConfig
 from flows.supervisor import GRACE
-from storage.plan import CollectSettings
+from storage.collection_plan import CollectSettings
 from storage.settings import FORM
 
 

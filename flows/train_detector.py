@@ -12,7 +12,7 @@ from detectors.config import AnnotationConfig
 from flows.artifacts import name_run, publish, stage_logger, table_of_metrics
 from flows.collect import open_storage
 from flows.settings import TrainDetectorSettings
-from flows.training import OnHeartbeat, TrainingMonitor, assigned, check_overrides, torchrun
+from flows.torchrun import OnHeartbeat, TrainingMonitor, assigned, check_overrides, torchrun
 from storage.object_store import open_store
 from storage.settings import assignments_of
 from training.log import last_metrics

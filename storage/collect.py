@@ -23,6 +23,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from storage.catalog import OK, Catalog
+from storage.collection_plan import (
+    CollectSettings,
+    Part,
+    check_committed,
+    check_unchanged,
+    identity,
+    image_files,
+    plan,
+    rows_of,
+)
 from storage.download import (
     STATUSES,
     CaptionRow,
@@ -38,7 +48,6 @@ from storage.img2dataset import import_rows, read_rows
 from storage.manifests import Manifest
 from storage.normalise import NormalisedImage
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
-from storage.plan import CollectSettings, Part, check_committed, check_unchanged, identity, image_files, plan, rows_of
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.settings import add_fields, from_assignments

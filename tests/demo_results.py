@@ -2,7 +2,7 @@
 
 from demo.tasks import DEMO_TASKS, STARTS, run_of
 from flows.pipeline import PipelineResult
-from flows.training import Trained
+from flows.torchrun import Trained
 
 
 def trained(run: str, metrics: dict[str, float], detector: str = "detector") -> Trained:

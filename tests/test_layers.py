@@ -20,7 +20,7 @@ KNOW_DETECTORS = {
     "vlbert/recipes.py",
     "vlbert/convert.py",
     "vlbert/published.py",
-    "vlbert/start.py",  # starts from a detector's weights
+    "vlbert/initial_weights.py",  # starts from a detector's weights
 }
 FILES = sorted(path.relative_to(PROJECT) for folder in MAY_IMPORT for path in (PROJECT / folder).rglob("*.py"))
 HOUSE = {*MAY_IMPORT, "demo", "benchmarks", "tests"}

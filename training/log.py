@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from storage.object_store import ObjectStore, StorageUnreachable
 from storage.progress import clock
 from storage.safe_json import parse_json
-from training.lines import Board, Lines
+from training.log_files import Board, Lines
 from training.stopping import Stopped
 
 if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch for it

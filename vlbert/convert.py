@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from detectors.weights.safe_pickle import named_tensors, read_weight_file
+from detectors.weights.torch_pickle import named_tensors, read_weight_file
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
 from vlbert.checkpoint import CONFIG, check_tensors, model_files, read_model

@@ -14,12 +14,12 @@ import torch
 
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_store
-from storage.order import mix
 from storage.reading import ShardSamples
 from storage.runs import checkpoints
 from storage.settings import override
+from storage.shuffle import mix
 from training import distributed
-from training.checkpoints import load_optimizer, settle
+from training.checkpoint_files import load_optimizer, settle
 from training.distributed import World
 from training.log import last_metrics
 from training.loop import EXPECTED, Losses, Run, batches, find_recipe, run_program, train_steps
@@ -38,10 +38,10 @@ from vlbert.data.corpus import TextCorpus
 from vlbert.data.loading import SnapshotSpan, TrainingData, check_shares
 from vlbert.data.samples import any_readable, newer_snapshot, open_cache, open_samples
 from vlbert.data.vocabulary import Vocabulary
+from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
 from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.heads import count_parameters
 from vlbert.recipes import RECIPES
-from vlbert.start import check_complete, choose_vocabulary, make_model
 from vlbert.tasks import make_task, task_of
 from vlbert.tasks.base import Examples, TaskModel
 from vlbert.validate import validate

@@ -18,7 +18,7 @@ from detectors.weights.files import (
     tensor_fault,
     tensor_faults,
 )
-from detectors.weights.safe_pickle import read_tensors
+from detectors.weights.torch_pickle import read_tensors
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
 _THEIR_MEAN, _THEIR_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -28,7 +28,7 @@ from detectors.weights.files import (
     tensor_fault,
     weights_hash,
 )
-from detectors.weights.safe_pickle import read_tensors
+from detectors.weights.torch_pickle import read_tensors
 
 _BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
 _RESNET = ("backbone.", "roi_heads.res5.")

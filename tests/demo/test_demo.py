@@ -20,9 +20,9 @@ from demo.tasks import DEMO_TASKS, OF_DEMO
 from detectors.weights.files import load_resnet, read_config
 from flows.settings import quiet_prefect
 from storage.settings import override
+from vlbert.initial_weights import check_complete
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.recipes import DEMO, RECIPES
-from vlbert.start import check_complete
 
 TINY = DemoDataSettings(train_scenes=2, held_out_scenes=1, broken_rows=0, text_lines=1, task_train=1, task_held_out=0)
 

@@ -34,7 +34,7 @@ from detectors.weights.files import (
     write_weights,
 )
 from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
-from detectors.weights.safe_pickle import read_tensors
+from detectors.weights.torch_pickle import read_tensors
 from storage.sample import Sample
 
 SHARED = SHARED

@@ -33,7 +33,7 @@ from flows.artifacts import (
 )
 from flows.curves import curves, draw
 from flows.supervisor import ChildFailed, ChildTimedOut
-from flows.training import Heartbeat, TrainingMonitor
+from flows.torchrun import Heartbeat, TrainingMonitor
 from storage.catalog import Catalog, Row
 from storage.object_store import StorageUnreachable, open_store
 
@@ -335,9 +335,9 @@ def test_a_training_shows_its_last_heartbeat_and_asks_a_storage_that_is_away_sel
         asked.append(root)
         raise StorageUnreachable("no bucket")
 
-    monkeypatch.setattr("flows.training.open_store", away)
-    monkeypatch.setattr("flows.training.show_progress", lambda facts=dict: shown.append(dict(facts())))
-    monkeypatch.setattr("flows.training.name_run", lambda *words: named.append(words))
+    monkeypatch.setattr("flows.torchrun.open_store", away)
+    monkeypatch.setattr("flows.torchrun.show_progress", lambda facts=dict: shown.append(dict(facts())))
+    monkeypatch.setattr("flows.torchrun.name_run", lambda *words: named.append(words))
     monitor = TrainingMonitor("pretrain", "s3://bucket/root", "pretrain_vlbert_demo", "r")
     monitor.progress.attempted()
     monitor(BEAT)

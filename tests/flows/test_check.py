@@ -13,8 +13,8 @@ from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.check import check
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
+from storage.collection_plan import CollectSettings
 from storage.download import DownloadSettings
-from storage.plan import CollectSettings
 from vlbert.recipes import RECIPES
 
 

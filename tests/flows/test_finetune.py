@@ -10,7 +10,7 @@ from seeded import put_checkpoint
 from flows.finetune import copy_vocabulary, find_checkpoint, finetune
 from flows.settings import FinetuneSettings, Processes
 from flows.supervisor import ChildFailed
-from flows.training import Evaluated, Trained, evaluate
+from flows.torchrun import Evaluated, Trained, evaluate
 from storage.object_store import open_store
 from vlbert.recipes import RECIPES
 

@@ -597,7 +597,7 @@ def test_a_fine_tuning_is_evaluated_on_the_splits_that_are_named_and_each_once(
     assert re.search(r"\| accuracy\\_published \| \d\.\d+ \| .*base", table)
 
     before = {file: file.stat().st_mtime_ns for place in places for file in place.iterdir()}
-    monkeypatch.delattr("flows.training.run_child")
+    monkeypatch.delattr("flows.torchrun.run_child")
     again = finetune(str(root), str(root / "work"), settings)
     assert again.evaluated == trained.evaluated
     assert {file: file.stat().st_mtime_ns for file in before} == before

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from demo.data import DemoData
 from storage.collect import collect
-from storage.plan import CollectSettings
+from storage.collection_plan import CollectSettings
 
 pytestmark = pytest.mark.slow
 

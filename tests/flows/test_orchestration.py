@@ -12,7 +12,7 @@ from places import PROJECT
 
 from benchmarks.orchestration import MOST_TASK_RUNS, SHARDS, expected_artifacts, expected_task_runs
 from flows.artifacts import Live
-from flows.training import paced
+from flows.torchrun import paced
 
 FEW = 12
 DAY_AND_A_HALF = 36 * 3600  # seconds

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from detectors.config import DetectionConfig
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, TrainDetectorSettings
+from storage.collection_plan import CollectSettings
 from storage.object_store import open_store
-from storage.plan import CollectSettings
 from training.log import last_metrics
 
 pytestmark = pytest.mark.slow

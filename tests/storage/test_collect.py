@@ -29,12 +29,12 @@ from web import Web, draw, encode, in_turn, raw, send, silent
 from demo.data import DemoData
 from storage.catalog import Catalog
 from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, check_network, collect, collect_group, main
+from storage.collection_plan import CollectSettings, Part, check_committed, plan
 from storage.download import CaptionRow, Download, DownloadSettings, commit_images
 from storage.garbage import collect_garbage, find_garbage
 from storage.inventory import Inventory
 from storage.normalise import NormalisedImage
 from storage.object_store import StorageUnreachable, open_store
-from storage.plan import CollectSettings, Part, check_committed, plan
 from storage.redact import redacted, shown_url
 from storage.spool import PartialShard, Spool, remove_partial
 from storage.verify import verify

@@ -16,10 +16,10 @@ from web import draw, encode
 
 from storage.catalog import Catalog
 from storage.collect import collect
+from storage.collection_plan import CollectSettings
 from storage.download import STATUSES, DownloadSettings
 from storage.img2dataset import StoredRow, status_of
 from storage.object_store import open_store
-from storage.plan import CollectSettings
 from storage.sample import sample_key
 
 IMAGES = "images"

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detectors.weights.safe_pickle import read_tensors
+from detectors.weights.torch_pickle import read_tensors
 from storage.safe_pickle import Hostile, read_pickle
 from vlbert.datasets.refcoco import read_expressions
 
@@ -184,7 +184,7 @@ def tensor_pickle(count: int, shape: tuple[int, ...], strides: tuple[int, ...], 
 READ_IN_A_CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from detectors.weights.safe_pickle import read_tensors
+from detectors.weights.torch_pickle import read_tensors
 from vlbert.datasets.refcoco import read_expressions
 
 readers = {"refs": read_expressions, "weights": read_tensors}

@@ -14,8 +14,8 @@ from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.resnet import RESNET101
 from detectors.select import SelectionSettings
 from storage import collect
+from storage.collection_plan import CollectSettings
 from storage.download import DownloadSettings
-from storage.plan import CollectSettings
 from storage.settings import (
     assignments_of,
     default_of,
@@ -30,8 +30,8 @@ from training.optimizer import OptimizerConfig
 from vlbert import evaluate, train
 from vlbert.config import DataConfig, ModelConfig, RegionConfig
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
-from vlbert.start import check_complete
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings

@@ -12,8 +12,8 @@ import pytest
 from writing import Held, files, nothing, wait_for
 
 from storage.object_store import LocalStore, StorageUnreachable, open_store
-from training.lines import Lines
 from training.log import RunLog, read_heartbeat, read_metrics
+from training.log_files import Lines
 from training.metrics import Line
 from training.writer import Writer
 

@@ -23,7 +23,7 @@ from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
 from demo.serve import free_port
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut
-from flows.training import OnHeartbeat, TrainingStopped, torchrun
+from flows.torchrun import OnHeartbeat, TrainingStopped, torchrun
 from storage.object_store import open_store
 from training.distributed import World
 from vlbert.recipes import RECIPES

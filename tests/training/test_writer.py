@@ -19,7 +19,7 @@ from writing import Held, files, nothing, tensors, wait_for
 
 from storage.object_store import Content, LocalStore, ObjectStore, S3Store, StorageUnreachable, open_store
 from storage.runs import Best, checkpoints, named_best, read_state
-from training.checkpoints import find_best, settle, write_checkpoint
+from training.checkpoint_files import find_best, settle, write_checkpoint
 from training.distributed import World
 from training.log import read_metrics
 from training.writer import Writer, safetensors

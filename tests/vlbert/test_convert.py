@@ -23,10 +23,10 @@ from training.writer import Writer
 from vlbert.checkpoint import read_model, save_checkpoint
 from vlbert.config import Recipe, architecture
 from vlbert.convert import REPORT, Refused, read_file, to_ours, to_theirs
+from vlbert.initial_weights import make_model
 from vlbert.model.vlbert import VLBert
 from vlbert.published import plain_name, skeleton, standard, understand
 from vlbert.recipes import RECIPES
-from vlbert.start import make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings

@@ -24,17 +24,17 @@ from tiny import DETECTOR, as_overrides, commit_samples, tiny_recipe, tiny_root,
 from vcr_files import write_vcr
 from vqa_files import SAID, coco, write_vqa
 
-from flows.training import reported
+from flows.torchrun import reported
 from storage.object_store import StorageUnreachable
 from storage.sample import Sample
 from training.distributed import World
 from vlbert.checkpoint import open_checkpoint
 from vlbert.config import DataConfig, Recipe
 from vlbert.evaluate import evaluate, find_evaluation, load_task_model, main
+from vlbert.initial_weights import check_complete
 from vlbert.recipes import RECIPES
 from vlbert.results import SplitPredictions, problems_of, warnings
 from vlbert.results_page import worst_and_best
-from vlbert.start import check_complete
 from vlbert.tasks.base import Examples
 from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings

@@ -278,8 +278,8 @@ def test_the_vector_of_a_masked_region_cannot_be_seen_where_features_are_hidden(
         return max((before.text - after.text).abs().max(), (before.regions - after.regions).abs().max())
 
     with torch.no_grad():
-        assert seen(hidden_size=2) == 0
-        assert seen(hidden_size=1) > 1e-3
+        assert seen(masked=2) == 0
+        assert seen(masked=1) > 1e-3
 
 
 @pytest.mark.slow

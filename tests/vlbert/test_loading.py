@@ -11,8 +11,8 @@ from tiny import TINY_MODEL, commit_samples, tiny_root, tiny_sample
 
 from storage.catalog import Catalog, Row
 from storage.object_store import open_store
-from storage.order import mix, shuffled, take
 from storage.reading import ShardSamples
+from storage.shuffle import mix, shuffled, take
 from training.distributed import World
 from training.loop import batches
 from vlbert.config import DataConfig

@@ -14,10 +14,10 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.initial_weights import make_model
 from vlbert.model.heads import count_parameters
 from vlbert.model.layers import Packing
 from vlbert.model.vlbert import VLBert
-from vlbert.start import make_model
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 

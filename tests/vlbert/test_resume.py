@@ -21,9 +21,9 @@ from storage.catalog import Catalog, Row
 from storage.catalog.__main__ import main
 from storage.inventory import Inventory
 from storage.object_store import open_store
-from storage.order import shuffled
 from storage.reading import ShardSamples
 from storage.runs import Best, checkpoints, open_folder, sealed_json
+from storage.shuffle import shuffled
 from storage.verify import verify
 from training.distributed import World
 from training.log import read_metrics

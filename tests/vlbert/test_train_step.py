@@ -27,9 +27,9 @@ from vlbert.data.batch import Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.initial_weights import make_model
 from vlbert.model.execution import compiled_graphs, execute_as
 from vlbert.model.vlbert import VLBert
-from vlbert.start import make_model
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 

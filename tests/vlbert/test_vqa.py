@@ -15,9 +15,9 @@ from vlbert.config import DataConfig
 from vlbert.data.batch import Example, collate
 from vlbert.data.images import prepare_image
 from vlbert.datasets.vqa import Question, read_answers, read_questions, soft_score
+from vlbert.initial_weights import check_complete
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.recipes import RECIPES
-from vlbert.start import check_complete
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.vqa import VQA, VQASettings
 from vlbert.train import train

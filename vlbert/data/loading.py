@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from storage.order import shuffled, take
 from storage.reading import Samples
 from storage.sample import Sample
+from storage.shuffle import shuffled, take
 from training.distributed import World
 from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig
@@ -66,7 +66,7 @@ Slot = tuple[int, int, int]  # index in a list of spans, epoch, question
 
 
 def drawn(spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
-    """The `count` slots after the first `consumed` ones; chunk as in storage.order.shuffled."""
+    """The `count` slots after the first `consumed` ones; chunk as in storage.shuffle.shuffled."""
     ends = [span.consumed for span in spans[1:]] + [consumed + count]
     found = []
     for index, (span, end) in enumerate(zip(spans, ends, strict=True)):

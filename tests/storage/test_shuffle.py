@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from storage.order import shuffled
+from storage.shuffle import shuffled
 from vlbert.data.loading import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS

@@ -15,8 +15,8 @@ from training.distributed import World
 from vlbert.checkpoint import read_model
 from vlbert.config import Recipe
 from vlbert.data.vocabulary import Vocabulary
+from vlbert.initial_weights import check_complete, make_model
 from vlbert.model.vlbert import VLBert
-from vlbert.start import check_complete, make_model
 from vlbert.tasks import make_task
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings

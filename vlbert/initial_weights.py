@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from storage.order import mix
 from storage.reading import ShardSamples
 from storage.settings import differing_fields, flat, to_json
+from storage.shuffle import mix
 from training import distributed
 from training.distributed import World
 from vlbert.checkpoint import Checkpoint, check_saved, load_model, vocabulary_of
