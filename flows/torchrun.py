@@ -187,8 +187,12 @@ def torchrun(
 
     log_progress = paced(lambda beat: log_named(progress_line(beat)))
 
+    logged = None
+
     def on_beat(beat: Mapping[str, Any]) -> None:
-        if beat["losses"] is not None:
+        nonlocal logged
+        if beat["losses"] not in (None, logged):  # between two lines of its log a run has nothing new to say
+            logged = beat["losses"]
             log_progress(beat)
         monitor(beat)
 
