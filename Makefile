@@ -12,14 +12,14 @@ export DO_NOT_TRACK := 1
 
 .PHONY: demo demo-full ui serve test test-all lint format clean
 
-demo: $(VENV)/installed  ## from URLs to a fine-tuned model in demo data: 6 minutes on 2 cores
+demo: $(VENV)/installed  ## draws images, serves them, runs the whole pipeline on them: 6 minutes on 2 cores
 	$(BIN)/python -m demo --root "$(ROOT)" --seed $(SEED)
 
 demo-full: ROOT = demo-full-root
-demo-full: $(VENV)/installed  ## the same with a detector that is trained there, and three seeds: 30 minutes at most
+demo-full: $(VENV)/installed  ## also trains the detector, adds VCR and takes three seeds: 30 minutes at most
 	$(BIN)/python -m demo full --root "$(ROOT)" --seed $(SEED)
 
-ui: $(VENV)/installed  ## the flow UI over what `make demo` did, and a worker: its deployments can be run again
+ui: $(VENV)/installed  ## the flow UI over a finished demo, and a worker: its deployments can be run again
 	$(BIN)/python -m demo ui --root "$(ROOT)" --port $(PORT)
 
 serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of prefect.yaml
@@ -28,7 +28,7 @@ serve: $(VENV)/installed  ## Prefect's server, a worker and the deployments of p
 test: $(VENV)/installed lint  ## 10 minutes at most on 2 cores
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/installed lint  ## with the slow ones: an hour at most
+test-all: $(VENV)/installed lint  ## also the slow tests: an hour
 	$(BIN)/python -m pytest -m ""
 
 lint: $(VENV)/installed
