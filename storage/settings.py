@@ -28,7 +28,7 @@ def check(config: Any, holds: Any, name: str, wanted: str) -> None:
 def check_choices(config: Any) -> None:
     """ValueError where a field of Literal type has none of its values, or a number is not finite: code, files and the
     command line may name any."""
-    for name, kind in typing.get_type_hints(type(config)).items():
+    for name, kind in _types_of(type(config)).items():
         value = getattr(config, name)
         numbers = value if isinstance(value, tuple) else (value,)
         check(config, all(math.isfinite(n) for n in numbers if isinstance(n, float)), name, "finite")
@@ -42,6 +42,12 @@ def _choices(kind: Any) -> tuple:
         return typing.get_args(kind)
     inner = typing.get_args(kind)
     return (*_choices(inner[0]), None) if type(None) in inner and _choices(inner[0]) else ()
+
+
+def _types_of(kind: type) -> dict[str, Any]:
+    """The annotation of each field of a dataclass. A base class that is none may annotate attributes, too."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 # --- field=value ------------------------------------------------------------------------------------------------------
@@ -79,7 +85,7 @@ def changed_fields(config: Any) -> list[str]:
 
 def _changes(config: Any, base: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value, annotation) of each plain field that differs from `base`, or from its default."""
-    types = typing.get_type_hints(type(config))
+    types = _types_of(type(config))
     for field in dataclasses.fields(config):
         path, value = f"{prefix}{field.name}", getattr(config, field.name)
         before = default_of(field) if base is None else getattr(base, field.name)
@@ -120,7 +126,7 @@ def _tree(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def _apply(kind: type, config: Any, tree: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
-    types, changes = typing.get_type_hints(kind), dict(given or {})
+    types, changes = _types_of(kind), dict(given or {})
     defaults = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     for name, change in tree.items():
         if name not in types or name in (given or {}):
@@ -193,7 +199,7 @@ def to_json(config: Any) -> dict:
 def from_json(kind: type, values: dict, where: str) -> Any:
     """The inverse of to_json for the dataclass `kind`. A field that is missing is younger than the file and takes its
     default; ValueError names `where` and the fields that we do not know."""
-    types = typing.get_type_hints(kind)
+    types = _types_of(kind)
     unknown = sorted(values.keys() - types.keys())
     if unknown:
         raise ValueError(
@@ -280,7 +286,7 @@ def field_help(config: Any, without: Sequence[str] = ()) -> str:
 
 def _field_lines(config: Any, prefix: str, without: Sequence[str] = ()) -> Iterator[str]:
     kind = config if isinstance(config, type) else type(config)
-    types, words = typing.get_type_hints(kind), field_words(kind)
+    types, words = _types_of(kind), field_words(kind)
     for field in dataclasses.fields(kind):
         value = default_of(field) if config is kind else getattr(config, field.name)
         if field.name in without:

@@ -70,6 +70,7 @@ def test_overrides_reach_every_depth_and_keep_the_types():
     [
         ("optimiser.learning_rate=1", "Recipe has no field 'optimiser'"),
         ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has kind, learning_rate"),
+        ("task.folder=x", "PretrainingSettings has no field 'folder'; it has words, regions"),  # another task's
         ("steps", "has no '='"),
         ("steps=many", "'many' is no int"),
         ("model.geometry=polar", "one of centre, corners"),
