@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch
     from training.metrics import Line, Step
     from training.writer import Writer
 
-# An environment variable: "0" prints no progress lines. Flows set it, because they log the heartbeat instead.
+# An environment variable: "0" prints an empty line in place of each progress line. Flows set it, because they log the
+# heartbeat instead. The empty line is a sign of life that needs no storage.
 PROGRESS_LINES = "TRAINING_PROGRESS_LINES"
 _HEARTBEAT = "heartbeat.json"
 _BETWEEN_BEATS = 10.0  # seconds, at least, where the state is the same
@@ -166,9 +167,8 @@ class RunLog:
         self._write("training", step, numbers)
         self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses, "counts": line.counts}
         self._beat |= waits | {"seconds_left": left}
-        if os.environ.get(PROGRESS_LINES) != "0":
-            beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
-            print(progress_line(beat), flush=True)
+        beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
+        print("" if os.environ.get(PROGRESS_LINES) == "0" else progress_line(beat), flush=True)
 
     def _share_of_saving(self) -> float:
         """Of all the time since the last line, in how much saves held up the training."""

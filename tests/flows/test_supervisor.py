@@ -143,6 +143,13 @@ def test_silence_is_counted_from_the_last_output_even_without_a_newline(mark: st
     assert failed.value.tail == ["." * 12]
 
 
+def test_an_empty_line_is_a_sign_of_life_and_no_line_of_the_log():
+    heard = []
+    program = "import time\nfor i in range(12): print(flush=True); time.sleep(0.1)"
+    run_child(python(program), heard.append, silence=0.8)
+    assert heard == []
+
+
 def test_a_silent_child_with_another_sign_of_life_is_left_alone_as_long_as_that_comes(mark: str):
     until = time.monotonic() + 1.5
     with pytest.raises(ChildTimedOut, match="silent for 0.5 s"):

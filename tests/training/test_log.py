@@ -12,7 +12,7 @@ import pytest
 from writing import Held, files, nothing, wait_for
 
 from storage.object_store import LocalStore, StorageUnreachable, open_store
-from training.log import RunLog, read_heartbeat, read_metrics
+from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
 from training.log_files import Lines
 from training.metrics import Line
 from training.writer import Writer
@@ -146,6 +146,19 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_number(tmp_path):
         for read in (lambda: read_metrics(store, "run", "training"), lambda: RunLog(Writer(store), "run", 2, 9, 1)):
             with pytest.raises(ValueError, match=f"^line 2 of {file} is no JSON object with a `step`: .* Remove"):
                 read()
+
+
+def test_where_a_flow_logs_the_progress_the_training_still_gives_a_sign_of_life_that_needs_no_storage(
+    tmp_path, record, capsys, monkeypatch
+):
+    monkeypatch.setenv(PROGRESS_LINES, "0")
+    record.training(1, line(), 0.1)
+    assert capsys.readouterr().out.endswith("\n\n"), "after what cannot be written"
+    record.training(2, line(), 0.1)
+    assert capsys.readouterr().out == "\n"
+    monkeypatch.delenv(PROGRESS_LINES)
+    record.training(3, line(), 0.1)
+    assert capsys.readouterr().out.startswith("step 3/10  ")
 
 
 def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
