@@ -85,7 +85,7 @@ def _line(axes: "Axes", lines: Sequence[dict[str, float]], name: str, colour: st
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """So few points that a image stays small: the means of as many neighbours as that takes."""
+    """So few points that an image stays small: the means of as many neighbours as that takes."""
     size = -(-len(points) // _MOST_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

@@ -128,7 +128,7 @@ def _as_report(line: str) -> dict | None:
 
 
 def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
-    """The whole stage as its manifests show_progress it."""
+    """The whole stage as its manifests have it."""
     headers = catalog.headers(stage)
     return Detected(
         dataset=catalog.dataset,

@@ -34,7 +34,7 @@ def finetune(
     log: Callable[[str], None] = print,
     monitor: OnHeartbeat = lambda beat: None,
 ) -> Trained:
-    """Fine-tune as `settings` log, then evaluate. Only from the main thread.
+    """Fine-tune as `settings` say, then evaluate. Only from the main thread.
 
     `work` is a folder of this machine: a run that starts from no checkpoint gets the vocabulary of the pre-training
     that it is compared with, where one is named. ValueError where there is no such checkpoint.
