@@ -8,8 +8,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from flows.artifacts import (
 from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
-from storage.object_store import ObjectStore, StorageUnreachable, open_store
+from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
 from training.log import PROGRESS_LINES, last_metrics, progress_line, progress_of, read_heartbeat
@@ -225,7 +225,9 @@ def torchrun(
 class Heartbeat:
     """The heartbeat of a run while the block runs its training: `on_beat` gets each new one.
 
-    It is read in a thread: storage may be out of reach for minutes, and a training whose output is not read waits.
+    It is read in a thread: storage may be out of reach for minutes, and a training whose output is not read waits. What
+    an earlier training left is passed over: what was there before or, if that could not be read, what is older by this
+    machine's clock, on which the training runs.
 
     beat   the last one of this training; None before the first
     heard  when it came, by time.monotonic()
@@ -238,8 +240,11 @@ class Heartbeat:
         self._store: ObjectStore | None = None
         self._unreadable = False
         self._before: Mapping[str, Any] | None = None  # of an earlier training
-        with suppress(StorageUnreachable, ValueError):  # the training may be the one that makes the root
+        self._since: datetime | None = None  # set if that could not be read
+        try:
             self._before = self._read()
+        except Exception:  # noqa: BLE001  the training may be the one that makes the root, or says what is wrong
+            self._since = datetime.now(UTC).replace(microsecond=0)
         self._over = threading.Event()
         context = contextvars.copy_context()  # the flow run that artifacts belong to
         self._thread = threading.Thread(target=context.run, args=(self._follow,), daemon=True)
@@ -267,6 +272,9 @@ class Heartbeat:
         self._store = self._store or open_store(self.root, write=False)
         return read_heartbeat(self._store, self.run)
 
+    def _is_old(self, beat: Mapping[str, Any]) -> bool:
+        return self._since is not None and datetime.fromisoformat(beat["time"]) < self._since
+
     def read(self) -> None:
         """Read it now; the first of several failures is logged."""
         try:
@@ -277,7 +285,7 @@ class Heartbeat:
             self._unreadable = True
             return
         self._unreadable = False
-        if beat not in (None, self._before, self.beat):
+        if beat not in (None, self._before, self.beat) and not self._is_old(beat):
             self.beat, self.heard = beat, time.monotonic()
             with reporting():
                 self.on_beat(beat)

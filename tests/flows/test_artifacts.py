@@ -1,13 +1,16 @@
 """What the flow UI shows: tables, links, curves, and artifacts that grow; a UI that is away stops nobody."""
 
 import base64
+import json
 import re
 import signal
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prefect.exceptions import TerminationSignal
@@ -376,6 +379,22 @@ def test_a_heartbeat_that_cannot_be_read_is_logged_once_and_read_again(tmp_path:
     heartbeat.read()
     assert beats == [{"state": "training"}]
     assert heartbeat.heard > before
+
+
+def test_the_heartbeat_of_an_earlier_training_is_not_taken_for_ours_where_the_storage_was_away_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, beats = open_store(str(tmp_path)), []
+    store.put("runs/r/heartbeat.json", b'{"time": "2026-01-01T00:00:00.000+00:00", "state": "stopped"}')
+    with monkeypatch.context() as away:
+        away.setattr("flows.training.open_store", Mock(side_effect=StorageUnreachable("no bucket")))
+        heartbeat = Heartbeat(str(tmp_path), "r", beats.append, print)
+    heartbeat.read()
+    assert (beats, heartbeat.state) == ([], None)
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    store.put("runs/r/heartbeat.json", json.dumps({"time": now, "state": "training"}).encode())
+    heartbeat.read()
+    assert heartbeat.state == "training"
 
 
 def test_facts_that_cannot_be_had_are_not_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch):
