@@ -1,11 +1,14 @@
 import dataclasses
 import json
 import math
+import operator
+import re
 import typing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import PROJECT
 
 from detectors import recipes, run
 from detectors import train as detectors_train
@@ -288,3 +291,15 @@ def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[s
     printed = capsys.readouterr().out
     for line in field_help(config, without=["name"]).splitlines():
         assert line in printed
+
+
+def test_the_settings_that_the_detectors_page_names_are_fields():
+    page = (PROJECT / "docs" / "detector.md").read_text()
+    (table,) = re.findall(r"\| setting \|\n.*?\n(.*?)\n\n", page, re.DOTALL)
+    cells = [row.split("|")[-2] for row in table.splitlines() if "of the file alone" not in row]
+    named = {re.search(r"`([a-z_.]+)", cell)[1].removesuffix(".") for cell in cells}
+    named |= set(re.findall(r"`([a-z_.]+)=[^`]*`", page))
+    assert {"network.resize", "network.short_side", "selection", "keep_features"} <= named
+    config = DetectionConfig(preset="demo", random_init=True)
+    for name in named:
+        operator.attrgetter(name)(config)

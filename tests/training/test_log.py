@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import resource
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import PROJECT
 from writing import Held, files, nothing, wait_for
 
 from storage.object_store import LocalStore, StorageUnreachable, open_store
@@ -169,6 +171,17 @@ def test_the_heartbeat_says_starting_until_the_first_step_is_done(tmp_path):
         record.step(1)
         wait_for(lambda: read_heartbeat(store, "run")["state"] == "training")
         assert read_heartbeat(store, "run")["step"] == 1
+
+
+def test_each_field_of_the_heartbeat_is_on_the_page_of_formats(tmp_path):
+    store = open_store(str(tmp_path))
+    record = RunLog(Writer(store), "run", 0, 10, 1)
+    with record.writer, record.running():
+        record.training(1, line(), 0.1)
+    page = (PROJECT / "docs" / "formats.md").read_text()
+    (table,) = re.findall(r"\| field of `heartbeat.json` .*?\n(.*?)\n\n", page, re.DOTALL)
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == read_heartbeat(store, "run").keys() | {"detector", "snapshot"}
 
 
 def test_the_share_of_the_time_for_which_saves_held_up_the_training_is_in_the_log_and_the_heartbeat(tmp_path):
