@@ -18,7 +18,7 @@ from prefect import flow
 
 from flows.artifacts import Stages, name_run, reason_of
 from flows.collect import Collected, collect_flow
-from flows.detect import Detected, detect_flow
+from flows.detect import SILENCE, Detected, detect_flow
 from flows.finetune import finetune_flow
 from flows.pretrain import pretrain_flow
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
@@ -44,6 +44,7 @@ def pretrain_vlbert(
     datasets: list[Dataset],
     pretraining: PretrainSettings,
     finetunings: list[FinetuneSettings],
+    detection_silence: float | None = SILENCE,
 ) -> PipelineResult:
     """From caption lists to fine-tuned models.
 
@@ -54,6 +55,7 @@ def pretrain_vlbert(
         pretraining: On which of the datasets, and how.
         finetunings: One after the other, from the checkpoint of the pre-training; one that fails keeps no other from
             running, and the whole fails at the end.
+        detection_silence: Seconds without a finished shard after which a detector hangs and is ended.
     """
     from flows.check import check  # here, because it imports torch, and whoever deploys this flow needs none
 
@@ -67,7 +69,7 @@ def pretrain_vlbert(
     ]
     detected: dict[str, Detected] = {}
     for dataset in datasets:
-        find = partial(detect_flow, root, dataset.detector, (dataset.name,))
+        find = partial(detect_flow, root, dataset.detector, (dataset.name,), detection_silence)
         detected |= stages.run(f"detect {dataset.name}", find, describe_regions)
 
     detector = detected[pretraining.dataset].detector

@@ -10,6 +10,7 @@ import subprocess
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -42,7 +43,7 @@ from flows.artifacts import key_of
 from flows.collect import COMMITTED, collect_flow, network_failed, open_bucket, storage_failed
 from flows.detect import NoReport, detect, detect_dataset, detect_flow, repeats
 from flows.finetune import finetune, finetune_flow
-from flows.pipeline import PipelineResult, each_in_turn
+from flows.pipeline import PipelineResult, each_in_turn, pretrain_vlbert
 from flows.pretrain import pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
 from flows.supervisor import ChildFailed
@@ -363,6 +364,24 @@ def test_a_fine_tuning_that_fails_keeps_no_other_from_running_and_a_signal_ends_
     assert failed == {"b": "ValueError: no such file"}
     with pytest.raises(Signal):
         each_in_turn([FinetuneSettings(run="stop"), *runs], start)
+
+
+def test_the_pipeline_is_told_how_long_a_detector_may_be_silent(monkeypatch: pytest.MonkeyPatch):
+    class Enough(Exception):
+        pass
+
+    def detected(root: str, detector: DetectionConfig, datasets: tuple[str, ...], silence: float | None) -> None:
+        raise Enough(datasets, silence)
+
+    monkeypatch.setattr("flows.check.check", lambda *settings: None)
+    monkeypatch.setattr("flows.pipeline.Stages", lambda *names: SimpleNamespace(run=lambda stage, work, words: work()))
+    monkeypatch.setattr("flows.pipeline.collect_flow", lambda root, dataset: None)
+    monkeypatch.setattr("flows.pipeline.detect_flow", detected)
+    detector = DetectionConfig(preset="demo", random_init=True)
+    datasets = [Dataset("held-out", images="folder", detector=detector)]
+    with pytest.raises(Enough) as given:
+        pretrain_vlbert.fn("root", "work", datasets, PretrainSettings(), [], detection_silence=60.0)
+    assert given.value.args == (("held-out",), 60.0)
 
 
 # --- the whole pipeline, as a flow ------------------------------------------------------------------------------------
