@@ -34,7 +34,7 @@ class Processes:
     timeout: float | None = None
     """Seconds that the training may take."""
     silence: float | None = 3600.0
-    """Seconds without a line of output after which it hangs and is ended."""
+    """Seconds without output and without a new heartbeat after which it hangs and is ended."""
     restarts: int = 0
     """How often torchrun starts all of them again, from the last checkpoint, when one has died. What data or settings
     did wrong comes again each time."""
