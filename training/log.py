@@ -240,8 +240,9 @@ class RunLog:
             lost = [str(lines.lost) for lines in self._lines.values() if lines.lost]
             if lost:
                 raise StorageUnreachable("; ".join(lost))
-        except BaseException:
-            state = "failed" if state == "done" else state
+        except BaseException as error:
+            if state == "done":
+                state, self._beat["reason"] = "failed", str(error)
             raise
         finally:
             self._board.close()

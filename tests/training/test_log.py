@@ -91,7 +91,9 @@ def test_a_run_whose_lines_are_never_written_fails_in_the_end_and_its_heartbeat_
     named = f"1 lines of {tmp_path}/runs/run/skipped.jsonl are not written: .* Make room"
     with pytest.raises(StorageUnreachable, match=named):
         training()
-    assert read_heartbeat(record.store, "run")["state"] == "failed"
+    beat = read_heartbeat(record.store, "run")
+    assert beat["state"] == "failed"
+    assert re.match(named, beat["reason"])
     assert [found["step"] for found in read_metrics(record.store, "run", "training")] == [1]
 
 
