@@ -387,7 +387,7 @@ def test_the_heartbeat_of_an_earlier_training_is_not_taken_for_ours_where_the_st
     store, beats = open_store(str(tmp_path)), []
     store.put("runs/r/heartbeat.json", b'{"time": "2026-01-01T00:00:00.000+00:00", "state": "stopped"}')
     with monkeypatch.context() as away:
-        away.setattr("flows.training.open_store", Mock(side_effect=StorageUnreachable("no bucket")))
+        away.setattr("flows.torchrun.open_store", Mock(side_effect=StorageUnreachable("no bucket")))
         heartbeat = Heartbeat(str(tmp_path), "r", beats.append, print)
     heartbeat.read()
     assert (beats, heartbeat.state) == ([], None)
