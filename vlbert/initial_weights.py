@@ -130,9 +130,9 @@ def make_model(
 
 
 def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_task: bool) -> str:
-    """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the parts that the head names.
+    """Load the head of a checkpoint: all of it, if it has the same task and shapes, else the task's pretrained_parts.
 
-    `head.init_from` maps parts of this head to parts of pre-training's. Returns the names of what was taken.
+    Returns the names of what was taken.
     """
     found = init_from.part("head.")
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}

@@ -17,6 +17,7 @@ from tiny import COLOURS, TINY_MODEL, as_overrides, commit_samples, tiny_sample
 from training.optimizer import OptimizerConfig
 from vlbert.config import Recipe
 from vlbert.tasks import TASKS
+from vlbert.tasks.base import Task
 
 LINES = 60  # of code: a task is a small thing
 
@@ -81,6 +82,21 @@ def trained(folder: Path) -> str:
 def test_the_file_is_short(folder: Path):
     lines = (folder / "colours.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) <= LINES
+
+
+def test_the_page_names_all_that_a_task_may_define():
+    page = (PROJECT / "docs" / "your-own-task.md").read_text()
+    names = [name for name in vars(Task) if not name.startswith("_") and name != "shuffles"]
+    assert [name for name in names if f"`{name}" not in page] == []
+
+
+@pytest.mark.parametrize("method", ["example", "head", "losses", "predictions", "metrics"])
+def test_a_task_that_lacks_a_method_is_refused_when_it_is_made(method: str):
+    needed = dict.fromkeys(["example", "head", "losses", "predictions", "metrics"], lambda self: None)
+    whole = type("Whole", (Task,), needed)
+    assert whole(None, None, 0).num_classes == 0
+    with pytest.raises(TypeError, match=f"(?s)Lacking.*{method}"):
+        type("Lacking", (Task,), {name: one for name, one in needed.items() if name != method})(None, None, 0)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The base classes of the tasks and of their settings."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -88,7 +89,7 @@ class TaskSettings:
         return ()
 
 
-class Task:
+class Task(ABC):
     """Base class of the tasks. A task defines `example`, `head`, `losses`, `predictions` and `metrics`; all else has a
     default."""
 
@@ -126,30 +127,31 @@ class Task:
         the task."""
         raise ValueError(f"{type(self).__name__} takes no questions of your own: it does not define annotation_for")
 
+    @abstractmethod
     def example(self, sample: Sample, image: PreparedImage, annotation: Any, rng: np.random.Generator) -> Example:
         """The input and the labels of one example. All randomness comes from `rng`. ValueError: the example is skipped
         and counted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """The parameters that the task adds."""
-        raise NotImplementedError
 
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         """Part of the head -> the part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
 
-    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
+    def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
         """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
         from."""
 
+    @abstractmethod
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Name -> (sum of the loss, number of terms). The loop divides by the number over all ranks.
 
         What has no gradient, such as `accuracy` below, is averaged and logged like a loss, and not learned from.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """One dict of plain values an example: a row of predictions.parquet. Every task has these columns:
 
@@ -164,11 +166,10 @@ class Task:
 
         Entries of `ranking` and `boxes` may have `region`, the number of a region: from 1; 0 is none of them.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Metrics over the predictions of a whole split; none where no ground truth is known."""
-        raise NotImplementedError
 
     def submission(self, rows: Sequence[dict]) -> dict[str, bytes]:
         """The files that a leaderboard takes, by name. ValueError where the rows are not the whole split."""
