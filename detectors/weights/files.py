@@ -136,8 +136,13 @@ def read_config(file: Path) -> FasterRCNNConfig:
 
 
 def config_from(fields: Mapping[str, Any], where: str) -> FasterRCNNConfig:
-    """The network of a description in JSON (dataclasses.asdict of its configuration); ValueError names `where`."""
+    """The network of a description in JSON (dataclasses.asdict of its configuration); ValueError names `where`.
+
+    A field that is missing has its default, but every description has a resnet.
+    """
     try:
+        if not isinstance(fields, Mapping) or "resnet" not in fields:
+            raise ValueError("it has no resnet")
         return from_json(FasterRCNNConfig, dict(fields), where)
     except ValueError as error:
         raise ValueError(f"{where}: its `network` is none of this version ({error}); convert it again") from error

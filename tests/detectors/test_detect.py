@@ -381,6 +381,7 @@ def test_that_nothing_is_left_is_known_without_a_detector(fields: list[str], oth
         ("network", "[" * 100_000),
         ("network", "[1]"),
         ("network", '{"resnet": [1]}'),
+        ("network", '{"num_classes": 36}'),
         ("network", '{"resnet": {}, "num_classes": "x"}'),
         ("network", '{"resnet": {}, "resize": ["pil"]}'),
         ("network", "{"),
