@@ -273,6 +273,17 @@ def test_a_chosen_box_is_green_where_it_is_right_and_red_where_it_is_wrong(made:
     assert draw_answer(broken, {"answer": "", "score": score, "boxes": []}) is None
 
 
+def test_the_regions_of_the_sample_are_drawn_beside_a_chosen_one_of_them_alone(made: tuple):
+    root, _, results = made
+    samples = Catalog(open_store(str(root)), "coco").read(f"regions/{results[0].finetuned[0].detector}", "00000")
+    sample = next(sample for sample in samples if len(sample.regions) > 1)
+    own, annotated = sample.regions.boxes[0], sample.regions.boxes[0] + [0, 0, 2, 2]
+    for box, beside in ((own, True), (annotated, False)):
+        row = {"answer": "region 1", "score": 1.0, "boxes": [{"name": "region 1", "box": box.tolist()}]}
+        assert (draw_answer(sample, row) != draw_answer(sample, row | {"candidates": 2})) == beside
+    assert draw_answer(sample, row | {"candidates": 0, "boxes": []}) is not None
+
+
 @pytest.mark.parametrize(
     "box", [(223.9, 10, 224, 60), (10, 167.9, 60, 168), (0, 0, 0.1, 168), (0, 0, 224, 0.1), (0, 0, 224, 168)]
 )
