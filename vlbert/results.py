@@ -127,7 +127,7 @@ def read_summary(store: ObjectStore, folder: str) -> dict[str, Any] | None:
     where = store.where(folder + METRICS)
     try:
         summary = parse_json(store.get(folder + METRICS), where)
-        return summary if summary["inputs"].keys() and summary["files"] else None
+        return summary if summary["inputs"].keys() and summary["files"] and summary["examples"] else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where} is not of an evaluation; name another place with --out FOLDER") from error
 
