@@ -83,11 +83,11 @@ step base-precomputed-compile 60 pretrain_vlbert_base_precomputed "$PAIRS" --pre
 step base-compile 150 pretrain_vlbert_base "$HALF" --precision bf16 --plain none compile=true
 
 # The tests that are skipped where there is no GPU. Their conftest.py wants packages that need not be here.
-if "$PYTHON" -c "import pytest" 2> "$OUT/tests.txt"; then
+if "$PYTHON" -c "import hypothesis, pytest" 2> "$OUT/tests.txt"; then
     section tests 60 "$PYTHON" -m pytest --noconftest -o addopts= -p no:cacheprovider -q -rs -k "a_gpu_" \
         tests/detectors/test_faster_rcnn.py tests/vlbert/test_train_step.py
 else
-    echo "tests: left out, pytest is not installed" | tee -a "$SUMMARY"
+    echo "tests: left out, pytest and hypothesis are not both installed" | tee -a "$SUMMARY"
 fi
 
 echo

@@ -342,6 +342,14 @@ def test_what_measures_gpus_runs_in_small_on_a_cpu(tmp_path):
     assert json.loads((tmp_path / "base.json").read_text())["parts"]
 
 
+def test_without_what_tests_need_the_rest_of_the_measurement_counts(tmp_path):
+    (tmp_path / "hypothesis.py").write_text("raise ImportError('not on this machine')\n")
+    variables = {"DEVICE": "cpu", "GPU_SH_TINY": "1", "OUT": str(tmp_path), "SECTIONS": "tests"}
+    variables |= {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(["bash", "benchmarks/gpu.sh"], cwd=PROJECT, env=os.environ | variables, timeout=100)
+    assert (run.returncode, (tmp_path / "summary.txt").read_text()[:15]) == (0, "tests: left out")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: none")
 def test_on_a_gpu_losses_and_gradients_are_those_of_a_plain_program():
     report = train_step.check_report(options("--check", "--device", "cuda", "--precision", "fp32,tf32,bf16"))
