@@ -108,7 +108,8 @@ AIRSPLAY = Release(
     marks=(r"^(backbone|proposal_generator|roi_heads)\.",),
     detection={"minimum_side": 0.0, "box_arithmetic": "continuous"},
     note="its script resizes to 600/1000, its notebooks and Hugging Face's configuration to 800/1333: choose with "
-    "--short-side and --long-side. Both select 36 regressed boxes of any class; the 10-100 rule selects proposals",
+    "network.short_side and network.long_side. Both select 36 regressed boxes of any class; the 10-100 rule selects "
+    "proposals",
 )
 MILVLG = Release(
     name="milvlg",

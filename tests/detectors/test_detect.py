@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,12 +24,13 @@ from tiny_detector import coco_annotations, commit_images
 
 from demo.__main__ import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
-from detectors.config import DetectionConfig
+from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.faster_rcnn import DEMO, FasterRCNN
+from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from detectors.weights.files import load_resnet, load_weights, read_config
 from detectors.weights.init_from import init_from
+from detectors.weights.releases import RELEASES
 from storage.catalog import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
@@ -423,6 +425,17 @@ def test_a_file_whose_anchors_are_no_list_starts_another_rpn(tmp_path: Path):
     file = tmp_path / "theirs.safetensors"
     save_file(FasterRCNN(DEMO).state_dict(), file, metadata={"network": '{"anchor_sizes": 5}'})
     assert str(file) in init_from(FasterRCNN(DEMO), file)
+
+
+def test_what_a_detection_may_set_of_the_network_is_a_field_of_the_network():
+    fields, overrides = (typing.get_type_hints(kind) for kind in (FasterRCNNConfig, NetworkOverrides))
+    assert overrides == {name: fields[name] | None for name in overrides}
+
+
+def test_the_notes_on_releases_name_settings_that_there_are():
+    named = [name for release in RELEASES.values() for name in re.findall(r"network\.\w+|--[\w-]+", release.note)]
+    assert {"network.short_side", "network.long_side"} <= {*named}
+    assert {*named} <= {f"network.{field.name}" for field in dataclasses.fields(NetworkOverrides)}
 
 
 def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
