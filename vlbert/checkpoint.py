@@ -264,7 +264,7 @@ def check_saved(task: Any, checkpoint: Checkpoint) -> None:
         if at is not None:
             difference = f"number {at} is {before[at]!r} there and {now[at]!r} here"
         raise ValueError(
-            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder} now: "
+            f"{checkpoint.where}/{TASK} has other {name} than {task.settings.folder or 'the task'} now: "
             f"{difference}; put those back that it was trained with, or start another run, and not from it"
         )
 
