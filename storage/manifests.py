@@ -1,6 +1,6 @@
 """The manifest of one shard: its fields, the checks of rows against samples, and its bytes.
 
-The layout is a contract, docs/formats.md; storage/catalog.py commits and reads manifests.
+The layout is a contract, docs/formats.md; storage/catalog commits and reads manifests.
 """
 
 import io

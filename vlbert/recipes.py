@@ -3,7 +3,8 @@
 Those without a suffix are the runs of the authors' code, with its rules (vlbert/variants.py) and its numbers; `_paper`
 are those of the paper's appendix A.2. Steps are epochs of the data set over the batch: 3.3 M captions, 213 k questions
 of VCR, 444 k of VQA's train2014, 120 k expressions of RefCOCO+. `data.batch` is global: whatever the number of GPUs,
-batch = GPUs x accumulate x what one GPU computes at a time, and the learning rate is the one that stands here.
+batch = GPUs x gradient_accumulation x what one GPU computes at a time, and the learning rate is the one that stands
+here.
 """
 
 from dataclasses import replace

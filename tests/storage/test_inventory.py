@@ -44,7 +44,7 @@ def checkpoint(store: ObjectStore, run: str, step: int, data: dict | str | None,
 
 
 def data_of(*snapshots: str, stage: str = REGIONS) -> dict:
-    entries = [{"epoch": 3 * i, "consumed": 12 * i, "questions": 4, "snapshot": s} for i, s in enumerate(snapshots)]
+    entries = [{"epoch": 3 * i, "consumed": 12 * i, "examples": 4, "snapshot": s} for i, s in enumerate(snapshots)]
     return {"dataset": "captions", "stage": stage, "random_init": False, "snapshots": entries}
 
 
