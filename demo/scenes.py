@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes: what is where, and what it appearances like as pixels."""
+"""Scenes of coloured shapes: what is where, and what it looks like as pixels."""
 
 import math
 from collections.abc import Sequence
