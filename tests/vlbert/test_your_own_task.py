@@ -120,7 +120,8 @@ def test_it_trains_and_learns_to_look(folder: Path, trained: str):
 
 @pytest.mark.slow
 def test_it_is_evaluated_from_its_folder(folder: Path, trained: str):
-    model = [f"model.{assignment}" for assignment in as_overrides(TINY_MODEL, recipe_of(folder).model)]
+    recipe = recipe_of(folder)
+    model = as_overrides(dataclasses.replace(recipe, model=TINY_MODEL), recipe)
     ended = program(
         folder, "vlbert.evaluate", "colours:finetune_colours", "root/runs/finetune_colours", "held-out", *model
     )
