@@ -36,6 +36,7 @@ _LONGEST_PAUSE = 2.0
 # The part of its deadline that a URL gets while its host is silent: 1 s of 20.
 _SHORT_DEADLINE = 1 / 20
 _UNPACKED_AT_ONCE = 256 * 1024  # bytes
+_RATE_WHILE_OTHERS_WAIT = 64_000  # bytes a second at least, of the one body for which all others wait
 # Directives of X-Robots-Tag that have a value: this tells `name: value` from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
@@ -322,6 +323,7 @@ class Fetcher:
         body, received = bytearray(), 0
         loop = asyncio.get_running_loop()
         since, counted = loop.time(), 0  # of the rate
+        delaying: tuple[float, int] | None = None  # since when others wait for this body, and the bytes it had then
         try:
             while not content.at_eof():
                 chunk = await content.readany()
@@ -338,6 +340,15 @@ class Fetcher:
                         raise Refused("too_big", f"over {limit} bytes when unpacked from {unpacker.encoding}")
                     if unpacker.encoding:
                         await asyncio.sleep(0)  # a turn for the others after each part
+                if not flight.share.delays_others:
+                    delaying = None
+                elif delaying is None:
+                    delaying = loop.time(), received
+                elif (waited := loop.time() - delaying[0]) >= 1:
+                    if received - delaying[1] < _RATE_WHILE_OTHERS_WAIT * waited and not content.at_eof():
+                        brought = f"{received - delaying[1]} bytes in {waited:.0f} s"
+                        raise Refused("timeout", f"{brought}, while other bodies waited for room")
+                    delaying = loop.time(), received
                 seconds = loop.time() - since
                 if seconds >= settings.read_timeout:
                     if received - counted < settings.min_rate * seconds and not content.at_eof():

@@ -218,11 +218,13 @@ class ByteBudget:
 
     The oldest body may always grow, so it comes to its end, or to its deadline, and frees its bytes. No two bodies wait
     for each other, and memory is at most `limit` and one body.
+
+    waiting  bodies that wait to grow
     """
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.held = 0
+        self.held = self.waiting = 0
         self._shares: dict[ByteShare, None] = {}  # in the order of their first bytes
         self._released = asyncio.Event()
 
@@ -252,6 +254,11 @@ class ByteShare:
         budget = self._budget
         return budget.held < budget.limit or next(iter(budget._shares)) is self
 
+    @property
+    def delays_others(self) -> bool:
+        """Whether bodies wait, and this is the one that they wait for."""
+        return self._budget.waiting > 0 and next(iter(self._budget._shares), None) is self
+
     def grow(self, count: int) -> None:
         """Count `count` bytes more, which were received already."""
         self._budget._shares.setdefault(self)
@@ -260,5 +267,9 @@ class ByteShare:
 
     async def wait_to_grow(self) -> None:
         """Wait until this body may grow."""
-        while not self.may_grow:
-            await self._budget._released.wait()
+        self._budget.waiting += 1
+        try:
+            while not self.may_grow:
+                await self._budget._released.wait()
+        finally:
+            self._budget.waiting -= 1

@@ -446,6 +446,24 @@ def test_large_bodies_that_fall_silent_keep_the_others_waiting_only_until_their_
     assert statuses(urls, settings) == 2 * ["timeout"] + 20 * ["ok"]
 
 
+def test_a_large_body_that_drips_ends_where_all_others_wait_for_it(webs: list[Web]):
+    bad, good = webs[:2]
+    large = JPEG[:2] + 17 * (b"\xff\xfe\xff\xff" + bytes(65533)) + JPEG[2:]
+
+    def drips(handler: BaseHTTPRequestHandler) -> None:
+        send(large, length=len(large) + 500_000)(handler)
+        while not handler.server.stopping.wait(0.1):
+            handler.wfile.write(bytes(500))
+
+    urls = [bad.put(f"/{i}.jpg", drips) for i in range(2)]
+    urls += [good.put(f"/{i}.jpg", send(JPEG)) for i in range(20)]
+    limits = {"max_bytes": 2_000_000, "max_bytes_in_flight": 2_000_000, "deadline": 5.0, "read_timeout": 5.0}
+    found = download(rows_of(urls), settings_for(*webs, second_pass=0, **limits))
+    assert [one.status for one in found] == 2 * ["timeout"] + 20 * ["ok"]
+    # The other one holds half of the budget, and delays nobody any more.
+    assert sorted("waited for room" in one.detail for one in found[:2]) == [False, True]
+
+
 def test_waiting_for_room_is_no_time_of_the_servers(web: Web):
     def in_two(handler: BaseHTTPRequestHandler) -> None:
         send(JPEG[:100], length=len(JPEG))(handler)
