@@ -459,7 +459,7 @@ def test_a_stage_that_is_done_starts_no_process_and_one_with_other_settings_does
     def start(command: list[object], *_: object, **__: object) -> None:
         raise Started(" ".join(map(str, command)))
 
-    for module in ("detect", "pretrain", "training"):
+    for module in ("detect", "pretrain", "torchrun"):
         monkeypatch.setattr(f"flows.{module}.run_child", start)
     root = served.deployments.parent / "root"
     told, work, said = tiny_pipeline(demo_data, root), str(root / "work"), []
