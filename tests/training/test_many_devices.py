@@ -422,10 +422,19 @@ for beat, error, status in json.load(open("lives")):
 print("of torchrun", flush=True)
 sys.exit(status)
 """
-BEAT = {"time": "t", "step": 5, "steps": 9, "losses": None, "seconds": 1.0, "seconds_left": None, "reason": None}
+TIME = "2100-01-01T00:00:{:02}+00:00"  # after the start of any test
+BEAT = {
+    "time": TIME.format(0),
+    "step": 5,
+    "steps": 9,
+    "losses": None,
+    "seconds": 1.0,
+    "seconds_left": None,
+    "reason": None,
+}
 STOPPED = BEAT | {"state": "stopped", "reason": "after step 5 of 9"}
-AGAIN = BEAT | {"state": "training", "time": "later"}
-FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": "later"}
+AGAIN = BEAT | {"state": "training", "time": TIME.format(1)}
+FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.format(1)}
 
 
 @pytest.mark.parametrize(
