@@ -40,16 +40,8 @@ class Comparison:
     differing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class NotCompared:
-    """What official code could have stated and did not, which is no disagreement; or a whole file of inputs that is
-    missing, or that nothing could be compared with, which fails."""
-
-    what: str
-    fails: bool = False
-
-
-Found = Iterator[Comparison | NotCompared | Path]  # a path: of an input that was read
+# A path: of an input that was read. A text: what official code could have stated and did not.
+Found = Iterator[Comparison | Path | str]
 
 
 def compare(what: str, ours: Mapping, expected: Mapping, same: Callable[[Any, Any], bool] = eq) -> Comparison:
@@ -71,74 +63,57 @@ def two_decimals(ours: float, expected: float) -> bool:
     return f"{ours:.2f}" == f"{expected:.2f}"
 
 
-def beside(file: Path, ending: str, below: bool = False) -> Path | None:
-    """The only file whose name ends so in the folder of `file`, or below it too; None where there is none."""
-    folder = file.parent
-    found = sorted((folder.rglob if below else folder.glob)(f"*{ending}"))
+def beside(file: Path, ending: str) -> Path | None:
+    """The only file whose name ends so in the folder of `file`; None where there is none."""
+    found = sorted(file.parent.glob(f"*{ending}"))
     if len(found) > 1:
-        raise ValueError(f"{folder} holds {len(found)} files *{ending}: {', '.join(f.name for f in found)}; keep one")
+        names = ", ".join(one.name for one in found)
+        raise ValueError(f"{file.parent} holds {len(found)} files *{ending}: {names}; keep one")
     return found[0] if found else None
 
 
-def needed(file: Path, ending: str, below: bool = False) -> Path:
+def needed(file: Path, ending: str) -> Path:
     """The same, ValueError where there is none."""
-    found = beside(file, ending, below)
+    found = beside(file, ending)
     if found is None:
         raise ValueError(f"no *{ending} lies beside {file.name}: there is nothing to compare")
     return found
 
 
 def vqa_scores(file: Path, expected: Any) -> Found:
-    """Accuracy per question, overall and per type, in percent."""
-    annotations = needed(file, "annotations.json")
-    stated = needed(file, "results.json")
-    yield from (annotations, stated)
-    rows, results = vqa.read_annotations(annotations), vqa.read_results(stated)
-    scores = vqa.score(results, rows)
+    """Accuracy per question, overall and per type, in percent; and the questions with their answers."""
+    annotations, results, questions = (needed(file, f"{name}.json") for name in ("annotations", "results", "questions"))
+    yield from (annotations, results, questions)
+    rows, answers = vqa.read_annotations(annotations), vqa.read_results(results)
+    scores = vqa.score(answers, rows)
     wanted = expected["perQuestion"]
     if left := [row["question_id"] for row in rows if str(row["question_id"]) not in wanted]:
-        yield NotCompared(f"{len(left)} of {len(rows)} questions, such as {left[0]}: {file.name} does not say")
-        scores = vqa.score(*([row for row in some if str(row["question_id"]) in wanted] for some in (results, rows)))
+        yield f"{len(left)} of {len(rows)} questions, such as {left[0]}"
+        scores = vqa.score(*([row for row in some if row["question_id"] not in left] for some in (answers, rows)))
     ours = {str(name): value for name, value in scores.per_question.items()}
     yield compare("accuracy of a question", ours, wanted, two_decimals)
     for name, what, found in (
-        ("overall", "accuracy overall", scores.overall),
+        ("overall", "accuracy overall", {"overall": scores.overall}),
         ("perAnswerType", "accuracy of an answer type", scores.per_answer_type),
         ("perQuestionType", "accuracy of a question type", scores.per_question_type),
     ):
-        stated = [value for key, value in expected.items() if key.startswith(name)]
-        if not stated:
-            yield NotCompared(f"{what}: {file.name} has no {name}")
-        elif isinstance(found, dict):
-            yield compare(what, found, stated[0], two_decimals)
+        stated = next((value for key, value in expected.items() if key.startswith(name)), None)
+        if stated is None:
+            yield what
         else:
-            yield compare(what, {name: found}, {name: stated[0]}, two_decimals)
-    questions = beside(file, "questions.json")
-    if questions is None:
-        yield NotCompared("the questions: no *questions.json", fails=True)
-        return
-    yield questions
-    metadata = read_json(questions, "DIR")
-    lacking = [name for name in ("data_subtype",) if name not in metadata]
-    lacking += ["multiple_choice_answer"] * any("multiple_choice_answer" not in row for row in rows)
-    if lacking:
-        yield NotCompared(f"the questions with their answers: there is no {', '.join(lacking)}", fails=True)
-        return
+            yield compare(what, found, stated if isinstance(stated, dict) else {name: stated}, two_decimals)
     joined = {question.question_id: question for question in vqa.join_questions(questions, annotations, "conformance")}
-    texts = {row["question_id"]: row["question"] for row in metadata["questions"]}
+    texts = {row["question_id"]: row["question"] for row in read_json(questions, "DIR")["questions"]}
     yield compare("question with its answers", {i: one.text for i, one in joined.items() if one.answers}, texts)
 
 
 def vqa_normalised(file: Path, expected: Any) -> Found:
     """Strings after punctuation, and after digits, articles and contractions too."""
     wanted = {row["input"]: row for row in expected}
-    inputs = beside(file, "inputs.json")
-    if inputs is None:
-        yield NotCompared("the list of strings: no *inputs.json; those of the expected file were taken", fails=True)
-    else:
-        yield inputs
-        given = read_json(inputs, "DIR", list)
-        yield compare("string to normalise", {text: text for text in given}, {text: text for text in wanted})
+    inputs = needed(file, "inputs.json")
+    yield inputs
+    given = read_json(inputs, "DIR", list)
+    yield compare("string to normalise", {text: text for text in given}, {text: text for text in wanted})
     for step, column in ((vqa.without_punctuation, "after_punctuation"), (vqa.normalise, "after_digit_article")):
         ours = {text: step(text) for text in wanted}
         yield compare(f"string {column.replace('_', ' ')}", ours, {text: row[column] for text, row in wanted.items()})
@@ -170,8 +145,7 @@ def vcr_hits(file: Path, expected: Any) -> Found:
         ours = {row["annot_id"]: row[name] for row in hits}
         yield compare(name.replace("_", " "), ours, {number: row[name] for number, row in wanted.items()})
     stated = {name: expected[name] for name in names.values() if name in expected}
-    if missing := [name for name in names.values() if name not in stated]:
-        yield NotCompared(f"{', '.join(missing)}: {file.name} does not say")
+    yield from (name for name in names.values() if name not in stated)
     means = {share: sum(row[name] for row in hits) / len(hits) for name, share in names.items() if share in stated}
     yield compare("share of hits", means, stated, near(NUMBER_TOLERANCE))
     if "n" in expected:
@@ -184,78 +158,63 @@ def refcoco_hits(file: Path, expected: Any) -> Found:
     refs, expressions = _data_set(file, wanted)
     predictions = needed(file, "predictions.json")
     yield from (refs, refs.parent / refcoco.FILES[1], predictions)
-    stated = {row["sent_id"]: row["box_xywh"] for row in read_json(predictions, "DIR", list)}
     ours = {
-        sentence: _judged(*expressions[sentence], box) for sentence, box in stated.items() if sentence in expressions
+        row["sent_id"]: _scored(*expressions[row["sent_id"]], _corners(row["box_xywh"]))
+        for row in read_json(predictions, "DIR", list)
+        if row["sent_id"] in expressions
     }
-    boxes = {number: _corners(row["gt_box_xywh"]) for number, row in wanted.items()}
-    yield compare("referred box", {number: row["box"] for number, row in ours.items()}, boxes, _close)
-    for name in ("split", "ref_id"):
-        yield _column(f"{name} of an expression", ours, wanted, name, eq)
+    for row in wanted.values():
+        row["box"] = _corners(row["gt_box_xywh"])
+    columns = [("referred box", "box", "box", _close)]
+    columns += [(f"{name} of an expression", name, name, eq) for name in ("split", "ref_id")]
     for convention, prefix in CONVENTIONS.items():
-        for what, same in (("iou", near(IOU_TOLERANCE)), ("hit", eq)):
-            columns = [key for key in expected["per_expression"][0] if key.startswith(f"{prefix}_{what}")]
-            name = f"{convention} {what.replace('iou', 'IoU')}"
-            if columns:
-                yield _column(name, ours, wanted, columns[0], same, f"{prefix}_{what}")
+        for what, name, same in (("iou", "IoU", near(IOU_TOLERANCE)), ("hit", "hit", eq)):
+            column = f"{prefix}_{what}"
+            stated = next((key for key in expected["per_expression"][0] if key.startswith(column)), None)
+            if stated:
+                columns.append((f"{convention} {name}", column, stated, same))
             else:
-                yield NotCompared(f"{name}: {file.name} has no {prefix}_{what}")
+                yield f"{convention} {name}: {file.name} has no {column}"
+    for what, column, stated, same in columns:
+        found = {number: row[column] for number, row in ours.items()}
+        yield compare(what, found, {number: row[stated] for number, row in wanted.items()}, same)
     if "sent_ids_where_conventions_disagree" in expected:
-        parted = {i for i, row in ours.items() if len({row[f"{prefix}_hit"] for prefix in CONVENTIONS.values()}) > 1}
+        parted = [i for i, row in ours.items() if len({row[f"{prefix}_hit"] for prefix in CONVENTIONS.values()}) > 1]
         stated = dict.fromkeys(expected["sent_ids_where_conventions_disagree"], True)
         yield compare("expression on which conventions differ", dict.fromkeys(sorted(parted), True), stated)
-    yield from _splits(file, expected, expressions)
+    if "splits" not in expected:
+        yield "references of a split"
+    for name, stated in expected.get("splits", {}).items():
+        # refer's rule: a name stands for all splits that it is a part of, as `test` for testA and testB
+        found = sorted({one.ref_id for split, one in expressions.values() if name in split})
+        yield compare(
+            f"reference of {name}", dict.fromkeys(found, True), dict.fromkeys(sorted(stated["ref_ids"]), True)
+        )
 
 
 def _data_set(file: Path, wanted: Mapping[int, dict]) -> tuple[Path, dict[int, tuple[str, refcoco.Expression]]]:
-    """The refs file below a folder, if there are several the one that holds all these sentences of these references;
-    sentence -> its split and itself."""
-    found = {}
-    for refs in sorted(file.parent.rglob("refs(*).p")):
-        of_splits = refcoco.read_expressions(refs.parent, refs.name).items()
-        ones = [(split, one) for split, images in of_splits for ones in images.values() for one in ones]
-        found[refs] = {one.sentence_id: (split, one) for split, one in ones}
-    if len(found) > 1:
-        ids = {(number, row["ref_id"], row["split"]) for number, row in wanted.items()}
-        holding = {refs: {(n, one.ref_id, split) for n, (split, one) in ones.items()} for refs, ones in found.items()}
-        found = {refs: found[refs] for refs, those in holding.items() if ids <= those}
+    """The refs file below a folder that holds all these sentences of these references; sentence -> its split and
+    itself."""
+    ids, found = {(number, row["ref_id"], row["split"]) for number, row in wanted.items()}, []
+    every = sorted(file.parent.rglob("refs(*).p"))
+    for refs in every:
+        splits = refcoco.read_expressions(refs.parent, refs.name).items()
+        ones = [(split, one) for split, images in splits for of_image in images.values() for one in of_image]
+        if len(every) == 1 or ids <= {(one.sentence_id, one.ref_id, split) for split, one in ones}:
+            found.append((refs, {one.sentence_id: (split, one) for split, one in ones}))
     if len(found) != 1:
         raise ValueError(
             f"{len(found)} files refs(*).p below {file.parent} hold the expressions of {file.name}; keep one"
         )
-    return next(iter(found.items()))
+    return found[0]
 
 
-def _judged(split: str, expression: refcoco.Expression, box_xywh: list[float]) -> dict:
-    box = np.array([_corners(box_xywh)], np.float64)
+def _scored(split: str, expression: refcoco.Expression, box: tuple[float, ...]) -> dict:
     row = {"split": split, "ref_id": expression.ref_id, "box": expression.box}
     for convention, prefix in CONVENTIONS.items():
-        overlap = refcoco.overlap(convention, box, np.array(expression.box, np.float64))
+        overlap = refcoco.overlap(convention, np.array([box], np.float64), np.array(expression.box, np.float64))
         row |= {f"{prefix}_iou": float(overlap[0]), f"{prefix}_hit": bool(refcoco.is_hit(convention, overlap)[0])}
     return row
-
-
-def _splits(file: Path, expected: Any, expressions: Mapping[int, tuple[str, refcoco.Expression]]) -> Found:
-    if "splits" not in expected:
-        yield NotCompared(f"references of a split: {file.name} has no splits")
-        return
-    ours = {
-        # refer's rule: a name stands for all splits that it is a part of, as `test` for testA and testB
-        name: sorted({one.ref_id for split, one in expressions.values() if name in split})
-        for name in expected["splits"]
-    }
-    wanted = {name: sorted(split["ref_ids"]) for name, split in expected["splits"].items()}
-    for name in expected["splits"]:
-        yield compare(f"reference of {name}", {i: True for i in ours[name]}, {i: True for i in wanted[name]})
-
-
-def _column(what: str, ours: dict, wanted: dict, column: str, same: Callable, mine: str | None = None) -> Comparison:
-    return compare(
-        what,
-        {number: row[mine or column] for number, row in ours.items()},
-        {number: row[column] for number, row in wanted.items()},
-        same,
-    )
 
 
 def _corners(xywh: list[float]) -> tuple[float, ...]:
@@ -288,31 +247,25 @@ def retrieval_ranks(file: Path, expected: Any) -> Found:
     stated = next((value for name, value in expected.items() if name.endswith("folds")), None)
     mean = next((value for name, value in expected.items() if name.endswith("fold_mean")), None)
     if stated is None:
-        yield NotCompared(f"folds: {file.name} does not say")
+        yield "folds"
     else:
         found = retrieval.folds(scores, image_of, len(stated))
         yield from _retrieved(f"{len(stated)} folds", found, stated)
         if mean is None:
-            yield NotCompared(f"mean of the folds: {file.name} does not say")
+            yield "mean of the folds"
         else:
             each = [_recalls(ranks) for ranks in found]
             means = {name: float(np.mean([one[name] for one in each])) for name in each[0]}
             yield from _recalled("recall, mean of the folds", means, _flat(mean))
     for split_file in sorted(file.parent.glob("dataset_*.json")):
         yield split_file
-        yield compare(f"captions of an image, {split_file.name}", *_split_captions(split_file, per_image))
-
-
-def _split_captions(file: Path, count: int) -> tuple[dict, dict]:
-    """(ours, as the file says) of the captions of each image by its split and name."""
-    ours = {
-        (split, name): texts for split, of in retrieval.read_splits(file, count).items() for name, texts in of.items()
-    }
-    images = json.loads(file.read_bytes())["images"]
-    stated = {
-        (one["split"], one["filename"]): [sentence["raw"] for sentence in one["sentences"][:count]] for one in images
-    }
-    return ours, stated
+        splits = retrieval.read_splits(split_file, per_image).items()
+        ours = {(split, name): texts for split, images in splits for name, texts in images.items()}
+        stated = {
+            (one["split"], one["filename"]): [sentence["raw"] for sentence in one["sentences"][:per_image]]
+            for one in json.loads(split_file.read_bytes())["images"]
+        }
+        yield compare(f"captions of an image, {split_file.name}", ours, stated)
 
 
 def _recalls(ranks: retrieval.Ranks) -> dict[str, float]:
@@ -338,13 +291,13 @@ def _retrieved(what: str, found: Sequence[retrieval.Ranks], stated: Sequence[dic
     if wanted_ranks:
         yield compare(f"rank, {what}", ranks, wanted_ranks)
     else:
-        yield NotCompared(f"ranks, {what}: nobody says")
+        yield f"ranks, {what}"
     yield from _recalled(f"recall, {what}", numbers, wanted)
 
 
 def _recalled(what: str, ours: Mapping[str, float], wanted: Mapping[str, float]) -> Found:
     if missing := [name for name in ours if name not in wanted]:
-        yield NotCompared(f"{what}, {', '.join(missing)}: nobody says")
+        yield f"{what}, {', '.join(missing)}"
     yield compare(what, {name: value for name, value in ours.items() if name in wanted}, wanted, near(NUMBER_TOLERANCE))
 
 
@@ -410,6 +363,10 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Path, Any], Found]], ...] = 
 )
 
 
-def read_expected(file: Path) -> Any:
-    """What official code stated."""
-    return np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())
+def compare_file(file: Path) -> Found:
+    """All that one file expected* holds, compared, and the inputs; an exception where that cannot be done."""
+    expected = np.load(file) if file.suffix == ".npy" else json.loads(file.read_bytes())
+    kind = next((compared for knows, compared in KINDS if knows(expected)), None)
+    if kind is None:
+        raise ValueError("it is of no kind that is known here")
+    yield from kind(file, expected)

@@ -4,10 +4,9 @@
 
 A server of its own process answers on loopback addresses, each of which is a host to the downloader. First good images
 alone (500 x 375 pixels, about 50 kB, no two the same), then rows of which some name servers that never answer or that
-send a byte at a time, then some that fall silent behind 18 MB, then rows of one host alone, which takes 0.1 s for each
-and never answers one in fifty. `storage.collect` downloads, checks, hashes and commits
-them to a local folder, in a process of its own: its CPU time and memory are measured, its children's included, the
-server's not.
+send a byte at a time, then rows of one host alone, which takes 0.1 s for each and never answers one in fifty.
+`storage.collect` downloads, checks, hashes and commits them to a local folder, in a process of its own: its CPU time
+and memory are measured, its children's included, the server's not.
 """
 
 import argparse
@@ -34,10 +33,8 @@ IN_FLIGHT = 64
 GOOD_HOSTS = [f"127.0.0.{number}" for number in range(2, 52)]
 HANGING_HOSTS = [f"127.0.1.{number}" for number in range(1, 41)]
 DRIPPING_HOSTS = [f"127.0.2.{number}" for number in range(1, 11)]
-STALLING_HOSTS = [f"127.0.3.{number}" for number in range(1, 13)]
-STALLING_ROWS, STALLING_BYTES = 400, 18 * 2**20  # good rows beside them; bytes before they fall silent
 ONE_HOST, ONE_HOST_SECONDS, ONE_HOST_HANGS = "127.0.4.1", 0.1, 50  # that takes so long; one in so many never comes
-HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, *STALLING_HOSTS, ONE_HOST)
+HOSTS = (*GOOD_HOSTS, *HANGING_HOSTS, *DRIPPING_HOSTS, ONE_HOST)
 DRIP_SECONDS = 0.2  # between two bytes
 BARS = {"CPU-ms an image": 3.0, "peak RSS, MB": 600.0, "seconds": 60.0}
 
@@ -70,7 +67,7 @@ def _serve(pipe: Connection) -> None:
     # No ordinary limit of open files is enough for every connection of a few thousand rows.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    from benchmarks.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
+    from vlbert.synthetic import drawn_jpeg  # here, so that the process that is measured is without torch
 
     images = [drawn_jpeg(500, 375, number) for number in range(24)]
     mean = statistics.mean(map(len, images))
@@ -89,10 +86,6 @@ def _serve(pipe: Connection) -> None:
                 # A comment behind the start marker, so that no two are the same.
                 image = image[:2] + b"\xff\xfe\x00\x0a%08d" % number + image[2:]
                 head = b"HTTP/1.1 200 OK\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(image)
-                if host in STALLING_HOSTS:
-                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (STALLING_BYTES + 1))
-                    writer.write(bytes(STALLING_BYTES))
-                    await asyncio.sleep(3600)
                 if host in DRIPPING_HOSTS:
                     writer.write(head)
                     for byte in image:
@@ -196,8 +189,6 @@ def run(options: argparse.Namespace) -> int:
         slow = (*HANGING_HOSTS, *DRIPPING_HOSTS)
         what = f"{options.rows} rows, {len(HANGING_HOSTS)} hanging and {len(DRIPPING_HOSTS)} dripping servers"
         cases = {f"{what}, {bad} each": rows(server, options.rows - bad * len(slow), slow, bad) for bad in (1, 20)}
-        what = f"{STALLING_ROWS} rows and {len(STALLING_HOSTS)} that stall behind 18 MB"
-        cases[what] = rows(server, STALLING_ROWS, STALLING_HOSTS, 1)
         what = f"{options.rows} rows of one host, which takes {ONE_HOST_SECONDS} s or, one in {ONE_HOST_HANGS}, hangs"
         cases[what] = rows(server, options.rows, hosts=[ONE_HOST])
         for what, lines in cases.items() if options.rows else ():

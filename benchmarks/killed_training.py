@@ -25,18 +25,18 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from benchmarks.synthetic import commit_samples, drawn_sample
 from detectors.resnet import ResNetConfig
 from storage.object_store import open_store
 from storage.runs import read_state
 from storage.sample import Sample
 from training.distributed import World
-from training.loop import run_in_world
 from training.optimizer import OptimizerConfig
+from training.program import run_in_world
 from vlbert.config import DataConfig, ModelConfig, Recipe, RegionConfig
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import make_corpus
 from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.synthetic import commit_samples, drawn_sample
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.train import train
 
@@ -83,7 +83,7 @@ def recipe(root: Path, workers: int) -> Recipe:
         model=dataclasses.replace(model, regions=dataclasses.replace(regions, pixel_std=60.0)),
         data=DataConfig(
             root=str(root),
-            held_out="held-out",
+            held_out=("held-out",),
             batch=BATCH,
             text_batch=BATCH,
             text_corpus=str(root / "text"),
@@ -138,17 +138,19 @@ def batch_digest(batch: Batch) -> str:
     """Of all tensors of a batch, padding included."""
     values = vars(batch)
     tensors = {name: value for name, value in values.items() if hasattr(value, "numpy")}
-    tensors |= {f"{of}.{name}": value for of in ("label_masks", "labels") for name, value in values[of].items()}
+    tensors |= {f"{of}.{name}": value for of in ("labelled", "labels") for name, value in values[of].items()}
     return digest(*(tensors[name] for name in sorted(tensors)))
 
 
 def sample_digests(batch: Batch) -> Iterator[tuple[str, str]]:
     """(key, digest of all that it became without its padding) of each sample of a batch, in order."""
-    answers = iter(batch.labels["words"].split(batch.label_masks["word_label_mask"].sum(1).tolist()))
-    classes = iter(batch.labels["region_classes"].split(batch.label_masks["region_label_mask"].sum(1).tolist()))
+    counts, length = batch.sizes.labelled, batch.tokens.shape[1]
+    answers = iter(batch.labels["words"].split(counts["word_label_mask"]))
+    answered = iter((batch.labelled["word_label_mask"] % length).split(counts["word_label_mask"]))
+    classes = iter(batch.labels["region_classes"].split(counts["region_label_mask"]))
     for row, key in enumerate(batch.keys):
         words, regions = batch.text_mask[row], batch.region_mask[row]
-        parts = [batch.tokens[row][words], batch.label_masks["word_label_mask"][row][words], next(answers)]
+        parts = [batch.tokens[row][words], next(answered), next(answers)]
         parts += [batch.boxes[row][regions], batch.region_masked[row][regions], next(classes)]
         image = int(batch.image_of[row])
         if image >= 0:
@@ -317,7 +319,7 @@ def not_once_an_epoch(root: Path, training: Attempt) -> list[str]:
     """Epochs of a training in which a sample does not come exactly once."""
     rows = in_order(training)
     keys = [key for step in sorted(rows) for key, _ in rows[step] if not key.startswith("text-")]
-    spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"]["snapshots"]
+    spans = json.loads((last_checkpoint(root) / "state.json").read_text())["data"][0]["snapshots"]
     faults = []
     if [span["examples"] for span in spans] != [FIRST, FIRST + MORE]:
         faults.append(f"{root.name}: the shard that was committed on the way did not enter: {spans}")

@@ -8,12 +8,11 @@ A reader looks at everything visible while the writers work. `python -m benchmar
 import dataclasses
 import hashlib
 import io
+import logging
 import multiprocessing
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,11 +23,13 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
+from unittest import mock
 
 import numpy as np
 from PIL import Image
 
 from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.manifests import Row
@@ -79,12 +80,12 @@ def write_all(root: str, variant: int) -> None:
         if f"{number:05d}" not in done:
             rows = made_rows(number)
             samples = (made_sample(row.row, variant) for row in rows if row.status == "ok")
-            catalog.commit(STAGES[0], f"{number:05d}", samples, rows, {"variant": variant})
+            commit_shard(catalog, STAGES[0], f"{number:05d}", samples, rows, {"variant": variant})
     for shard in catalog.pending(*STAGES):
         manifest = catalog.manifest(STAGES[0], shard)
         samples = map(with_regions, catalog.read(STAGES[0], shard))
         meta = {"source": manifest.as_source(), "random_init": False}
-        catalog.commit(STAGES[1], shard, samples, made_rows(int(shard)), meta)
+        commit_shard(catalog, STAGES[1], shard, samples, made_rows(int(shard)), meta)
     for stage in STAGES:
         catalog.pin(stage)
 
@@ -135,24 +136,16 @@ def monitored(fate: Fate, counts: Synchronized) -> Iterator[None]:
 
 
 @contextmanager
-def s3_of_its_own() -> Iterator[dict[str, str]]:
-    """moto's server in a process of its own, with a bucket; the environment in which boto3 finds it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    endpoint, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+def s3_server() -> Iterator[dict[str, str]]:
+    """moto's server with a bucket; the environment in which boto3 finds it."""
+    from moto.server import ThreadedMotoServer  # not above: the fork server imports this file
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which would print every request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
     try:
-        while True:
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=5).close()
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-            else:
-                break
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=60).close()
         yield {
             "AWS_ENDPOINT_URL": endpoint,
             "AWS_ACCESS_KEY_ID": "test",
@@ -161,8 +154,7 @@ def s3_of_its_own() -> Iterator[dict[str, str]]:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
     finally:
-        server.terminate()
-        server.wait()
+        server.stop()
 
 
 class Reader:
@@ -226,7 +218,7 @@ def check(
     faults = []
     for number, kind in enumerate(roots):
         part = kills // len(roots) + (number < kills % len(roots))
-        with s3_of_its_own() if kind == "s3" else nullcontext({}) as environment:
+        with s3_server() if kind == "s3" else nullcontext({}) as environment:
             started, before = time.monotonic(), len(faults)
             report = _Part(kind, folder, environment, random.Random(f"{seed} {kind}"))
             faults += [f"{kind}: {fault}" for fault in report.run(part)]
@@ -250,21 +242,13 @@ class _Part:
         self.duration, self.calls = 1.0, {}
 
     def run(self, kills: int) -> list[str]:
-        before = {name: os.environ.get(name) for name in self.environment}
-        os.environ.update(self.environment)
-        try:
+        with mock.patch.dict(os.environ, self.environment):
             self._time_a_whole_life()
             faults = []
             while self.killed < kills and len(faults) < 20:
                 self.roots += 1
                 faults += self._one_root(self._root(f"{self.roots}"), kills)
             return faults
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
     def _root(self, name: str) -> str:
         return str(self.folder / f"root-{name}") if self.kind == "local" else f"s3://bucket/{self.folder.name}/{name}"

@@ -1,6 +1,7 @@
 """How fast the data path is: reading, decoding and masking, order, index, text; beside webdataset's own reader.
 
     python -m benchmarks.loader [--samples 4000 --rounds 5] [--json FILE]
+    python -m benchmarks.loader --bucket s3://bucket/empty      # reads of a bucket alone, with and without a cache
 
 Shards are drawn and committed as the stages commit them: JPEGs of 500 x 375 pixels, 36 regions with the distribution
 over 1,600 classes that a detector leaves. Contenders read them in turns, from the page cache, on one thread. Speeds are
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,20 +26,21 @@ import torch
 import webdataset
 
 from benchmarks.measure import in_turns, machine, parser, shown, timed, write_json
-from benchmarks.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
+from storage.cache import ShardCache
 from storage.catalog import Catalog
 from storage.manifests import Header
 from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
-from storage.sample import from_members
 from storage.shards import span_members
 from storage.shuffle import shuffled, take
 from storage.snapshots import write_snapshot
 from vlbert.config import RegionConfig
 from vlbert.data.corpus import TextCorpus, encode_corpus
 from vlbert.data.images import prepare_image
-from vlbert.data.loading import CAPTIONS, TEXT, SnapshotSpan, drawn, generator
+from vlbert.data.loading import generator
+from vlbert.data.order import CAPTIONS, TEXT, SnapshotSpan, drawn
 from vlbert.data.vocabulary import SPECIALS
+from vlbert.synthetic import DETECTOR, commit_samples, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 STAGE = f"regions/{DETECTOR}"
@@ -86,37 +88,21 @@ def read_speed(samples: ShardSamples, rounds: int) -> list[Line]:
     def order() -> list[int]:
         return shuffled(np.arange(len(samples)), 0, CAPTIONS, next(epochs), len(samples)).tolist()
 
-    def indexed_members() -> int:
+    def ours() -> int:
         for number in order():
             where = int(index.shard[number]), int(index.offset[number]), int(index.length[number])
             assert len(span_members(samples.read(*where))[1]) == 3
         return len(samples)
 
-    def indexed_samples() -> int:
-        return sum(samples.sample(number).regions is not None for number in order())
-
-    def their_members() -> int:
+    def theirs() -> int:
         return sum(len(members) == 3 + 3 for members in webdataset.WebDataset(tars, shardshuffle=False))
 
-    def their_samples() -> int:
-        count = 0
-        for members in webdataset.WebDataset(tars, shardshuffle=False):
-            contents = {extension: members[extension] for extension in ("jpg", "json", "mp")}
-            count += from_members(members["__key__"], contents).regions is not None
-        return count
-
-    lines = []
-    for what, bar, ours, theirs in (
-        ("members", 3, indexed_members, their_members),
-        ("Samples", None, indexed_samples, their_samples),  # what unpacks one is the same on both sides
-    ):
-        found = rates({"ours": ours, "theirs": theirs}, rounds)
-        lines += [
-            Line(f"{what}, indexed random reads", found["ours"], "samples/CPU-s"),
-            Line(f"{what}, webdataset in sequence", found["theirs"], "samples/CPU-s"),
-            Line("  ratio", found["ours"] / found["theirs"], "x", bar),
-        ]
-    return lines
+    found = rates({"ours": ours, "theirs": theirs}, rounds)
+    return [
+        Line("members, indexed random reads", found["ours"], "samples/CPU-s"),
+        Line("members, webdataset in sequence", found["theirs"], "samples/CPU-s"),
+        Line("  ratio", found["ours"] / found["theirs"], "x", 3),
+    ]
 
 
 def full_speed(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
@@ -135,6 +121,48 @@ def full_speed(samples: ShardSamples, count: int, rounds: int) -> list[Line]:
 
     found = rates({"examples": examples}, rounds)
     return [Line("read, decode, resize to 600/1000, mask", found["examples"], "images/s/core", 200)]
+
+
+class Counted:
+    """A store that counts its requests for ranges."""
+
+    def __init__(self, store: ObjectStore):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def get_range(self, path: str, offset: int, length: int) -> bytes:
+        self.requests += 1
+        return self._store.get_range(path, offset, length)
+
+
+def bucket_speed(committed: ShardSamples, folder: Path, rounds: int, batch: int = 256) -> list[Line]:
+    """Batches in random order, as a loading worker reads them: by range requests, and from a filled cache."""
+    lines = []
+    cache = ShardCache(committed.store, folder, 1 << 40)
+    readers = {"range requests": (None, 1), "range requests, data.chunk=8": (None, 8), "data.cache, filled": (cache, 1)}
+    for name, (copies, chunk) in readers.items():
+        samples = ShardSamples(counted := Counted(committed.store), committed.index, copies)
+        if copies:
+            spent = timed(copies.fill)
+            lines.append(Line("filling data.cache", sum(samples.index.tar_bytes) / spent.wall / 1e6, "MB/s"))
+        epochs = itertools.count()
+
+        def epoch(samples: ShardSamples = samples, chunk: int = chunk, epochs: Iterator[int] = epochs) -> int:
+            order = shuffled(np.arange(len(samples)), 0, CAPTIONS, next(epochs), len(samples), chunk).tolist()
+            for start in range(0, len(order), batch):
+                assert not [one for one in samples.samples(order[start : start + batch]) if isinstance(one, ValueError)]
+            return len(samples)
+
+        turns = in_turns({name: epoch}, rounds)[name]
+        read = sum(spent.result for spent in turns)
+        lines += [
+            Line(name, statistics.median(spent.result / spent.cpu for spent in turns), "samples/CPU-s"),
+            Line("  by the wall's clock", statistics.median(spent.result / spent.wall for spent in turns), "samples/s"),
+            Line("  requests", counted.requests / read, "a sample"),
+        ]
+    return lines
 
 
 def order_speed(n: int, rounds: int) -> list[Line]:
@@ -186,6 +214,7 @@ def memory() -> float:
 
 def index_memory(root: str, snapshot: str, answers: multiprocessing.SimpleQueue) -> None:
     """In a process of its own: by how many MB it grows when it reads the index."""
+    tempfile.tempdir = root  # for the file of the index
     catalog = Catalog(open_store(root), "made-up")
     catalog.shards(STAGE)  # what is imported on the way
     before = memory()
@@ -232,6 +261,9 @@ def text_speed(folder: Path, tokens: int, rounds: int) -> list[Line]:
 
 def measured(options: argparse.Namespace) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.bucket:
+            samples = committed(options.bucket, options.samples, options.per_shard)
+            return bucket_speed(samples, Path(folder) / "cache", options.rounds)
         samples = committed(f"{folder}/root", options.samples, options.per_shard)
         lines = read_speed(samples, options.rounds)
         lines += full_speed(samples, options.images, options.rounds)
@@ -249,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--tokens", type=int, default=50_000_000, help="tokens of the text corpus (%(default)s)")
     command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
     command.add_argument("--folder", type=Path, help="where shards are written meanwhile; else the temporary folder")
+    command.add_argument("--bucket", metavar="ROOT", help="an empty root in a bucket: measure its reads, no more")
     options = command.parse_args(arguments)
     warnings.filterwarnings("ignore", module="webdataset")
     lines = measured(options)

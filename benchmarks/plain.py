@@ -9,7 +9,6 @@ that goes from parameter to parameter. Shape letters are those of vlbert/data/ba
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -117,12 +116,11 @@ def padded(examples: Sequence[Example], config: ModelConfig) -> PlainBatch:
 class PlainPretraining:
     """A copy of a pre-training model's weights, and what a plain program computes from them.
 
-    rows: "each" pads the text of a row to the longest text and its regions to the longest regions; "joint" lets regions
-    follow their text and pads the whole row, as published. ValueError where the model is none as published.
+    Regions follow their text and the whole row is padded, as published. ValueError where the model is not as published.
     """
 
-    def __init__(self, model: TaskModel, rows: Literal["each", "joint"] = "each"):
-        self.config, self.rows, self.training = model.vlbert.config, rows, True
+    def __init__(self, model: TaskModel):
+        self.config, self.training = model.vlbert.config, True
         regions = self.config.regions
         others = [name for name, value in _AS_PUBLISHED.items() if getattr(self.config, name) != value]
         others += [] if regions.resnet.norm == "frozen" else ["regions.resnet.norm"]
@@ -214,7 +212,7 @@ class PlainPretraining:
             appearance = torch.where(batch.masked[:, :, None], blank, appearance)
         visual = self._dropout(torch.cat([self._geometry(batch), appearance], dim=2))
         visual = self._linear("vlbert.embedding.visual", visual).relu()  # (P, R, C)
-        (n, t), (p, r) = batch.tokens.shape, batch.region_mask.shape
+        (n, t), p = batch.tokens.shape, len(batch.region_mask)
         lengths, regions = batch.text_mask.sum(dim=1), F.pad(batch.region_mask.sum(dim=1), (0, n - p))
         of_words = torch.cat(
             [
@@ -229,9 +227,7 @@ class PlainPretraining:
         boxes = boxes + table["positions"][lengths[:p]][:, None] + table["segments"][2]
         ends = one["end_token"] + table["positions"][lengths + 1] + table["segments"][2]
 
-        joint = self.rows == "joint"
-        first = lengths if joint else torch.full_like(lengths, t)
-        end = first + regions if joint else first + r
+        first, end = lengths, lengths + regions
         x = words.new_zeros(n, int(end.max()) + 1, words.shape[2])
         mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         row, place = batch.text_mask.nonzero(as_tuple=True)
@@ -282,11 +278,6 @@ def plain_optimizer(plain: PlainPretraining, config: OptimizerConfig) -> torch.o
     return torch.optim.AdamW(
         plain.parameters(), betas=config.betas, eps=config.epsilon, foreach=False, fused=False, **rates
     )
-
-
-def total(losses: LossSums) -> Tensor:
-    """What is learned from: the mean of each loss, together. What carries no gradient is a measure, and no loss."""
-    return sum(loss / max(1, count) for loss, count in losses.values() if loss.requires_grad)
 
 
 def gradient_errors(model: TaskModel, plain: PlainPretraining) -> dict[str, float]:

@@ -12,66 +12,43 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.measure import synchronise
-from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer, total
-from benchmarks.step_parts import Clock, marked
+from benchmarks.plain import PlainBatch, PlainPretraining, plain_optimizer
+from benchmarks.step_parts import Clock, marked_step
 from benchmarks.step_tables import PLAIN
-from benchmarks.synthetic import CLASSES, drawn_texts, made_up_vocabulary, masked_pairs
 from storage.sample import Sample
 from storage.settings import override
 from training.distributed import World
-from training.loop import batches, find_recipe
-from training.optimizer import make_optimizer
-from training.precision import autocast, in_precision_of
+from training.loading import batches
+from training.precision import in_precision_of
+from training.program import find_recipe
 from vlbert.config import Recipe
 from vlbert.data.batch import Batch, collate
-from vlbert.initial_weights import make_model
-from vlbert.model.execution import execute_as
 from vlbert.recipes import RECIPES
-from vlbert.tasks import make_task
+from vlbert.rehearsal import TrainingStep, total, without_files
+from vlbert.synthetic import drawn_texts, masked_pairs
 from vlbert.tasks.base import TaskModel
-from vlbert.tasks.pretraining import PretrainingSettings
 
 
-class Fast:
+class Fast(TrainingStep):
     """The model as training runs it, in one precision."""
 
     def __init__(self, recipe: Recipe, model: TaskModel, world: World, prepared: Sequence[Batch]):
-        self.recipe, self.model, self.world, self.prepared = recipe, model, world, prepared
-        self.name, self.optimizer = recipe.precision, make_optimizer(model, recipe.optimizer)
+        super().__init__(recipe, model, world)
+        self.name, self.prepared = recipe.precision, prepared
         self.ahead = iter(
             batches(Prepared(prepared), range(sys.maxsize), 0, world.device)
         )  # as training is handed them
-
-    def losses(self, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        with autocast(self.recipe, self.world):
-            return self.model(batch)
-
-    def update(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm or torch.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, steps: int) -> None:
         """The next so many steps, over the prepared batches in turn."""
         with in_precision_of(self.recipe):
             for _ in range(steps):
-                batch = next(self.ahead)[0].to(self.world.device)
-                total(self.losses(batch)).backward()
-                self.update()
+                self.take(next(self.ahead)[0].to(self.world.device))
 
     def parts(self, step: int, clock: Clock) -> dict[str, float]:
         """Milliseconds of each part of one step."""
-        last = "embedding" if self.model.vlbert.fast_rcnn is None else "backbone"
-        with in_precision_of(self.recipe), marked(self.model, clock):
-            clock.mark("")
-            batch = self.prepared[step % len(self.prepared)].to(self.world.device)
-            clock.mark("transfer")
-            loss = total(self.losses(batch))
-            clock.mark("heads")
-            loss.backward()
-            clock.mark(f"{last}, backward")
-            self.update()
-            clock.mark("optimizer")
+        with in_precision_of(self.recipe):
+            marked_step(self, self.prepared[step % len(self.prepared)], clock)
         return clock.milliseconds()
 
 
@@ -120,24 +97,8 @@ class Stored(Dataset):
 
 
 def measured_recipe(options: argparse.Namespace, name: str) -> Recipe:
-    """The recipe with overrides, without files to start from, and with the image in sight from the first step."""
-    recipe = override(find_recipe(name, RECIPES)(), options.overrides)
-    if not isinstance(recipe.task, PretrainingSettings):
-        raise ValueError(f"recipe {name} is no pre-training, whose steps are measured here")
-    regions = dataclasses.replace(recipe.model.regions, random_init=True, weights=None, pixel_std=60.0)
-    model = dataclasses.replace(recipe.model, regions=regions, visual_gain_words=1.0, visual_gain_regions=1.0)
-    return dataclasses.replace(recipe, model=model, bert=None)
-
-
-def task_of(recipe: Recipe) -> Any:
-    return make_task(recipe.task, made_up_vocabulary(), CLASSES)
-
-
-def new_model(recipe: Recipe, device: torch.device) -> TaskModel:
-    """Of random weights, the same at every call; ready to train."""
-    model = make_model(recipe, task_of(recipe), made_up_vocabulary(), None, None, lambda line: None)
-    execute_as(recipe, model.vlbert)
-    return model.to(device).train()
+    """The recipe with overrides, without files to start from."""
+    return without_files(override(find_recipe(name, RECIPES)(), options.overrides))
 
 
 def warm_up(contender: Fast | Plain, steps: int) -> None:

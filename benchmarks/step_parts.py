@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from detectors.resnet import ResNetConfig
-from vlbert.config import ModelConfig
-from vlbert.data.batch import Example
+from training.operations import Record
+from vlbert.config import ModelConfig, StreamSize
+from vlbert.data.batch import Batch, Example
+from vlbert.rehearsal import TrainingStep, total
 from vlbert.tasks.base import TaskModel
 
 FORWARD = ("pixels", "backbone", "RoIAlign", "res5", "embedding", "encoder", "heads")
@@ -51,11 +53,16 @@ class Clock:
 
 class Marked(nn.Module):
     """A module between two marks: `before` is the part that ends where it begins, `behind` the one that follows it in
-    the forward pass and so comes before it in the backward pass."""
+    the forward pass and so comes before it in the backward pass.
+
+    Called several times a step, as the backbone is, its calls follow one another in the backward pass, too, the last
+    one first.
+    """
 
     def __init__(self, inner: nn.Module, clock: Clock, before: str, part: str, behind: str):
         super().__init__()
         self.inner, self.clock, self.before, self.part, self.behind = inner, clock, before, part, behind
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,12 +71,15 @@ class Marked(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        self.clock.mark(self.before)
+        self.clock.mark(self.before if self.calls == 0 else self.part)
+        self.calls += 1
+        call = self.calls
         for tensor in learning(given):
             tensor.register_hook(lambda gradient: self._mark_backward(self.part))
         found = self.inner(*given, **named)
         for tensor in learning(found):
-            tensor.register_hook(lambda gradient: self._mark_backward(self.behind))
+            # What ends here is the part behind or, of a call before the last, this module in the call after it.
+            tensor.register_hook(lambda gradient: self._mark_backward(self.behind if call == self.calls else self.part))
         self.clock.mark(self.part)
         return found
 
@@ -108,6 +118,21 @@ def marked(model: TaskModel, clock: Clock) -> Iterator[None]:
             setattr(parent, name, module)
 
 
+def marked_step(step: TrainingStep, batch: Batch, clock: Clock | Record) -> None:
+    """A step over a batch of the host; the clock learns where its PARTS end."""
+    last = "embedding" if step.model.vlbert.fast_rcnn is None else "backbone"
+    with marked(step.model, clock):
+        clock.mark("")
+        batch = batch.to(step.world.device)
+        clock.mark("transfer")
+        loss = total(step.losses(batch))
+        clock.mark("heads")
+        loss.backward()
+        clock.mark(f"{last}, backward")
+        step.update()
+        clock.mark("optimizer")
+
+
 def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: int, classes: int) -> dict[str, int]:
     """Part -> floating point operations that one step over these examples cannot do without.
 
@@ -126,20 +151,42 @@ def counted_flops(config: ModelConfig, examples: Sequence[Example], vocabulary: 
             forward, backward = _res5_flops(resnet, config.regions.roi_size, frozen, map_learns)
             count = len(image.boxes)
             flops.update({"res5": forward * count, "res5, backward": backward * count})
-    c, regions = config.hidden_size, sum(len(image.boxes) for image in images)
-    visual_size = config.visual_embedding_size or c
-    flops["embedding"] += 2 * regions * (config.geometry_channels + config.regions.channels) * visual_size
+    c, regions, joint = config.hidden_size, config.regions_stream, config.embedding == "visual_linguistic"
+    count = sum(len(image.boxes) for image in images)
+    if joint:
+        into = (config.geometry_channels + config.regions.channels) * (config.visual_embedding_size or c)
+    else:
+        into = (5 + config.regions.channels) * regions.hidden_size
+    flops["embedding"] += 2 * count * into
     for example in examples:
+        boxes = 0 if example.image is None else len(example.image.boxes)
         for words in example.texts:
-            length = len(words.tokens) + (0 if example.image is None else len(example.image.boxes)) + 1
-            layer = 2 * length * (4 * c * c + 2 * c * config.intermediate_size) + 2 * 2 * length**2 * c
-            flops["encoder"] += layer * len(config.layers)
+            lengths = len(words.tokens), boxes + joint  # with [END]
+            flops["encoder"] += sum(_layer_flops(config, kind, *lengths) for kind in config.layers)
             flops["heads"] += 2 * len(words.labels["words"]) * (c * c + c * config.word_rows(vocabulary))
     labels = sum(len(image.labels["region_classes"]) for image in images)
-    flops["heads"] += 2 * labels * (c * c + c * (1 + classes))
+    flops["heads"] += 2 * labels * regions.hidden_size * (regions.hidden_size + 1 + classes)
     for part in ("embedding", "encoder", "heads"):
         flops[f"{part}, backward"] = 2 * flops[part]
     return dict(flops)
+
+
+def _layer_flops(config: ModelConfig, kind: str, tokens: int, regions: int) -> int:
+    """Of one layer J, T, V or X over one row."""
+    text, seen, shared = config.text_stream, config.regions_stream, config.coattention.hidden_size
+
+    def feed_forward(length: int, size: StreamSize) -> int:
+        return 2 * length * 2 * size.hidden_size * size.intermediate_size
+
+    def attention(length: int, size: StreamSize) -> int:
+        return 2 * length * 4 * size.hidden_size**2 + 2 * 2 * length**2 * size.hidden_size
+
+    if kind == "X":  # queries, keys, values and the way back of both streams, and two products of attention each
+        linear = 2 * 4 * shared * (tokens * text.hidden_size + regions * seen.hidden_size)
+        products = 2 * 2 * 2 * tokens * regions * shared
+        return linear + products + feed_forward(tokens, text) + feed_forward(regions, seen)
+    length, size = {"J": (tokens + regions, text), "T": (tokens, text), "V": (regions, seen)}[kind]
+    return attention(length, size) + feed_forward(length, size)
 
 
 @dataclasses.dataclass

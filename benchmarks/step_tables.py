@@ -6,7 +6,6 @@ from typing import Any
 from benchmarks.measure import Table, shown
 from benchmarks.step_parts import PARTS
 
-GOAL = 250  # pairs/s, BASE end to end on one H200
 PLAIN = "plain fp32"
 
 
@@ -58,12 +57,8 @@ def contenders_table(report: dict[str, Any]) -> Table:
 
 def other_lines(report: dict[str, Any]) -> list[str]:
     """What is said in words."""
-    load = report["loading"]
-    cores = GOAL * sum(load.values()) / 1000
     rates = [f"{name} {rate / 1e12:,.2f}" for name, rate in report["matrix product"].items()]
     lines = [
-        f"a pair takes {load['decode']:.1f} CPU-ms to decode and mask and {load['collate']:.1f} to collate: {GOAL} "
-        f"pairs/s take {cores:.1f} cores",
         f"{sum(report['flops'].values()) / report['pairs'] / 1e12:.2f} TFLOP a pair, with its share of text; a "
         f"product of random matrices reaches {', '.join(rates)} TFLOP/s here",
     ]

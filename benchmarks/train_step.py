@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --check                 losses and gradients of the fast path against the plain one
     python -m benchmarks.train_step --losses 200            the losses of so many steps, in each precision
 
-Inputs are seeded and ragged (benchmarks/synthetic.py); weights are random, of the recipe's sizes. The contenders take
+Inputs are seeded and ragged (vlbert/synthetic.py); weights are random, of the recipe's sizes. The contenders take
 turns, a few steps a round, and the median of the rounds counts. Parts are measured in a pass of their own, and compared
 with the step without marks: the table shows what they do not explain. docs/performance.md says how to read it.
 """
@@ -15,35 +15,34 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.measure import in_turns, machine, parser, shown, synchronise, timed, write_json
-from benchmarks.plain import PlainPretraining, gradient_errors, padded, total
+from benchmarks.measure import in_turns, machine, parser, shown, synchronise, write_json
+from benchmarks.plain import PlainPretraining, gradient_errors, padded
 from benchmarks.step_contenders import (
     Fast,
     Plain,
     Stored,
     measured_recipe,
     memory,
-    new_model,
-    task_of,
     warm_up,
 )
 from benchmarks.step_parts import PARTS, Clock, counted_flops, matrix_flops
 from benchmarks.step_tables import check_table, losses_table, step_tables
-from benchmarks.synthetic import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 from storage.sample import Sample
 from storage.settings import to_json
 from training.distributed import World
-from training.loop import batches
+from training.loading import batches
 from training.optimizer import set_learning_rate
 from training.precision import in_precision_of
 from vlbert.config import Recipe
 from vlbert.data.batch import Example, collate
 from vlbert.model.execution import compiled_graphs
+from vlbert.rehearsal import new_model, task_of, total
+from vlbert.synthetic import CLASSES, drawn_samples, drawn_texts, made_up_vocabulary, masked_pairs
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 LEARNING_RATE = 1e-4  # of --losses, where none is given: a few hundred steps from random weights show something
@@ -53,17 +52,10 @@ LOSS_BOUND = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
 GRADIENT_BOUND = {"fp32": 1e-3, "tf32": 0.1, "bf16": 0.5}
 
 
-def loading(recipe: Recipe, samples: Sequence[Sample]) -> dict[str, float]:
-    """CPU-milliseconds a pair, on one thread: decoded, resized and masked; collated."""
-    task, threads = task_of(recipe), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        masked_pairs(task, recipe.model.regions, samples[:1])
-        decoded = timed(lambda: masked_pairs(task, recipe.model.regions, samples))
-        collated = timed(lambda: collate(decoded.result))
-        return {"decode": 1000 * decoded.cpu / len(samples), "collate": 1000 * collated.cpu / len(samples)}
-    finally:
-        torch.set_num_threads(threads)
+def amounts(options: argparse.Namespace, recipe: Recipe, few: int) -> tuple[int, int]:
+    """Pairs and text-only rows of a step."""
+    pairs = options.pairs or few
+    return pairs, options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
 
 
 def with_loader(
@@ -95,8 +87,7 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one recipe's step."""
     device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
     world, task = World(0, 1, device), task_of(recipe)
-    pairs = options.pairs or (64 if device.type == "cuda" else 2)
-    texts = options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
+    pairs, texts = amounts(options, recipe, 64 if device.type == "cuda" else 2)
     samples = drawn_samples(recipe.model.regions, range(pairs * options.batches))
     prepared: list[list[Example]] = [
         masked_pairs(task, recipe.model.regions, samples[first : first + pairs], seed=first)
@@ -106,7 +97,7 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
     collated = [collate(examples) for examples in prepared]
     if device.type == "cuda":
         collated = [batch.pin_memory() for batch in collated]
-    precisions = options.precision.split(",") if options.precision else [recipe.precision]
+    precisions = options.precision or [recipe.precision]
     model = new_model(recipe, device)
     contenders: list[Fast | Plain] = [
         Fast(dataclasses.replace(recipe, precision=precision), model, world, collated) for precision in precisions
@@ -117,8 +108,8 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             raise ValueError(f"{fast.name} does not fit; give --pairs less than {pairs} ({error})") from error
     notes = []
-    if options.plain != "none":
-        plain = PlainPretraining(model, options.plain)
+    if options.plain:
+        plain = PlainPretraining(model)
         contenders.append(Plain(recipe, plain, world, [padded(examples, recipe.model) for examples in prepared]))
         try:
             warm_up(contenders[-1], options.batches)
@@ -146,13 +137,11 @@ def step_report(options: argparse.Namespace) -> dict[str, Any]:
         "batches": options.batches,
         "rounds": options.rounds,
         "steps a round": options.steps,
-        "plain rows": options.plain,
         "flops": {part: statistics.mean(each.get(part, 0) for each in flops) for part in PARTS},
         "seconds a step": times,
         "parts": {name: _means(found) for name, found in marks.items()},
         "matrix product": {name: statistics.median(found) for name, found in best.items()},
         "memory": {contender.name: memory(contender, device) for contender in contenders},
-        "loading": loading(recipe, samples[: max(8, pairs)]),
         "compiled graphs": compiled_graphs() if recipe.compile else None,
         "notes": notes,
     }
@@ -172,17 +161,16 @@ def check_report(options: argparse.Namespace) -> dict[str, Any]:
     """How far losses and gradients of the fast path are from the plain one's, without dropout, in each precision."""
     device, recipe = torch.device(options.device), measured_recipe(options, options.recipe)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0))
-    task, world, pairs = task_of(recipe), World(0, 1, device), options.pairs or 2
+    task, world, (pairs, texts) = task_of(recipe), World(0, 1, device), amounts(options, recipe, 2)
     samples = drawn_samples(recipe.model.regions, range(pairs), shape=(800, 600))
-    texts = options.texts if options.texts is not None else (pairs if recipe.data.text_batch else 0)
     examples = masked_pairs(task, recipe.model.regions, samples) + drawn_texts(task, range(texts))
     model = new_model(recipe, device)
-    plain = PlainPretraining(model, "joint")
+    plain = PlainPretraining(model)
     with in_precision_of(dataclasses.replace(recipe, precision="fp32")):
         wanted = plain(padded(examples, recipe.model).to(device))
         total(wanted).backward()
     found = {}
-    for precision in options.precision.split(",") if options.precision else ("fp32", "bf16"):
+    for precision in options.precision or ("fp32", "bf16"):
         model.zero_grad()
         fast = Fast(dataclasses.replace(recipe, precision=precision), model, world, [])
         with in_precision_of(fast.recipe):
@@ -207,15 +195,14 @@ def check_report(options: argparse.Namespace) -> dict[str, Any]:
 def losses_report(options: argparse.Namespace) -> dict[str, Any]:
     """Losses of the same steps from the same weights, in each precision."""
     device, base = torch.device(options.device), measured_recipe(options, options.recipe)
-    pairs = options.pairs or (32 if device.type == "cuda" else 2)
-    texts = options.texts if options.texts is not None else (pairs if base.data.text_batch else 0)
+    pairs, texts = amounts(options, base, 32 if device.type == "cuda" else 2)
     own = [one for one in options.overrides if one.startswith("optimizer.learning_rate=")]
     rate = base.optimizer.learning_rate if own else LEARNING_RATE
     rates = dataclasses.replace(base.optimizer, learning_rate=rate, warmup_steps=options.losses // 10)
     base = dataclasses.replace(base, optimizer=rates)
     samples = drawn_samples(base.model.regions, range(pairs * options.batches))
     curves = {}
-    for precision in options.precision.split(",") if options.precision else ("fp32", "bf16"):
+    for precision in options.precision or ("fp32", "bf16"):
         recipe = dataclasses.replace(base, precision=precision)
         fast = Fast(recipe, new_model(recipe, device), World(0, 1, device), [])
         data, curve = Stored(recipe, task_of(recipe), samples, pairs, texts), []
@@ -241,13 +228,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--batches", type=int, default=4, help="different batches (%(default)s)")
     command.add_argument("--rounds", type=int, default=5, help="turns of each contender (%(default)s)")
     command.add_argument("--steps", type=int, help="steps of a turn (1 on a CPU, 8 on a GPU)")
-    command.add_argument(
-        "--plain",
-        choices=("each", "joint", "none"),
-        default="joint",
-        help="rows of the plain path: text and regions padded each, or as one, as published; none: leave it out "
-        "(%(default)s)",
-    )
+    command.add_argument("--no-plain", dest="plain", action="store_false", help="leave the plain path out")
     command.add_argument(
         "--workers", type=int, default=0, help="loading processes; 0: leave the loader out (%(default)s)"
     )
@@ -256,7 +237,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--markdown", action="store_true", help="tables for docs/performance.md")
     command.add_argument("overrides", nargs="*", metavar="field=value")
     options = command.parse_intermixed_args(arguments)
-    unknown = [name for name in options.precision.split(",") if name and name not in PRECISIONS]
+    options.precision = [name for name in options.precision.split(",") if name]
+    unknown = [name for name in options.precision if name not in PRECISIONS]
     if unknown:
         command.error(f"--precision {unknown[0]}: it is one or more of {','.join(PRECISIONS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -267,17 +249,19 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    kinds: dict[str, tuple[bool, Callable, Callable[[dict], str]]] = {
-        "check": (options.check, check_report, lambda report: shown(check_table(report), options.markdown)),
-        "losses": (bool(options.losses), losses_report, lambda report: shown(losses_table(report), options.markdown)),
-        "step": (True, step_report, lambda report: step_tables(report, options.markdown)),
-    }
-    _, measure, show = next(kind for kind in kinds.values() if kind[0])
     try:
-        report = measure(options)
+        if options.check:
+            report = check_report(options)
+            text = shown(check_table(report), options.markdown)
+        elif options.losses:
+            report = losses_report(options)
+            text = shown(losses_table(report), options.markdown)
+        else:
+            report = step_report(options)
+            text = step_tables(report, options.markdown)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m benchmarks.train_step: {error}")
-    print(show(report), flush=True)
+    print(text, flush=True)
     write_json(options.json, report)
     sys.exit(int(any(not found["within"] for found in report.get("apart", {}).values())))
 

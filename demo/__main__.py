@@ -2,6 +2,7 @@
 
     make demo [ROOT=demo-root] [SEED=0]             everything; what is done already is not done again
     make demo-full [ROOT=demo-full-root] [SEED=0]   trains the detector too, and the models with three seeds and on VCR
+    make compare [ROOT=compare-root] [SEED=0]       compares the models of all architectures (docs/results.md)
     make ui [ROOT=demo-root]                        the flow UI on what was recorded. To collect removed shards again,
                                                     serve the images: python -m demo.serve ROOT/data
 
@@ -11,7 +12,6 @@ detector or the models did not learn enough.
 
 import argparse
 import contextvars
-import copy
 import json
 import os
 import resource
@@ -21,49 +21,28 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-import yaml
-from pydantic import TypeAdapter
-
-from demo.data import (
-    DEFAULT_PORT,
-    DESCRIPTION,
-    ROWS_PER_SHARD,
-    VISUAL_WORDS,
-    DemoData,
-    DemoDataSettings,
-    draw_demo_data,
-    read_demo_data,
+from demo.data import DEFAULT_PORT, DESCRIPTION, DemoData, DemoDataSettings, draw_demo_data
+from demo.deployments import (
+    DETECTOR_RUN,
+    PIPELINE,
+    SHIPPED_DETECTOR,
+    TRAIN_DETECTOR,
+    flow_parameters,
+    write_deployments,
 )
 from demo.serve import DemoServer, free_port
-from demo.task_files import ANSWERS
-from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
-from detectors.config import DetectionConfig, NetworkOverrides
-from detectors.select import SelectionSettings
+from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from flows.serve import PORT, serve, serving
-from flows.settings import (
-    Dataset,
-    FinetuneSettings,
-    PretrainSettings,
-    Processes,
-    TrainDetectorSettings,
-)
 from flows.supervisor import ChildFailed, run_child
-from storage.download import DownloadSettings
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
     from flows.train_detector import TrainedDetector
 
-PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
-RUN_PIPELINE = ["deployment", "run", PIPELINE, "--watch"]
-PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
-DATASETS = ("captions", "held-out", "coco")  # the last is what tasks ask about
-SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
 SEEDS = 3  # of demo-full
 LEAST_MAP = {"shipped": 0.7, "trained": 0.5}  # mAP@0.5 on the held-out scenes
 LEAST_GROUNDING = 0.12  # accuracy at colour and shape words, less that with another scene's image
@@ -82,12 +61,7 @@ BUDGET = {
 }
 
 
-class OtherDemoData(ValueError):
-    """The root holds demo data of another seed, or of another version of this program."""
-
-
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A line of the table at the end; peak_bytes is the memory of the largest process that worked for it."""
 
     name: str
@@ -100,20 +74,21 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     started = time.monotonic()
     data = draw(root / "data", DemoDataSettings(seed=seed))
     home, deployments = root / "prefect", root / "prefect.yaml"
-    weights = root / "runs" / DETECTOR_RUN / "weights.safetensors" if full else SHIPPED_DETECTOR
-    parameters = [
-        flow_parameters(root, data, number, processes, weights, f"-seed{number}", tuple(DEMO_TASKS))
-        if full
-        else flow_parameters(root, data, seed, processes)
-        for number in range(seed, seed + (SEEDS if full else 1))
-    ]
-    write_deployments(deployments, parameters[0])
+    if full:
+        weights = root / "runs" / DETECTOR_RUN / "weights.safetensors"
+        parameters = [
+            flow_parameters(root, data, number, processes, weights, f"-seed{number}", tuple(DEMO_TASKS))
+            for number in range(seed, seed + SEEDS)
+        ]
+    else:
+        weights, parameters = SHIPPED_DETECTOR, [flow_parameters(root, data, seed, processes)]
+    write_deployments(deployments, parameters[0], data)
     with DemoServer(data.root):
         stages = [Stage("draw and serve", time.monotonic() - started, own_peak())]
         before = time.monotonic()
         say("starting a Prefect server and a worker")
         with serving(home, free_port(0), deployments, query_seconds=2.0):
-            trained = run_deployment(TRAIN_DETECTOR) if full else None
+            trained = [run_deployment(TRAIN_DETECTOR)] if full else []
             pipelines = [
                 run_deployment(PIPELINE, {name: each[name] for name in ("pretraining", "finetunings")})
                 for each in parameters
@@ -135,28 +110,32 @@ def run_demo(root: Path, seed: int, processes: int, full: bool = False) -> int:
     stages.append(Stage("report", time.monotonic() - before, own_peak()))
     stages.append(Stage("total", time.monotonic() - started, max(stage.peak_bytes for stage in stages)))
     print(table(stages, full))
-    print(where_to_look(root, report, pipelines))
+    print(f"report       {report}\nflow UI      {again('ui', root)}\n")
     failed = gates(pipelines, found["metrics"]["map50"], LEAST_MAP["trained" if full else "shipped"])
     print("\n".join(failed) if failed else "all gates passed")
     return 1 if failed else 0
 
 
-def stages_of(pipelines: "Sequence[PipelineResult]", trained: "TrainedDetector | None") -> list[Stage]:
+def stages_of(pipelines: "Sequence[PipelineResult]", trained: "Sequence[TrainedDetector]") -> list[Stage]:
     """What the stages of all pipeline runs took together; a later run skips what an earlier one did."""
-    stages = [of_children("train detector", [trained])] if trained else []
-    collected = [one for pipeline in pipelines for one in pipeline.collected]
-    return [
-        *stages,
-        Stage("download", sum(one.seconds for one in collected), max(pipeline.peak_bytes for pipeline in pipelines)),
-        of_children("detect", [one for pipeline in pipelines for one in pipeline.detected.values()]),
-        of_children("pre-train", [pipeline.pretrained for pipeline in pipelines]),
-        of_children("fine-tune", [one for pipeline in pipelines for one in pipeline.finetuned]),
-    ]
+    working = {
+        "train detector": trained,
+        "detect": [one for pipeline in pipelines for one in pipeline.detected.values()],
+        "pre-train": [pipeline.pretrained for pipeline in pipelines],
+        "fine-tune": [one for pipeline in pipelines for one in pipeline.finetuned],
+    }
+    found = {
+        name: Stage(name, sum(one.seconds for one in results), max(one.peak_bytes for one in results))
+        for name, results in working.items()
+        if results
+    }
+    seconds = sum(collected.seconds for pipeline in pipelines for collected in pipeline.collected)
+    found["download"] = Stage("download", seconds, max(pipeline.peak_bytes for pipeline in pipelines))
+    return [found[name] for name in BUDGET if name in found]
 
 
 def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
-    """Evaluate the runs of answers and of rationales together on val, where that is not done; the memory it took,
-    bytes."""
+    """Evaluate the runs of answers and of rationales together on val, unless that is done; its memory in bytes."""
     names = [runs[run_of(task, start)] for task in ("vcr-answers", "vcr-rationales")]
     folder = joint_folder(root, names[0])
     if (folder / "metrics.json").is_file():
@@ -167,10 +146,7 @@ def evaluate_vcr(root: Path, runs: dict[str, str], start: str) -> int:
 
 
 def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
-    """The demo data; those that are there keep their port, which stands in the lists that were collected.
-
-    OtherDemoData where others are there: all that was made of them would have to go, too.
-    """
+    """The demo data; those that are there keep their port, which the collected lists name. Exits where others are."""
     port = DEFAULT_PORT if (folder / DESCRIPTION).exists() else free_port()
     if port != DEFAULT_PORT:
         say(
@@ -181,10 +157,10 @@ def draw(folder: Path, settings: DemoDataSettings) -> DemoData:
     try:
         return draw_demo_data(folder, settings, port)
     except ValueError as error:
-        raise OtherDemoData(
-            f"{error}\nThe shards and runs beside them are made of them. For others: make demo ROOT=OTHER, or first "
-            f"remove these: make clean ROOT={shlex.quote(str(folder.parent))}"
-        ) from error
+        sys.exit(
+            f"error: {error}\nThe shards and runs beside them are made of them. For others: make demo ROOT=OTHER, or "
+            f"first remove these: make clean ROOT={shlex.quote(str(folder.parent))}"
+        )
 
 
 def again(what: str, root: Path, seed: int = 0) -> str:
@@ -193,7 +169,7 @@ def again(what: str, root: Path, seed: int = 0) -> str:
 
 
 def run_deployment(deployment: str, parameters: dict | None = None) -> "PipelineResult | TrainedDetector":
-    """Run a deployment to its end, as a user would, with these of its parameters set anew; what it came to."""
+    """The result of a deployment that is run as a user would run it, with these of its parameters set anew."""
     from prefect.client.orchestration import get_client  # here, because what it reads is set by `serving`
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
@@ -212,113 +188,6 @@ def run_deployment(deployment: str, parameters: dict | None = None) -> "Pipeline
             limit=1,
         )
     return run.state.result()
-
-
-def write_deployments(file: Path, parameters: dict) -> None:
-    """The project's prefect.yaml with the parameters of the demo data, and the schedule paused."""
-    project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
-    root, work, datasets, finetuning = (parameters[name] for name in ("root", "work", "datasets", "finetunings"))
-    first = datasets[0]
-    source = {name: value for name, value in first.items() if name != "detector"}
-    drawn = read_demo_data(Path(first["captions"]).parent)
-    scenes = {"root": root, "detector": first["detector"], "datasets": [first["name"]]}
-    own = {
-        "pretrain_vlbert": parameters,
-        "collect_flow": {"root": root, "dataset": source},
-        "detect_flow": scenes,
-        "pretrain_flow": {"root": root, "work": work, "settings": parameters["pretraining"]},
-        "finetune_flow": {
-            "root": root,
-            "work": work,
-            "settings": finetuning[0] | {"pretraining": parameters["pretraining"]["run"]},
-        },
-        "train_detector_flow": {"root": root, "settings": as_json(TrainDetectorSettings, training_of(drawn))},
-    }
-    for deployment in project["deployments"]:
-        # Copied, so that the file repeats what two of them have in common, where it would refer to it.
-        deployment["parameters"] = copy.deepcopy(own[deployment["entrypoint"].rpartition(".")[2]])
-        for schedule in deployment.get("schedules", ()):
-            schedule["active"] = False
-    file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))
-
-
-def training_of(data: DemoData) -> TrainDetectorSettings:
-    """How a detector is trained on the scenes to learn from."""
-    return TrainDetectorSettings(
-        recipe="detector_demo",
-        run=DETECTOR_RUN,
-        annotations=str(data.annotations),
-        images=(str(data.images),),
-        held_out_last=data.settings.held_out_scenes,
-    )
-
-
-def flow_parameters(
-    root: Path,
-    data: DemoData,
-    seed: int,
-    processes: int,
-    weights: Path = SHIPPED_DETECTOR,
-    suffix: str = "",
-    tasks: Sequence[str] = OF_DEMO,
-) -> dict:
-    """The parameters of the flow `pretrain-vlbert`. weights: of the detector; suffix: of the names of the runs."""
-    download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
-    # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
-    # regressed ones (docs/grounding.md).
-    detector = DetectionConfig(
-        weights=str(weights),
-        network=NetworkOverrides(post_nms=30),
-        selection=SelectionSettings(minimum=3),
-        boxes="proposals",
-        batch=8,
-    )
-    cut = {"download": download, "rows_per_shard": ROWS_PER_SHARD, "detector": detector}
-    datasets = [
-        Dataset(DATASETS[0], captions=str(data.train_tsv), **cut),
-        Dataset(DATASETS[1], captions=str(data.held_out_tsv), **cut),
-        Dataset(DATASETS[2], images=str(data.task_images), **cut),
-    ]
-    machine = Processes(processes)
-    overrides = (f"data.seed={seed}", f"model.regions.weights={weights}")
-    pretraining = PretrainSettings(
-        recipe="pretrain_vlbert_demo",
-        run=PRETRAIN_RUN + suffix,
-        held_out="held-out",
-        text=(str(data.text),),
-        vocabulary_size=500,
-        vocabulary_captions=(str(data.train_tsv),),
-        monitored_words=VISUAL_WORDS,
-        overrides=overrides,
-        processes=machine,
-    )
-    answers = (data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines()
-    finetunings = [
-        FinetuneSettings(
-            task=DEMO_TASKS[task].task,
-            recipe=DEMO_TASKS[task].recipe,
-            run=run_of(task, start) + suffix,
-            folder=str({"refcoco": data.refcoco, "vqa": data.vqa, "vcr": data.vcr}[DEMO_TASKS[task].task]),
-            dataset=DATASETS[2],
-            checkpoint=checkpoint,
-            overrides=(*overrides, *DEMO_TASKS[task].overrides, *([f"task.answers={len(answers)}"] * (task == "vqa"))),
-            processes=machine,
-        )
-        for task in tasks
-        for start, checkpoint in STARTS.items()
-    ]
-    return {
-        "root": str(root),
-        "work": str(root / "work"),
-        "datasets": as_json(list[Dataset], datasets),
-        "pretraining": as_json(PretrainSettings, pretraining),
-        "finetunings": as_json(list[FinetuneSettings], finetunings),
-    }
-
-
-def as_json(kind: type, value: object) -> Any:
-    """As parameters travel."""
-    return TypeAdapter(kind).dump_python(value, mode="json")
 
 
 @contextmanager
@@ -344,7 +213,7 @@ def _follow(start: datetime, over: threading.Event) -> None:
     shown, last = set(), False
     with get_client(sync_client=True) as client:
         while not last:
-            last, lines = over.wait(1), []  # before the look, which then finds all that was logged until the end
+            last, lines = over.wait(1), []  # before the request, which then has all that was logged until the end
             since = LogFilter(timestamp=LogFilterTimestamp(after_=start))
             with suppress(Exception):  # a server that is away is asked again
                 lines = client.read_logs(since, limit=200, sort=LogSort.TIMESTAMP_ASC)
@@ -366,10 +235,6 @@ def own_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def of_children(name: str, stages: Sequence) -> Stage:
-    return Stage(name, sum(stage.seconds for stage in stages), max(stage.peak_bytes for stage in stages))
-
-
 def table(stages: Sequence[Stage], full: bool) -> str:
     lines = [f"\n{'stage':<16}{'seconds':>9}{'budget':>9}{'peak MB of one process':>24}"]
     for stage in stages:
@@ -378,40 +243,20 @@ def table(stages: Sequence[Stage], full: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def where_to_look(root: Path, report: Path, pipelines: "Sequence[PipelineResult]") -> str:
-    checkpoints = [
-        trained.checkpoint for pipeline in pipelines for trained in (pipeline.pretrained, *pipeline.finetuned)
-    ]
-    rows = [
-        ("report", str(report)),
-        ("shards", ", ".join(f"{root / collected.dataset}" for collected in pipelines[0].collected)),
-        ("checkpoints", ", ".join(checkpoints)),
-        ("flow UI", again("ui", root)),
-    ]
-    return "\n".join(f"{name:<12} {where}" for name, where in rows) + "\n"
-
-
 def gates(pipelines: "Sequence[PipelineResult]", map50: float, least_map: float) -> list[str]:
-    """What detector and models (means over the pipeline runs) should have learned and did not, one line each."""
-    seeds = [numbers_of(pipeline) for pipeline in pipelines]
-    means = mean(seeds)
-    tasks = {name: task for name, task in DEMO_TASKS.items() if name in means}
-    print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes")
-    rows = {f"seed {i} of {len(seeds)}: ": numbers for i, numbers in enumerate(seeds, 1)} | {"mean: ": means}
-    for name, numbers in rows.items() if len(seeds) > 1 else [("", means)]:
-        results = [
-            f"{task.title} {numbers[run_of(key, 'with')]:.3f} pre-trained, {numbers[run_of(key, 'without')]:.3f} not, "
-            f"{numbers[key]:.3f} by chance"
-            for key, task in tasks.items()
-        ]
-        print("; ".join([f"{name}grounding {numbers['grounding']:.3f}", *results]))
+    """Print what detector and models learned, means over the pipeline runs; a line for each that is not enough."""
+    means = mean([numbers_of(pipeline) for pipeline in pipelines])
     gap = means["grounding"]
+    print(f"detector: mAP@0.5 {map50:.3f} on held-out scenes\nmodels, means of {len(pipelines)}: grounding {gap:.3f}")
     checks = [
         (map50 >= least_map, f"the detector's mAP@0.5 is {map50:.3f}, under {least_map}"),
         (gap >= LEAST_GROUNDING, f"grounding is {gap:.3f}, under {LEAST_GROUNDING}: the model does not use the image"),
     ]
-    for key, task in tasks.items():
+    for key, task in DEMO_TASKS.items():
+        if key not in means:
+            continue
         with_it, without, chance = means[run_of(key, "with")], means[run_of(key, "without")], means[key]
+        print(f"{task.title}: {with_it:.3f} with pre-training, {without:.3f} without, {chance:.3f} by chance")
         message = f"{task.title} with pre-training is {with_it:.3f}, not {task.least_gain} over"
         checks += [
             (with_it - chance >= task.least_gain, f"{message} chance ({chance:.3f})"),
@@ -436,20 +281,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("what", nargs="?", choices=["run", "full", "ui"], default="run")
+    parser.add_argument("what", nargs="?", choices=["run", "full", "compare", "ui"], default="run")
     parser.add_argument("--root", type=Path, default=Path("demo-root"), help="folder for everything (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the data and of training (%(default)s)")
     parser.add_argument("--processes", type=int, default=min(2, cores), help="that train together (%(default)s)")
     parser.add_argument("--port", type=int, default=PORT, help="of the flow UI (%(default)s)")
     chosen = parser.parse_args(arguments)
     full = chosen.what == "full"
-    command = again("demo-full" if full else "demo", chosen.root, chosen.seed)
+    target = {"run": "demo", "full": "demo-full"}.get(chosen.what, chosen.what)
+    command = again(target, chosen.root, chosen.seed)
     try:
         if chosen.what == "ui":
             show_ui(chosen.root, chosen.port)
+        if chosen.what == "compare":
+            from demo.compare import run_comparison  # here: it imports torch
+
+            sys.exit(run_comparison(chosen.root, chosen.seed, SEEDS, say))
         sys.exit(run_demo(chosen.root, chosen.seed, chosen.processes, full))
-    except OtherDemoData as error:
-        sys.exit(f"error: {error}")
     except (ValueError, RuntimeError, ChildFailed, ConnectionError) as error:
         sys.exit(f"\nthe demo stopped: {error}\nWhat is done stays; `{command}` goes on.")
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Draw the demo data: captioned scenes, a text corpus, and images that RefCOCO+, VQA 2.0 and VCR ask about.
+"""Draw the demo data: captioned scenes, a text corpus, and images for RefCOCO+, VQA 2.0, VCR and retrieval.
 
     python -m demo.data FOLDER [seed=1 train_scenes=100 ...]
 
@@ -19,21 +19,36 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from demo.scenes import COLOURS, SHAPES, Scene, arrange, caption_scene, choose, draw_scene, task_appearances
+from demo.scenes import (
+    COLOURS,
+    HEIGHT,
+    SHAPES,
+    WIDTH,
+    Scene,
+    arrange,
+    caption_scene,
+    choose,
+    draw_scene,
+    task_appearances,
+)
 from demo.sentences import caption, document, expression
 from demo.task_files import (
     REFCOCO_NAMES,
     SPLITS,
     TaskImage,
     refcoco_files,
+    retrieval_files,
     task_image_name,
     vcr_files,
     vqa_files,
 )
 from storage.settings import add_fields, override
 
-DATA_VERSION = 3  # raise it whenever the same settings would give other bytes
+DATA_VERSION = 5  # raise it whenever the same settings would give other bytes
 DEFAULT_PORT = 8791
+MAX_OBJECTS = 3  # in a captioned image: 1 to this many
+TASK_OBJECTS = (3, 5)  # in an image that the tasks ask about, at least and at most
+TASK_REFS = 2  # objects of such an image with an expression of RefCOCO+, at most
 DESCRIPTION = "demo.json"  # written last: a folder without it is drawn again
 ROWS_PER_SHARD = 100  # of the demo's datasets; a duplicate is one only in the shard of its original
 
@@ -53,7 +68,7 @@ SPLIT_SHAPES = {
 }
 
 # Each part of the data has random numbers of its own: a change to one leaves the others as they are.
-_CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM = range(6)
+_CAPTION_STREAM, _TEXT_STREAM, _BROKEN_STREAM, _TASK_STREAM, _VQA_STREAM, _VCR_STREAM, _RETRIEVAL_STREAM = range(7)
 
 
 @dataclass(frozen=True)
@@ -61,41 +76,16 @@ class DemoDataSettings:
     """Everything that decides what is drawn; the port only stands in the URLs."""
 
     seed: int = 0  # of all random choices
-    width: int = 224  # of every image, pixels
-    height: int = 168  # of every image, pixels
     train_scenes: int = 800  # captioned images to learn from
     held_out_scenes: int = 300  # captioned images to measure on
-    max_objects: int = 3  # objects in a captioned image: 1 to this many
     broken_rows: int = 40  # further rows of train.tsv that must not become samples, all kinds in turn
     text_lines: int = 2000  # lines of text.txt
     task_train: int = 400  # images that the tasks ask about, to learn from
     task_held_out: int = 100  # such images in each of val, testA and testB
-    task_refs: int = 2  # objects of such an image with an expression of RefCOCO+, at most
-    task_min_objects: int = 3  # objects in such an image, at least
-    task_max_objects: int = 5  # objects in such an image, at most
-    jpeg_quality: int = 90  # 1 to 95
 
     def __post_init__(self) -> None:
-        most = min(self.width * self.height // 5000, 8)  # objects that find room, and that sentences.py can count
-        for holds, names, wanted in (
-            (min(dataclasses.astuple(self)) >= 0, "no field", "may be negative"),
-            (min(self.width, self.height) >= 112, "width and height", "must be at least 112"),
-            (self.train_scenes >= 1, "train_scenes", "must be at least 1"),
-            (1 <= self.jpeg_quality <= 95, "jpeg_quality", "must be 1 to 95"),
-            (1 <= self.max_objects <= most, "max_objects", f"must be 1 to {most} in images of this size"),
-            (
-                2 <= self.task_min_objects <= self.task_max_objects <= most,
-                "task_min_objects and task_max_objects",
-                f"must be in order, from 2 to {most} in images of this size",
-            ),
-        ):
-            if not holds:
-                raise ValueError(f"DemoDataSettings: {names} {wanted}; given are {self}")
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height."""
-        return self.width, self.height
+        if min(dataclasses.astuple(self)) < 0 or not self.train_scenes:
+            raise ValueError(f"no field may be negative, and train_scenes not 0: {self}")
 
     @property
     def task_images(self) -> list[tuple[int, str]]:
@@ -106,7 +96,7 @@ class DemoDataSettings:
 
 @dataclass
 class DemoData:
-    """Where the files of the demo data are; the folder `coco` has the images that all three tasks ask about."""
+    """Where the files of the demo data are; the folder `coco` has the images that all four tasks are about."""
 
     root: Path
     settings: DemoDataSettings
@@ -120,6 +110,7 @@ class DemoData:
         self.images, self.annotations = self.root / "images", self.root / "annotations.json"
         self.task_images = self.root / "coco"
         self.refcoco, self.vqa, self.vcr = self.root / "refcoco+", self.root / "vqa", self.root / "vcr"
+        self.retrieval = self.root / "retrieval"
         self.refcoco_refs, self.refcoco_instances = (self.refcoco / name for name in REFCOCO_NAMES)
 
 
@@ -127,9 +118,9 @@ def image_name(number: int) -> str:
     return f"{number:06d}.jpg"
 
 
-def jpeg(pixels: np.ndarray, quality: int) -> bytes:
+def jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling=0)  # whole colour: objects are small
+    Image.fromarray(pixels).save(file, "JPEG", quality=90, subsampling=0)  # whole colour: objects are small
     return file.getvalue()
 
 
@@ -138,18 +129,18 @@ def coco_file() -> dict:
     categories = [
         {"supercategory": name.split()[1], "id": number, "name": name} for number, name in enumerate(CATEGORIES, 1)
     ]
-    about = {"description": "Drawn scenes of coloured shapes", "version": str(DATA_VERSION)}
+    about = {"description": "Drawn scenes of coloured shapes", "version": "3"}
     return {"info": about, "licenses": [], "images": [], "annotations": [], "categories": categories}
 
 
 def draw_into(
-    coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, quality: int, name: str = ""
+    coco: dict, folder: Path, number: int, scene: Scene, rng: np.random.Generator, name: str = ""
 ) -> list[dict]:
     """Draw `scene` as image `number` into `folder`, add it to `coco` and return its annotations, in object order."""
     pixels, visible = draw_scene(rng, scene)
     name = name or image_name(number)
-    (folder / name).write_bytes(jpeg(pixels, quality))
-    coco["images"].append({"id": number, "file_name": name, "width": scene.width, "height": scene.height})
+    (folder / name).write_bytes(jpeg(pixels))
+    coco["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     annotations = []
     for thing, mask in zip(scene.objects, visible, strict=True):
         columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
@@ -181,7 +172,7 @@ def draw_captioned(data: DemoData) -> None:
     data.images.mkdir(parents=True, exist_ok=True)
     coco = coco_file()
     for number, scene, _, rng in captioned_scenes(data.settings):
-        draw_into(coco, data.images, number, scene, rng, data.settings.jpeg_quality)
+        draw_into(coco, data.images, number, scene, rng)
     data.annotations.write_text(json.dumps(coco))
     write_caption_lists(data)
 
@@ -190,7 +181,7 @@ def captioned_scenes(settings: DemoDataSettings) -> Iterator[tuple[int, Scene, s
     """Number, scene, caption and the generator to draw it with, of the train scenes and then of those held out."""
     for number in range(settings.train_scenes + settings.held_out_scenes):
         rng = np.random.default_rng([settings.seed, _CAPTION_STREAM, number])
-        scene = caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size)
+        scene = caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1)))
         yield number, scene, caption(rng, scene), rng
 
 
@@ -212,7 +203,7 @@ def write_caption_lists(data: DemoData) -> None:
             beside = [row for n, row in good.items() if n // ROWS_PER_SHARD == number // ROWS_PER_SHARD]
             listed[number] = choose(rng, beside or list(good.values()))
         else:
-            words = caption(rng, caption_scene(rng, int(rng.integers(1, settings.max_objects + 1)), settings.size))
+            words = caption(rng, caption_scene(rng, int(rng.integers(1, MAX_OBJECTS + 1))))
             name = f"{len(rows) + i:06d}.{'png' if kind == 'bomb' else 'jpg'}"
             listed[number] = f"{words}\t{data.base_url}/broken/{kind}/{name}\n"
     data.train_tsv.write_text("".join(listed[n] for n in range(len(listed))))
@@ -220,7 +211,7 @@ def write_caption_lists(data: DemoData) -> None:
 
 
 def draw_tasks(data: DemoData) -> None:
-    """coco/ with the images, and refcoco+/, vqa/ and vcr/ with the annotations and questions about them."""
+    """coco/ with the images, and refcoco+/, vqa/, vcr/ and retrieval/ with what is asked and said about them."""
     settings = data.settings
     data.task_images.mkdir(parents=True, exist_ok=True)
     coco, images = coco_file(), []
@@ -228,17 +219,18 @@ def draw_tasks(data: DemoData) -> None:
         rng = np.random.default_rng([settings.seed, _TASK_STREAM, index])
         eligible = []
         while not eligible:
-            objects = task_appearances(rng, int(rng.integers(settings.task_min_objects, settings.task_max_objects + 1)))
+            objects = task_appearances(rng, int(rng.integers(TASK_OBJECTS[0], TASK_OBJECTS[1] + 1)))
             eligible = [i for i, one in enumerate(objects) if one.shape in SPLIT_SHAPES[split]]
-        targets = [eligible[i] for i in rng.permutation(len(eligible))[: settings.task_refs]]
+        targets = [eligible[i] for i in rng.permutation(len(eligible))[:TASK_REFS]]
         expressions = {target: expression(rng, objects, target) for target in targets}
-        scene, name = arrange(rng, objects, settings.size), task_image_name(number, split)
-        annotations = draw_into(coco, data.task_images, number, scene, rng, settings.jpeg_quality, name)
+        scene, name = arrange(rng, objects), task_image_name(number, split)
+        annotations = draw_into(coco, data.task_images, number, scene, rng, name)
         images.append(TaskImage(number, split, scene, annotations, expressions))
     for folder, files in (
         (data.refcoco, refcoco_files(coco, images)),
         (data.vqa, vqa_files(images, (settings.seed, _VQA_STREAM))),
         (data.vcr, vcr_files(images, (settings.seed, _VCR_STREAM))),
+        (data.retrieval, retrieval_files(images, (settings.seed, _RETRIEVAL_STREAM))),
     ):
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -247,9 +239,7 @@ def draw_tasks(data: DemoData) -> None:
 
 def write_text(data: DemoData) -> None:
     rng = np.random.default_rng([data.settings.seed, _TEXT_STREAM])
-    lines = [
-        document(rng, data.settings.max_objects, data.settings.size) + "\n" for _ in range(data.settings.text_lines)
-    ]
+    lines = [document(rng, MAX_OBJECTS) + "\n" for _ in range(data.settings.text_lines)]
     data.text.write_text("".join(lines))
 
 

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from demo.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, chart, line
 from demo.data import DemoData
 from demo.scenes import COLOURS, SHAPES
 from demo.tasks import DEMO_TASKS, STARTS, joint_folder, mean, numbers_of, run_of, runs_of
 from detectors.drawing import BOX_COLOURS, data_uri, draw_boxes
-from storage.catalog import OK, Catalog
+from storage.catalog import Catalog
 from storage.download import STATUSES
+from storage.manifests import OK
 from storage.object_store import ObjectStore, open_store
 from storage.sample import Sample
+from training.curves import Lines, draw
 from training.log import read_metrics
 from vlbert.recipes import RECIPES
 from vlbert.results_page import draw_answer, render
@@ -67,13 +68,11 @@ def write_report(
         "steps": log["pretrain"]["validation"][-1]["step"],
         "scenes": held_out_scenes(store, data, f"regions/{pipeline.pretrained.detector}"),
         "most_boxes": MOST_BOXES,
-        "charts": [*pretraining_charts(log["pretrain"]), *(one for name in shown for one in task_charts(name, log))],
-        "svg": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        "curves": {title: draw({title: lines}, width=6) for title, lines in curves_of(shown, log).items()},
         "tasks": [
             {
                 "name": name,
                 "about": task,
-                "kinds": kinds(name, pipeline),
                 "paper": task_of(RECIPES[task.recipe]().task).paper,
                 "count": len(predictions[run_of(name, "with")]),
                 "examples": examples(store, pipeline, name, predictions),
@@ -120,17 +119,6 @@ def grounding(metrics: dict[str, float], predictions: Sequence[dict]) -> list[di
         }
         for name, what in (("monitored", "colour and shape words"), ("words", "all words"), ("regions", "regions"))
     ]
-
-
-def kinds(task: str, pipeline: "PipelineResult") -> dict[str, dict[str, float]]:
-    """By kind of question, the numbers of both runs; nothing where the task knows no kinds."""
-    runs, prefix, found = runs_of(pipeline), f"{DEMO_TASKS[task].metric}/", {}
-    by_name = {one.run: one.metrics for one in pipeline.finetuned}
-    for start in STARTS:
-        for name, value in by_name[runs[run_of(task, start)]].items():
-            if name.startswith(prefix):
-                found.setdefault(name.removeprefix(prefix), {})[start] = value
-    return dict(sorted(found.items()))
 
 
 def joint(root: Path, pipelines: "Sequence[PipelineResult]") -> list[dict[str, float]]:
@@ -234,43 +222,34 @@ def samples_of(catalog: Catalog, stage: str) -> Iterator[Sample]:
         yield from catalog.read(stage, shard)
 
 
-# --- charts -----------------------------------------------------------------------------------------------------------
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def pretraining_charts(log: dict[str, list[dict]]) -> list[dict]:
-    training, validation = log["training"], log["validation"]
-    losses = [
-        line("masked words", "blue", training, "loss_words"),
-        line("masked regions", "aqua", training, "loss_regions"),
-        line("masked words of text alone", "violet", training, "loss_text_words"),
-    ]
-    accuracies = [
-        line("right image", "blue", validation, "monitored_accuracy"),
-        line("another image", "orange", validation, "monitored_accuracy_shuffled"),
-        level("random guess", RANDOM_GUESS, validation),
-    ]
-    return [
-        chart("Pre-training: losses", "nats per masked word or region", losses),
-        chart("Pre-training: colour and shape words filled in", "% right, held out", accuracies),
-    ]
+def curves_of(tasks: Sequence[str], log: dict[str, dict[str, list[dict]]]) -> dict[str, Lines]:
+    """By title, the lines over optimizer steps; those of a task are of both its runs."""
+    training, validation = (log["pretrain"][kind] for kind in ("training", "validation"))
+    accuracies = {"right image": "monitored_accuracy", "another image": "monitored_accuracy_shuffled"}
+    losses = {"words": "loss_words", "regions": "loss_regions", "words of text alone": "loss_text_words"}
+    found = {
+        "Pre-training: loss at masked words and regions, nats": {
+            name: values(training, metric) for name, metric in losses.items()
+        },
+        "Pre-training: colour and shape words filled in right, held out": {
+            name: values(validation, metric) for name, metric in accuracies.items()
+        },
+    }
+    for task in tasks:
+        about, runs = DEMO_TASKS[task], {NAMES[start]: log[run_of(task, start)] for start in STARTS}
+        found[f"{about.title}: loss, nats"] = {name: values(run["training"], about.loss) for name, run in runs.items()}
+        found[f"{about.title}: accuracy, held out"] = {
+            name: values(run["validation"], about.metric) for name, run in runs.items()
+        }
+    return found
 
 
-def task_charts(task: str, log: dict[str, dict[str, list[dict]]]) -> list[dict]:
-    """Loss and accuracy of both runs."""
-    about, runs = DEMO_TASKS[task], {start: log[run_of(task, start)] for start in STARTS}
-    colours = dict(zip(STARTS, ("blue", "orange"), strict=True))
-    losses = [line(NAMES[start], colours[start], run["training"], about.loss) for start, run in runs.items()]
-    right = [line(NAMES[start], colours[start], run["validation"], about.metric) for start, run in runs.items()]
-    validation = runs["with"]["validation"]
-    right.append(level("chance", validation[-1]["chance"], validation))
-    return [
-        chart(f"{about.title}: loss", "nats", losses),
-        chart(f"{about.title}: accuracy", "% right, held out", right),
-    ]
-
-
-def level(name: str, value: float, rows: Sequence[dict]) -> Line:
-    return Line(name, "muted", [(0, value), (rows[-1]["step"], value)])
+def values(rows: Sequence[dict], metric: str) -> list[tuple[float, float]]:
+    """(step, value) of each line of metrics.jsonl that has one."""
+    return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ COLOURS = {  # no name begins with a vowel: "an" would give the colour away
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 
+WIDTH, HEIGHT = 224, 168  # of every image, pixels
 SUPERSAMPLING = 4  # outlines are rasterised at this multiple of the image's resolution
 SMALL, BIG = (16.0, 20.0), (26.0, 31.0)  # radius in pixels, drawn uniformly; the gap lets "small" and "big" be seen
 CLOSEST = 0.78  # distance of two centres, in sums of their radii: below 1 they may overlap, at 0.78 never by half
@@ -57,8 +58,6 @@ class Scene:
 
     objects: tuple[SceneObject, ...]
     dark: bool
-    width: int
-    height: int
 
 
 def choose(rng: np.random.Generator, options: Sequence):
@@ -70,27 +69,26 @@ def draw_appearance(rng: np.random.Generator, colours: Sequence[str], shapes: Se
     return Appearance(choose(rng, colours), choose(rng, shapes), striped=rng.random() < 0.5, big=rng.random() < 0.5)
 
 
-def arrange(rng: np.random.Generator, appearances: Sequence[Appearance], size: tuple[int, int]) -> Scene:
-    """Place every object in an image of `size` (width, height): inside it, never hiding half of another."""
-    width, height = size
+def arrange(rng: np.random.Generator, appearances: Sequence[Appearance]) -> Scene:
+    """Place every object inside the image, never hiding half of another."""
     while True:
         objects = []
         for appearance in appearances:
             for _ in range(30):
                 radius = rng.uniform(*(BIG if appearance.big else SMALL))
                 margin = radius * SHAPE_SCALE[appearance.shape] + 2
-                x, y = rng.uniform(margin, width - margin), rng.uniform(margin, height - margin)
+                x, y = rng.uniform(margin, WIDTH - margin), rng.uniform(margin, HEIGHT - margin)
                 if all(math.hypot(x - o.x, y - o.y) >= CLOSEST * (radius + o.radius) for o in objects):
                     turn = math.radians(LARGEST_TURN[appearance.shape]) * rng.uniform(-1, 1)
                     objects.append(SceneObject(appearance, x, y, radius, turn, rng.uniform(0, math.pi)))
                     break
         if len(objects) == len(appearances):
-            return Scene(tuple(objects), bool(rng.random() < 0.5), width, height)
+            return Scene(tuple(objects), bool(rng.random() < 0.5))
 
 
-def caption_scene(rng: np.random.Generator, number: int, size: tuple[int, int]) -> Scene:
+def caption_scene(rng: np.random.Generator, number: int) -> Scene:
     """`number` objects whose colours and shapes say nothing about one another."""
-    return arrange(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)], size)
+    return arrange(rng, [draw_appearance(rng, tuple(COLOURS), SHAPES) for _ in range(number)])
 
 
 def task_appearances(rng: np.random.Generator, number: int) -> list[Appearance]:
@@ -159,10 +157,10 @@ def background(rng: np.random.Generator, scene: Scene) -> np.ndarray:
     level = rng.uniform(58, 92) if scene.dark else rng.uniform(150, 184)
     ends = level + rng.uniform(-20, 20, (2, 1)) + rng.uniform(-18, 18, (2, 3))
     angle = rng.uniform(0, 2 * math.pi)
-    y, x = np.mgrid[-0.5 : 0.5 : scene.height * 1j, -0.5 : 0.5 : scene.width * 1j].astype(np.float32)
+    y, x = np.mgrid[-0.5 : 0.5 : HEIGHT * 1j, -0.5 : 0.5 : WIDTH * 1j].astype(np.float32)
     share = np.clip(0.5 + 0.75 * (x * math.cos(angle) + y * math.sin(angle)), 0, 1)[..., None]
     coarse = Image.fromarray(rng.integers(0, 256, (6, 8), dtype=np.uint8))
-    clouds = np.asarray(coarse.resize((scene.width, scene.height), Image.Resampling.BICUBIC), np.float32)
+    clouds = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
     return (ends[0] * (1 - share) + ends[1] * share + (clouds[..., None] - 128) / 12).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from demo.scenes import Appearance, Scene, SceneObject, alike, caption_scene, choose
+from demo.scenes import HEIGHT, WIDTH, Appearance, Scene, SceneObject, alike, caption_scene, choose
 
 _SIZE_WORDS = {True: ("big", "large"), False: ("small", "little")}
 _TEXTURE_WORDS = {True: ("striped",), False: ("plain", "solid")}
@@ -31,8 +31,8 @@ def location_words(rng: np.random.Generator, thing: SceneObject, scene: Scene) -
     def third(share: float, names: tuple[str, str, str]) -> str:
         return names[0] if share < 0.36 else names[2] if share > 0.64 else names[1]
 
-    row = third(thing.y / scene.height, ("top", "middle", "bottom"))
-    column = third(thing.x / scene.width, ("left", "middle", "right"))
+    row = third(thing.y / HEIGHT, ("top", "middle", "bottom"))
+    column = third(thing.x / WIDTH, ("left", "middle", "right"))
     return choose(rng, _LOCATIONS[row, column])
 
 
@@ -121,15 +121,15 @@ def summary(rng: np.random.Generator, scene: Scene) -> str:
     return choose(rng, options)
 
 
-def document(rng: np.random.Generator, max_objects: int, size: tuple[int, int]) -> str:
+def document(rng: np.random.Generator, max_objects: int) -> str:
     """One line of the text corpus: two or three sentences about scenes that are not drawn.
 
     The first has up to max_objects + 1 objects, more than any caption.
     """
-    scene = caption_scene(rng, int(rng.integers(2, max_objects + 2)), size)
+    scene = caption_scene(rng, int(rng.integers(2, max_objects + 2)))
     sentences = [chain(rng, scene) if rng.random() < 0.4 else caption(rng, scene), summary(rng, scene)]
     if rng.random() < 0.5:
-        another = caption_scene(rng, int(rng.integers(1, max_objects + 1)), size)
+        another = caption_scene(rng, int(rng.integers(1, max_objects + 1)))
         sentences.append(f"in another picture there is {join_clauses(clauses(rng, another))}")
     return " . ".join(sentences) + " ."
 

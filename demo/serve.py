@@ -73,7 +73,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             # Closing with a linger time of 0 resets the connection.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         elif kind == "html":
-            page = b"<!DOCTYPE html><title>Moved</title><p>This picture has moved to our new gallery.</p>\n"
+            page = b"<!DOCTYPE html><title>Moved</title><p>This image has moved to our new gallery.</p>\n"
             self.answer(200, "text/html; charset=utf-8", page)
         elif kind == "truncated":
             whole = self.server.some_image()
@@ -98,7 +98,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def not_found(self) -> None:
-        self.answer(404, "text/plain; charset=utf-8", b"no such picture\n")
+        self.answer(404, "text/plain; charset=utf-8", b"no such image\n")
 
     def drip(self, body: bytes) -> None:
         """Send `body` byte by byte until it is sent, the client leaves or the server stops."""

@@ -1,4 +1,6 @@
-"""The files of RefCOCO+, VQA 2.0 and VCR about drawn images, as each data set ships its own: name -> bytes."""
+"""The files of RefCOCO+, VQA 2.0, VCR and of Karpathy's captions about drawn images, as each data set ships its own:
+name -> bytes.
+"""
 
 import json
 import math
@@ -9,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from demo import questions
-from demo.scenes import RING_HOLE, SHAPE_SCALE, Scene, SceneObject, outline
+from demo.scenes import HEIGHT, RING_HOLE, SHAPE_SCALE, WIDTH, Scene, SceneObject, outline
+from demo.sentences import caption
 from vlbert.datasets.refcoco import FILES as REFCOCO_NAMES
+from vlbert.datasets.retrieval import CAPTIONS
 from vlbert.datasets.vqa import frequent_answers, question_files
 
 SPLITS = ("train", "val", "testA", "testB")  # RefCOCO+'s, of the images; the two others call the last two `test`
@@ -21,6 +25,8 @@ VCR_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
 VCR_MOVIE = "drawn_world"  # the folder in vcr1images
 VCR_OBJECT = "kite"  # what every shape is to VCR, whose objects have COCO's classes: kites come in all shapes
 ITEMS = 2  # of VCR about an image, each about another object
+RETRIEVAL_FILE = "dataset_demo.json"
+RETRIEVAL_SPLITS = {"train": "train", "val": "val", "testA": "test", "testB": "test"}
 
 
 @dataclass(frozen=True)
@@ -154,23 +160,50 @@ def _metadata(image: TaskImage) -> dict:
         boxes.append([x, y, x + width, y + height, 1.0])
     return {
         "boxes": boxes,
-        "segms": [[_polygon(thing, image.scene)] for thing in image.scene.objects],
+        "segms": [[_polygon(thing)] for thing in image.scene.objects],
         "names": [VCR_OBJECT] * len(boxes),
-        "width": image.scene.width,
-        "height": image.scene.height,
+        "width": WIDTH,
+        "height": HEIGHT,
     }
 
 
-def _polygon(thing: SceneObject, scene: Scene) -> list[list[float]]:
+def _polygon(thing: SceneObject) -> list[list[float]]:
     """Corners in pixels; a ring's go round outside, then round inside."""
     size, (cos, sin) = thing.radius * SHAPE_SCALE[thing.appearance.shape], (math.cos(thing.turn), math.sin(thing.turn))
 
     def around(scale: float) -> list[list[float]]:
         corners = [(x * cos - y * sin, x * sin + y * cos) for x, y in outline(thing.appearance.shape)]
         corners = [(thing.x + scale * x, thing.y + scale * y) for x, y in [*corners, corners[0]]]
-        return [[round(min(max(x, 0), scene.width), 1), round(min(max(y, 0), scene.height), 1)] for x, y in corners]
+        return [[round(min(max(x, 0), WIDTH), 1), round(min(max(y, 0), HEIGHT), 1)] for x, y in corners]
 
     return around(size) + (around(RING_HOLE * size) if thing.appearance.shape == "ring" else [])
+
+
+# --- retrieval --------------------------------------------------------------------------------------------------------
+
+
+def retrieval_files(images: Sequence[TaskImage], seed: Sequence[int]) -> dict[str, bytes]:
+    """Five different captions of each image, each of which names all of its objects."""
+    described = []
+    for number, image in enumerate(images):
+        rng, texts = np.random.default_rng([*seed, image.number]), {}
+        while len(texts) < CAPTIONS:
+            texts[caption(rng, image.scene)] = None
+        ids = range(CAPTIONS * number, CAPTIONS * (number + 1))
+        sentences = [
+            {"tokens": text.split(), "raw": text, "imgid": number, "sentid": sentence}
+            for sentence, text in zip(ids, texts, strict=True)
+        ]
+        described.append(
+            {
+                "sentids": list(ids),
+                "imgid": number,
+                "sentences": sentences,
+                "split": RETRIEVAL_SPLITS[image.split],
+                "filename": image.file_name,
+            }
+        )
+    return {RETRIEVAL_FILE: _json({"images": described, "dataset": "demo"})}
 
 
 def _json(value: dict) -> bytes:

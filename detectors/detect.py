@@ -14,20 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from detectors import Detector, detector_id
 from detectors.config import DetectorSettings
 from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig, clip_boxes
-from detectors.preprocess import (
-    NARROWEST_INPUT,
-    decode_bgr,
-    resize,
-    resize_scale,
-    resized_size,
-    to_input,
-)
+from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, decode_bgr, resize, resize_scale, resized_size, to_input
 from detectors.select import select_regions
 from storage.sample import Regions, Sample
 from training.precision import float32_products
@@ -36,7 +29,7 @@ from training.precision import float32_products
 _RULES_VERSION = 3
 _LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 # Boxes that res5 gets at a time: on a CPU what its caches hold, on a GPU what fills it (1 GB in float32).
-_ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
+ROIS_AT_A_TIME = {"cpu": 16, "cuda": 1200}
 # Metadata that the id ignores: these fields do not change the regions, or the hash of the weights covers them.
 _IGNORED_FIELDS = {"weights_file", "classes", "attribute_names", "release", "differs_from_release", "code_version"}
 # Threads and batch change only the last bits of float32 sums. So does the device as long as nothing is rounded more
@@ -121,6 +114,15 @@ def describe_detector(
     return detector_id(hashed), metadata
 
 
+def network_class(backend: str) -> type[FasterRCNN]:
+    """The class of a backend's network; detectron2's has the methods of ours."""
+    if backend == "detectron2":
+        from detectors.detectron2 import Detectron2FasterRCNN
+
+        return Detectron2FasterRCNN
+    return FasterRCNN
+
+
 class FasterRCNNDetector:
     """A network and the metadata of its weights: `LoadedWeights.metadata`, or {"random_init": True, "seed": ...}.
 
@@ -141,7 +143,7 @@ class FasterRCNNDetector:
             raise ValueError("DetectorSettings.device is cuda, but torch finds no GPU here; detect on cpu")
         if (given is not None) != (settings.boxes == "given"):
             raise ValueError("boxes are given by an annotation file, and with DetectorSettings.boxes 'given' alone")
-        rois = _ROIS_AT_A_TIME[settings.device_type]
+        rois = ROIS_AT_A_TIME[settings.device_type]
         self.network = network.for_inference(settings.precision, rois).to(settings.device)
         self.settings, self.given = settings, given
         self.id, self.metadata = describe_detector(
@@ -180,7 +182,7 @@ class FasterRCNNDetector:
         except UnidentifiedImageError:
             # Its message has an address in memory: the same shard would give another manifest in each run.
             return "bad_image: UnidentifiedImageError: neither a JPEG nor a PNG"
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except BAD_IMAGE as error:
             return f"bad_image: {type(error).__name__}: {error}"
         height, width = image.shape[:2]
         if (height, width) != (sample.height, sample.width):
@@ -213,9 +215,10 @@ class FasterRCNNDetector:
             return [next(outputs) if is_finite else _not_finite("activations") for is_finite in finite]
         if self.given:
             boxes = [_to_input_pixels(image.given.boxes, image.scales, c4) for image in batch]
+            stored = [image.given.boxes for image in batch]
         else:
             logits, deltas = network.rpn(c4)
-            boxes = [self._proposals(image, logits[i], deltas[i], size) for i, image in enumerate(batch)]
+            boxes, stored = self._proposals(batch, logits, deltas)
         features = network.roi_features(c4, boxes)
         heads = network.heads(features)
         probs = heads.class_logits.softmax(dim=1)
@@ -227,7 +230,7 @@ class FasterRCNNDetector:
         if not self.settings.keep_features:
             features = None
         # Copied from the device once a batch, then split into images.
-        tensors = (torch.cat(boxes), probs, attribute_probs, regressed, features)
+        tensors = (probs, attribute_probs, regressed, features)
         tensors = [None if one is None else one.cpu() for one in tensors]
         outputs, end = [], 0
         for i, image in enumerate(batch):
@@ -235,24 +238,28 @@ class FasterRCNNDetector:
             if start == end:
                 outputs.append(_no_proposals(logits[i], deltas[i]))
                 continue
-            proposals, *others = (None if one is None else one[start:end] for one in tensors)
-            probs, attribute_probs, regressed, features = (None if one is None else one.numpy() for one in others)
-            outputs.append(
-                _Outputs(
-                    image.given.boxes if image.given else image.to_stored(proposals),
-                    probs,
-                    attribute_probs,
-                    None if regressed is None else image.to_stored(torch.from_numpy(regressed)),
-                    features,
-                )
-            )
+            own = (None if one is None else one[start:end].numpy() for one in tensors)
+            probs, attribute_probs, regressed, features = own
+            if regressed is not None:
+                regressed = image.to_stored(torch.from_numpy(regressed))
+            outputs.append(_Outputs(stored[i], probs, attribute_probs, regressed, features))
         return outputs
 
-    def _proposals(self, image: _Prepared, logits: Tensor, deltas: Tensor, size: tuple[int, int]) -> Tensor:
-        """The proposals [P, 4] (input pixels) that have an area in the stored image."""
-        proposals, _ = self.network.proposals(logits, deltas, *size, scale=min(image.scales))
-        stored = to_stored_pixels(proposals, image.scales, (image.sample.height, image.sample.width))
-        return proposals[(stored[:, 2:] > stored[:, :2]).all(dim=1)]
+    def _proposals(
+        self, batch: list[_Prepared], logits: Tensor, deltas: Tensor
+    ) -> tuple[list[Tensor], list[np.ndarray]]:
+        """The proposals [P, 4] of each image that have an area in the stored one: in input pixels on the device, and in
+        stored pixels."""
+        scales = [min(image.scales) for image in batch]
+        boxes, _ = self.network.proposals(logits, deltas, *batch[0].size, scales)
+        # Copied from the device once a batch.
+        copies = torch.cat(boxes).cpu().split([len(own) for own in boxes])
+        stored = [image.to_stored(own) for image, own in zip(batch, copies, strict=True)]
+        for i, own in enumerate(stored):
+            has_area = (own[:, 2:] > own[:, :2]).all(axis=1)
+            if not has_area.all():
+                boxes[i], stored[i] = boxes[i][torch.from_numpy(has_area)], own[has_area]
+        return boxes, stored
 
     def _select(self, outputs: _Outputs) -> Regions | str:
         """The regions of one image, by the 10-100 rule and most probable first; given boxes all, in their order."""

@@ -59,19 +59,20 @@ class Detectron2FasterRCNN(nn.Module):
         return logits, deltas
 
     def proposals(
-        self, logits: Tensor, deltas: Tensor, height: int, width: int, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of one image, best first, from [A, h, w] and [4A, h, w].
+        self, logits: Tensor, deltas: Tensor, height: int, width: int, scales: Sequence[float] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of each image, best first, from [N, A, h, w] and
+        [N, 4A, h, w].
 
-        height and width are those of the network's input; scale is for a minimum side, which this backend refuses.
+        height and width are those of the network's input; scales are for a minimum side, which this backend refuses.
         Non-finite boxes and those with no area inside are dropped among the pre_nms best, not before they are chosen.
         """
         generator = self.proposal_generator
-        scores = logits.permute(1, 2, 0).reshape(1, -1)
-        deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(1, -1, 4)
+        scores = logits.permute(0, 2, 3, 1).flatten(1)
+        deltas = deltas.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)
         anchors = generator.anchor_generator([logits])
-        (found,) = generator.predict_proposals(anchors, [scores], [deltas], [(height, width)])
-        return found.proposal_boxes.tensor, found.objectness_logits
+        found = generator.predict_proposals(anchors, [scores], [deltas], [(height, width)] * len(logits))
+        return [each.proposal_boxes.tensor for each in found], [each.objectness_logits for each in found]
 
     def roi_features(self, c4: Tensor, boxes: Sequence[Tensor]) -> Tensor:
         """Features [sum of K, D] of boxes in input pixels, one [K, 4] for each image of the C4 map [N, 16w, h, w]."""

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from detectors.faster_rcnn import FasterRCNNConfig
 from detectors.ground_truth import LabelledImage
 from detectors.losses import Target
-from detectors.preprocess import NARROWEST_INPUT, resize, resized_size, to_input
+from detectors.preprocess import BAD_IMAGE, NARROWEST_INPUT, resize, resized_size, to_input
 from detectors.recipes import DataConfig
 from storage.normalise import FILE_FORMATS
 from storage.shuffle import mix, take
@@ -19,8 +19,6 @@ from training.distributed import World
 from training.log import Unreadable
 
 _ORDER, _AUGMENTATION = 0, 1  # independent streams of randomness
-# What Pillow raises for a file that is no complete image.
-BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, eq=False)

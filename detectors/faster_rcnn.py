@@ -159,6 +159,14 @@ def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
     )
 
 
+def _best(count: int, scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The `count` highest scores [N, K] of each image, highest first and equal ones in their order, and what belongs to
+    them of others [N, K, 4]."""
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    order = order[:, :count, None].expand(-1, -1, 4)
+    return scores[:, :count], *(one.gather(1, order) for one in others)
+
+
 # --- the network ------------------------------------------------------------------------------------------------------
 
 
@@ -266,41 +274,51 @@ class FasterRCNN(nn.Module):
         return self.proposal_generator.rpn_head(c4)
 
     def proposals(
-        self, logits: Tensor, deltas: Tensor, height: int, width: int, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of one image, best first, from [A, h, w] and [4A, h, w].
+        self, logits: Tensor, deltas: Tensor, height: int, width: int, scales: Sequence[float] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Proposals [P, 4] (xyxy, input pixels) and logits [P] of each image, best first, from [N, A, h, w] and
+        [N, 4A, h, w].
 
-        height and width are those of the network's input, scale says by how much it is larger than the stored image.
-        Non-finite boxes and those with no area inside are dropped.
+        height and width are those of the network's input, scales say by how much it is larger than each stored image
+        (None: by nothing). Non-finite boxes and those with no area inside are dropped. On a GPU the host waits once for
+        all images, and torchvision's nms once an image.
         """
         config = self.config
         caffe = config.box_arithmetic == "plus_one"
-        boxes = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[1:])
-        scores = logits.permute(1, 2, 0).flatten()
-        deltas = deltas.unflatten(0, (-1, 4)).permute(2, 3, 0, 1).reshape(-1, 4)
-        scores = torch.where(torch.isfinite(scores), scores, -torch.inf)
+        anchors = grid_anchors(self.proposal_generator.cell_anchors, *logits.shape[2:])
+        boxes = anchors.expand(len(logits), -1, -1)
+        scores = logits.permute(0, 2, 3, 1).flatten(1)
+        deltas = deltas.unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)
+        scores = scores.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         # Caffe drops boxes before the best are taken, detectron2 afterwards.
         if not caffe:
-            best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
-            boxes, scores, deltas = boxes[best], scores[best], deltas[best]
-        boxes = apply_deltas(deltas, boxes, plus_one=caffe)
-        finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores)
+            scores, boxes, deltas = _best(config.pre_nms, scores, boxes, deltas)
+        boxes = apply_deltas(deltas.flatten(0, 1), boxes.flatten(0, 1), plus_one=caffe).unflatten(0, scores.shape)
+        finite = torch.isfinite(boxes).all(dim=2) & (scores > -torch.inf)
         boxes = clip_boxes(boxes, height - caffe, width - caffe)
-        sides = boxes[:, 2:] - boxes[:, :2] + caffe
-        least = config.minimum_side * scale
-        usable = finite & (sides >= least if caffe else sides > least).all(dim=1)
-        boxes, scores = boxes[usable], scores[usable]
-        if caffe:
-            best = scores.argsort(descending=True, stable=True)[: config.pre_nms]
-            boxes, scores = boxes[best], scores[best]
-        ends = torch.tensor([0, 0, caffe, caffe], device=boxes.device)
+        sides = boxes[..., 2:] - boxes[..., :2] + caffe
+        least = torch.tensor([[[config.minimum_side * scale]] for scale in scales or [1.0] * len(logits)])
+        least = least.to(boxes.device, non_blocking=True)
+        usable = finite & (sides >= least if caffe else sides > least).all(dim=2)
+        # No shape depends on what is dropped: it goes behind the others, and the host asks for all counts at once.
+        scores, boxes = _best(config.pre_nms, torch.where(usable, scores, -torch.inf), boxes)
+        ends = torch.cat([boxes[..., :2], boxes[..., 2:] + caffe], dim=2)
+        counts = usable.cpu().sum(dim=1).tolist()
+        kept = [
+            self._suppress(own_ends[:count], own_scores[:count])
+            for own_ends, own_scores, count in zip(ends, scores, counts, strict=True)
+        ]
+        return tuple([own[of] for own, of in zip(each, kept, strict=True)] for each in (boxes, scores))
+
+    def _suppress(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        """Indices [P] of the boxes [K, 4], best first, that none better overlaps."""
+        most, threshold = self.config.post_nms, self.config.rpn_nms_threshold
         # Boxes are only suppressed by better ones, so suppression among the best few is exact, and mostly enough.
-        few = 4 * config.post_nms
-        kept = torchvision.ops.nms((boxes + ends)[:few], scores[:few], config.rpn_nms_threshold)
-        if len(kept) < config.post_nms and few < len(boxes):
-            kept = torchvision.ops.nms(boxes + ends, scores, config.rpn_nms_threshold)
-        kept = kept[: config.post_nms]
-        return boxes[kept], scores[kept]
+        few = 4 * most
+        kept = torchvision.ops.nms(boxes[:few], scores[:few], threshold)
+        if len(kept) < most and few < len(boxes):
+            kept = torchvision.ops.nms(boxes, scores, threshold)
+        return kept[:most]
 
     def pool(self, c4: Tensor, rois: Tensor) -> Tensor:
         """[K, 16w, pool_size, pool_size] from the C4 maps [N, 16w, h, w]; rois [K, 5]: image 0..N-1, xyxy in input

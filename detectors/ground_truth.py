@@ -16,6 +16,7 @@ from PIL import Image
 
 from detectors.coco import read_coco
 from detectors.names import Names, read_lines
+from detectors.preprocess import BAD_IMAGE
 from detectors.recipes import DataConfig
 from detectors.visual_genome import AnnotatedImage, AnnotatedObject, attribute_numbers, read_visual_genome
 from storage.normalise import FILE_FORMATS
@@ -155,7 +156,7 @@ def _labelled(entry: AnnotatedImage, file: Path, counts: Counter[str]) -> Labell
         try:
             with Image.open(file, formats=FILE_FORMATS) as image:
                 width, height = image.size
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        except BAD_IMAGE:
             return None
     corners = np.array([one.box for one in entry.objects], np.float64).reshape(-1, 4)
     corners[:, 2:] += corners[:, :2]

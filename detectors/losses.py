@@ -113,12 +113,9 @@ class Losses(nn.Module):
         c4 = network.backbone(torch.cat([target.pixels for target in targets]))
         logits, deltas = network.rpn(c4)
         losses = self._of_anchors(logits, deltas, targets)
-        regions = []
-        for number, target in enumerate(targets):
-            with torch.no_grad(), _proposing(network, self.sampling):
-                size = target.pixels.shape[2:]
-                proposals, _ = network.proposals(logits[number].float(), deltas[number].float(), *size)
-            regions.append(self._regions(proposals, target))
+        with torch.no_grad(), _proposing(network, self.sampling):
+            proposals, _ = network.proposals(logits.float(), deltas.float(), *targets[0].pixels.shape[2:])
+        regions = [self._regions(*each) for each in zip(proposals, targets, strict=True)]
         return losses | self._of_regions(network.roi_features(c4, [boxes for boxes, _, _ in regions]), regions, targets)
 
     def _of_anchors(self, logits: Tensor, deltas: Tensor, targets: list[Target]) -> dict[str, tuple[Tensor, int]]:

@@ -15,6 +15,8 @@ from storage.normalise import STORED_FORMATS
 
 # Pixels that the stem needs each way: its convolution and an unpadded pool leave nothing of fewer.
 NARROWEST_INPUT = 3
+# What Pillow raises for a file that is no complete image.
+BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 PIXEL_MEAN_BGR = (102.9801, 115.9465, 122.7717)
 
 

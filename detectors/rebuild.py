@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from detectors.detect import DetectorSettings, FasterRCNNDetector
+from detectors.detect import DetectorSettings, FasterRCNNDetector, network_class
 from detectors.faster_rcnn import FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import config_from, load_weights, read_config, weights_hash
@@ -29,10 +29,8 @@ def rebuild_detector(recorded: dict | None, file: str | Path | None, where: str)
         keep_features=metadata["keep_features"],
         threads=torch.get_num_threads(),  # changes only the last bits
     )
-    network_class = FasterRCNN
-    if metadata["backend"] == "detectron2":
-        from detectors.detectron2 import Detectron2FasterRCNN as network_class
-    network = network_class.random_init(config_from(metadata["network"], where), metadata.get("seed", 0))
+    config = config_from(metadata["network"], where)
+    network = network_class(metadata["backend"]).random_init(config, metadata.get("seed", 0))
     if metadata["random_init"]:
         weights = {"random_init": True, "seed": metadata["seed"]}
     else:

@@ -5,11 +5,15 @@ Shape letters: N images, K regions, H W pixels, w = ResNetConfig.width.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from storage.settings import check, check_choices
+from training.precision import computed_in
 
 BATCH_NORM_EPS = 1e-5
 
@@ -24,24 +28,17 @@ class ResNetConfig:
     """Channels of the stem; bottlenecks of res2..res5 are 1, 2, 4, 8 times as wide and put out four times that."""
     stride_in_1x1: bool = True
     """A stage halves its map in the first 1x1 conv (Caffe, Visual Genome weights), else in the 3x3 (torchvision)."""
-    stem_pool: str = "caffe"
+    stem_pool: Literal["caffe", "torch"] = "caffe"
     """Max-pool 3x3/2: `caffe` without padding, rounding sizes up; `torch` with padding 1, rounding down."""
     res5_dilated: bool = True
     """res5 keeps the size of its input and dilates its 3x3 convs by 2, instead of halving the size."""
-    norm: str = "frozen"
+    norm: Literal["frozen", "batch"] = "frozen"
     """`frozen`: statistics and affine never change, also in train(); `batch`: live BatchNorm2d."""
 
     def __post_init__(self):
-        if len(self.blocks) != 4 or min(self.blocks) < 1:
-            raise ValueError(
-                f"ResNetConfig.blocks is {self.blocks}: four numbers of blocks, each at least 1, are needed"
-            )
-        if self.width < 1:
-            raise ValueError(f"ResNetConfig.width is {self.width}, must be at least 1")
-        if self.stem_pool not in ("caffe", "torch"):
-            raise ValueError(f"ResNetConfig.stem_pool is {self.stem_pool!r}, neither 'caffe' nor 'torch'")
-        if self.norm not in ("frozen", "batch"):
-            raise ValueError(f"ResNetConfig.norm is {self.norm!r}, neither 'frozen' nor 'batch'")
+        check_choices(self)
+        check(self, len(self.blocks) == 4 and min(self.blocks) >= 1, "blocks", "four numbers, each at least 1")
+        check(self, self.width >= 1, "width", "at least 1")
 
     @property
     def c4_channels(self) -> int:
@@ -97,7 +94,11 @@ class NormedConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.folds:
             return self.norm(super().forward(x))
-        return F.conv2d(x, *self.folded(), self.stride, self.padding, self.dilation)
+        return self.convolved(x, *self.folded())
+
+    def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The convolution with another weight and bias."""
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
     @property
     def folds(self) -> bool:
@@ -122,30 +123,41 @@ class NormedConv(nn.Conv2d):
         return self.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
-def computed_in(weight: Tensor) -> torch.dtype:
-    """The dtype that a convolution computes in: autocast's, or the weight's."""
-    device = weight.device.type
-    # is_autocast_enabled raises for a device without autocast, such as `meta`.
-    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if cast else weight.dtype
-
-
-# PyTorch's CPU kernels (oneDNN's) that fuse a convolution with addition and ReLU; torch.compile uses them, too. Without
-# them, in bfloat16 on a CPU, addition and ReLU take as long as the convolutions.
+# PyTorch's kernels that fuse a convolution with bias, sum and ReLU: oneDNN's on a CPU, cuDNN's on a GPU. Without them,
+# in bfloat16, bias, sum and ReLU take as long as the convolutions. torch.compile fuses by itself.
 _FUSED = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if torch.backends.mkldnn.is_available() else None
 _FUSED_DTYPES = (torch.float32, torch.bfloat16) if _FUSED and torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 
 
+def _is_fused(conv: NormedConv, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether relu(conv(x) + shortcut) is one kernel here."""
+    if not conv.folds or torch.compiler.is_compiling():
+        return False
+    if x.is_cuda:
+        # On tensor cores, which take eight channels at a time, and float32 only where it may be rounded to TF32.
+        tf32 = dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"
+        rounded = dtype == torch.bfloat16 or tf32
+        return rounded and torch.backends.cudnn.is_available() and conv.weight.shape[0] % 8 == 0
+    return x.device.type == "cpu" and dtype in _FUSED_DTYPES
+
+
 class _FusedConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + shortcut) on a CPU; only the result is saved, which says where the ReLU was active."""
+    """relu(conv(x) + bias + shortcut) in one kernel; only the result is saved, which says where the ReLU was active."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, shortcut: Tensor | None, conv: NormedConv) -> Tensor:
-        arguments = (weight, bias, conv.padding, conv.stride, conv.dilation, 1)
-        if shortcut is None:
-            y = _FUSED(x, *arguments, "relu", [], "")
+        if x.is_cuda:
+            geometry = (conv.stride, conv.padding, conv.dilation, 1)
+            if shortcut is None:
+                y = torch.cudnn_convolution_relu(x, weight, bias, *geometry)
+            else:
+                y = torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *geometry)
         else:
-            y = _FUSED.binary(x, shortcut, *arguments, "add", 1.0, "relu", [], "")
+            arguments = (weight, bias, conv.padding, conv.stride, conv.dilation, 1)
+            if shortcut is None:
+                y = _FUSED(x, *arguments, "relu", [], "")
+            else:
+                y = _FUSED.binary(x, shortcut, *arguments, "add", 1.0, "relu", [], "")
         ctx.save_for_backward(x, weight, y)
         ctx.geometry = (conv.stride, conv.padding, conv.dilation)
         return y
@@ -162,15 +174,23 @@ class _FusedConvReLU(torch.autograd.Function):
         return *gradients, gradient if ctx.needs_input_grad[3] else None, None
 
 
-def conv_relu(conv: NormedConv, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """relu(conv(x) + shortcut), its norm included."""
+def conv_relu(
+    conv: NormedConv, x: Tensor, shortcut: Tensor | None = None, projection: NormedConv | None = None
+) -> Tensor:
+    """relu(conv(x) + shortcut), its norm included; or + projection(shortcut), a convolution, too."""
     dtype = computed_in(conv.weight)
-    if x.device.type != "cpu" or dtype not in _FUSED_DTYPES or not conv.folds or torch.compiler.is_compiling():
-        y = conv(x)  # a compiler fuses these operations by itself
+    if not _is_fused(conv, x, dtype):
+        y, shortcut = conv(x), shortcut if projection is None else projection(shortcut)
         return F.relu_(y if shortcut is None else y.add_(shortcut))
     weight, bias = conv.folded()
     # In bfloat16 the kernels add in no other layout.
     layout = torch.channels_last if dtype == torch.bfloat16 else torch.preserve_format
+    if projection is not None and dtype == torch.bfloat16 and projection.folds:
+        # On a GPU a bias that is not fused takes a pass over the map; the fused one takes both.
+        own, more = projection.folded()
+        shortcut, bias = projection.convolved(shortcut.to(dtype, memory_format=layout), own), bias + more
+    elif projection is not None:
+        shortcut = projection(shortcut)
     x, weight = x.to(dtype, memory_format=layout), weight.to(dtype, memory_format=layout)
     shortcut = None if shortcut is None else shortcut.to(dtype, memory_format=layout)
     return _FusedConvReLU.apply(x, weight, bias.to(dtype), shortcut, conv)
@@ -207,7 +227,7 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = conv_relu(self.conv2, conv_relu(self.conv1, x))
-        return conv_relu(self.conv3, y, x if self.shortcut is None else self.shortcut(x))
+        return conv_relu(self.conv3, y, x, self.shortcut)
 
 
 def _stage(config: ResNetConfig, number: int, stride: int, dilation: int = 1) -> list[Bottleneck]:

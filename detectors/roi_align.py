@@ -45,9 +45,14 @@ def _samples(flat: Tensor, layout: Tensor, rois: Tensor, size: int, scale: float
 
 def _layout(groups: Sequence[Tensor]) -> Tensor:
     """int64 [N, 3]: where the cells of each map begin among those of all, its height and its width."""
-    sizes = torch.tensor([size for maps in groups for size in [maps.shape[2:]] * len(maps)], device=groups[0].device)
-    areas = sizes.prod(dim=1, keepdim=True)
-    return torch.cat([areas.cumsum(dim=0) - areas, sizes], dim=1)
+    layout, first, device = [], 0, groups[0].device
+    for maps in groups:
+        number, _, height, width = maps.shape
+        firsts = torch.arange(number, device=device) * (height * width) + first
+        # Of numbers that the host knows: a copy of a list would wait for the device.
+        layout.append(torch.stack([firsts, torch.full_like(firsts, height), torch.full_like(firsts, width)], dim=1))
+        first += number * height * width
+    return torch.cat(layout)
 
 
 def _neighbours(first: Tensor, last: Tensor, size: int, cells: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@
 
 ROOT is a local folder or s3://bucket/prefix. Prints a line per shard, and one about the whole stage at the end; each is
 a JSON object with --json.
-Any number of these may run at once: each takes the shards in an order of its own and passes over those that another has
-done since. A run that was stopped goes on where it was.
+Any number of these may run at once, on any machines: each claims the shard that it is at work on (storage/claims.py).
+One that finds no shard free waits for those of the others. A run that was stopped goes on where it was.
 Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, which running again does not change; 75
 (EX_TEMPFAIL) when the storage is out of reach: run it again later.
 """
@@ -15,10 +15,11 @@ import argparse
 import dataclasses
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,10 @@ import pyarrow.compute as pc
 
 from detectors import Detector
 from detectors.config import DetectionConfig
-from storage.catalog import OK, Catalog, Manifest, Row
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.claims import Claims, exit_at_sigterm
+from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
@@ -90,7 +94,7 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
         "config_hash": detector.id,
         "random_init": detector.metadata["random_init"],
     }
-    return catalog.commit(stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
+    return commit_shard(catalog, stage_of(detector), shard, samples, rows, meta, before[0] if before else None)
 
 
 def _found(
@@ -116,47 +120,44 @@ def detect_pending(
     detector: Detector,
     on_shard: Callable[[dict], None],
     only: Sequence[str] | None = None,
+    say: Callable[[str], object] = print,
 ) -> int:
     """Detect all shards that are pending, or those of `only` that are; the number that this process committed.
 
     on_shard gets, after each that was detected here: shard, images (looked at), regions (found), images_per_s, done
     (shards that are committed, by anyone) and of (shards that were pending), and by: `this` process, or `another` that
-    was first to commit it. A shard that another has done before its turn here counts as done, without a report.
+    was first to commit it. A shard that another has done counts as done, without a report. Returns when none is
+    pending; `say` gets lines about the shards of others that it waits for.
     """
     if not catalog.shards(IMAGES):
         where = catalog.store.where(f"{catalog.dataset}/{IMAGES}")
         raise ValueError(f"no shard is committed in {where}; collect the images first, or check the dataset's name")
-    pending = catalog.pending(IMAGES, stage_of(detector))
+    stage, committed = stage_of(detector), 0
+    still = partial(catalog.pending, IMAGES, stage)
+    pending = still()
     if only is not None:
         unknown = sorted(set(only) - set(catalog.shards(IMAGES)))
         if unknown:
             raise ValueError(f"no shards {', '.join(unknown)} are committed in {catalog.dataset}/{IMAGES}")
         pending = [shard for shard in pending if shard in set(only)]
-    # Another order in each process. In one order, or in one that only begins elsewhere, a process that catches up with
-    # another would begin every further shard together with it.
-    random.Random().shuffle(pending)
-    stage, committed = stage_of(detector), 0
-    for done, shard in enumerate(pending, start=1):
-        # A shard that another has begun is not passed over: it may never end.
-        if not catalog.pending(IMAGES, stage, [shard]):
-            continue
-        started = time.monotonic()
-        first = detect_shard(catalog, shard, detector)
-        committed += first
-        seconds = time.monotonic() - started
-        table = catalog.manifest(stage, shard).table
-        images = catalog.manifest(IMAGES, shard).ok_rows
-        on_shard(
-            {
-                "shard": shard,
-                "images": images,
-                "regions": pc.sum(table["num_regions"]).as_py() or 0,
-                "images_per_s": round(images / seconds, 2),
-                "done": done,
-                "of": len(pending),
-                "by": "this" if first else "another",
-            }
-        )
+    with Claims(catalog.store, catalog.path(stage, "")) as claims, closing(claims.each(pending, still, say)) as ours:
+        for shard, left in ours:
+            started = time.monotonic()
+            first = detect_shard(catalog, shard, detector)
+            committed += first
+            seconds = time.monotonic() - started
+            images = catalog.manifest(IMAGES, shard).ok_rows
+            on_shard(
+                {
+                    "shard": shard,
+                    "images": images,
+                    "regions": pc.sum(catalog.manifest(stage, shard).table["num_regions"]).as_py() or 0,
+                    "images_per_s": round(images / seconds, 2),
+                    "done": len(pending) - left,
+                    "of": len(pending),
+                    "by": "this" if first else "another",
+                }
+            )
     return committed
 
 
@@ -190,7 +191,7 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
     listed = catalog.store.list(f"{catalog.dataset}/{stage}/")
-    size = sum(info.size for info in listed if "/snapshots/" not in info.path)
+    size = sum(info.size for info in listed if "/snapshots/" not in info.path and "/claims/" not in info.path)
     headers = catalog.headers(stage).values()
     images = sum(header.ok_rows for header in headers)
     return {
@@ -245,14 +246,10 @@ def _network(config: DetectionConfig) -> "FasterRCNNConfig":
 
 
 def _network_detector(config: DetectionConfig, given: Detector | None) -> Detector:
-    from detectors.detect import FasterRCNNDetector  # here, as above
-    from detectors.faster_rcnn import FasterRCNN
+    from detectors.detect import FasterRCNNDetector, network_class  # here, as above
     from detectors.weights.files import load_weights
 
-    network_class = FasterRCNN
-    if config.backend == "detectron2":
-        from detectors.detectron2 import Detectron2FasterRCNN as network_class
-    network = network_class.random_init(_network(config), config.seed)
+    network = network_class(config.backend).random_init(_network(config), config.seed)
     if config.random_init:
         weights = {"random_init": True, "seed": config.seed}
     else:
@@ -297,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if detector.metadata["random_init"]:
             print("the network has random weights: its regions mean nothing", file=sys.stderr)
         line_of = json.dumps if options.json else Progress(options.dataset).line
-        detect_pending(catalog, detector, lambda report: print(line_of(report), flush=True), options.shard)
+        say = partial(print, flush=True)
+        detect_pending(catalog, detector, lambda report: say(line_of(report)), options.shard, say)
         size = stage_size(catalog, stage_of(detector))
         print(json.dumps(size) if options.json else f"{options.dataset}: {size_line(size)}", flush=True)
     except StorageUnreachable as error:
@@ -308,4 +306,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_at_sigterm()
     main()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage.settings import FORM
+from storage.settings import FORM, check
 
 # The factor by which the floor is lowered when too few boxes survive above it; below _LOWEST_FLOOR it becomes 0.
 _LOWER_BY = 0.25
@@ -37,13 +37,10 @@ class SelectionSettings:
     """Widths are x2 - x1 + 1, as Caffe counts pixels, instead of x2 - x1."""
 
     def __post_init__(self):
-        if not 0 <= self.minimum <= self.maximum or self.maximum < 1:
-            raise ValueError(
-                f"minimum {self.minimum} and maximum {self.maximum}: 0 <= minimum <= maximum >= 1 is needed"
-            )
+        check(self, self.maximum >= 1, "maximum", "at least 1")
+        check(self, 0 <= self.minimum <= self.maximum, "minimum", f"from 0 to maximum, {self.maximum}")
         for name in ("threshold", "nms_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"SelectionSettings.{name} is {getattr(self, name)}, must be from 0 to 1")
+            check(self, 0 <= getattr(self, name) <= 1, name, "from 0 to 1")
 
 
 @dataclass(frozen=True, eq=False)

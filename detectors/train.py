@@ -41,10 +41,12 @@ from training.checkpoint_files import (
     write_checkpoint,
 )
 from training.distributed import World
+from training.loading import batches
 from training.log import last_metrics
-from training.loop import Run, batches, run_program, train_steps
+from training.loop import Run, train_steps
 from training.optimizer import check_decay, make_optimizer
 from training.precision import autocast, in_precision_of
+from training.program import run_program
 from training.writer import Writer
 
 BEST_BY = "map50"  # the metric by which checkpoints are compared

@@ -19,7 +19,7 @@ from detectors.preprocess import to_input
 from detectors.recipes import DetectorRecipe, ValidationConfig
 from training import distributed
 from training.distributed import World
-from training.loop import batches
+from training.loading import batches
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def detect(network: FasterRCNN, pixels: Tensor, config: ValidationConfig) -> tup
     height, width = pixels.shape[2:]
     c4 = network.backbone(pixels)
     logits, deltas = network.rpn(c4)
-    proposals, _ = network.proposals(logits[0], deltas[0], height, width)
+    (proposals,), _ = network.proposals(logits, deltas, height, width)
     if not len(proposals):
         return _detections(proposals, proposals[:, 0], proposals[:, 0].long()), proposals.cpu().numpy()
     outputs = network.heads(network.roi_features(c4, [proposals]))

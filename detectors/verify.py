@@ -40,10 +40,19 @@ class NamedRegion:
     attribute_score: float | None
     box: tuple[float, float, float, float]
 
+    @property
+    def label(self) -> str:
+        """The name, and how sure its attribute is."""
+        return self.name if self.attribute_score is None else f"{self.name} (attribute {self.attribute_score:.2f})"
+
     def __str__(self) -> str:
-        attribute = "" if self.attribute_score is None else f" (attribute {self.attribute_score:.2f})"
         x1, y1, x2, y2 = (round(side) for side in self.box)
-        return f"{self.score:.2f} {self.name}{attribute}, x {x1}-{x2}, y {y1}-{y2}"
+        return f"{self.score:.2f} {self.label}, x {x1}-{x2}, y {y1}-{y2}"
+
+    @property
+    def area(self) -> float:
+        x1, y1, x2, y2 = self.box
+        return (x2 - x1) * (y2 - y1)
 
 
 def name_regions(
@@ -64,17 +73,10 @@ def name_regions(
 def draw(sample: Sample, regions: Sequence[NamedRegion]) -> Image.Image:
     """The image with numbered boxes, its longer side 900 pixels, and below it the regions with their scores."""
     numbered = [(region, colour_of(number), number) for number, region in enumerate(regions, start=1)]
-    numbered.sort(key=lambda one: -_area(one[0].box))  # small boxes on top of large ones
+    numbered.sort(key=lambda one: -one[0].area)  # small boxes on top of large ones
     boxes = [(np.array(region.box), colour, f"{number} {region.name}") for region, colour, number in numbered]
-    lines = []
-    for number, region in enumerate(regions, start=1):
-        attribute = "" if region.attribute_score is None else f" (attribute {region.attribute_score:.2f})"
-        lines.append((f"{number} {region.name}{attribute}", region.score))
+    lines = [(f"{number} {region.label}", region.score) for number, region in enumerate(regions, start=1)]
     return write_below(draw_boxes(sample, boxes, side=_LONGER_SIDE), lines)
-
-
-def _area(box: tuple[float, float, float, float]) -> float:
-    return (box[2] - box[0]) * (box[3] - box[1])
 
 
 def read_sample(file: Path) -> Sample:

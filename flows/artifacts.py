@@ -1,7 +1,7 @@
-"""What a stage leaves in the flow UI: its run's name and tags, small markdown tables, curves that grow.
+"""What a stage shows in the flow UI: its run's name and tags, and small tables that grow.
 
-Prefect remembers for people; what is done stands in the storage. So nothing here may fail a stage: a server that is
-away is logged, and work goes on.
+It is for people; what is done stands in the storage. So nothing here may fail a stage: where the server is away, that
+is logged, and work goes on.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,10 +27,13 @@ from prefect.runtime import flow_run
 
 from flows.prefect_cli import not_waiting
 from flows.supervisor import ChildFailed
-from storage.catalog import OK, Catalog
+from storage.catalog import Catalog
+from storage.manifests import OK
+from training.log import by_dataset
 
 Result = TypeVar("Result")
 STAGE_LOG = "stage"  # the last part of the name that a log line of a stage has in Prefect
+_SECONDS = 10.0  # between two changes of an artifact, at least
 _LONGEST = 200  # characters of an example that a table shows
 _COMMONEST = 10  # reasons that a table of counts shows
 _DIFFERING = r"[0-9a-fA-F]{6,}|[0-9]+"  # what differs between two details that give the same reason
@@ -51,26 +54,23 @@ def name_run(name: str, *tags: str) -> None:
 class Live:
     """One artifact of this flow run, made at the first `show` and changed by the later ones.
 
-    A change costs the server an event with all that is shown, so there is one in `seconds` at most and, later, in a
-    hundredth of the time that has passed (about 160 in the first half hour, 600 in two days); of an image in a
-    twentieth (about 140 in two days).
+    A change costs the server an event with all that is shown, so there is one in 10 s at most and, later, in a
+    hundredth (`share`) of the time that has passed: about 160 in the first half hour, 600 in two days.
     """
 
-    def __init__(self, stage: str, name: str, seconds: float = 10.0, image: bool = False):
+    def __init__(self, stage: str, name: str, share: float = 0.01):
         self.key, self.description, self.run = key_of(stage, name), f"{stage}: {name}", flow_run.get_id()
-        self.seconds, self.image, self.share = seconds, image, 0.05 if image else 0.01
-        self.started, self.shown, self.id = time.monotonic(), None, None  # shown: the last attempt at it
+        self.share, self.started = share, time.monotonic()
+        self.shown, self.id = None, None  # shown: the last attempt at it
 
     @property
     def due(self) -> bool:
         """Whether `show` would be in time."""
         now = time.monotonic()
-        return self.shown is None or now - self.shown >= max(self.seconds, (now - self.started) * self.share)
+        return self.shown is None or now - self.shown >= max(_SECONDS, (now - self.started) * self.share)
 
     def show(self, content: str) -> None:
-        """Show markdown, or the URL of an image, instead of what was shown before."""
-        if self.image:  # Prefect's own image artifacts print the URL, too: of a data: URI, all of it
-            content = f"![{self.key}]({content})"
+        """Show markdown instead of what was shown before."""
         with reporting():
             if self.id is None:
                 # Of the run that made this, also where a stage of that run is the first that the server hears.
@@ -87,19 +87,19 @@ class Live:
 
 
 class Stages:
-    """The artifact of a run with stages, each a flow run of its own: how far they are, and what they came to.
+    """The artifact of a run with stages, each a flow run of its own: their progress and their results.
 
-    It is shown when a stage begins and ends and, as often as a Live is, when the stage at work calls `show_progress`.
+    It is shown when a stage begins and ends and, as often as a Live is, when the running stage calls `show_progress`.
     """
 
     def __init__(self, name: str, stages: Sequence[str]):
         self.live, self.rows = Live("pipeline", name), {stage: Stage(stage) for stage in stages}
         self.show()
 
-    def run(self, stage: str, work: Callable[[], Result], came_to: Callable[[Result], str]) -> Result:
-        """What `work` returns, which is done as this stage; `came_to` says what that is in a few words."""
+    def run(self, stage: str, work: Callable[[], Result], describe: Callable[[Result], str]) -> Result:
+        """What `work` returns, which is done as this stage; `describe` gives the table a few words about it."""
         row = self.rows[stage]
-        row.began, row.came_to = time.monotonic(), "at work"
+        row.began, row.result = time.monotonic(), "running"
         self.show()
         token = _STAGES.set((self, row))
         try:
@@ -107,13 +107,13 @@ class Stages:
         except BaseException as error:
             # A signal is no Exception: the stage was cancelled, or its process is to end.
             row.end("failed" if isinstance(error, Exception) else "ended", reason_of(error))
-            self.show()
             raise
+        else:
+            row.end(describe(result))
+            return result
         finally:
             _STAGES.reset(token)
-        row.end(came_to(result))
-        self.show()
-        return result
+            self.show()
 
     def show(self) -> None:
         """Show all stages as they are now."""
@@ -125,23 +125,25 @@ class Stage:
     """A line of the table of stages; facts are those that `show_progress` was given."""
 
     name: str
-    came_to: str = ""
+    result: str = ""
     run: str | None = None  # id of its flow run
     facts: Mapping[str, str] = field(default_factory=dict)
     began: float | None = None
     seconds: float | None = None
     reason: str = ""  # why it failed or ended
 
-    def end(self, came_to: str, reason: str = "") -> None:
-        self.came_to, self.reason, self.facts, self.seconds = came_to, reason, {}, time.monotonic() - self.began
+    def end(self, result: str, reason: str = "") -> None:
+        self.result, self.reason, self.facts, self.seconds = result, reason, {}, time.monotonic() - self.began
 
 
 _STAGES: ContextVar[tuple[Stages, Stage] | None] = ContextVar("stages", default=None)
 
 
 def show_progress(facts: Callable[[], Mapping[str, str]] = dict) -> None:
-    """Show the progress of this flow run on the page of the run that it is a stage of, where it is one: `facts` returns
-    `step`, `loss` and `time left`. May be called often: `facts` is called only where the page is due."""
+    """Show `step`, `loss` and `time left` of this flow run on the page of the run that it is a stage of, if it is one.
+
+    May be called often: `facts` is called only where the page is due.
+    """
     stages, row = _STAGES.get() or (None, None)
     if stages and (row.run is None or stages.live.due):
         row.run = flow_run.get_id()
@@ -176,26 +178,28 @@ def reporting() -> Iterator[None]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table: words in the first column, numbers in the others."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
 def table_of_counts(catalog: Catalog, stage: str) -> str:
     """Rows of a stage by status, and the ten commonest reasons why rows are not ok, each with an example."""
     counts, headers = Counter(), catalog.headers(stage)
     for header in headers.values():
         counts.update(header.statuses)
     with_failures = [shard for shard, header in headers.items() if header.ok_rows < sum(header.statuses.values())]
-    lines = [
-        f"{counts.total():,} rows in {len(headers):,} shards, written to "
-        f"{link(catalog.store.where(f'{catalog.dataset}/{stage}'))}",
-        *["", "| status | rows | share |", "|---|---:|---:|"],
-        *(f"| {escaped(s)} | {count:,} | {count / counts.total():.1%} |" for s, count in counts.most_common()),
-    ]
+    rows = [(escaped(s), f"{count:,}", f"{count / counts.total():.1%}") for s, count in counts.most_common()]
+    folder = link(catalog.store.where(f"{catalog.dataset}/{stage}"))
+    lines = [f"{counts.total():,} rows in {len(headers):,} shards, written to {folder}", ""]
+    lines += table_of(("status", "rows", "share"), rows)
     if with_failures:
         # A list, because a cell of a table does not break its lines: what is long would be out of sight.
         lines += ["", "The commonest reasons, each with an example:", ""]
-        lines += [
-            f"- **{escaped(status)}**, {rows:,} {'row' if rows == 1 else 'rows'}"
-            + (example and f": {escaped(example)}")
-            for status, rows, example in commonest_reasons(catalog, stage, with_failures)
-        ]
+        for status, count, example in commonest_reasons(catalog, stage, with_failures):
+            line = f"- **{escaped(status)}**, {count:,} {'row' if count == 1 else 'rows'}"
+            lines.append(f"{line}: {escaped(example)}" if example else line)
     return "\n".join(lines)
 
 
@@ -216,55 +220,51 @@ def commonest_reasons(catalog: Catalog, stage: str, shards: list[str]) -> list[t
 
 def table_of_progress(facts: Mapping[str, object]) -> str:
     """How far a stage is: one row a fact, the first as the head."""
-    head, *rows = (f"| {name} | {escaped(str(value))} |" for name, value in facts.items())
-    return "\n".join([head, "|---|---:|", *rows])
+    head, *rows = ((name, escaped(str(value))) for name, value in facts.items())
+    return "\n".join(table_of(head, rows))
 
 
-def table_of_metrics(
-    metrics: Mapping[str, float], checkpoint: str, paper: str = "", reported: Mapping[str, str] | None = None
-) -> str:
-    """The numbers of a last validation, beside what the paper reports: of the task, and in % for a metric. Numbers of
-    parts of a split (accuracy/yes/no) are many, and stand elsewhere."""
-    lines = [f"Checkpoint {link(checkpoint)}"]
-    if paper:  # above: in a cell its words would push the values out of sight
-        lines += ["", f"**The paper, on the real data:** {escaped(paper)}"]
-    return "\n".join([*lines, "", *_beside_the_paper(metrics, reported or {})])
+def table_of_metrics(metrics: Mapping[str, float], checkpoint: str, paper: str = "") -> str:
+    """The metrics of a last validation; paper: what the paper reports of the task, in a line."""
+    # In a cell the paper's words would push the values out of sight.
+    lines = [f"Checkpoint {link(checkpoint)}", *([f"**The paper, on the real data:** {escaped(paper)}"] * bool(paper))]
+    parts = by_dataset(metrics)  # beside those over all examples
+    rows = [
+        (escaped(name), value, *(_value(part.get(name)) for part in parts.values())) for name, value in _values(metrics)
+    ]
+    return "\n\n".join([*lines, "\n".join(table_of(("metric", "value", *map(escaped, parts)), rows))])
 
 
 def table_of_evaluation(
     metrics: Mapping[str, float | None], reported: Mapping[str, str], folder: str, submission: Sequence[str]
 ) -> str:
-    """The numbers of a split that was evaluated, with links to its page and to what a leaderboard takes."""
+    """The metrics of a split, beside the paper's (`reported`), and links to its page and files for a leaderboard."""
     lines = [f"Page {link(f'{folder}/index.html')}", *(f"Submission {link(f'{folder}/{name}')}" for name in submission)]
-    return "\n\n".join([*lines, "\n".join(_beside_the_paper(metrics, reported))])
+    rows = [(escaped(name), value, escaped(reported.get(name, ""))) for name, value in _values(metrics)]
+    return "\n\n".join([*lines, "\n".join(table_of(("metric", "value", "the paper, %"), rows))])
 
 
-def _beside_the_paper(metrics: Mapping[str, float | None], reported: Mapping[str, str]) -> list[str]:
-    """The lines of a table; one column more where the paper reports any of them."""
-    metrics = {name: value for name, value in metrics.items() if "/" not in name}
-    known = {name: reported.get(name, "") for name in metrics}
-    with_paper = any(known.values())
-    lines = (
-        ["| metric | value | the paper, % |", "|---|---:|---|"] if with_paper else ["| metric | value |", "|---|---:|"]
-    )
-    for name, value in metrics.items():
-        number = "–" if value is None else f"{value:.3f}"
-        lines.append(f"| {escaped(name)} | {number} |" + (f" {escaped(known[name])} |" if with_paper else ""))
-    return lines
+def _values(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Names and values; not of parts of a split (accuracy/yes/no), which are many."""
+    return [(name, _value(value)) for name, value in metrics.items() if "/" not in name]
+
+
+def _value(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def table_of_stages(stages: Sequence[Stage]) -> str:
-    """How far each stage is, with a link to its flow run; the latter without a host, which a browser may know by
-    another name."""
-    lines = ["| stage | step | loss | time left | seconds | came to |", "|---|---:|---|---:|---:|---|"]
+    """How far each stage is, with a link to its flow run, without a host: a browser may know it by another name."""
+    rows = []
     for stage in stages:
         name = f"[{_words(stage.name)}](/runs/flow-run/{stage.run})" if stage.run else escaped(stage.name)
         facts = [escaped(stage.facts.get(fact, "")) for fact in ("step", "loss", "time left")]
         seconds = time.monotonic() - stage.began if stage.seconds is None and stage.began is not None else stage.seconds
-        cells = [name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.came_to)]
-        lines.append(f"| {' | '.join(cells)} |")
-    reasons = [f"- **{escaped(one.name)}** {one.came_to}: {escaped(one.reason)}" for one in stages if one.reason]
-    return "\n".join([*lines, *([""] * bool(reasons)), *reasons])  # a list for them, because they are long
+        rows.append([name, *facts, "" if seconds is None else f"{seconds:,.0f}", escaped(stage.result)])
+    lines = table_of(("stage", "step", "loss", "time left", "seconds", "result"), rows)
+    # Reasons are long, so they stand in a list.
+    reasons = [f"- **{escaped(one.name)}** {one.result}: {escaped(one.reason)}" for one in stages if one.reason]
+    return "\n".join([*lines, *([""] * bool(reasons)), *reasons])
 
 
 def publish(stage: str, name: str, markdown: Callable[[], str]) -> None:

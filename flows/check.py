@@ -1,16 +1,18 @@
-"""What second 0 can know to go wrong after hours: `check` raises one ValueError that names it and the way out."""
+"""Check the settings of a whole pipeline before anything is downloaded: ValueError names the fault and the way out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from detectors.config import DetectionConfig
+from detectors.run import identify
+from detectors.weights.files import read_config
 from flows import finetune, pretrain
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from flows.torchrun import check_overrides
 from storage.collection_plan import image_files
 from storage.img2dataset import shard_names
-from storage.settings import differing_fields, override
+from storage.settings import as_text, differing_fields, override
 from vlbert.config import Recipe, architecture
 from vlbert.data.loading import check_shares
 from vlbert.initial_weights import check_complete
@@ -19,60 +21,74 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check(datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]) -> None:
-    """Files, names, recipes and overrides of the whole pipeline, before anything is downloaded; imports torch."""
-    _check_datasets(datasets, pretraining, finetunings)
+    """Check files, names, recipes and overrides; imports torch."""
+    _check_unique([dataset.name for dataset in datasets], "datasets", "name")
+    detectors = {dataset.name: dataset.detector for dataset in datasets}
     for dataset in datasets:
         _check_sources(dataset)
-    pretraining_recipe = _check_pretraining(pretraining)
-    detectors = {dataset.name: dataset.detector for dataset in datasets}
-    _check_features("pretraining", pretraining_recipe, detectors, [pretraining.dataset, pretraining.held_out])
-    runs = [pretraining_recipe.run_name]
+    first = _check_pretraining(pretraining)
+    for name in pretraining.datasets:
+        _check_dataset("pretraining.datasets", name, first, detectors)
+    for name in pretraining.held_out:
+        _check_dataset("pretraining.held_out", name, first, detectors)
+    _check_same_detector({name: detectors[name] for name in sorted(pretraining.datasets)})
+    runs = [first.run_name]
     for number, settings in enumerate(finetunings):
         where = f"finetunings[{number}]"
         recipe = _check_finetuning(where, settings)
-        _check_features(where, recipe, detectors, [settings.dataset_name])
-        differing = differing_fields(architecture(recipe.model), architecture(pretraining_recipe.model))
+        _check_dataset(f"{where}.dataset", settings.dataset_name, recipe, detectors)
         # The architecture and words of another run, or root, are known when it is read.
-        of_this_pipeline = "/runs/" not in settings.checkpoint and not settings.pretraining
-        if of_this_pipeline and settings.checkpoint != "none" and differing:
-            name, here, there = differing[0]
-            raise ValueError(
-                f"{where}: recipe {settings.recipe_name} has another architecture than the pre-training "
-                f"{pretraining.recipe} whose checkpoint it starts from: model.{name} is {here}, there {there}; choose "
-                "a recipe of the same size, or the same model.* overrides"
-            )
-        if of_this_pipeline and recipe.bert and _builds_vocabulary(pretraining, pretraining_recipe):
-            raise ValueError(
-                f"{where}: recipe {settings.recipe_name} takes weights from {recipe.bert}, which need BERT's own "
-                "vocab.txt, and the pre-training builds a vocabulary of its own, which the fine-tuning takes over; set "
-                "pretraining.vocabulary to BERT's vocab.txt, or do without those weights: the override bert=none"
-            )
+        if "/runs/" not in settings.checkpoint and not settings.pretraining:
+            _check_goes_on(where, settings, recipe, pretraining, first)
         runs.append(recipe.run_name)
-    twice = _twice(runs)
-    if twice:
-        raise ValueError(f"two runs are named {twice}: each needs its own folder under ROOT/runs; set run")
+    _check_unique(runs, "runs", "run")
 
 
-def _builds_vocabulary(settings: PretrainSettings, recipe: Recipe) -> bool:
-    return settings.vocabulary is None and not recipe.bert and not recipe.init_from
+def _check_unique(names: Sequence[str], what: str, setting: str) -> None:
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise ValueError(f"two {what} are named {twice}; give each a {setting} of its own")
 
 
-def _check_datasets(
-    datasets: Sequence[Dataset], pretraining: PretrainSettings, finetunings: Sequence[FinetuneSettings]
+def _check_dataset(setting: str, name: str, recipe: Recipe, detectors: dict[str, DetectionConfig]) -> None:
+    if name not in detectors:
+        raise ValueError(f"{setting} names {name!r}; datasets has {', '.join(detectors) or 'none'}")
+    if recipe.model.regions.features == "precomputed" and not detectors[name].keep_features:
+        raise ValueError(
+            f"{setting}: {recipe.name} takes precomputed features, and the detector of {name} keeps none; set its "
+            "keep_features, or train from pixels with the override model.regions.features=end_to_end"
+        )
+
+
+def _check_same_detector(detectors: dict[str, DetectionConfig]) -> None:
+    """Of the datasets of a pre-training: their regions must be of the same classes."""
+    if len(detectors) > 1:
+        (first, expected), *others = ((name, identify(config)) for name, config in detectors.items())
+        for name, found in others:
+            if found != expected:
+                raise ValueError(
+                    f"pretraining.datasets: {name} has another detector, {found}, than {first}, {expected}; give both "
+                    "the same settings under detector"
+                )
+
+
+def _check_goes_on(
+    where: str, settings: FinetuneSettings, recipe: Recipe, pretraining: PretrainSettings, first: Recipe
 ) -> None:
-    names = [dataset.name for dataset in datasets]
-    twice = _twice(names)
-    if twice:
-        raise ValueError(f"datasets: two are named {twice}; each needs a name of its own")
-    wanted = {"pretraining.dataset": pretraining.dataset, "pretraining.held_out": pretraining.held_out}
-    wanted |= {f"finetunings[{number}].dataset": settings.dataset_name for number, settings in enumerate(finetunings)}
-    for setting, name in wanted.items():
-        if name is not None and name not in names:
-            raise ValueError(f"{setting} is {name!r}, and datasets has only {', '.join(names) or 'none'}")
-
-
-def _twice(names: Sequence[str]) -> str | None:
-    return next((name for number, name in enumerate(names) if name in names[:number]), None)
+    """Whether a fine-tuning can take over the model and the vocabulary of this pipeline's pre-training."""
+    differing = differing_fields(architecture(recipe.model), architecture(first.model))
+    if settings.checkpoint != "none" and differing:
+        name, here, there = differing[0]
+        raise ValueError(
+            f"{where}: recipe {settings.recipe_name} has another architecture than {pretraining.recipe}, from which it "
+            f"starts: model.{name} is {here}, there {there}; choose a recipe of the same size, or the same overrides"
+        )
+    builds_vocabulary = pretraining.vocabulary is None and not first.bert and not first.init_from
+    if recipe.bert and builds_vocabulary:
+        raise ValueError(
+            f"{where}: the weights of {recipe.bert} in recipe {settings.recipe_name} need BERT's vocab.txt, and the "
+            "pre-training builds another vocabulary; set pretraining.vocabulary to BERT's, or the override bert=none"
+        )
 
 
 def _check_sources(dataset: Dataset) -> None:
@@ -82,51 +98,42 @@ def _check_sources(dataset: Dataset) -> None:
     if dataset.images is not None:
         _check_folder(f"{where}: images", dataset.images)
         if not image_files(dataset.images):
-            raise ValueError(
-                f"{where}: images: {dataset.images} holds no image file; folders below it are not read: link their "
-                "images into one folder, and name that"
-            )
-    if dataset.img2dataset is not None:
-        _check_folder(f"{where}: img2dataset", dataset.img2dataset)
-        try:
-            shard_names(Path(dataset.img2dataset))
-        except ValueError as error:
-            raise ValueError(f"{where}: img2dataset: {error}") from error
+            raise ValueError(f"{where}: images: {dataset.images} holds no image file; folders below it are not read")
     if detector.annotations:
         _check_file(f"{where}: detector.annotations", detector.annotations)
     if detector.weights:
         _check_file(f"{where}: detector.weights", detector.weights)
-    if detector.weights and not detector.preset:
-        from detectors.weights.files import read_config  # here, as below
-
-        try:
+    try:
+        if dataset.img2dataset is not None:
+            shard_names(Path(dataset.img2dataset))
+        if detector.weights and not detector.preset:
             read_config(Path(detector.weights))
-        except ValueError as error:
-            raise ValueError(f"{where}: detector.weights: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_pretraining(settings: PretrainSettings) -> Recipe:
-    for file in settings.text:
-        _check_file("pretraining.text", file)
-    for file in settings.vocabulary_captions:
-        _check_file("pretraining.vocabulary_captions", file)
+    files = {"text": settings.text, "vocabulary_captions": settings.vocabulary_captions}
     if settings.vocabulary is not None:
-        _check_file("pretraining.vocabulary", settings.vocabulary)
+        files["vocabulary"] = (settings.vocabulary,)
+    for setting, names in files.items():
+        for name in names:
+            _check_file(f"pretraining.{setting}", name)
     check_overrides(settings.overrides, pretrain.SETTINGS)
-    recipe = _recipe("pretraining", settings.recipe, [*settings.overrides, f"run={settings.run}"])
+    fields = {"run": settings.run, "data.datasets": settings.datasets, "data.held_out": settings.held_out or None}
+    given = [f"{name}={as_text(value)}" for name, value in fields.items()]
+    recipe = _recipe("pretraining", settings.recipe, [*settings.overrides, *given])
     if not isinstance(recipe.task, PretrainingSettings):
         raise ValueError(f"pretraining.recipe {settings.recipe} is no pre-training")
     if recipe.bert and settings.text and settings.vocabulary is None:
         raise ValueError(
-            f"pretraining: recipe {settings.recipe} starts from {recipe.bert}, whose weights need BERT's own "
-            "vocab.txt, and the text corpus would be given a vocabulary of its own; set vocabulary to BERT's "
-            "vocab.txt, or start from scratch with the override bert=none"
+            f"pretraining: the weights of {recipe.bert} in recipe {settings.recipe} need BERT's vocab.txt, and another "
+            "would be built from text; set vocabulary to BERT's, or start from scratch with the override bert=none"
         )
     if recipe.data.text_batch and not settings.text:
-        if _names(settings.overrides, "data.text_batch"):
+        if any(assignment.startswith("data.text_batch=") for assignment in settings.overrides):
             raise ValueError(
-                f"pretraining.overrides asks for data.text_batch={recipe.data.text_batch}, and there is no corpus; set "
-                "text"
+                f"pretraining.overrides has data.text_batch={recipe.data.text_batch}, and there is no corpus; set text"
             )
         recipe = override(recipe, ["data.text_batch=0"])  # as the stage does
     _check_run("pretraining", recipe, settings.processes)
@@ -135,49 +142,26 @@ def _check_pretraining(settings: PretrainSettings) -> Recipe:
 
 def _check_finetuning(where: str, settings: FinetuneSettings) -> Recipe:
     check_overrides(settings.overrides, finetune.SETTINGS)
-    fields = [f"run={settings.run}"]
-    if settings.checkpoint != "none":
-        fields.append("init_from=ROOT/runs/RUN/step-0")
-    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, *fields])
+    start = ["init_from=ROOT/runs/RUN/step-0"] if settings.checkpoint != "none" else []
+    recipe = _recipe(where, settings.recipe_name, [*settings.overrides, f"run={settings.run}", *start])
     if settings.checkpoint == "none" and not recipe.bert:
         recipe = override(recipe, ["random_init=true"])
     _check_run(where, recipe, settings.processes)
-    files = recipe.task.files
-    if files and not settings.folder:
-        raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(files)}")
-    for name in files:
-        _check_file(f"{where}.folder", str(Path(settings.folder) / name))
+    if recipe.task.files and not settings.folder:
+        raise ValueError(f"{where}.folder is not set; name the folder that holds {' and '.join(recipe.task.files)}")
+    files = {f"{where}.folder": recipe.task.files}
     for split in settings.evaluate:
-        for name in replace(recipe.task, validate_on=split).files:
-            _check_file(f"{where}.evaluate: {split}", str(Path(settings.folder) / name))
+        files[f"{where}.evaluate: {split}"] = replace(recipe.task, validate_on=split).files
+    for setting, names in files.items():
+        for name in names:
+            _check_file(setting, str(Path(settings.folder) / name))
     for name in recipe.task.folders:
         _check_folder(f"{where}.folder", str(Path(settings.folder) / name))
     return recipe
 
 
-def _check_run(where: str, recipe: Recipe, processes: Processes) -> None:
-    """What training would refuse when it begins: nothing to start from, a batch that the processes cannot share."""
-    try:
-        check_complete(override(recipe, ["data.root=ROOT", "data.text_corpus=CORPUS"]))
-        check_shares(recipe.data, processes.count)
-    except ValueError as error:
-        raise ValueError(f"{where} ({recipe.name}): {error}") from error
-
-
-def _check_features(
-    where: str, recipe: Recipe, detectors: dict[str, DetectionConfig], names: Sequence[str | None]
-) -> None:
-    """A run on precomputed features reads shards whose detector kept them."""
-    for name in names:
-        if name and recipe.model.regions.features == "precomputed" and not detectors[name].keep_features:
-            raise ValueError(
-                f"{where}: {recipe.name} takes precomputed features, and the detector of dataset {name} keeps none; "
-                "set its keep_features, or train from pixels with the override model.regions.features=end_to_end"
-            )
-
-
 def _recipe(where: str, name: str, assignments: Sequence[str]) -> Recipe:
-    """The recipe of this name with these fields set; ValueError where it or one of them is not there."""
+    """The recipe of this name with these fields set."""
     if name not in RECIPES:
         raise ValueError(f"{where}.recipe is {name!r}; it must be one of {', '.join(sorted(RECIPES))}")
     try:
@@ -186,8 +170,13 @@ def _recipe(where: str, name: str, assignments: Sequence[str]) -> Recipe:
         raise ValueError(f"{where} ({name}): {error}") from error
 
 
-def _names(overrides: Sequence[str], field: str) -> bool:
-    return any(assignment.partition("=")[0] == field for assignment in overrides)
+def _check_run(where: str, recipe: Recipe, processes: Processes) -> None:
+    """What training would refuse when it begins: nothing to start from, a batch that the processes cannot share."""
+    try:
+        check_complete(override(recipe, ["data.root=ROOT", "data.text_corpus=CORPUS"]))
+        check_shares(recipe.data, processes.world)
+    except ValueError as error:
+        raise ValueError(f"{where} ({recipe.name}): {error}") from error
 
 
 def _check_file(setting: str, file: str) -> None:

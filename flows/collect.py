@@ -22,9 +22,11 @@ from flows.artifacts import (
     table_of_counts,
     table_of_progress,
 )
-from storage.catalog import OK, Catalog
+from flows.machines import cancel_others, cancel_waiting, start_others
+from storage.catalog import Catalog
 from storage.collect import IMAGES, Collected, Group, OnCommit, collect, collect_group
 from storage.collection_plan import CollectSettings
+from storage.manifests import OK
 from storage.object_store import ObjectStore, StorageUnreachable, open_store
 
 __all__ = ["COMMITTED", "Collected", "collect_flow", "network_failed", "open_storage"]
@@ -86,14 +88,21 @@ def collect_shards(root: str, settings: CollectSettings, group: Group, on_commit
     return collect_group(root, settings, group, on_commit, stage_logger().info)
 
 
-@flow(name="collect-captions", flow_run_name="collect {dataset.name}", persist_result=False)
-def collect_flow(root: str, dataset: CollectSettings) -> Collected:
+@flow(
+    name="collect-captions",
+    flow_run_name="collect {dataset.name}",
+    persist_result=False,
+    on_cancellation=[cancel_others],
+)
+def collect_flow(root: str, dataset: CollectSettings, machines: int = 1) -> Collected:
     """Download or import the images of one dataset.
 
     Args:
         root: Of the storage: a folder of this machine, or s3://bucket/prefix.
         dataset: Its name, and the list or the folder that its images come from.
+        machines: How many workers share the shards, at most: so many runs of this deployment are started.
     """
+    start_others(machines)
     progress = Live("collecting", dataset.name)
     name_run(f"collect {dataset.name} from {dataset.origin.name}", f"dataset:{dataset.name}")
     show_progress()
@@ -134,4 +143,5 @@ def collect_flow(root: str, dataset: CollectSettings) -> Collected:
                 emit_event(COMMITTED, resource, payload=payload)
     catalog = Catalog(open_store(root, write=False), dataset.name)
     publish("images", dataset.name, partial(table_of_counts, catalog, IMAGES))
+    cancel_waiting(machines)
     return collected

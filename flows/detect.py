@@ -37,6 +37,7 @@ from flows.artifacts import (
     table_of_progress,
 )
 from flows.collect import network_failed, networked, open_storage
+from flows.machines import cancel_others, cancel_waiting, start_others
 from flows.supervisor import ChildFailed, run_child
 from storage.catalog import Catalog, datasets_with
 from storage.object_store import StorageUnreachable, open_store
@@ -109,7 +110,7 @@ def detect(
         if not sizes:
             raise NoReport(f"{dataset}: `{shlex.join(command)}` ended well and did not report which stage it wrote")
         size = sizes[-1]
-    detected = _look(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
+    detected = whole_stage(catalog, size["stage"], progress.shards, time.monotonic() - started, peak_bytes)
     if size["images"]:
         log(f"{dataset}: {size_line(size)}")
     if not progress.shards:
@@ -127,7 +128,7 @@ def _as_report(line: str) -> dict | None:
         return None
 
 
-def _look(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
+def whole_stage(catalog: Catalog, stage: str, new_shards: int, seconds: float, peak_bytes: int) -> Detected:
     """The whole stage as its manifests have it."""
     headers = catalog.headers(stage)
     return Detected(
@@ -192,9 +193,13 @@ def repeats(ours: FlowRun, waiting: Sequence[FlowRun]) -> list[FlowRun]:
     return found
 
 
-@flow(name="detect-regions", flow_run_name="detect", persist_result=False)
+@flow(name="detect-regions", flow_run_name="detect", persist_result=False, on_cancellation=[cancel_others])
 def detect_flow(
-    root: str, detector: DetectionConfig, datasets: tuple[str, ...] = (), silence: float | None = SILENCE
+    root: str,
+    detector: DetectionConfig,
+    datasets: tuple[str, ...] = (),
+    silence: float | None = SILENCE,
+    machines: int = 1,
 ) -> dict[str, Detected]:
     """Find regions in every image shard that has none yet of this detector; what was found, by dataset.
 
@@ -203,8 +208,10 @@ def detect_flow(
         detector: How regions are found.
         datasets: Which datasets; none: all that have images.
         silence: Seconds without a finished shard after which the detector hangs and is ended.
+        machines: How many workers share the shards, at most: so many runs of this deployment are started.
     """
     cancel_repeats()
+    start_others(machines)
     store, logger = open_storage(root), stage_logger()
     names = list(datasets) or datasets_with(store, IMAGES)
     name_run(
@@ -229,4 +236,5 @@ def detect_flow(
         publish("regions", name, partial(table_of_counts, Catalog(store, name), found.stage))
     if failed:
         raise failed[0]
+    cancel_waiting(machines)
     return detected

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-# The message of the alarm of flows/serve.py begins so. After an outage the alarm may be wrong.
+# The message of the alarm of flows/deploy.py begins so. After an outage the alarm may be wrong.
 NO_SIGN = "no sign of life"
 _LAST_SECONDS = 3.5  # between SIGTERM and SIGKILL, so that nothing is left 5 s after the worker's end
 _POLL = 0.2  # seconds between looks at who is our parent

@@ -17,7 +17,7 @@ from storage.runs import CONFIG, checkpoints, open_folder
 SETTINGS = {
     "run": "the setting run",
     "data.root": "the flow's root",
-    "data.dataset": "the setting dataset",
+    "data.datasets": "the setting dataset",
     "data.held_out": "the setting dataset",
     "data.detector": "the setting detector",
     "task.folder": "the setting folder",
@@ -42,7 +42,7 @@ def finetune(
     check_overrides(settings.overrides, SETTINGS)
     checkpoint, fresh = find_checkpoint(root, settings), settings.checkpoint == "none"
     data = {
-        "data.dataset": settings.dataset_name,
+        "data.datasets": settings.dataset_name,
         "data.held_out": settings.dataset_name,
         "data.detector": settings.detector,
         "task.folder": settings.folder or None,

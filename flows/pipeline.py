@@ -22,8 +22,8 @@ from flows.detect import SILENCE, Detected, detect_flow
 from flows.finetune import finetune_flow
 from flows.pretrain import pretrain_flow
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings
-from flows.torchrun import Trained
-from storage.catalog import OK
+from flows.torchrun import Trained, name_training
+from storage.manifests import OK
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def pretrain_vlbert(
         find = partial(detect_flow, root, dataset.detector, (dataset.name,), detection_silence)
         detected |= stages.run(f"detect {dataset.name}", find, describe_regions)
 
-    detector = detected[pretraining.dataset].detector
+    detector = detected[min(pretraining.datasets)].detector  # of all of them: vlbert.resume checks it
     name_run(f"{pretraining.recipe} on {detector}", f"recipe:{pretraining.recipe}", f"detector:{detector}")
     pretrained = stages.run(run, partial(pretrain_flow, root, work, pretraining, detector), describe_training)
-    name_run(pretrained.name, *pretrained.tags)
+    name_training(pretrained.recipe, pretrained.run, pretrained.detector, pretrained.snapshot)
 
     def started(settings: FinetuneSettings) -> Trained:
         settings = dataclasses.replace(
@@ -99,8 +99,7 @@ def pretrain_vlbert(
 def each_in_turn(
     finetunings: Sequence[FinetuneSettings], start: Callable[[FinetuneSettings], Trained]
 ) -> tuple[list[Trained], dict[str, str]]:
-    """Start one after the other, whatever becomes of it; what they came to and, by run, why one failed. Signals end it
-    all."""
+    """Start one after the other, also where one fails: the results and, by run, why one failed. A signal ends all."""
     finetuned, failed = [], {}
     for settings in finetunings:
         try:

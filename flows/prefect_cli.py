@@ -136,7 +136,7 @@ def collect_garbage_apart() -> None:
     def collect() -> None:
         time.sleep(_STARTED)
         gc.collect()
-        gc.freeze()  # what a started server holds is not looked at again
+        gc.freeze()  # what a started server holds is not scanned again
         while True:
             time.sleep(_BETWEEN_COLLECTIONS)
             gc.collect()

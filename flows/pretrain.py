@@ -11,15 +11,16 @@ from flows.collect import open_storage
 from flows.settings import PretrainSettings
 from flows.supervisor import run_child
 from flows.torchrun import OnHeartbeat, Trained, TrainingMonitor, check_overrides, show_result, train
+from storage.settings import as_text
 from vlbert.data.corpus import describe_corpus, find_corpus
 
 # Fields of the recipe that this stage sets, each from what.
 SETTINGS = {
     "run": "the setting run",
     "data.root": "the flow's root",
-    "data.dataset": "the setting dataset",
+    "data.datasets": "the setting datasets",
     "data.held_out": "the setting held_out",
-    "data.detector": "the dataset's detector",
+    "data.detector": "the datasets' detector",
     "data.text_corpus": "the setting text",
     "vocabulary": "the setting vocabulary",
     "task.monitored_words": "the setting monitored_words",
@@ -46,8 +47,8 @@ def pretrain(
         make_corpus(corpus, settings, log)
         vocabulary = str(corpus / "vocab.txt")
     fields = {
-        "data.dataset": settings.dataset,
-        "data.held_out": settings.held_out or "none",
+        "data.datasets": as_text(settings.datasets),
+        "data.held_out": as_text(settings.held_out or None),
         "data.detector": detector,
         "data.text_corpus": corpus,
         "data.text_batch": None if settings.text else 0,
@@ -75,7 +76,7 @@ def make_corpus(folder: Path, settings: PretrainSettings, log: Callable[[str], N
 
 @flow(name="pretrain", flow_run_name="{settings.recipe}", persist_result=False)
 def pretrain_flow(root: str, work: str, settings: PretrainSettings, detector: str | None = None) -> Trained:
-    """Pre-train VL-BERT on one dataset."""
+    """Pre-train VL-BERT on one dataset or several."""
     open_storage(root)
     monitor = TrainingMonitor("pretrain", root, settings.recipe, settings.run)
     trained = pretrain(root, work, settings, detector, stage_logger().info, monitor)

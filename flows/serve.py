@@ -20,28 +20,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from uuid import UUID
 
-from flows.engine import NO_SIGN
+from flows.deploy import HEARTBEAT, deploy, work_pools
 from flows.settings import quiet_prefect
-from flows.supervisor import background, run_child
+from flows.supervisor import background
 
-POOL = "local"
+POOL = "local"  # which the worker serves
 PORT = 4200  # Prefect's own
-HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
 SIGNS_KEPT = 3600  # seconds: a training of two days gives thousands, and the alarm needs but the last
-SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
 _START_SECONDS = 120.0  # that the server may take
 QUERY = 5.0  # seconds between two questions of the worker for work
 _POLL = 0.5  # seconds between looks at server and worker
 _PAUSE = 5.0  # seconds before one that died is replaced
 _AT_ONCE = 60.0  # seconds: what ended sooner after its start may be unable to start
 _MOST_AT_ONCE = 5  # such ends in a row
-BEGINNING = 180  # seconds after which a run counts as crashed whose process was to start and has not begun
-_ALARM = "flow runs without a sign of life are crashed"
-_NEVER_BEGAN = "flow runs that never begin are crashed"
 
 
 @contextmanager
@@ -55,42 +49,37 @@ def serving(
     Yields a function that replaces server and worker where they have ended.
     """
     home.mkdir(parents=True, exist_ok=True)
-    with alone(home, port):
-        yield from _serving(home, port, deployments, query_seconds, limit)
-
-
-def _serving(
-    home: Path, port: int, deployments: Path, query_seconds: float, limit: int | None
-) -> Iterator[Callable[[], None]]:
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
-        del os.environ[name]
-    os.environ.update(environment(home, port, query_seconds))
-    prefect = [sys.executable, "-m", "flows.prefect_cli"]
-    server_log, worker_log = home / "server.log", home / "worker.log"
-    for log in (server_log, worker_log):
-        log.unlink(missing_ok=True)
-    server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with replaceable("server", lambda: background(server, server_log), server_log) as (serves, serve_again):
+    with ExitStack() as running:
+        running.enter_context(alone(home, port))
+        for name in [name for name in os.environ if name.startswith("PREFECT_")]:  # the user's own server is not ours
+            del os.environ[name]
+        os.environ.update(environment(home, port, query_seconds))
+        prefect = [sys.executable, "-m", "flows.prefect_cli"]
+        server_log, worker_log = home / "server.log", home / "worker.log"
+        for log in (server_log, worker_log):
+            log.unlink(missing_ok=True)
+        server = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        serves, serve_again = running.enter_context(
+            replaceable("server", lambda: background(server, server_log), server_log)
+        )
         wait_for_server(port, serves, server_log)
         crash_the_dead()
         deploy(deployments)
-        worker = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
-        if limit is not None:
-            worker += ["--limit", str(limit)]
 
         def crash_runs_of_worker() -> None:
             with suppress(Exception):  # where the server is away, the alarms do it
                 crash_the_dead()
 
-        start_worker = lambda: background(worker, worker_log)  # noqa: E731
-        name = "worker, and its runs with it,"
-        with replaceable(name, start_worker, worker_log, crash_runs_of_worker) as (_, work_again):
+        worker = [*prefect, "worker", "start", "--pool", POOL, "--type", "process"]
+        worker += [] if limit is None else ["--limit", str(limit)]
+        name, start = "worker, and its runs with it,", lambda: background(worker, worker_log)
+        _, work_again = running.enter_context(replaceable(name, start, worker_log, crash_runs_of_worker))
 
-            def check() -> None:
-                serve_again()
-                work_again()
+        def check() -> None:
+            serve_again()
+            work_again()
 
-            yield check
+        yield check
 
 
 @contextmanager
@@ -176,55 +165,6 @@ def wait_for_server(port: int, serves: Callable[[], bool], log: Path) -> None:
     raise RuntimeError(f"the Prefect server did not answer at {url} in {_START_SECONDS:g} s; {end_of(log)}")
 
 
-def deploy(deployments: Path) -> None:
-    """Make the work pool, the alarms, and what the file says; ChildFailed with Prefect's words where it is wrong."""
-    from prefect.client.orchestration import get_client  # here, because what it reads is set before
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-
-    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-    set_alarms()
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(deployments)]
-    run_child(command, lambda line: None)
-
-
-def set_alarms() -> None:
-    """The automations that crash a flow run whose process and worker are both gone: nobody else reports that."""
-    from prefect.automations import Automation, EventTrigger, Posture
-    from prefect.client.schemas.objects import StateType
-    from prefect.events.actions import ChangeFlowRunState
-
-    sign, begun = "prefect.flow-run.heartbeat", "prefect.flow-run.Pending"
-    ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
-    left = ended | {f"prefect.flow-run.{state}" for state in ("Running", "Cancelling", "AwaitingConcurrencySlot")}
-    for name, after, expected, seconds, message in (
-        (_ALARM, sign, {sign, *ended}, SILENCE, f"{NO_SIGN} for {SILENCE} s: its process is gone"),
-        (_NEVER_BEGAN, begun, left, BEGINNING, f"{NO_SIGN} in its first {BEGINNING} s: its process is gone"),
-    ):
-        wanted = {
-            "description": f"made by flows/serve.py; a run gives a sign of life every {HEARTBEAT} s",
-            "trigger": EventTrigger(
-                after={after},
-                expect=expected,
-                match={"prefect.resource.id": ["prefect.flow-run.*"]},
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=seconds),
-            ),
-            "actions": [ChangeFlowRunState(state=StateType.CRASHED, message=message)],
-        }
-        try:
-            found = Automation.read(name=name)
-        except ValueError:
-            Automation(name=name, **wanted).create()
-            continue
-        for field, value in wanted.items():
-            setattr(found, field, value)
-        found.update()
-
-
 def crash_the_dead() -> None:
     """Crash the runs that the server believes to be at work, and that no process of this machine works for.
 
@@ -299,6 +239,12 @@ def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = 
     chosen = parser.parse_args(arguments)
     if not chosen.deployments.is_file():
         sys.exit(f"there is no file {chosen.deployments}; --deployments names one such as prefect.yaml")
+    if other := [pool for pool in work_pools(chosen.deployments) if pool != POOL]:
+        sys.exit(
+            f"{chosen.deployments} has deployments for the work pools {', '.join(other)}, and the worker that is "
+            f"started here serves {POOL} alone: their runs would wait for ever. Name {POOL} there, or start a "
+            "worker for each pool as docs/operating.md has it under Several machines"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
     try:
         serve(chosen.home.absolute(), chosen.port, chosen.deployments, chosen.query, chosen.limit)

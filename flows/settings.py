@@ -1,8 +1,10 @@
-"""What the stages are told: typed, frozen, checked when made, and shown as a form in the flow UI."""
+"""Settings of the stages: typed, frozen, checked when made, and shown as a form in the flow UI."""
 
 import math
 import os
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,39 +25,58 @@ class Dataset(CollectSettings):
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that one training runs in, on this machine, and when to give them up."""
+    """The processes that one training runs in, on this machine or on nodes of a cluster, and when to give them up."""
 
     __pydantic_config__ = FORM
 
     count: int = 1
-    """One a GPU; on CPUs any number."""
+    """On each node: one a GPU; on CPUs any number."""
+    nodes: int = 1
+    """Machines that train together; for more than one give the launcher."""
+    launcher: tuple[str, ...] = ()
+    """What runs a command once on each node, and ends it when it is ended: srun, --nodes=2, --ntasks-per-node=1, ...;
+    none: the training runs on this machine."""
     threads: int | None = None
     """Of each process, on a CPU; none: the cores divided by `count`."""
     timeout: float | None = None
     """Seconds that the training may take."""
     silence: float | None = 3600.0
-    """Seconds without output and without a new heartbeat after which it hangs and is ended."""
+    """Seconds without output and without a new heartbeat after which the training counts as hung and is ended."""
     restarts: int = 0
-    """How often torchrun starts all of them again, from the last checkpoint, when one has died. What data or settings
-    did wrong comes again each time."""
+    """How often torchrun starts all of them again, from the last checkpoint, when one has died. An error in data or
+    settings comes again each time."""
     grace: float = GRACE
-    """Seconds between SIGTERM, at which a training saves, and SIGKILL, where the flow ends first. A cancelled run may
-    leave its processes behind for as long."""
+    """Seconds between SIGTERM, at which a training saves, and SIGKILL, where the flow ends first. Processes of a
+    cancelled run may live for as long."""
 
     def __post_init__(self):
-        for name, least in (("count", 1), ("restarts", 0), ("grace", 0)):
+        for name, least in (("count", 1), ("nodes", 1), ("restarts", 0), ("grace", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"Processes.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.nodes > 1 and not self.launcher:
+            raise ValueError(
+                f"Processes.nodes is {self.nodes} and there is no launcher; on SLURM launcher is srun, "
+                f"--nodes={self.nodes}, --ntasks-per-node=1, --wait=60"
+            )
+
+    @property
+    def world(self) -> int:
+        """How many there are on all nodes."""
+        return self.count * self.nodes
 
     @property
     def environment(self) -> dict[str, str]:
-        """For torchrun, which would otherwise give each of several processes one thread, and 30 s to save."""
-        threads = self.threads or max(1, len(os.sched_getaffinity(0)) // self.count)
-        return {
-            "OMP_NUM_THREADS": str(threads),
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace))),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart fails: see training/distributed.py
-        }
+        """For torchrun, which would otherwise give 30 s to save, and each of several processes one thread."""
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(30, math.ceil(self.grace)))}
+        if self.threads or not self.launcher:  # of its own cores a node knows more: see training/launch.py
+            variables["OMP_NUM_THREADS"] = str(self.threads or max(1, len(os.sched_getaffinity(0)) // self.count))
+        return variables
+
+    def command(self, program: str, arguments: Sequence[str]) -> list[str]:
+        """The command that runs `python -m program arguments...` in them."""
+        together = "--standalone" if self.nodes == 1 else f"--nnodes={self.nodes}"
+        options = [together, f"--nproc-per-node={self.count}", f"--max-restarts={self.restarts}"]
+        return [*self.launcher, sys.executable, "-m", "training.launch", *options, "-m", program, *arguments]
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,7 @@ class TrainDetectorSettings(AnnotationConfig):
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m detectors.train` takes them."""
     processes: Processes = Processes()
-    """What it runs in."""
+    """The processes that it runs in."""
 
 
 @dataclass(frozen=True)
@@ -83,34 +104,34 @@ class PretrainSettings:
     __pydantic_config__ = FORM
 
     recipe: str = "pretrain_vlbert_base"
-    """Of vlbert/recipes.py."""
+    """Of vlbert/recipes/."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
-    dataset: str = "captions"
-    """Whose regions to learn from."""
-    held_out: str | None = None
-    """Dataset to validate on; none: no validation."""
+    datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
+    """Datasets to train on, each with its weight; without weights: as many examples of each as it has."""
+    held_out: tuple[str, ...] = ()
+    """Datasets to validate on; none: no validation."""
     text: tuple[str, ...] = ()
-    """Text-only corpus: files on this machine, one document a line; none: no text-only rows."""
+    """Text-only corpus: files on this machine, one document a line; none: no text-only examples."""
     vocabulary: str | None = None
     """vocab.txt on this machine; none: built from the corpus and `vocabulary_captions`, or BERT's without a corpus."""
     vocabulary_size: int | None = None
-    """At most so many pieces where it is built with a corpus; none: 30,522."""
+    """Most tokens of a vocabulary that is built; none: 30,522."""
     vocabulary_captions: tuple[str, ...] = ()
-    """Caption lists whose words it must know, where it is built with a corpus."""
+    """Caption lists whose words a vocabulary that is built must hold."""
     monitored_words: tuple[str, ...] = ()
-    """Words that only the picture tells: validation counts them apart."""
+    """Words that only the image tells: validation has metrics of them alone."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()
-    """What it runs in."""
+    """The processes that it runs in."""
 
     def __post_init__(self):
         building = [name for name in ("vocabulary_size", "vocabulary_captions") if getattr(self, name)]
         if building and (not self.text or self.vocabulary):
             raise ValueError(
-                f"PretrainSettings: {' and '.join(building)}: only for a vocabulary that is built with a text corpus; "
-                + ("vocabulary names one already, leave it out" if self.vocabulary else "set text, too")
+                f"PretrainSettings: {' and '.join(building)}: only for a vocabulary that is built from a text corpus; "
+                + ("leave vocabulary out" if self.vocabulary else "set text, too")
             )
 
 
@@ -120,29 +141,29 @@ class FinetuneSettings:
 
     __pydantic_config__ = FORM
 
-    task: Literal["refcoco", "vqa", "vcr"] = "refcoco"
+    task: Literal["refcoco", "vqa", "vcr", "retrieval"] = "refcoco"
     """Of vlbert/tasks."""
     recipe: str = ""
-    """Of vlbert/recipes.py; empty: finetune_TASK_base."""
+    """Of vlbert/recipes/; empty: finetune_TASK_base."""
     run: str = ""
     """Name under ROOT/runs; empty: the recipe's."""
     folder: str = ""
     """The task's annotations, as its authors ship them, on this machine."""
     dataset: str = ""
-    """Whose regions to read; empty: refcoco+, vqa or vcr, as the task is."""
+    """Dataset to train on; empty: refcoco+, vqa, vcr or flickr30k, as the task is."""
     detector: str | None = None
-    """Whose regions, by the detector's id; none: those of the pipeline, or the only ones that there are."""
+    """Id of the detector whose regions to read; none: that of the pipeline, or the only one that there is."""
     pretraining: str = ""
     """Run of pre-training under ROOT/runs; empty: that of the pipeline."""
     checkpoint: str = "latest"
     """`latest` of that run, one of its steps (step-0000400), ROOT/runs/RUN/step-... of any root, or `none`."""
     evaluate: tuple[str, ...] = ()
-    """Splits, as the task's files name them, that its last checkpoint is evaluated on: predictions, a page, and what a
-    leaderboard takes."""
+    """Splits, as the task's files name them, to evaluate the last checkpoint on: predictions, a page, and the files for
+    a leaderboard."""
     overrides: tuple[str, ...] = ()
     """field=value, as `python -m vlbert.train` takes them."""
     processes: Processes = Processes()
-    """What it runs in."""
+    """The processes that it runs in."""
 
     def __post_init__(self):
         if not re.fullmatch(r"latest|none|step-\d+|.+/runs/.+/step-\d+", self.checkpoint):
@@ -159,7 +180,7 @@ class FinetuneSettings:
     @property
     def dataset_name(self) -> str:
         """The dataset, also where only the task is named."""
-        return self.dataset or {"refcoco": "refcoco+"}.get(self.task, self.task)
+        return self.dataset or {"refcoco": "refcoco+", "retrieval": "flickr30k"}.get(self.task, self.task)
 
     @property
     def recipe_name(self) -> str:
@@ -167,8 +188,26 @@ class FinetuneSettings:
         return self.recipe or f"finetune_{self.task}_base"
 
 
+@dataclass(frozen=True)
+class CompareSettings:
+    """One comparison of variants x tasks x seeds (docs/results.md)."""
+
+    __pydantic_config__ = FORM
+
+    plan: str = "family_demo"
+    """Of vlbert/plans.py, or MODULE:FUNCTION."""
+    fields: tuple[str, ...] = ()
+    """[SCOPE:]field=value, as `python -m vlbert.compare` takes them."""
+    seeds: tuple[int, ...] = ()
+    """In place of the plan's."""
+    jobs: int | None = None
+    """Trainings at a time; none: one a GPU or, without any, one a core."""
+    grace: float = 60.0
+    """Seconds between SIGTERM, at which trainings save, and SIGKILL, where the flow ends first."""
+
+
 def quiet_prefect(home: Path) -> dict[str, str]:
-    """Variables that every script sets before it imports prefect: a home of its own, and no word to anybody outside.
+    """Variables that every script sets before it imports prefect: a home of its own, and no telemetry.
 
     Prefect's client reaches its server on this machine past any HTTP proxy; the user's other exceptions stay.
     """

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 TAIL_LINES = 50  # of the child's output that an error carries
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL: with the rest, nothing is left 5 s after the flow's end
-_LONGEST_LINE = 2**16  # bytes; what is longer comes in pieces, so that no output can fill the memory
+GRACE = 2.5  # seconds between SIGTERM and SIGKILL: with the rest, nothing is left 5 s after the flow's end
+_LONGEST_LINE = 2**16  # bytes; what is longer is cut into several, so that no output can fill the memory
 _POLL = 0.5  # seconds between looks at a silent child
 _KILL_SECONDS = 10.0  # that SIGKILL may take before the flow gives up waiting for the kernel
 
@@ -55,8 +55,8 @@ class ChildFailed(RuntimeError):
         self.command, self.returncode, self.tail, self.reason = list(command), returncode, list(tail), reason
 
     def __str__(self) -> str:
-        said = "\n".join(f"  | {line}" for line in self.tail) or "  (it printed nothing)"
-        return f"{shlex.join(self.command)}\n{self.reason}; its last lines:\n{said}"
+        lines = "\n".join(f"  | {line}" for line in self.tail) or "  (it printed nothing)"
+        return f"{shlex.join(self.command)}\n{self.reason}; its last lines:\n{lines}"
 
 
 class ChildTimedOut(ChildFailed):
@@ -264,7 +264,7 @@ def _become(command: list[str], prctl: Callable) -> None:
 
 
 def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
-    asked: set[int] = set()
+    signalled: set[int] = set()
     deadline = time.monotonic() + grace
     while True:
         _reap(statuses)
@@ -273,10 +273,10 @@ def _end_descendants(grace: float, statuses: dict[int, int]) -> None:
             _reap(statuses)  # whoever ended since the line before the last
             return
         late = time.monotonic() > deadline
-        for pid in alive if late else alive - asked:
-            # Gone between the look and the signal: that is what was wanted.
+        for pid in alive if late else alive - signalled:
+            # It may have ended meanwhile: that is what was wanted.
             _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
-        asked |= alive
+        signalled |= alive
         time.sleep(0.02)
 
 

@@ -3,7 +3,6 @@
 import contextvars
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -25,12 +24,12 @@ from flows.artifacts import (
     table_of_metrics,
     table_of_progress,
 )
-from flows.curves import curves
 from flows.settings import Processes
 from flows.supervisor import ChildFailed, ChildTimedOut, Finished, run_child
 from storage.object_store import ObjectStore, open_store
 from storage.runs import checkpoints, open_folder
 from storage.safe_json import parse_json
+from training.curves import curves
 from training.log import PROGRESS_LINES, last_metrics, progress_line, progress_of, read_heartbeat
 
 _BETWEEN_READS = 5.0  # seconds between two reads of a heartbeat
@@ -72,16 +71,6 @@ class Trained:
     peak_bytes: int
     evaluated: tuple[Evaluated, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """As a flow run is called that trained it."""
-        return run_name(self.recipe, self.run, self.detector, self.snapshot)
-
-    @property
-    def tags(self) -> list[str]:
-        """By which the flow UI finds it."""
-        return tags_of(self.recipe, self.detector, self.snapshot)
-
 
 def train(
     root: str,
@@ -97,11 +86,11 @@ def train(
     started for a run that is complete. log, monitor: as in `torchrun`.
     """
     started = time.monotonic()
-    from vlbert.train import find_complete  # here, because it brings torch: other stages need none
+    from vlbert.resume import find_complete  # here, because it brings torch: other stages need none
 
     run, peak_bytes = run or recipe, 0
     given = assigned({"data.root": root, "run": run} | fields, overrides)
-    complete = find_complete(recipe, given, processes.count)
+    complete = find_complete(recipe, given, processes.world)
     if complete:
         log(complete)
     else:
@@ -114,8 +103,8 @@ def train(
     return Trained(
         run=run,
         recipe=recipe,
-        detector=data["stage"].removeprefix("regions/"),
-        snapshot=data["snapshots"][-1]["snapshot"],
+        detector=data[0]["stage"].removeprefix("regions/"),
+        snapshot=" + ".join(dataset["snapshots"][-1]["snapshot"] for dataset in data),
         checkpoint=store.where(saved[-1]),
         metrics=metrics,
         seconds=time.monotonic() - started,
@@ -171,7 +160,7 @@ def torchrun(
     log: Callable[[str], None],
     monitor: OnHeartbeat = lambda beat: None,
 ) -> Finished:
-    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end.
+    """Run `training.launch -m PROGRAM ARGUMENTS...` to its end, on all its nodes.
 
     log      gets each line of output and, now and then, the progress of the run, all beginning with the run's name
     monitor  gets each new heartbeat of the run, in a thread
@@ -179,8 +168,6 @@ def torchrun(
     ChildFailed has the error of the rank that failed first, or the last lines of output. TrainingStopped says what was
     saved.
     """
-    command = [sys.executable, "-m", "training.launch", "--standalone", f"--nproc-per-node={processes.count}"]
-    command += [f"--max-restarts={processes.restarts}", "-m", program, *arguments]
 
     def log_named(line: str) -> None:
         log(line if line.startswith((f"{run}:", f"{run} ")) else f"{run}: {line}")
@@ -200,7 +187,7 @@ def torchrun(
         error_file = Path(folder) / "error"
         try:
             return run_child(
-                command,
+                processes.command(program, arguments),
                 log_named,
                 timeout=processes.timeout,
                 silence=processes.silence,
@@ -227,7 +214,7 @@ class Heartbeat:
 
     It is read in a thread: storage may be out of reach for minutes, and a training whose output is not read waits. What
     an earlier training left is passed over: what was there before or, if that could not be read, what is older by this
-    machine's clock, on which the training runs.
+    machine's clock; those of other nodes must agree with it.
 
     beat   the last one of this training; None before the first
     heard  when it came, by time.monotonic()
@@ -291,9 +278,11 @@ class Heartbeat:
                 self.on_beat(beat)
 
 
-def run_name(recipe: str, run: str, detector: str, snapshot: str) -> str:
-    """The name of a flow run that trains: the recipe, the run where it has another name, the detector and snapshot."""
-    return " ".join([recipe, *([run] if run != recipe else []), "on", detector, "snapshot", snapshot])
+def name_training(recipe: str, run: str, detector: str, snapshot: str) -> None:
+    """Name this flow run after what it trains, with tags by which the flow UI finds it."""
+    names = dict.fromkeys([recipe, run])
+    tags = f"recipe:{recipe}", f"detector:{detector}", f"snapshot:{snapshot}"
+    name_run(f"{' '.join(names)} on {detector} snapshot {snapshot}", *tags)
 
 
 class TrainingMonitor:
@@ -302,17 +291,16 @@ class TrainingMonitor:
     def __init__(self, stage: str, root: str, recipe: str, run: str):
         self.root, self.recipe, self.run = root, recipe, run or recipe
         self.progress = Live(f"{stage}-progress", self.run)
-        self.curves = Live(f"{stage}-curves", self.run, seconds=20.0, image=True)
+        self.curves = Live(f"{stage}-curves", self.run, share=0.05)  # an image is large: about 140 in two days
         self.named = False
         show_progress()
 
     def __call__(self, beat: Mapping[str, Any]) -> None:
-        facts = progress_of(beat) | {"step": f"{beat['step']} of {beat['steps']}", "state": beat["state"]}
+        facts = progress_of(beat) | {"state": beat["state"]}
         show_progress(lambda: facts)
         if not self.named and "detector" in beat:
             self.named = True
-            name = run_name(self.recipe, self.run, beat["detector"], beat["snapshot"])
-            name_run(name, *tags_of(self.recipe, beat["detector"], beat["snapshot"]))
+            name_training(self.recipe, self.run, beat["detector"], beat["snapshot"])
         done = beat["state"] == "done"
         if self.progress.due or done:
             self.progress.show(table_of_progress(facts))
@@ -323,50 +311,24 @@ class TrainingMonitor:
         """Show the curves as far as they are written."""
         with reporting():
             image = curves(open_store(self.root, write=False), self.run)
-            if image:
-                self.curves.show(image)
+            if image:  # in markdown: of Prefect's own image artifacts the pages print the URL, too
+                self.curves.show(f"![{self.curves.key}]({image})")
         self.curves.attempted()
 
 
-def tags_of(recipe: str, detector: str, snapshot: str) -> list[str]:
-    """The tags of a flow run that trains, by which the flow UI finds it."""
-    return [f"recipe:{recipe}", f"detector:{detector}", f"snapshot:{snapshot}"]
-
-
 def show_result(stage: str, trained: Trained, monitor: TrainingMonitor) -> None:
-    """Show a complete training in the flow UI: its name, its last curves, its metrics beside the paper's."""
-    name_run(trained.name, *trained.tags)
+    """Show a complete training in the flow UI: its name, its last curves, its metrics and what the paper reports."""
+    name_training(trained.recipe, trained.run, trained.detector, trained.snapshot)
     monitor.draw()
     with reporting():
         from vlbert.recipes import RECIPES  # here, as above
         from vlbert.tasks import task_of
 
         paper = task_of(RECIPES[trained.recipe]().task).paper
-        numbers = trained.metrics, trained.checkpoint, paper, reported(trained.checkpoint)
-        publish(stage, trained.run, partial(table_of_metrics, *numbers))
+        publish(stage, trained.run, partial(table_of_metrics, trained.metrics, trained.checkpoint, paper))
     for one in trained.evaluated:
         table = partial(table_of_evaluation, one.metrics, one.paper, one.folder, one.submission)
         publish(f"{stage}-evaluation", f"{trained.run}-{one.split}", table)
-
-
-def reported(checkpoint: str) -> dict[str, str]:
-    """By metric, what the paper reports, in %, on the split that the run of ROOT/runs/RUN/STEP validates on."""
-    from storage.settings import from_json  # here, as above
-    from vlbert.data.vocabulary import Vocabulary
-    from vlbert.tasks import make_task, settings_named
-
-    root, _, path = checkpoint.rpartition("/runs/")
-    store = open_store(root, write=False)
-    config = parse_json(store.get(f"runs/{path}/config.json"), f"{checkpoint}/config.json")
-    kind = settings_named(config["task"])
-    if kind is None:
-        raise ValueError(
-            f"{checkpoint} was trained for a task with {config['task']}, which none of those known here has"
-        )
-    settings = from_json(kind, config["recipe"]["task"], f"{checkpoint}/config.json")
-    vocabulary = Vocabulary(store.get(f"runs/{path}/vocab.txt").decode().splitlines())
-    task = make_task(settings, vocabulary, config["num_classes"])
-    return task.reported(settings.validate_on)
 
 
 def check_overrides(overrides: Sequence[str], settings: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ SETTINGS |= {f"data.{name}": f"the setting {name}" for name in _ANNOTATIONS}
 
 @dataclass(frozen=True)
 class TrainedDetector:
-    """A run and what it came to: its weight file and the numbers of its last validation.
+    """A trained detector: its weight file and the metrics of its last validation.
 
     peak_bytes is the memory of its largest process.
     """
@@ -44,7 +44,7 @@ def train_detector(
     log: Callable[[str], None] = print,
     monitor: OnHeartbeat = lambda beat: None,
 ) -> TrainedDetector:
-    """Train a detector, or go on; ROOT/runs/RUN/weights.safetensors is what comes of it. Only from the main thread."""
+    """Train a detector, or go on; the result is ROOT/runs/RUN/weights.safetensors. Only from the main thread."""
     started = time.monotonic()
     check_overrides(settings.overrides, SETTINGS)
     run = settings.run or settings.recipe

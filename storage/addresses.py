@@ -10,7 +10,7 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from storage.normalise import Refused
@@ -119,8 +119,8 @@ def _look_up(host: str, port: int, answer: concurrent.futures.Future) -> None:
         answer.set_exception(error)
 
 
-def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable[list[str]]]) -> Any:
-    """aiohttp's resolver of names, which checks every answer of `lookup`.
+def guarded_resolver(guard: AddressGuard) -> Any:
+    """aiohttp's resolver of names, which checks every address that the system finds.
 
     aiohttp caches an answer for ten seconds; `open_socket` checks the address of each connection again.
     """
@@ -129,7 +129,7 @@ def guarded_resolver(guard: AddressGuard, lookup: Callable[[str, int], Awaitable
     class Resolver(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[dict[str, Any]]:
             try:
-                addresses = [ipaddress.ip_address(address) for address in await lookup(host, port)]
+                addresses = [ipaddress.ip_address(address) for address in await system_lookup(host, port)]
             except UnicodeError as error:  # a label that is empty or over 63 characters
                 raise Refused("bad_url", f"host {host!r} is not a name: {error}") from error
             for address in addresses:

@@ -41,7 +41,7 @@ class ShardCache:
     def __init__(self, store: ObjectStore, folder: str | Path, limit: int):
         self.folder, self.limit = Path(folder).expanduser().absolute(), limit
         self._store = store
-        self._wanted: ShardIndex | None = None
+        self._wanted: dict[str, ShardIndex] = {}  # by folder of the tars; replaced, not changed
         self._news = threading.Event()
         self._checked = set()  # tars whose copy this process has checked
         self._refused = set()  # tars that are damaged in the bucket
@@ -49,8 +49,9 @@ class ShardCache:
         self._check_folder()
 
     def want(self, index: ShardIndex) -> None:
-        """Fill the folder with the tars of this snapshot from now on."""
-        self._wanted = index
+        """Fill the folder with the tars of this snapshot from now on, beside those of other datasets; no more with
+        those of an earlier snapshot of this one."""
+        self._wanted = self._wanted | {index.tars[0].rpartition("/")[0]: index}
         self._news.set()
 
     def open(self, tar: str, size: int) -> io.FileIO | None:
@@ -100,10 +101,14 @@ class ShardCache:
         """
         if not self._locked():
             return False
-        index = self._wanted
-        if index is None:
+        indices = self._wanted
+        wanted = {
+            tar: (sha256, size)
+            for index in indices.values()
+            for tar, sha256, size in zip(index.tars, index.tar_sha256, index.tar_bytes, strict=True)
+        }
+        if not wanted:
             return True
-        wanted = dict(zip(index.tars, zip(index.tar_sha256, index.tar_bytes, strict=True), strict=True))
         left = [tar for tar in wanted if tar not in self._checked]
         for tar in left:
             self._hide(tar)
@@ -132,7 +137,7 @@ class ShardCache:
             except ValueError as error:
                 self._refused.add(tar)
                 damaged = error
-            if index is not self._wanted:
+            if indices is not self._wanted:
                 break  # the next call fetches the tars of the new snapshot
         if damaged:
             raise damaged

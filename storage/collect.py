@@ -2,7 +2,8 @@
 
 Shard 00000 holds the first `rows_per_shard` rows of the list, 00001 the next ones, and so on. Committed rows are not
 downloaded again. A list may grow: its new rows make new shards. If rows of committed shards changed in the list, that
-is an error, because one dataset would mix two lists.
+is an error, because one dataset would mix two lists. Any number of these may run at once, on any machines that read
+the same list: each claims the shards that it is at work on (storage/claims.py), and waits at the end for the others.
 
     python -m storage.collect ROOT DATASET captions=LIST [field=value ...]
 """
@@ -12,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import re
 import sys
 import time
 from collections import Counter
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from storage.catalog import OK, Catalog
+from storage.catalog import Catalog
+from storage.claims import Claims, exit_at_sigterm
 from storage.collection_plan import (
     CollectSettings,
     Part,
@@ -38,20 +39,20 @@ from storage.download import (
     CaptionRow,
     Download,
     Downloader,
-    Spool,
+    Outcome,
     all_of,
     commit_images,
     image_config,
     import_images,
 )
 from storage.img2dataset import import_rows, read_rows
-from storage.manifests import Manifest
-from storage.normalise import NormalisedImage
+from storage.manifests import OK, Header
+from storage.normalise import NormalisedImage, Refused
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.settings import add_fields, from_assignments
-from storage.spool import PartialShard, remove_partial
+from storage.spool import PartialShard, Spool, remove_partial
 
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
@@ -59,7 +60,12 @@ UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # also while this m
 _NOT_REQUESTED = {"duplicate", "bad_url", "blocked_address"}  # statuses of rows that need no request
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
-_HOST = re.compile(r"https?://(?:[^/?#@]*@)?([^/?#@]+:\d+)", re.IGNORECASE)  # with its port
+_REPORT_SECONDS = 10.0  # between two lines of progress, at least
+_WAYS_OUT = {  # by the most frequent status, if no row of a list is ok
+    "blocked_address": "If you trust this server, set download.allowed_hosts to its host:port",
+    "bad_url": "Each line is `caption TAB url`",
+    **dict.fromkeys(UNREACHABLE, "Check this machine's network and whether the servers are up"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,24 +152,32 @@ def collect(
     missing += retries
     remove_partial(catalog.store, settings.name, done.keys() - {part.shard for part in retries})
     has_images = any(header.ok_rows for header in headers.values())
+
+    claims = Claims(catalog.store, catalog.path(IMAGES, ""))
+
+    def pending(shards: Sequence[str]) -> list[str]:
+        committed = set(catalog.shards(IMAGES))
+        return [shard for shard in shards if shard not in committed]
+
+    def say(line: str) -> None:
+        log(f"{settings.name}: {line}")
+
     while missing:
-        rows, counts, held_back = sum(part.stop - part.start for part in missing), Counter(), []
+        rows, counts = sum(part.stop - part.start for part in missing), Counter()
         for first in range(0, len(missing), settings.shards_per_task):
             parts_of_group = tuple(missing[first : first + settings.shards_per_task])
             group = Group(parts_of_group, dict(counts), rows, len(missing), has_images, started)
             counts.update(run_group(root, settings, group, new_shards.add))
-            if not has_images and not counts[OK]:
-                held_back += parts_of_group
             has_images = has_images or counts[OK] > 0
             ready = first + len(parts_of_group)
             log(f"{settings.name}: {ready} of {len(missing)} shards collected: {_by_status(counts)}")
-        committed = catalog.headers(IMAGES) if held_back else {}
-        missing = [part for part in held_back if part.shard not in committed]
-        if missing and not has_images and not any(header.ok_rows for header in committed.values()):
+        left = claims.wait([part.shard for part in missing], pending, say, for_all=True)
+        missing = [part for part in missing if part.shard in set(left)]
+        has_images = any(header.ok_rows for header in catalog.headers(IMAGES).values())
+        if missing and not has_images and counts.total() == rows:  # none of them was another worker's
             raise NothingStored(_nothing_stored(settings, counts, missing[0]))
         if missing:
-            log(f"{settings.name}: {len(missing)} shards without an image are collected again: others have images")
-        has_images = True
+            say(f"{len(missing)} shards that had no image, or another worker, are collected again")
     names = [part.shard for part in retries]
     newly_ok = sum(now.ok_rows - headers[shard].ok_rows for shard, now in catalog.headers(IMAGES, names).items())
     return Collected(
@@ -185,15 +199,9 @@ def _nothing_stored(settings: CollectSettings, counts: Counter[str], part: Part)
     """The message if no row is ok; `part` is a shard that was not committed."""
     status = counts.most_common(1)[0][0]
     way_out = f"{status}: {STATUSES[status]} (docs/download.md)"
-    rows = rows_of(part, settings) if settings.captions else []
-    if rows and status == "blocked_address":
-        hosts = Counter(found[1] for row in rows if (found := _HOST.match(row.url)))
-        host = hosts.most_common(1)[0][0] if hosts else "HOST:PORT"
-        way_out += f". If you trust this server, set download.allowed_hosts={host}"
-    elif rows and status == "bad_url":
-        way_out += f". Each line is `caption TAB url`; line {part.start + 1} has {shown_url(rows[0].url)!r} as its URL"
-    elif rows and status in UNREACHABLE:
-        way_out += ". Check this machine's network and whether the servers are up"
+    if settings.captions and status in _WAYS_OUT:
+        url = shown_url(rows_of(part, settings)[0].url)
+        way_out += f". {_WAYS_OUT[status]}; line {part.start + 1} has {url!r} as its URL"
     return (
         f"{settings.name}: no row of {settings.origin} gave an image ({_by_status(counts)}); nothing was committed. "
         f"{way_out}. Then run again"
@@ -209,46 +217,49 @@ def collect_group(
 ) -> dict[str, int]:
     """Collect these shards, a few at a time, and commit each when it is complete; the group's rows by status.
 
-    A shard that another process committed meanwhile is skipped. ConnectionError if no host of a shard could be reached;
-    that shard is not committed. A shard without an image is committed only once the dataset or this group has one.
+    A shard that another worker has claimed or committed is skipped. ConnectionError if no host of a shard could be
+    reached; that shard is not committed. A shard without an image is committed only once the dataset or this group has
+    one.
     """
     catalog = Catalog(open_store(root), settings.name)
-    parts = {part.shard: part for part in group.parts}
-    committed = catalog.headers(IMAGES, [shard for shard in catalog.shards(IMAGES) if shard in parts])
-    # By an earlier attempt, or by another process.
-    done = {shard: header for shard, header in committed.items() if header.sha256 != parts[shard].replaces}
-    progress = _Progress(settings, group, log)
-    for shard, header in done.items():
-        progress.counts[shard] = header.statuses
-    missing = [part for part in group.parts if part.shard not in done]
-    commit = _Commit(catalog, settings, group.has_images, on_commit)
-    if settings.captions:
-        asyncio.run(_download(missing, catalog, settings, progress, commit))
-    else:
+    with Claims(catalog.store, catalog.path(IMAGES, "")) as claims:
+        collecting = _Group(catalog, settings, group, on_commit, log, claims)
+        if settings.captions:
+            asyncio.run(_download(collecting))
+            return collecting.count()
         files = image_files(settings.images) if settings.images else []
-        for part in missing:
-            if _is_committed(catalog, part, progress):
+        for part in group.parts:
+            if not claims.take([part.shard]):
                 continue
-            with Spool() as spool:
-                if settings.images:
-                    downloads = _import(files, part, settings, progress, spool)
-                else:
-                    downloads = _import_stored(part, settings, progress, spool)
-                commit(part, downloads)
-    if progress.of_group().get(OK):
-        commit.commit_waiting()
-    return progress.of_group()
+            if committed := collecting.committed(part):
+                collecting.update(part, committed)
+            else:
+                with Spool() as spool:
+                    downloads = _import(part, files, settings, spool)
+                    if collecting.wants(part, downloads):
+                        collecting.commit(part, downloads)
+            claims.release(part.shard)
+        return collecting.count()
 
 
-class _Progress:
-    """Rows by status of each shard of a group; logs a line of progress from time to time."""
+class _Group:
+    """A group while it is collected: commits its shards, and logs a line of progress from time to time."""
 
-    def __init__(self, settings: CollectSettings, group: Group, log: Callable[[str], None]):
-        self.settings, self.group, self.log = settings, group, log
-        self.counts: dict[str, dict[str, int]] = {}
-        self.due = time.monotonic() + settings.report_every
+    def __init__(
+        self,
+        catalog: Catalog,
+        settings: CollectSettings,
+        group: Group,
+        on_commit: OnCommit,
+        log: Callable[[str], None],
+        claims: Claims,
+    ):
+        self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
+        self.claims = claims
+        self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
+        self.due = time.monotonic() + _REPORT_SECONDS
 
-    def of_group(self) -> dict[str, int]:
+    def count(self) -> dict[str, int]:
         """Rows by status."""
         return dict(sum(map(Counter, self.counts.values()), Counter()))
 
@@ -256,100 +267,99 @@ class _Progress:
         """Set a shard's rows by status so far."""
         self.counts[part.shard] = counts
         if time.monotonic() >= self.due:
-            counts = Counter(self.group.before) + Counter(self.of_group())
+            counts = Counter(self.group.before) + Counter(self.count())
             name, seconds = self.settings.name, time.monotonic() - self.group.started
             self.log(progress_line(name, counts.total(), self.group.rows, "rows", counts, seconds))
-            self.due = time.monotonic() + self.settings.report_every
+            self.due = time.monotonic() + _REPORT_SECONDS
+
+    def committed(self, part: Part) -> dict[str, int]:
+        """Rows by status if another process, or an earlier attempt, has committed the shard; else {}."""
+        try:
+            (header,) = self.catalog.headers(IMAGES, [part.shard]).values()
+        except ObjectMissing:
+            return {}
+        return {} if header.sha256 == part.replaces else header.statuses
+
+    def wants(self, part: Part, downloads: Sequence[Download]) -> bool:
+        """Whether a new shard is to be committed: not one without an image while its dataset has none."""
+        statuses = Counter(item.status for item in downloads)
+        self.update(part, statuses)
+        gone = self.settings.commit_unreachable and statuses.keys() & UNREACHABLE
+        return bool(self.group.has_images or gone or self.count().get(OK))
+
+    def commit(self, part: Part, downloads: Sequence[Download], replaces: Header | None = None) -> None:
+        settings = self.settings.download
+        if commit_images(self.catalog, part.shard, downloads, settings, source=part.source, replaces=replaces):
+            self.on_commit(part.shard)
 
 
-def _is_committed(catalog: Catalog, part: Part, progress: _Progress) -> bool:
-    """Whether another process has committed the shard; then its rows are counted."""
-    try:
-        (header,) = catalog.headers(IMAGES, [part.shard]).values()
-    except ObjectMissing:
-        return False
-    if header.sha256 == part.replaces:
-        return False
-    progress.update(part, header.statuses)
-    return True
-
-
-class _Commit:
-    """Commits shards. One without an image waits for `commit_waiting`, unless the dataset has images."""
-
-    def __init__(self, catalog: Catalog, settings: CollectSettings, has_images: bool, on_commit: OnCommit):
-        self._catalog, self._settings, self._on_commit = catalog, settings, on_commit
-        self._has_images = has_images
-        self._waiting: list[tuple[Part, Sequence[Download]]] = []  # without images, so they are small
-
-    def __call__(self, part: Part, downloads: Sequence[Download], known: "_Known | None" = None) -> None:
-        if known is not None and known.manifest is not None:
-            before = dict(
-                zip(known.manifest.table["row"].to_pylist(), known.manifest.table["status"].to_pylist(), strict=True)
-            )
-            if any(item.status != before[item.row.row] for item in downloads):
-                self._commit(part, downloads, known.manifest)
-            return
-        statuses = {item.status for item in downloads}
-        gone = self._settings.commit_unreachable and statuses & UNREACHABLE
-        if self._has_images or gone or OK in statuses:
-            self._commit(part, downloads)
-        else:
-            self._waiting.append((part, downloads))
-
-    def commit_waiting(self) -> None:
-        """Commit those that wait, because there is an image now."""
-        for part, downloads in self._waiting:
-            self._commit(part, downloads)
-
-    def _commit(self, part: Part, downloads: Sequence[Download], replaces: Manifest | None = None) -> None:
-        settings = self._settings.download
-        if commit_images(self._catalog, part.shard, downloads, settings, source=part.source, replaces=replaces):
-            self._on_commit(part.shard)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The rows of a shard that are known before any request.
-
-    rows      by row: duplicates, and the rows of a committed shard that are not requested again
-    before    by row: the results in the committed shard of rows that are requested again
-    manifest  of the committed shard
-    """
-
-    rows: dict[int, Download]
-    before: dict[int, Download] = dataclasses.field(default_factory=dict)
-    manifest: Manifest | None = None
-
-    def with_answers(self, rows: Sequence[CaptionRow], answers: Sequence[Download]) -> list[Download]:
-        """All rows in order. A row whose host could not be reached keeps its result from before."""
-        answers = iter(answers)
-        joined = [self.rows.get(row.row) or next(answers) for row in rows]
-        return [self.before.get(item.row.row, item) if item.status in UNREACHABLE else item for item in joined]
-
-
-def _known(catalog: Catalog, part: Part, rows: Sequence[CaptionRow], settings: CollectSettings, spool: Spool) -> _Known:
-    if not part.replaces:
-        first = dict(part.duplicates)
-        repeated = [row for row in rows if row.row in first]
-        return _Known({row.row: Download(row, "duplicate", f"of row {first[row.row]}", None) for row in repeated})
-    manifest = catalog.manifest(IMAGES, part.shard)
-    known, samples = _Known({}, {}, manifest), catalog.read(IMAGES, part.shard)
-    for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
-        image = None
-        if line["status"] == OK:
-            sample = next(samples)
-            image = spool.write(NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
-        retried = line["status"] in settings.retried_statuses
-        (known.before if retried else known.rows)[row.row] = Download(row, line["status"], line["detail"], image)
-    return known
-
-
-async def _download(
-    parts: Sequence[Part], catalog: Catalog, settings: CollectSettings, progress: _Progress, commit: _Commit
-) -> None:
+async def _download(group: _Group) -> None:
+    catalog, settings = group.catalog, group.settings
     free = asyncio.Semaphore(SHARDS_AT_ONCE)
     loop = asyncio.get_running_loop()
+
+    async def save(partial: PartialShard) -> None:
+        while True:
+            await asyncio.sleep(settings.save_every)
+            try:
+                await loop.run_in_executor(saves, partial.save)
+            except StorageUnreachable as error:
+                group.log(f"{settings.name}: images in progress could not be saved: {error}")
+
+    async def claimed(part: Part) -> None:
+        async with free:
+            if await loop.run_in_executor(files, group.claims.take, [part.shard]):
+                try:
+                    await one(part)
+                finally:
+                    await loop.run_in_executor(files, group.claims.release, part.shard)
+
+    async def one(part: Part) -> None:
+        if committed := await loop.run_in_executor(files, group.committed, part):
+            group.update(part, committed)
+            return
+        rows = await loop.run_in_executor(files, rows_of, part, settings)
+        partial = PartialShard(catalog.store, settings.name, part.shard, image_config(settings.download)[1])
+        with Spool() as spool:
+            replaces, known = await loop.run_in_executor(files, _known_rows, catalog, part, rows, spool)
+            stored = await loop.run_in_executor(files, partial.load, spool)
+            if stored:
+                images = f"{len(stored)} images from an earlier run"
+                group.log(f"{settings.name}: shard {part.shard} continues with {images}")
+            retried = settings.retried_statuses
+            requested = [row for row in rows if row.row not in known or known[row.row].status in retried]
+            rows_of_url = Counter(row.url for row in requested)
+            counts = Counter(item.status for item in known.values() if item.status not in retried)
+
+            def on_result(url: str, outcome: Outcome) -> None:
+                counts[outcome.status if isinstance(outcome, Refused) else OK] += rows_of_url[url]
+                group.update(part, counts)
+                if not isinstance(outcome, Refused):
+                    partial.add(url, outcome)
+
+            for url in rows_of_url.keys() & stored:
+                counts[OK] += rows_of_url[url]
+            saving = asyncio.ensure_future(save(partial))
+            try:
+                answers = await downloader.download(requested, spool, on_result, stored)
+            finally:
+                saving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await saving
+            if not settings.commit_unreachable and not replaces:
+                check_network(part, answers, settings)
+            results = dict(known)
+            for item in answers:  # a row whose host could not be reached again keeps its result from before
+                if item.row.row not in known or item.status not in UNREACHABLE:
+                    results[item.row.row] = item
+            downloads = [results[row.row] for row in rows]
+            wanted = group.wants(part, downloads)
+            if replaces:
+                wanted = any(results[row].status != known[row].status for row in known)
+            if wanted:
+                await loop.run_in_executor(files, group.commit, part, downloads, replaces)
+            await loop.run_in_executor(files, partial.close)
+
     # Files are read and written in a thread, so that the other shards go on. Saves have their own thread, so that they
     # do not wait for the commit of a large shard.
     with (
@@ -357,60 +367,25 @@ async def _download(
         ThreadPoolExecutor(1, thread_name_prefix="saves") as saves,
     ):
         async with Downloader(settings.download) as downloader:
-            partials: set[PartialShard] = set()
+            await all_of(claimed(part) for part in group.group.parts)
 
-            async def save() -> None:
-                while True:
-                    await asyncio.sleep(settings.save_every)
-                    for partial in list(partials):
-                        try:
-                            await loop.run_in_executor(saves, partial.save)
-                        except StorageUnreachable as error:
-                            progress.log(f"{settings.name}: images in progress could not be saved: {error}")
-                        except ValueError:
-                            if partial in partials:
-                                raise
-                            # Its shard has failed meanwhile, so its spool is closed.
 
-            async def one(part: Part) -> None:
-                async with free:
-                    if await loop.run_in_executor(files, _is_committed, catalog, part, progress):
-                        return
-                    rows = await loop.run_in_executor(files, rows_of, part, settings)
-                    _, config = image_config(settings.download)
-                    partial = PartialShard(catalog.store, settings.name, part.shard, config)
-                    with Spool() as spool:
-                        known = await loop.run_in_executor(files, _known, catalog, part, rows, settings, spool)
-                        counted = Counter(item.status for item in known.rows.values())
-                        stored = await loop.run_in_executor(files, partial.load, spool)
-                        if stored:
-                            images = f"{len(stored)} images from an earlier run"
-                            progress.log(f"{settings.name}: shard {part.shard} continues with {images}")
-                        partials.add(partial)
-                        try:
-                            requested = await downloader.download(
-                                [row for row in rows if row.row not in known.rows],
-                                lambda done, of, counts: progress.update(part, Counter(counts) + counted),
-                                spool,
-                                partial,
-                                stored,
-                            )
-                        finally:
-                            partials.remove(partial)
-                        if not settings.commit_unreachable and not part.replaces:
-                            check_network(part, requested, settings)
-                        downloads = known.with_answers(rows, requested)
-                        await loop.run_in_executor(files, commit, part, downloads, known)
-                        await loop.run_in_executor(files, partial.close)
-                    progress.update(part, Counter(item.status for item in downloads))
-
-            saving = asyncio.ensure_future(save())
-            try:
-                await all_of(one(part) for part in parts)
-            finally:
-                saving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await saving
+def _known_rows(
+    catalog: Catalog, part: Part, rows: Sequence[CaptionRow], spool: Spool
+) -> tuple[Header | None, dict[int, Download]]:
+    """The committed manifest if some of its rows are requested again, and the results that are known, by row."""
+    if not part.replaces:
+        first = dict(part.duplicates)
+        repeated = [row for row in rows if row.row in first]
+        return None, {row.row: Download(row, "duplicate", f"of row {first[row.row]}", None) for row in repeated}
+    manifest, samples, known = catalog.manifest(IMAGES, part.shard), catalog.read(IMAGES, part.shard), {}
+    for row, line in zip(rows, manifest.table.to_pylist(), strict=True):
+        image = None
+        if line["status"] == OK:
+            sample = next(samples)
+            image = spool.write(NormalisedImage(sample.image, sample.width, sample.height, sample.sha256, sample.flags))
+        known[row.row] = Download(row, line["status"], line["detail"], image)
+    return manifest, known
 
 
 def check_network(part: Part, downloads: Sequence[Download], settings: CollectSettings) -> None:
@@ -429,38 +404,15 @@ def check_network(part: Part, downloads: Sequence[Download], settings: CollectSe
         )
 
 
-def _import(
-    files: Sequence[Path], part: Part, settings: CollectSettings, progress: _Progress, spool: Spool
-) -> list[Download]:
-    """Each image as if it had been downloaded; its row is its position among all files."""
-    files = files[part.start : part.stop]
-    check_unchanged(part, [identity(file) for file in files], settings)
-    imported = import_images(
-        files,
-        settings.download,
-        lambda done, of, counts: progress.update(part, counts),
-        threads=settings.download.decode_threads,
-        spool=spool,
-    )
-    return [
-        dataclasses.replace(item, row=dataclasses.replace(item.row, row=part.start + item.row.row)) for item in imported
-    ]
-
-
-def _import_stored(part: Part, settings: CollectSettings, progress: _Progress, spool: Spool) -> list[Download]:
-    """The rows of a part as img2dataset stored them, with normalised images."""
+def _import(part: Part, files: Sequence[Path], settings: CollectSettings, spool: Spool) -> list[Download]:
+    """The rows of a part: of `files`, the image files of a folder, or as img2dataset stored them."""
+    if settings.images:
+        files = files[part.start : part.stop]
+        check_unchanged(part, [identity(file) for file in files], settings)
+        return import_images(files, part.start, settings.download, spool)
     rows = read_rows(settings.origin, part.file)[part.offset : part.offset + part.stop - part.start]
     check_unchanged(part, [row.line() for row in rows], settings)
-    counts = Counter()
-
-    def on_row(status: str) -> None:
-        counts[status] += 1
-        progress.update(part, counts)
-
-    threads = settings.download.decode_threads
-    return import_rows(
-        settings.origin, rows, part.start, dict(part.duplicates), settings.download, spool, on_row, threads
-    )
+    return import_rows(settings.origin, rows, part.start, dict(part.duplicates), settings.download, spool)
 
 
 # --- as a program -----------------------------------------------------------------------------------------------------
@@ -492,4 +444,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_at_sigterm()
     main()

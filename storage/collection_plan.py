@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.catalog import OK
-from storage.download import STATUSES, CaptionRow, DownloadSettings, ImageSettings, parse_captions
+from storage.download import STATUSES, CaptionRow, parse_captions
+from storage.fetch import DownloadSettings
 from storage.img2dataset import StoredRow, read_rows, shard_names
+from storage.manifests import OK
+from storage.normalise import ImageSettings
 from storage.sample import sample_key
-from storage.settings import FORM, check_choices
+from storage.settings import FORM, check, check_choices
 
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FAILED = [status for status in STATUSES if status not in (OK, "duplicate")]
@@ -50,8 +52,6 @@ class CollectSettings:
     """Shards that are collected, and tried again, together: in a flow, by one Prefect task."""
     commit_unreachable: bool = False
     """Commit a shard even if none of its hosts could be reached; set it only if these hosts are gone for good."""
-    report_every: float = 10.0
-    """Seconds between two lines of progress, at least."""
     save_every: float = 20.0
     """Seconds between two saves of the images of shards in progress; a kill loses those since the last save."""
     retry_statuses: tuple[str, ...] = ()
@@ -65,17 +65,12 @@ class CollectSettings:
             )
         check_choices(self)
         for name in ("rows_per_shard", "shards_per_task"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Dataset {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
-        if not self.save_every > 0:
-            raise ValueError(f"Dataset {self.name}: save_every is {self.save_every}; it must be over 0")
-        if self.retry_statuses and self.captions is None:
-            raise ValueError(
-                f"Dataset {self.name}: retry_statuses is for a list of captions: rows of a folder are not requested"
-            )
+            check(self, getattr(self, name) >= 1, name, "at least 1")
+        check(self, self.save_every > 0, "save_every", "over 0")
+        check(
+            self, self.captions or not self.retry_statuses, "retry_statuses", "empty for a folder: nothing is requested"
+        )
         self.retried_statuses  # noqa: B018  refuses an unknown status
-        if self.report_every < 0:
-            raise ValueError(f"Dataset {self.name}: report_every is {self.report_every}; it must not be negative")
 
     @property
     def retried_statuses(self) -> frozenset[str]:
@@ -192,11 +187,7 @@ def _chunks_of_lines(
         chunk = list(itertools.islice(lines, max(0, stop - start)))
         if not chunk:
             return
-        yield (
-            start,
-            offset,
-            [line.removesuffix(b"\n") for line in chunk],
-        )  # the last may get one later
+        yield start, offset, [line.removesuffix(b"\n") for line in chunk]  # the last may get one later
         start += len(chunk)
         offset += sum(map(len, chunk))
 

@@ -7,7 +7,7 @@ carry one, and where the digests of the other files are.
 import hashlib
 import mmap
 
-from storage.safe_json import parse_json, shown
+from storage.safe_json import shown
 
 OWN_SHA256 = "own_sha256"  # of a JSON object, and of the key-value metadata of a Parquet file
 BLANK = "0" * 64
@@ -25,22 +25,6 @@ def check_version(found: object, version: int, where: str) -> None:
         raise OtherVersion(
             f"{where} is of version {shown(found)}, this code reads {version}: use the code that wrote it"
         )
-
-
-def check_version_of_unsealed(data: bytes, text: bytes, version: int, where: str) -> None:
-    """Call it if is_whole(data) is False: OtherVersion for a file without a digest, from an older version.
-
-    text: the JSON object in the file that holds `version`. If data carry a digest, or text has no version, the file is
-    damaged, and the caller reports that.
-    """
-    if _digest_offset(data) is not None:
-        return
-    try:
-        found = parse_json(text, where).get("version")
-    except ValueError:
-        return
-    if type(found) is int:
-        check_version(found, version, where)
 
 
 def seal(data: bytearray | mmap.mmap) -> None:

@@ -1,9 +1,9 @@
 """Rows of (caption, url) -> Samples, each with a status.
 
-`download` requests every distinct URL once, with one deadline each, from public addresses only, and returns one
-Download per row, in row order. Transient failures are requested once more when all others are done. A `Downloader` does
-this for several shards at once. A row's failure is a status in STATUSES. Any other error is a bug of this program and
-is raised. docs/download.md has the settings, the statuses and the address rules.
+A `Downloader` requests every distinct URL once, with one deadline each, from public addresses only, for several shards
+at once. Transient failures are requested once more when all others of the shard are done. A row's failure is a status
+in STATUSES. Any other error is a bug of this program and is raised. docs/download.md has the settings, the statuses and
+the address rules.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,19 +20,15 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from storage.catalog import OK, Catalog, Row
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
 from storage.fetch import DownloadSettings, Fetcher
 from storage.hosts import Transient
-from storage.manifests import Header
-from storage.normalise import FLAGS, ImageSettings, NormalisedImage, Refused, normalise, run_out
+from storage.manifests import OK, Header, Row
+from storage.normalise import ImageSettings, NormalisedImage, Refused, normalise, run_out
 from storage.redact import redacted, shown_url
 from storage.sample import Sample, sample_key
-from storage.spool import PartialShard, Spool, SpooledImage
-
-__all__ = [
-    "FLAGS", "STATUSES", "CaptionRow", "Download", "DownloadSettings", "Downloader", "ImageSettings", "Spool",
-    "all_of", "commit_images", "download", "download_async", "import_images", "parse_captions", "read_captions",
-]  # fmt: skip
+from storage.spool import Spool, SpooledImage
 
 STATUSES: dict[str, str] = {
     "ok": "the image is stored",
@@ -47,7 +42,7 @@ STATUSES: dict[str, str] = {
     "host_timeout": "a short deadline passed: its host had answered nothing, and did not until the shard was done",
     "refused_by_robots": "the server's `X-Robots-Tag` forbids training with it: `noai` or `noimageai`",
     "bad_response": "the answer is not HTTP, or its content encoding cannot be undone",
-    "too_many_redirects": "more redirects than `max_redirects`",
+    "too_many_redirects": "more than five redirects",
     "too_big": "more bytes than `max_bytes`, announced or sent",
     "short_body": "the connection ended before the whole announced body had come",
     "missing_file": "a local image that is not there, is no regular file or cannot be opened (import only)",
@@ -109,9 +104,19 @@ class Download:
     detail: str
     image: NormalisedImage | SpooledImage | None
 
+    @classmethod
+    def of(cls, row: CaptionRow, outcome: SpooledImage | Refused) -> "Download":
+        if not isinstance(outcome, Refused):
+            return cls(row, OK, "", outcome)
+        assert outcome.status in STATUSES.keys() - {OK}, outcome.status
+        tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
+        # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
+        detail = (redacted(outcome.detail)[:500] + tries).encode(errors="backslashreplace").decode()
+        return cls(row, outcome.status, detail, None)
+
     @property
     def sample(self) -> Sample | None:
-        """The row and its image, read now if it is in a Spool; None if there is no image."""
+        """The row and its image, read now from its spool; None if there is no image."""
         if self.image is None:
             return None
         return Sample(
@@ -126,37 +131,12 @@ class Download:
         )
 
 
-Progress = Callable[[int, int, dict[str, int]], None]
-Outcome = NormalisedImage | SpooledImage | Refused
+Outcome = SpooledImage | Refused
 _Later = dict[str, tuple[Transient, float]]  # by URL: its first result, and when it may be requested again
 
 
-def download(
-    rows: Sequence[CaptionRow], settings: DownloadSettings, on_progress: Progress | None = None
-) -> list[Download]:
-    """One Download per row, in row order; `on_progress(rows done, rows in all, rows by status)` after each URL.
-
-    Runs an event loop of its own, in a thread where the caller is already inside one.
-    """
-    todo = download_async(rows, settings, on_progress)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(todo)
-    with ThreadPoolExecutor(1, thread_name_prefix="download") as thread:
-        return thread.submit(asyncio.run, todo).result()
-
-
-async def download_async(
-    rows: Sequence[CaptionRow], settings: DownloadSettings, on_progress: Progress | None = None
-) -> list[Download]:
-    """`download` for a caller that has an event loop."""
-    async with Downloader(settings) as downloader:
-        return await downloader.download(rows, on_progress)
-
-
 class Downloader:
-    """`download` for several shards at once, with one set of connections and limits; an async context manager."""
+    """Downloads several shards at once, with one set of connections and limits; an async context manager."""
 
     def __init__(self, settings: DownloadSettings):
         self.settings = settings
@@ -173,24 +153,27 @@ class Downloader:
     async def download(
         self,
         rows: Sequence[CaptionRow],
-        on_progress: Progress | None = None,
-        spool: Spool | None = None,
-        partial: PartialShard | None = None,
+        spool: Spool,
+        on_result: Callable[[str, Outcome], object] = lambda url, outcome: None,
         stored: Mapping[str, SpooledImage] = MappingProxyType({}),
     ) -> list[Download]:
-        """As the function `download`; with a spool, the images are written there and not held in memory.
+        """One Download per row, in row order, its image in the spool; `on_result(url, outcome)` after each URL.
 
-        `partial` gets each new image. `stored` are images by URL from an earlier run; these are not requested.
+        `stored` are images by URL from an earlier run; these URLs are not requested.
         """
-        gather = _Gather(rows, on_progress)
+        outcomes: dict[str, Outcome] = dict(stored)
         hosts, loop = self._fetcher.hosts, asyncio.get_running_loop()
         later: dict[str, _Later] = {}  # by host
+
+        def settle(url: str, outcome: Outcome) -> None:
+            outcomes[url] = outcome
+            on_result(url, outcome)
 
         async def first(url: str) -> None:
             outcome = await self._outcome(url, spool)
             pause = self._fetcher.pause_before_second_pass(url, outcome) if isinstance(outcome, Transient) else None
             if pause is None:
-                gather.settle(url, outcome)
+                settle(url, outcome)
             else:
                 later.setdefault(outcome.host, {})[url] = outcome, loop.time() + pause
 
@@ -201,7 +184,7 @@ class Downloader:
             if isinstance(outcome, Transient) and outcome.shortened:  # the host fell silent meanwhile
                 left[url] = outcome, loop.time()
             else:
-                gather.settle(url, outcome)
+                settle(url, outcome)
 
         async def try_silent_host(host: str, left: _Later) -> None:
             """Request some URLs with their full deadline."""
@@ -209,9 +192,10 @@ class Downloader:
             if len(tries) > 1:
                 await all_of(again(url, left, full_deadline=True) for url in tries)
                 return
-            async with hosts.trial_lock(host):
+            async with hosts.host(host).trial_lock:
                 # If several shards end at a time with a few URLs of the host, only one of them tries.
-                if hosts.silent(host) and hosts.last_failure(host) <= max(before.ended for before, _ in left.values()):
+                last_failure = hosts.host(host).last_failure
+                if hosts.silent(host) and last_failure <= max(before.ended for before, _ in left.values()):
                     await again(tries[0], left, full_deadline=True)
 
         async def second(host: str, left: _Later) -> None:
@@ -222,10 +206,7 @@ class Downloader:
                         return
                 await all_of(again(url, left) for url in list(left))
 
-        for url in gather.rows_of_url.keys() & stored:
-            gather.settle(url, stored[url])
-        gather.partial = partial
-        await all_of(first(url) for url in gather.rows_of_url if url not in stored)
+        await all_of(first(url) for url in dict.fromkeys(row.url for row in rows) if url not in stored)
         while later:
             await all_of(second(host, left) for host, left in later.items())
             later = {host: left for host, left in later.items() if left}
@@ -233,23 +214,23 @@ class Downloader:
                 break
         for left in later.values():
             for url, (before, _) in left.items():
-                gather.settle(url, before)
-        return gather.downloads()
+                settle(url, before)
+        return [Download.of(row, outcomes[row.url]) for row in rows]
 
     async def _outcome(
-        self, url: str, spool: Spool | None, before: Transient | None = None, full_deadline: bool = False
+        self, url: str, spool: Spool, before: Transient | None = None, full_deadline: bool = False
     ) -> Outcome:
         try:
             # The slot is held until the image is stored: if decoding is slower than the network, bodies must not pile
             # up.
             async with self._fetcher.hosts.slot(self._fetcher.host(url)):
-                with self._fetcher.budget.share() as share:
-                    data = await self._fetcher.fetch(url, share, before, full_deadline=full_deadline)
-                    work = asyncio.get_running_loop().run_in_executor(self._threads, self._image, data, spool)
-                    del data  # the thread drops it as early as it can
-                    return await work
+                data = await self._fetcher.fetch(url, before, full_deadline=full_deadline)
+                loop = asyncio.get_running_loop()
+                work = loop.run_in_executor(self._threads, spooled, data, self.settings, spool)
+                del data  # the thread drops it as early as it can
+                return await work
         except Refused as refused:
-            return refused
+            return refused.bare()
         except Exception as error:
             if not run_out(error):
                 error.add_note(
@@ -257,9 +238,13 @@ class Downloader:
                 )
             raise
 
-    def _image(self, data: bytes, spool: Spool | None) -> NormalisedImage | SpooledImage:
-        image = normalise(data, self.settings)
-        return image if spool is None else spool.write(image)
+
+def spooled(data: bytes, settings: ImageSettings, spool: Spool) -> Outcome:
+    """The stored form of an image file, in the spool, or why there is none."""
+    try:
+        return spool.write(normalise(data, settings))
+    except Refused as refused:
+        return refused.bare()
 
 
 def _spread(urls: Sequence[str]) -> Sequence[str]:
@@ -277,50 +262,6 @@ async def all_of(works: Iterable[Awaitable[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Gather:
-    """Rows by URL, and their results. One download of a URL serves all its rows."""
-
-    def __init__(self, rows: Sequence[CaptionRow], on_progress: Progress | None):
-        self.rows = rows
-        self.on_progress = on_progress
-        self.partial: PartialShard | None = None
-        self.results: list[Download | None] = [None] * len(rows)
-        self.rows_of_url: dict[str, list[int]] = {}  # indices into rows
-        self.counts: Counter[str] = Counter()
-        first: dict[str, int] = {}
-        for index, row in enumerate(rows):
-            key = sample_key(row.url, row.caption)
-            if key in first:
-                self._put(index, Refused("duplicate", f"of row {rows[first[key]].row}"))
-            else:
-                first[key] = index
-                self.rows_of_url.setdefault(row.url, []).append(index)
-
-    def settle(self, url: str, outcome: Outcome) -> None:
-        for index in self.rows_of_url[url]:
-            self._put(index, outcome)
-        if self.partial is not None and isinstance(outcome, SpooledImage):
-            self.partial.add(url, outcome)
-        if self.on_progress is not None:
-            self.on_progress(self.counts.total(), len(self.rows), dict(self.counts))
-
-    def _put(self, index: int, outcome: Outcome) -> None:
-        row = self.rows[index]
-        if isinstance(outcome, Refused):
-            assert outcome.status in STATUSES.keys() - {"ok"}, outcome.status
-            # A server may send any bytes, which aiohttp keeps as surrogates. No text file can store those.
-            tries = f" ({outcome.attempts} attempts)" if isinstance(outcome, Transient) and outcome.attempts > 1 else ""
-            detail = (redacted(outcome.detail)[:500] + tries).encode(errors="backslashreplace").decode()
-            self.results[index] = Download(row, outcome.status, detail, None)
-        else:
-            self.results[index] = Download(row, OK, "", outcome)
-        self.counts[self.results[index].status] += 1
-
-    def downloads(self) -> list[Download]:
-        assert None not in self.results, "a row has no status"
-        return self.results
 
 
 def read_file(file: Path, limit: int) -> bytes:
@@ -345,29 +286,22 @@ def read_file(file: Path, limit: int) -> bytes:
         raise Refused("missing_file", f"{file}: {error.strerror}") from error
 
 
-def import_images(
-    files: Sequence[Path],
-    settings: ImageSettings,
-    on_progress: Progress | None = None,
-    threads: int = 2,
-    spool: Spool | None = None,
-) -> list[Download]:
-    """Local image files as if they had been downloaded: url is the file's name, the caption is empty."""
-    files = [Path(file) for file in files]
-    names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
-    gather = _Gather([CaptionRow(index, "", name) for index, name in enumerate(names)], on_progress)
+def import_images(files: Sequence[Path], first: int, settings: DownloadSettings, spool: Spool) -> list[Download]:
+    """Local image files as if they had been downloaded, the first of them as row `first`.
 
-    def read(url: str) -> Outcome:
+    The url is the file's name, the caption is empty.
+    """
+
+    def read(file: Path) -> Outcome:
         try:
-            image = normalise(read_file(files[gather.rows_of_url[url][0]], settings.max_bytes), settings)
+            return spooled(read_file(file, settings.max_bytes), settings, spool)
         except Refused as refused:
-            return refused
-        return image if spool is None else spool.write(image)
+            return refused.bare()
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for url, outcome in zip(gather.rows_of_url, pool.map(read, gather.rows_of_url), strict=True):
-            gather.settle(url, outcome)
-    return gather.downloads()
+    names = (os.fsencode(file.name).decode(errors="backslashreplace") for file in files)  # not all are UTF-8
+    rows = [CaptionRow(number, "", name) for number, name in enumerate(names, first)]
+    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
+        return list(map(Download.of, rows, pool.map(read, files)))
 
 
 def image_config(settings: ImageSettings) -> tuple[dict[str, int | float], str]:
@@ -385,12 +319,10 @@ def commit_images(
     source: str = "",
     replaces: Header | None = None,
 ) -> bool:
-    """Commit the results of `download` or `import_images` as a shard of `images`, or as the next revision of one.
+    """Commit these results as a shard of `images`, or as the next revision of one.
 
     False if another writer was first.
     """
-    if not downloads:
-        raise ValueError(f"shard {shard} has no rows; give every shard at least one")
     config, config_hash = image_config(settings)
     numbers = [item.row.row for item in downloads]
     meta = {
@@ -403,4 +335,4 @@ def commit_images(
         for item in downloads
     ]
     samples = (item.sample for item in downloads if item.image)
-    return catalog.commit("images", shard, samples, table, meta, replaces)
+    return commit_shard(catalog, "images", shard, samples, table, meta, replaces)

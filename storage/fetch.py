@@ -9,14 +9,14 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
-from storage.addresses import AddressGuard, guarded_resolver, system_lookup
-from storage.hosts import ByteBudget, ByteShare, Hosts, Transient
+from storage.addresses import AddressGuard, guarded_resolver
+from storage.hosts import Hosts, Transient
 from storage.normalise import ImageSettings, Refused, run_out
 from storage.redact import redacted, shown_url
 from storage.settings import FORM, check
@@ -31,12 +31,12 @@ _RETRIED = {"connect", "http_429"} | {f"http_{code}" for code in range(500, 600)
 _TRANSIENT = _RETRIED | {"timeout"}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _ACCEPT = "image/jpeg,image/png,image/webp,image/gif,image/bmp;q=0.9,*/*;q=0.1"
+_MAX_REDIRECTS = 5
+_RETRY_DELAY = 0.5  # seconds before the first retry; doubled for each further one
 # A longer pause would keep a slot from other URLs. Such a URL is requested again in the second pass.
 _LONGEST_PAUSE = 2.0
 # The part of its deadline that a URL gets while its host is silent: 1 s of 20.
 _SHORT_DEADLINE = 1 / 20
-_UNPACKED_AT_ONCE = 256 * 1024  # bytes
-_RATE_WHILE_OTHERS_WAIT = 64_000  # bytes a second at least, of the one body for which all others wait
 # Directives of X-Robots-Tag that have a value: this tells `name: value` from `agent: directive`.
 _VALUED = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
 
@@ -49,30 +49,20 @@ class DownloadSettings(ImageSettings):
 
     deadline: float = 20.0
     """Seconds for one URL, from the first look-up to the last byte: redirects, retries and their pauses included."""
-    connect_timeout: float = 10.0
-    """Seconds for one TCP connection and TLS handshake."""
     read_timeout: float = 10.0
-    """Seconds for which a server may be silent."""
+    """Seconds for which a server may be silent, and for one TCP connection and TLS handshake."""
     min_rate: int = 2000
     """Bytes a second that a body must bring over every `read_timeout` seconds; a server that drips is a `timeout`."""
-    max_redirects: int = 5
-    """Redirects that are followed for one URL; each hop is checked as the first URL is."""
     retries: int = 2
     """Further attempts at once after `connect`, `http_429` and `http_5xx`, as far as the deadline allows."""
-    retry_delay: float = 0.5
-    """Seconds before the first retry; doubled for each further one, times a factor in 0.5..1.5 drawn from the seed."""
-    seed: int = 0
-    """Seed of the retries' jitter."""
     second_pass: float = 30.0
     """A URL that asks for a longer pause, in seconds, gets no second attempt after the others; 0: no URL gets one."""
     breaker: int = 2
     """Timeouts or lost connections in a row after which a host may be silent: its URLs then get a short deadline."""
     concurrency: int = 64
-    """URLs in flight at once, over all shards in progress."""
+    """URLs in flight at once, over all shards in progress; their bodies take at most `concurrency` x `max_bytes`."""
     per_host: int = 64
     """The most URLs of one host in flight at once: it begins with 8, and has more as long as it answers as fast."""
-    max_bytes_in_flight: int = 128 * 2**20
-    """Bytes of bodies held at once, over all URLs in flight; at this limit, all but the oldest body wait."""
     decode_threads: int = 2
     """Threads that check, decode and encode images, for all shards in progress; each holds one decoded image."""
     allowed_hosts: tuple[str, ...] = ()
@@ -82,15 +72,9 @@ class DownloadSettings(ImageSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("deadline", "connect_timeout", "read_timeout", "concurrency", "per_host", "breaker"):
+        for name in ("deadline", "read_timeout", "concurrency", "per_host", "breaker", "decode_threads"):
             check(self, getattr(self, name) > 0, name, "over 0")
-        check(self, self.decode_threads > 0, "decode_threads", "over 0")
-        if self.max_bytes_in_flight < self.max_bytes:
-            raise ValueError(
-                f"max_bytes_in_flight is {self.max_bytes_in_flight}, under max_bytes {self.max_bytes}: one body would "
-                "not fit; raise the one or lower the other"
-            )
-        for name in ("min_rate", "max_redirects", "retries", "retry_delay", "second_pass", "seed"):
+        for name in ("min_rate", "retries", "second_pass"):
             check(self, getattr(self, name) >= 0, name, "0 or more")
         if not self.contact.isprintable():
             raise ValueError(f"contact {self.contact!r} has control characters; it is sent in a header")
@@ -108,17 +92,12 @@ class DownloadSettings(ImageSettings):
 
 
 class Fetcher:
-    """URL -> bytes over one pool of connections; an async context manager.
+    """URL -> bytes over one pool of connections; an async context manager."""
 
-    `lookup` replaces the system's name resolution in tests: (host, port) -> addresses.
-    """
-
-    def __init__(self, settings: DownloadSettings, lookup: Callable[[str, int], Awaitable[list[str]]] | None = None):
+    def __init__(self, settings: DownloadSettings):
         self.settings = settings
         self.guard = AddressGuard(settings.allowed_hosts)
         self.hosts = Hosts(settings.concurrency, settings.per_host, settings.breaker)
-        self.budget = ByteBudget(settings.max_bytes_in_flight)
-        self.lookup = lookup or system_lookup
 
     async def __aenter__(self) -> "Fetcher":
         import aiohttp
@@ -130,15 +109,15 @@ class Fetcher:
                 # One answer per connection: bytes that a server sends after it must not be read as the answer to the
                 # next URL. And with thousands of hosts, each would keep one connection open.
                 force_close=True,
-                resolver=guarded_resolver(self.guard, self.lookup),
+                resolver=guarded_resolver(self.guard),
                 socket_factory=self.guard.open_socket,
             ),
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=settings.connect_timeout, sock_read=settings.read_timeout
+                total=None, sock_connect=settings.read_timeout, sock_read=settings.read_timeout
             ),
             headers={"User-Agent": settings.user_agent, "Accept": _ACCEPT, "Accept-Encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # a few bytes can unpack to gigabytes: see _Unpacker
+            auto_decompress=False,  # a few bytes can unpack to gigabytes: see _decompressor
             trust_env=False,  # a proxy from the environment would connect for us, unchecked
         )
         return self
@@ -150,14 +129,12 @@ class Fetcher:
         """The host of a URL, with its port; Refused as AddressGuard.check_url."""
         return _host_of(self.guard.check_url(url))
 
-    async def fetch(
-        self, url: str, share: ByteShare, before: Transient | None = None, *, full_deadline: bool = False
-    ) -> bytes:
+    async def fetch(self, url: str, before: Transient | None = None, *, full_deadline: bool = False) -> bytes:
         """The body, within the deadline; Refused says why there is none, Transient that a later attempt may succeed.
 
-        The caller holds a slot of the URL's host, and `share` until it no longer needs the bytes. `before` is the
-        result of the first pass. The second pass is one attempt, in the rest of the deadline, but at most half of it;
-        in all of it if the deadline was shortened. `full_deadline`: do not shorten the deadline for a silent host.
+        The caller holds a slot of the URL's host. `before` is the result of the first pass. The second pass is one
+        attempt, in the rest of the deadline, but at most half of it; in all of it if the deadline was shortened.
+        `full_deadline`: do not shorten the deadline for a silent host.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -165,7 +142,7 @@ class Fetcher:
         second = before is not None and not before.shortened
         if second:
             deadline = min(deadline - before.spent, deadline / 2)
-        flight = _InFlight("", share, full_deadline)
+        flight = _InFlight("", full_deadline)
         refused: Transient | None = None
         attempts = before.attempts if before else 0
         try:
@@ -176,15 +153,15 @@ class Fetcher:
                         return await self._attempt(url, flight)
                     except Transient as error:
                         refused = error
-                    pause = max(self._pause(url, attempt), refused.retry_after)
+                    pause = max(_pause(url, attempt), refused.retry_after)
                     more = refused.status in _RETRIED and attempt <= self.settings.retries
                     if not more or second or flight.shortened or pause > _LONGEST_PAUSE:
                         break
                     if loop.time() + pause >= flight.clock.when():
                         break
                     await asyncio.sleep(pause)
-                if refused.status == "connect" and not flight.shortened:
-                    self.hosts.failed(flight.host)
+                if refused.status == "connect":
+                    self._count_failure(flight)
                 raise refused
         except TimeoutError as error:
             if flight.shortened:
@@ -209,7 +186,7 @@ class Fetcher:
         return self.settings.deadline * _SHORT_DEADLINE
 
     def _count_failure(self, flight: "_InFlight") -> None:
-        """Count a timeout against the host that the URL was at, unless the deadline was shortened."""
+        """Count a failure against the host that the URL was at, unless the deadline was shortened."""
         if not flight.shortened:
             self.hosts.failed(flight.host)
 
@@ -218,17 +195,13 @@ class Fetcher:
         if refused.shortened:
             return 0.0
         settings = self.settings
-        pause = max(self._pause(url, settings.retries + 1), refused.retry_after)
+        pause = max(_pause(url, settings.retries + 1), refused.retry_after)
         return None if pause > settings.second_pass or refused.spent >= settings.deadline else pause
-
-    def _pause(self, url: str, attempts: int) -> float:
-        jitter = random.Random(f"{self.settings.seed} {attempts} {url}").uniform(0.5, 1.5)
-        return self.settings.retry_delay * 2 ** (attempts - 1) * jitter
 
     async def _attempt(self, url: str, flight: "_InFlight") -> bytes:
         """One attempt: redirects and body. Transient if another attempt may succeed, else Refused."""
         address = url
-        for _ in range(self.settings.max_redirects + 1):
+        for _ in range(_MAX_REDIRECTS + 1):
             checked = self.guard.check_url(address)
             flight.host = _host_of(checked)
             if self.hosts.url_to_recheck(flight.host):
@@ -240,21 +213,18 @@ class Fetcher:
             if location is None:
                 return body
             address = _join(address, location)
-        raise Refused(
-            "too_many_redirects", f"more than {self.settings.max_redirects}, the last to {shown_url(address)}"
-        )
+        raise Refused("too_many_redirects", f"more than {_MAX_REDIRECTS}, the last to {shown_url(address)}")
 
     async def _recheck(self, host: str) -> None:
         """Request again a URL that the host has answered: is the host silent, or only some of its URLs?"""
-        async with self.hosts.recheck_lock(host):
+        async with self.hosts.host(host).recheck_lock:
             url = self.hosts.url_to_recheck(host)
             if url is None:
                 return  # it has answered meanwhile, or another URL found it silent
-            with self.budget.share() as share:
-                flight = _InFlight(host, share, full_deadline=True)
-                with suppress(TimeoutError, Refused):
-                    async with asyncio.timeout(self.settings.deadline) as flight.clock:
-                        await self._request(self.guard.check_url(url), flight)
+            flight = _InFlight(host, full_deadline=True)
+            with suppress(TimeoutError, Refused):
+                async with asyncio.timeout(self.settings.deadline) as flight.clock:
+                    await self._request(self.guard.check_url(url), flight)
             self.hosts.recheck_failed(host, url)
 
     async def _request(self, url: "yarl.URL", flight: "_InFlight") -> tuple[str | None, bytes]:
@@ -267,7 +237,7 @@ class Fetcher:
             async with self.session.get(url, allow_redirects=False) as response:
                 seconds = loop.time() - begin
                 try:
-                    answer = await self._answer(response, flight)
+                    answer = await self._answer(response)
                 except Refused as error:
                     if error.status == "timeout":
                         self._count_failure(flight)
@@ -295,13 +265,13 @@ class Fetcher:
             transient = status in _TRANSIENT or (status == "dns" and error.errno == socket.EAI_AGAIN)
             raise (Transient if transient else Refused)(status, detail) from error
 
-    async def _answer(self, response: "aiohttp.ClientResponse", flight: "_InFlight") -> tuple[str | None, bytes]:
+    async def _answer(self, response: "aiohttp.ClientResponse") -> tuple[str | None, bytes]:
         """Where a redirect leads, or None and the body."""
         code = response.status
         if code == 200 or code in _REDIRECTS:
             _check_robots(response.headers.getall("X-Robots-Tag", ()))
         if code == 200:
-            return None, await self._body(response, flight)
+            return None, await self._body(response)
         if code in _REDIRECTS:
             location = response.headers.get("Location")
             if not location:
@@ -313,42 +283,26 @@ class Fetcher:
             raise Transient(status, detail, _retry_after(response.headers.get("Retry-After", "")))
         raise Refused(status, detail)
 
-    async def _body(self, response: "aiohttp.ClientResponse", flight: "_InFlight") -> bytes:
+    async def _body(self, response: "aiohttp.ClientResponse") -> bytes:
         import aiohttp
 
         settings, content, limit = self.settings, response.content, self.settings.max_bytes
         if (response.content_length or 0) > limit:
             raise Refused("too_big", f"{response.content_length} bytes announced, more than {limit}")
-        unpacker = _Unpacker(response.headers.get("Content-Encoding", ""))
+        encoding = response.headers.get("Content-Encoding", "").strip().lower()
+        unpack = _decompressor(encoding)
         body, received = bytearray(), 0
         loop = asyncio.get_running_loop()
         since, counted = loop.time(), 0  # of the rate
-        delaying: tuple[float, int] | None = None  # since when others wait for this body, and the bytes it had then
         try:
             while not content.at_eof():
                 chunk = await content.readany()
                 received += len(chunk)
                 if received > limit:
                     raise Refused("too_big", f"over {limit} bytes sent")
-                for part in unpacker.parts(chunk):
-                    if not flight.share.may_grow:
-                        await flight.wait_to_grow()
-                        since, counted = loop.time(), received
-                    body += part
-                    flight.share.grow(len(part))
-                    if len(body) > limit:
-                        raise Refused("too_big", f"over {limit} bytes when unpacked from {unpacker.encoding}")
-                    if unpacker.encoding:
-                        await asyncio.sleep(0)  # a turn for the others after each part
-                if not flight.share.delays_others:
-                    delaying = None
-                elif delaying is None:
-                    delaying = loop.time(), received
-                elif (waited := loop.time() - delaying[0]) >= 1:
-                    if received - delaying[1] < _RATE_WHILE_OTHERS_WAIT * waited and not content.at_eof():
-                        brought = f"{received - delaying[1]} bytes in {waited:.0f} s"
-                        raise Refused("timeout", f"{brought}, while other bodies waited for room")
-                    delaying = loop.time(), received
+                body += unpack.decompress(chunk, limit + 1 - len(body)) if unpack else chunk
+                if len(body) > limit:
+                    raise Refused("too_big", f"over {limit} bytes when unpacked from {encoding}")
                 seconds = loop.time() - since
                 if seconds >= settings.read_timeout:
                     if received - counted < settings.min_rate * seconds and not content.at_eof():
@@ -356,24 +310,25 @@ class Fetcher:
                             "timeout", f"{received - counted} bytes in {seconds:.0f} s, under {settings.min_rate}/s"
                         )
                     since, counted = loop.time(), received
+        except zlib.error as error:
+            raise Refused("bad_response", f"Content-Encoding {encoding}, but {error}") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
             expected = "" if response.content_length is None else f" of {response.content_length}"
             raise Transient("short_body", f"{received}{expected} bytes, then the connection ended") from error
-        if not unpacker.ended:
-            raise Refused("short_body", f"the {unpacker.encoding} stream of {received} bytes has no end")
+        if unpack and not unpack.eof:
+            raise Refused("short_body", f"the {encoding} stream of {received} bytes has no end")
         return bytes(body)
 
 
 class _InFlight:
-    """One URL in flight: the host that it is at, the clock of its deadline and the bytes that it holds.
+    """One URL in flight: the host that it is at, and the clock of its deadline.
 
     full_deadline  whether it keeps its deadline though the host is silent
     shortened      whether its deadline was shortened
     """
 
-    def __init__(self, host: str, share: ByteShare, full_deadline: bool):
+    def __init__(self, host: str, full_deadline: bool):
         self.host = host
-        self.share = share
         self.full_deadline = full_deadline
         self.shortened = False
         self.clock: asyncio.Timeout
@@ -397,10 +352,10 @@ class _InFlight:
             self.waited += seconds
             self.clock.reschedule(end + seconds)
 
-    async def wait_to_grow(self) -> None:
-        """Wait until the body may grow, with the clock stopped."""
-        async with self.clock_stopped():
-            await self.share.wait_to_grow()
+
+def _pause(url: str, attempts: int) -> float:
+    """Seconds before the next attempt, with a jitter that is the same in every run."""
+    return _RETRY_DELAY * 2 ** (attempts - 1) * random.Random(f"{attempts} {url}").uniform(0.5, 1.5)
 
 
 def _host_of(url: "yarl.URL") -> str:
@@ -454,31 +409,10 @@ def _retry_after(value: str) -> float:
         return 0.0
 
 
-class _Unpacker:
-    """Undoes a content encoding, which some servers use without being asked; `encoding` is "" where there is none."""
-
-    def __init__(self, encoding: str):
-        encoding = encoding.strip().lower()
-        if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
-            raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
-        self.encoding = encoding.removeprefix("identity")
-        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by the stream's header
-
-    @property
-    def ended(self) -> bool:
-        """Whether the stream came to its end."""
-        return not self.encoding or self._zlib.eof
-
-    def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The content of a chunk, at most _UNPACKED_AT_ONCE bytes at a time: a small chunk may be a bomb."""
-        if not self.encoding:
-            yield chunk
-        while self.encoding and not self._zlib.eof:
-            try:
-                part = self._zlib.decompress(chunk, _UNPACKED_AT_ONCE)
-            except zlib.error as error:
-                raise Refused("bad_response", f"Content-Encoding {self.encoding}, but {error}") from error
-            chunk = self._zlib.unconsumed_tail
-            yield part
-            if not chunk and len(part) < _UNPACKED_AT_ONCE:
-                break
+def _decompressor(encoding: str) -> "zlib._Decompress | None":
+    """What undoes a content encoding, which some servers use without being asked; None if there is none."""
+    if encoding in ("", "identity"):
+        return None
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise Refused("bad_response", f"Content-Encoding {encoding[:40]!r}, though none was asked for")
+    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by the stream's header

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from storage.catalog import Catalog
+from storage.claims import EXPIRY
 from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
 from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
@@ -27,7 +28,8 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
-    their stage, images of shards that a collection left in progress, and what interrupted puts left.
+    their stage, images of shards that a collection left in progress, claims of workers that are gone, and what
+    interrupted puts left.
     """
     now = store.now()
     left = list(store.leftovers())
@@ -37,7 +39,7 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
     named = set()
     for (dataset, stage), manifests in inventory.manifests.items():
         catalog = Catalog(store, dataset)
-        for shard, header in catalog.headers(stage, sorted(manifests)).items():
+        for shard, header in catalog.each_header(stage, sorted(manifests)):
             named.add(header.tar)
             if header.revision != int(MANIFEST.fullmatch(manifests[shard].path)[4] or 1):  # committed since the listing
                 named |= {earlier.tar for earlier in catalog.revisions(stage, shard)}
@@ -55,6 +57,8 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
                 found.append(_object("unpinned snapshot", store, info))
     found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
     found += [_object("partial shard", store, info) for info in inventory.partials]
+    claims = [info for infos in inventory.claims.values() for info in infos if now - info.modified > EXPIRY]
+    found += [_object("dead claim", store, info) for info in claims]
     return [one for one in found if now - one.modified > grace]
 
 

@@ -1,13 +1,10 @@
-"""Limits over all shards that are downloaded at a time: URLs in flight, of one host and of all, and bytes of bodies.
-
-One `Hosts` and one `ByteBudget` serve a Downloader. `Hosts` also knows which hosts have fallen silent.
-"""
+"""How many URLs of each host are in flight, over all shards in progress, and which hosts have fallen silent."""
 
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from storage.normalise import Refused
 
@@ -59,22 +56,34 @@ class Hosts:
         self._free = at_once
         self._per_host = per_host
         self._breaker = breaker
-        self._hosts: dict[str, _Host] = {}
-        self._ready: deque[_Host] = deque()  # hosts with a waiting URL and a free slot for it, in turn
+        self._hosts: dict[str, Host] = {}
+        self._ready: deque[Host] = deque()  # hosts with a waiting URL and a free slot for it, in turn
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
         """Waits until a URL of this host may be in flight, and holds the slot."""
-        host = self._host(name)
-        await self._enter(host)
+        host = self.host(name)
+        turn = asyncio.get_running_loop().create_future()
+        host.waiting.append(turn)
+        self._start(host)
         try:
+            await turn
             yield
         finally:
-            self._leave(host)
+            if not turn.cancelled():  # else it was cancelled while it waited
+                self._free += 1
+                host.in_flight -= 1
+                self._start(host)
+
+    def host(self, name: str) -> "Host":
+        """What is known of a host."""
+        if name not in self._hosts:
+            self._hosts[name] = Host(name, min(_INITIAL_LIMIT, self._per_host))
+        return self._hosts[name]
 
     def answered(self, name: str, url: str, began: float, seconds: float) -> None:
         """The host answered completely, with any status. `began`: when requested; `seconds`: until the headers came."""
-        host = self._host(name)
+        host = self.host(name)
         host.answered, host.answered_url, host.failures = True, url, 0
         if began >= host.lowered:
             host.latencies.append(seconds)
@@ -89,103 +98,64 @@ class Hosts:
                 host.limit = min(self._per_host, host.limit + more)
             host.latencies.clear()
             host.complaints = 0
-        self._offer(host)
-        self._start()
+        self._start(host)
 
     def overloaded(self, name: str, began: float, *, must_wait: bool = False) -> None:
         """The host answered a request begun at this time with "too many requests"; must_wait: with Retry-After."""
-        host = self._host(name)
+        host = self.host(name)
         if began >= host.lowered:  # requests that were in flight together count once
             self._lower(host, 1 if must_wait else host.limit // 2)
 
     def complained(self, name: str) -> None:
         """A connection of the host was lost or refused, or it answered 503: a bad page, or too many requests."""
-        self._host(name).complaints += 1
+        self.host(name).complaints += 1
 
     def failed(self, name: str) -> None:
         """A URL of the host timed out after its full deadline, or found no connection."""
-        host = self._host(name)
+        host = self.host(name)
         host.failures += 1
         host.last_failure = asyncio.get_running_loop().time()
-        self._offer(host)
-        self._start()
+        self._start(host)
 
     def url_to_recheck(self, name: str) -> str | None:
         """A URL that the host answered before, if it answered none of the last ones: to be requested again."""
-        host = self._host(name)
+        host = self.host(name)
         return host.answered_url if host.failures >= self._breaker else None
 
     def recheck_failed(self, name: str, url: str) -> None:
         """The URL that the host had answered was requested again and failed."""
-        host = self._host(name)
+        host = self.host(name)
         if host.answered_url == url and host.failures >= self._breaker:
             host.answered_url = None
-            self._offer(host)
-            self._start()
+            self._start(host)
 
     def silent(self, name: str) -> bool:
         """Whether the host answers nothing: its URLs get a short deadline."""
-        return self._silent(self._host(name))
-
-    def last_failure(self, name: str) -> float:
-        """When a URL of the host last failed after its full deadline, by the event loop's clock."""
-        return self._host(name).last_failure
-
-    def recheck_lock(self, name: str) -> asyncio.Lock:
-        """Held while the URL that the host had answered is requested again."""
-        return self._host(name).recheck_lock
-
-    def trial_lock(self, name: str) -> asyncio.Lock:
-        """Held while a URL of the silent host is requested with its full deadline."""
-        return self._host(name).trial_lock
-
-    def _silent(self, host: "_Host") -> bool:
+        host = self.host(name)
         return host.failures >= self._breaker and host.answered_url is None
 
-    def _lower(self, host: "_Host", limit: int) -> None:
+    def _lower(self, host: "Host", limit: int) -> None:
         host.limit = max(1, limit)
         host.lowered = asyncio.get_running_loop().time()
         host.latencies.clear()
         host.complaints = 0
 
-    def _host(self, name: str) -> "_Host":
-        host = self._hosts.get(name)
-        if host is None:
-            host = self._hosts[name] = _Host(min(_INITIAL_LIMIT, self._per_host))
-        return host
-
-    async def _enter(self, host: "_Host") -> None:
-        slot = asyncio.get_running_loop().create_future()
-        host.waiting.append(slot)
-        self._offer(host)
-        self._start()
-        try:
-            await slot
-        except asyncio.CancelledError:
-            if slot.done() and not slot.cancelled():
-                self._leave(host)  # the slot was given to it just before
-            raise
-
-    def _leave(self, host: "_Host") -> None:
-        self._free += 1
-        host.in_flight -= 1
-        self._offer(host)
-        self._start()
-
-    def _has_slot(self, host: "_Host") -> bool:
+    def _has_slot(self, host: "Host") -> bool:
         limit = host.limit
-        if self._silent(host):
+        if self.silent(host.name):
             limit = min(_INITIAL_LIMIT, self._per_host)
         elif not host.answered:  # few URLs should find out whether the host answers
             limit = min(limit, self._breaker - host.failures)
         return host.in_flight < limit
 
-    def _offer(self, host: "_Host") -> None:
+    def _offer(self, host: "Host") -> None:
         if not host.ready and host.waiting and self._has_slot(host):
             host.ready = True
             self._ready.append(host)
 
-    def _start(self) -> None:
+    def _start(self, changed: "Host") -> None:
+        """Give the free slots to waiting URLs; `changed` is a host that may have got room."""
+        self._offer(changed)
         while self._free and self._ready:
             host = self._ready.popleft()
             host.ready = False
@@ -198,11 +168,16 @@ class Hosts:
                 self._offer(host)  # behind all others
 
 
-class _Host:
-    """What is known of one host, and the URLs that wait for it."""
+class Host:
+    """What is known of one host, and the URLs that wait for it.
 
-    def __init__(self, limit: int):
-        self.limit = limit
+    last_failure  when a URL last failed after its full deadline, by the event loop's clock
+    recheck_lock  held while the URL that the host had answered is requested again
+    trial_lock    held while a URL of the silent host is requested with its full deadline
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name, self.limit = name, limit
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.in_flight = self.failures = self.complaints = 0  # failures: in a row; complaints: of this round
         self.answered = self.ready = False
@@ -211,65 +186,3 @@ class _Host:
         self.latencies: list[float] = []  # of this round
         self.medians: deque[float] = deque(maxlen=_ROUNDS)
         self.recheck_lock, self.trial_lock = asyncio.Lock(), asyncio.Lock()
-
-
-class ByteBudget:
-    """Bytes of bodies in memory: while `limit` are held, a body waits before it grows, except the oldest one.
-
-    The oldest body may always grow, so it comes to its end, or to its deadline, and frees its bytes. No two bodies wait
-    for each other, and memory is at most `limit` and one body.
-
-    waiting  bodies that wait to grow
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.held = self.waiting = 0
-        self._shares: dict[ByteShare, None] = {}  # in the order of their first bytes
-        self._released = asyncio.Event()
-
-    @contextmanager
-    def share(self) -> Iterator["ByteShare"]:
-        """The bytes of one body; they are given back at the end."""
-        share = ByteShare(self)
-        try:
-            yield share
-        finally:
-            self.held -= share.held
-            self._shares.pop(share, None)
-            self._released.set()
-            self._released = asyncio.Event()
-
-
-class ByteShare:
-    """The bytes that one body holds of a ByteBudget."""
-
-    def __init__(self, budget: ByteBudget):
-        self._budget = budget
-        self.held = 0
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether the budget has bytes left, or this is the oldest body."""
-        budget = self._budget
-        return budget.held < budget.limit or next(iter(budget._shares)) is self
-
-    @property
-    def delays_others(self) -> bool:
-        """Whether bodies wait, and this is the one that they wait for."""
-        return self._budget.waiting > 0 and next(iter(self._budget._shares), None) is self
-
-    def grow(self, count: int) -> None:
-        """Count `count` bytes more, which were received already."""
-        self._budget._shares.setdefault(self)
-        self._budget.held += count
-        self.held += count
-
-    async def wait_to_grow(self) -> None:
-        """Wait until this body may grow."""
-        self._budget.waiting += 1
-        try:
-            while not self.may_grow:
-                await self._budget._released.wait()
-        finally:
-            self._budget.waiting -= 1

@@ -9,8 +9,8 @@ The folder is untrusted: at most MAX_ROWS rows and MAX_TEXT bytes of a table are
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,12 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.catalog import OK
-from storage.download import STATUSES, CaptionRow, Download, read_file
-from storage.normalise import ImageSettings, Refused, normalise
-from storage.redact import redacted
+from storage.download import STATUSES, CaptionRow, Download, Outcome, read_file, spooled
+from storage.fetch import DownloadSettings
+from storage.normalise import Refused
 from storage.safe_json import parse_json, printable
-from storage.spool import Spool, SpooledImage
+from storage.spool import Spool
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 _BLOCK = 512  # of a tar
@@ -181,52 +180,38 @@ def import_rows(
     rows: Sequence[StoredRow],
     first: int,
     duplicates: Mapping[int, int],
-    settings: ImageSettings,
+    settings: DownloadSettings,
     spool: Spool,
-    on_row: Callable[[str], None] = lambda status: None,
-    threads: int = 2,
 ) -> list[Download]:
-    """One Download per row of one shard, the first of them row `first`; `on_row(status)` after each.
+    """One Download per row of one shard, the first of them row `first`.
 
     duplicates: row -> the first row with the same URL and caption. ValueError if the tar ends early.
     """
-    downloads = []
     wanted = {row.key for number, row in enumerate(rows, first) if row.status == _SUCCESS and number not in duplicates}
-
-    def stored_image(data: bytes | Refused) -> SpooledImage | Refused:
-        if isinstance(data, Refused):
-            return data
-        try:
-            return spool.write(normalise(data, settings))
-        except Refused as refused:
-            return refused
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        outcomes = {}
+    images = {}
+    with ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode") as pool:
         for key, data in _images(folder, rows[0].shard, wanted, settings.max_bytes):
-            outcomes[key] = pool.submit(stored_image, data)
-            if len(outcomes) % 64 == 0:  # so that the images that wait for a thread stay few in memory
-                for future in outcomes.values():
-                    future.result()
-        for number, stored in enumerate(rows, first):
-            row = CaptionRow(number, stored.caption, stored.url)
-            if number in duplicates:
-                item = Download(row, "duplicate", f"of row {duplicates[number]}", None)
-            elif stored.status != _SUCCESS:
-                error = redacted(f"img2dataset: {stored.status}: {stored.error}")
-                item = Download(row, status_of(stored), error[:500], None)
-            elif stored.key not in outcomes:
-                where = f"{folder.name}/{stored.shard} has no image {stored.key}"
-                item = Download(row, "missing_file", f"{where}, though img2dataset says success", None)
-            else:
-                outcome = outcomes[stored.key].result()
-                if isinstance(outcome, Refused):
-                    item = Download(row, outcome.status, outcome.detail[:500], None)
-                else:
-                    item = Download(row, OK, "", outcome)
-            downloads.append(item)
-            on_row(item.status)
+            images[key] = data if isinstance(data, Refused) else pool.submit(spooled, data, settings, spool)
+            if len(images) % 64 == 0:  # so that the images that wait for a thread stay few in memory
+                images = {key: _result(image) for key, image in images.items()}
+    downloads = []
+    for number, stored in enumerate(rows, first):
+        row = CaptionRow(number, stored.caption, stored.url)
+        if number in duplicates:
+            outcome = Refused("duplicate", f"of row {duplicates[number]}")
+        elif stored.status != _SUCCESS:
+            outcome = Refused(status_of(stored), f"img2dataset: {stored.status}: {stored.error}")
+        elif stored.key not in images:
+            where = f"{folder.name}/{stored.shard} has no image {stored.key}"
+            outcome = Refused("missing_file", f"{where}, though img2dataset says success")
+        else:
+            outcome = _result(images[stored.key])
+        downloads.append(Download.of(row, outcome))
     return downloads
+
+
+def _result(image: Outcome | Future[Outcome]) -> Outcome:
+    return image.result() if isinstance(image, Future) else image
 
 
 def status_of(row: StoredRow) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.catalog import MANIFEST_FILE, SHARD_NAME, STAGE_NAME, Catalog
+from storage.claims import CLAIM, Claims
 from storage.manifests import Header
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.runs import STATE, read_state
@@ -46,6 +47,7 @@ class Inventory:
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
         self.partials: list[ObjectInfo] = []
+        self.claims: dict[str, list[ObjectInfo]] = defaultdict(list)  # by path of the stage
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
         self.bests: dict[str, str] = {}  # run -> path
         self.metrics: dict[str, str] = {}
@@ -66,6 +68,8 @@ class Inventory:
                 self.tars[info.path] = info
             elif PARTIAL.fullmatch(info.path):
                 self.partials.append(info)
+            elif found := CLAIM.fullmatch(info.path):
+                self.claims[found[1]].append(info)
         for (name, stage, shard), infos in revisions.items():
             self.manifests[name, stage][shard] = infos[max(infos)]
             if len(infos) > 1:
@@ -102,11 +106,12 @@ class Inventory:
         try:
             pins = []
             # A detector's training reads no shards: its `data` is the hash of its annotations.
-            if isinstance(data := state.get("data"), dict):
+            datasets = [] if isinstance(state.get("data"), str) else state.get("data") or []
+            for data in datasets:
                 for entry in data["snapshots"]:
                     names = data["dataset"], data["stage"], entry["snapshot"]
                     pins.append(Pin(run, step, *names, f"epoch {entry['epoch']} on"))
-            if (held := state.get("held_out")) is not None:
+            for held in state.get("held_out") or []:
                 pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -117,12 +122,18 @@ class Inventory:
 
 
 def status(store: ObjectStore) -> list[str]:
-    """Stages, snapshots and what the newest checkpoint of each training run pins, as tables."""
-    inventory = Inventory(store)
+    """Stages, who is at work on them, snapshots and what the newest checkpoint of each training run pins, as tables."""
+    inventory, now = Inventory(store), store.now()
     stages, snapshots = [], []
+    working = [
+        (*stage.split("/", 1), claim.shard, claim.worker, date_of(claim.since), f"{(now - claim.since) / 60:.0f}")
+        for stage in sorted(inventory.claims)
+        for _, claim in sorted(Claims(store, stage).found().items())
+        if claim.is_live(now)
+    ]
     for (dataset, stage), found in sorted(inventory.manifests.items()):
         size, statuses = sum(info.size for info in found.values()), Counter()
-        for header in Catalog(store, dataset).headers(stage, sorted(found)).values():
+        for _, header in Catalog(store, dataset).each_header(stage, sorted(found)):
             size += header.tar_bytes
             statuses.update(header.statuses)
         by_status = ", ".join(f"{name} {count:,}" for name, count in sorted(statuses.items()))
@@ -139,6 +150,7 @@ def status(store: ObjectStore) -> list[str]:
     ]
     lines = aligned(("dataset", "stage", "shards", "rows", "MB", "rows by status"), stages)
     for names, rows in (
+        (("dataset", "stage", "shard", "worker", "at work since (UTC)", "minutes"), working),
         (("dataset", "stage", "snapshot", "shards", "samples", "MB", "written (UTC)"), snapshots),
         (("run", "step", "dataset", "stage", "snapshot", "for"), pins),
     ):

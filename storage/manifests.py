@@ -150,6 +150,11 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
     ok = iter([(span.offset, span.length, *fact) for span, fact in zip(spans, facts, strict=True)])
     lines = [(r.row, r.key, r.status, r.detail, r.url, *(next(ok) if r.status == OK else _NULLS)) for r in rows]
     columns = [pa.array([line[i] for line in lines], type=field.type) for i, field in enumerate(SCHEMA)]
+    return table_bytes(pa.Table.from_arrays(columns, schema=SCHEMA), header)
+
+
+def table_bytes(table: pa.Table, header: dict) -> bytes:
+    """The manifest with these rows, a table of SCHEMA, and this header."""
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     sink = io.BytesIO()
     with pq.ParquetWriter(
@@ -162,7 +167,7 @@ def manifest_bytes(rows: Sequence[Row], spans: Sequence[Span], facts: Sequence[t
         use_dictionary=["status", "detail"],
         write_statistics=True,
     ) as writer:
-        writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=max(1, len(lines)))
+        writer.write_table(table, row_group_size=max(1, len(table)))
         writer.add_key_value_metadata({"manifest": text, OWN_SHA256: BLANK})
     data = bytearray(sink.getvalue())
     seal(data)

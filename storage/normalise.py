@@ -10,6 +10,7 @@ import io
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -46,7 +47,7 @@ FILE_FORMATS = (*_MAGIC, *sorted({"AVIF", "JPEG2000", "TIFF"} & Image.OPEN.keys(
 
 # What this machine may run out of, and what to do. These errors are not a row's status.
 _RUN_OUT = dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`, or lower concurrency")
-_RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency, max_bytes_in_flight or decode_threads")
+_RUN_OUT |= dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), "lower concurrency or decode_threads")
 _RUN_OUT |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
 
 _ORIENTATION = 0x0112
@@ -70,6 +71,11 @@ class Refused(Exception):
         super().__init__(status, detail)
         self.status = status
         self.detail = detail
+
+    def bare(self) -> Self:
+        """The same without its traceback, whose frames hold the image's bytes."""
+        self.__traceback__ = self.__cause__ = self.__context__ = None
+        return self
 
 
 def run_out(error: BaseException) -> str:

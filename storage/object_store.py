@@ -9,10 +9,12 @@ import contextlib
 import functools
 import io
 import itertools
+import math
 import os
 import random
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,9 @@ _FOLDERS = 100  # attempts to make a folder that others remove at the same time
 _ATTEMPTS = 5  # of a conditional put that S3 answers with 409, and of a download that ends early
 # botocore sends checksums that S3 does not require over https as a trailer, which Ceph and others refuse.
 _CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
+_REFUSED = (400, 401, 403)  # statuses of requests whose credentials are wrong or have expired, among others
+_SKEW = 600.0  # seconds of difference between the clocks from which on it is named; servers refuse 900
+_RENEWED = 60.0  # seconds for which a refusal may come from credentials that were replaced meanwhile
 
 
 # What can be put: bytes, a file, or several views of bytes, which are not joined in memory.
@@ -335,8 +340,10 @@ def _opened_new(file: Path) -> BinaryIO:
             file.parent.mkdir(parents=True, exist_ok=True)
             opened = file.open("xb")
             break
-        except FileNotFoundError:  # another process removed the last file of the folder, and the folder with it
-            if not left:
+        # Another process removed the last file of the folder, and the folder with it: before the file was made, or
+        # while mkdir looked whether what stands there is a folder.
+        except (FileNotFoundError, FileExistsError):
+            if not left or file.exists():
                 raise
     for folder in made:
         _sync_folder(folder.parent)
@@ -398,6 +405,51 @@ class _Joined(io.RawIOBase):
         return written
 
 
+class _Credentials:
+    """The credentials that boto3 finds, looked up again when a server refuses them: another program may have renewed
+    their file. botocore itself renews those whose source tells when they expire.
+
+    resolver: botocore's, which this replaces as a session's component `credential_provider`.
+    """
+
+    def __init__(self, resolver: Any):
+        self._resolver, self._found = resolver, resolver.load_credentials()
+        self._lock, self._replaced = threading.Lock(), -math.inf
+
+    def load_credentials(self) -> "_Credentials | None":
+        return self if self._found else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def retry(self, response: tuple | None, attempts: int, **_: object) -> float | None:
+        """botocore's question after each request: the seconds after which to repeat it, None for not at all."""
+        if response is None or response[0].status_code not in _REFUSED or attempts > _ATTEMPTS or not self._found:
+            return None
+        with self._lock:
+            if time.monotonic() - self._replaced > _RENEWED:
+                found = self._resolver.load_credentials()
+                if found is None or found.get_frozen_credentials() == self._found.get_frozen_credentials():
+                    return None
+                self._found, self._replaced = found, time.monotonic()
+        return 0.0
+
+
+def _advice(answer: dict) -> str:
+    """What to do about an answer of a status in _REFUSED; servers do not tell a wrong key from an expired token."""
+    metadata = answer["ResponseMetadata"]
+    if date := metadata["HTTPHeaders"].get("date"):
+        ahead = time.time() - parsedate_to_datetime(date).timestamp()
+        if abs(ahead) > _SKEW:
+            return (
+                f"set this machine's clock, which is {abs(ahead) / 60:.0f} minutes {'ahead' if ahead > 0 else 'behind'}"
+            )
+    return (
+        "check the credentials (AWS_ACCESS_KEY_ID, ~/.aws), renew their session token if it has expired, and give them "
+        "access to the bucket"
+    )
+
+
 class S3Store:
     """Objects in a bucket; endpoint, region and credentials as boto3 finds them (AWS_ENDPOINT_URL, ~/.aws, ...).
 
@@ -432,9 +484,11 @@ class S3Store:
             client.head_bucket(Bucket=self.bucket)
         except (BotoCoreError, ClientError, ValueError) as error:  # ValueError: an endpoint that is no URL
             status = error.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(error, ClientError) else None
-            advice = {404: "create the bucket", 403: "give these credentials access to the bucket"}.get(
-                status, "check AWS_ENDPOINT_URL, the network and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
-            )
+            advice = "check AWS_ENDPOINT_URL, the network and the credentials (AWS_ACCESS_KEY_ID, ~/.aws)"
+            if status == 404:
+                advice = "create the bucket"
+            elif status in _REFUSED:
+                advice = _advice(error.response)
             raise StorageUnreachable(
                 f"cannot reach bucket {self.bucket!r} at {redacted(endpoint)} (root {self.root}): "
                 f"{redacted(str(error))}. To go on: {advice}",
@@ -472,14 +526,8 @@ class S3Store:
         if isinstance(data, bytes):
             self._call("put_object", path, Key=key, Body=data)
             return True
-        from boto3.exceptions import S3UploadFailedError
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            with data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
-                self._client().upload_fileobj(file, self.bucket, key)  # in parts if it is large
-        except (S3UploadFailedError, BotoCoreError, ClientError) as error:
-            raise self._lost("upload", path, error) from error
+        with self._errors("upload", path), data.open("rb") if isinstance(data, Path) else _Joined(data) as file:
+            self._client().upload_fileobj(file, self.bucket, key)  # in parts if it is large
         return True
 
     def _put_if_absent(self, path: str, data: Content) -> bool:
@@ -531,15 +579,11 @@ class S3Store:
         return True
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        more = {"Prefix": self._prefix + _checked_prefix(prefix)}
-        while more:
-            page = self._call("list_objects_v2", prefix, **more)
+        for page in self._pages("list_objects_v2", prefix, Prefix=self._prefix + _checked_prefix(prefix)):
             for entry in page.get("Contents", []):
                 path = entry["Key"].removeprefix(self._prefix)
                 if path and not _hidden(path):
                     yield ObjectInfo(path, entry["Size"], entry["LastModified"].timestamp())
-            token = page.get("NextContinuationToken")
-            more = {**more, "ContinuationToken": token} if token else None
 
     def delete(self, path: str) -> None:
         self._call("delete_object", path, Key=self._key(path))
@@ -557,21 +601,17 @@ class S3Store:
 
     def leftovers(self) -> Iterator[Leftover]:
         """Uploads in parts that were never completed: not in a list, but paid for."""
-        more = {"Prefix": self._prefix}
-        while more:
-            page = self._call("list_multipart_uploads", "", **more)
+        for page in self._pages("list_multipart_uploads", "", Prefix=self._prefix):
             for upload in page.get("Uploads", []):
                 key, number = upload["Key"], upload["UploadId"]
                 try:
-                    parts = self._call("list_parts", "", Key=key, UploadId=number).get("Parts", [])
+                    pages = self._pages("list_parts", "", Key=key, UploadId=number)
+                    size = sum(part["Size"] for parts in pages for part in parts.get("Parts", []))
                 except ObjectMissing:
                     continue  # completed since
-                size = sum(part["Size"] for part in parts)
                 remove = functools.partial(self._call, "abort_multipart_upload", "", Key=key, UploadId=number)
                 name = f"s3://{self.bucket}/{key} (upload {number})"
                 yield Leftover(name, size, upload["Initiated"].timestamp(), remove)
-            markers = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
-            more = {"Prefix": self._prefix, **markers} if page.get("IsTruncated") else None
 
     def _key(self, path: str) -> str:
         return self._prefix + _checked(path)
@@ -592,19 +632,37 @@ class S3Store:
             session_vars={name: (name, f"AWS_{name.upper()}", "when_required", None) for name in _CHECKSUMS}
         )
         session.register_component("data_loader", _loader())
-        return boto3.session.Session(botocore_session=session).client("s3", config=config)
+        credentials = _Credentials(session.get_component("credential_provider"))
+        session.register_component("credential_provider", credentials)
+        client = boto3.session.Session(botocore_session=session).client("s3", config=config)
+        client.meta.events.register("needs-retry.s3", credentials.retry)
+        return client
 
     def _call(self, operation: str, path: str, **arguments) -> dict:
-        """One request; botocore's errors become ours."""
+        """One request."""
+        with self._errors(operation, path):
+            return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
+
+    def _pages(self, operation: str, path: str, **arguments) -> Iterator[dict]:
+        """The answers of a request for a list, which S3 gives in pages."""
+        with self._errors(operation, path):
+            yield from self._client().get_paginator(operation).paginate(Bucket=self.bucket, **arguments)
+
+    @contextlib.contextmanager
+    def _errors(self, operation: str, path: str) -> Iterator[None]:
+        """botocore's errors become ours."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            return getattr(self._client(), operation)(Bucket=self.bucket, **arguments)
+            yield
         except ClientError as error:
             if error.response["Error"]["Code"] in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
                 raise ObjectMissing(f"there is no object {path} under {self.root}") from error
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            raise StorageUnreachable(f"{operation} of {self.where(path)}: {redacted(str(error))}", status) from error
+            message = f"{operation} of {self.where(path)}: {redacted(str(error))}"
+            if status in _REFUSED:
+                message += f". To go on: {_advice(error.response)}; then run again: what is committed stays"
+            raise StorageUnreachable(message, status) from error
         except BotoCoreError as error:
             raise self._lost(operation, path, error) from error
 

@@ -237,11 +237,13 @@ class ShardSamples:
 
     def _check_sizes(self) -> None:
         """ValueError if a tar is missing or too short. One listing at the start is better than an error after hours."""
-        ends = np.zeros(len(self.index.tars), np.int64)
-        np.maximum.at(ends, self.index.shard, self.index.offset + self.index.length)
-        folders = {tar.rpartition("/")[0] for tar in self.index.tars}
+        index = self.index
+        # Samples lie in their tar in the order of the index: the last one has its end.
+        last = np.searchsorted(index.shard, np.arange(len(index.tars), dtype=index.shard.dtype), "right") - 1
+        ends = index.offset[last] + index.length[last]
+        folders = {tar.rpartition("/")[0] for tar in index.tars}
         sizes = {info.path: info.size for folder in sorted(folders) for info in self.store.list(f"{folder}/")}
-        for tar, end in zip(self.index.tars, ends.tolist(), strict=True):
+        for tar, end in zip(index.tars, ends.tolist(), strict=True):
             if sizes.get(tar, 0) < end and (tar in sizes or not self._reaches(tar, end)):
                 raise ValueError(
                     f"{self.store.where(tar)} has {sizes.get(tar, 0)} bytes, but its manifest needs {end}: it is torn "

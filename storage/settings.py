@@ -6,6 +6,7 @@ docstring below a field, or from the comment beside it.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,7 @@ import math
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -106,6 +107,8 @@ def as_text(value: Any) -> str:
         return "none"
     if isinstance(value, tuple):
         return ",".join(map(as_text, value))
+    if isinstance(value, Mapping):
+        return ",".join(name if one is None else f"{name}:{as_text(one)}" for name, one in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -161,16 +164,33 @@ def _parse(text: str, wanted: Any, whole: str) -> Any:
     if kind is tuple:
         item = inner[0]
         return tuple(_parse(part, item, whole) for part in text.split(",") if part)
+    if kind is Mapping:
+        return _parse_mapping(text, inner[1], whole)
     if wanted is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if wanted in (int, float, str):
-        try:
-            return int(float(text)) if wanted is int and float(text).is_integer() else wanted(text)
-        except ValueError:
-            raise ValueError(f"{whole}={text}: {text!r} is no {wanted.__name__}") from None
+        with contextlib.suppress(ValueError):
+            return wanted(text)
+        with contextlib.suppress(ValueError):
+            if wanted is int and float(text).is_integer():  # as 1e3
+                return int(float(text))
+        raise ValueError(f"{whole}={text}: {text!r} is no {wanted.__name__}")
     if wanted is bool:
         raise ValueError(f"{whole}={text}: it must be true or false")
     raise ValueError(f"{whole}={text}: it takes a {wanted}, which the command line cannot give; set its fields")
+
+
+def _parse_mapping(text: str, wanted: Any, whole: str) -> dict[str, Any]:
+    """`name:value,name:value`; a value that may be None may be left out."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, separator, value = part.partition(":")
+        if name in found:
+            raise ValueError(f"{whole}={text}: {name} is there twice; name each once")
+        if not separator and type(None) not in typing.get_args(wanted):
+            raise ValueError(f"{whole}={text}: {name} has no value; write {name}:value")
+        found[name] = _parse(value, wanted, whole)
+    return found
 
 
 def override_values(config: Any, values: dict[str, Any]) -> Any:
@@ -224,6 +244,8 @@ def _fits(value: Any, wanted: Any) -> bool:
         return value in inner
     if kind is tuple:
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    if kind is Mapping:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
     if inner:  # of several types
         return any(value is None if option is type(None) else _fits(value, option) for option in inner)
     if wanted is float:
@@ -309,6 +331,9 @@ def _kind(wanted: Any) -> str:
         return ",".join([_kind(inner[0])] * (1 if inner[-1] is ... else len(inner))) + (
             ",..." if inner[-1] is ... else ""
         )
+    if kind is Mapping:
+        number, *optional = typing.get_args(inner[1]) or (inner[1],)
+        return f"name[:{_kind(number)}],..." if optional else f"name:{_kind(number)},..."
     if inner:
         return " | ".join("none" if one is type(None) else _kind(one) for one in inner)
     return {str: "text", bool: "true | false"}.get(wanted, wanted.__name__)

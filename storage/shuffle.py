@@ -1,6 +1,7 @@
 """The order in which a run sees its samples: a pure function of (seed, epoch), whatever the ranks and workers."""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -96,3 +97,26 @@ def take(consumed: int, count: int, seed: int, stream: int, n: int) -> list[tupl
         positions = np.arange(max(0, consumed - epoch * n), min(n, consumed + count - epoch * n))
         taken += [(epoch, number) for number in shuffled(positions, seed, stream, epoch, n).tolist()]
     return taken
+
+
+def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Several sequences as one: for each of the `count` slots after the first `consumed` ones, the number of the
+    sequence that it takes, and which draw of that sequence it is. Two int64 [count].
+
+    Draw k of a sequence with the share s of all weights is due at time (k + 1/2) / s, and slots are in the order of
+    these times, as Sainte-Laguë's rule deals out seats. Of equal times the earlier sequence comes first. So after any
+    number of slots each sequence has had its share of them, to about half the number of sequences. Where the weights
+    are the sequences' lengths, their epochs end together.
+
+    Any window is computed alone. weights: positive.
+    """
+    shares = np.array(weights, np.float64) / sum(weights)
+    # Up to time t at most t * s + 1/2 draws of a sequence are due, together t and half a slot a sequence. So those due
+    # by this time are among the first `consumed` slots. Start one draw
+    # earlier in each sequence, in case a time was rounded up.
+    time = max(0.0, consumed - len(shares) / 2)
+    before = np.maximum(0, np.floor(time * shares + 0.5).astype(np.int64) - 1)
+    first = consumed - int(before.sum())  # of the window's slots, among the draws that are compared
+    draws = before[:, None] + np.arange(first + count)
+    order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
+    return order // draws.shape[1], draws.ravel()[order]

@@ -5,19 +5,20 @@
 A training pins one and reads the offsets of its samples from that file alone. docs/formats.md is the contract.
 """
 
+import contextlib
 import hashlib
 import io
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage import index_file
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
 from storage.manifests import Header
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
@@ -57,16 +58,16 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """The spans of the S samples of a snapshot, by shard and then in the order of the rows: 14 bytes a sample.
+    """The spans of the S samples of a snapshot, by shard and then in the order of the rows: 16 bytes a sample.
 
     tars        path of each tar relative to the root; shards without a tar are left out
     tar_sha256  of each tar, 64 hex
     tar_bytes   size of each tar
-    shard       uint16 [S]  (uint32 above 65,536 tars) which of `tars`
+    shard       uint32 [S]  which of `tars`
     offset      int64  [S]  bytes
     length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
 
-    The arrays are read-only, so that forked workers share them.
+    The arrays are read-only. All processes of a machine share those of a large snapshot: storage/index_file.py.
     """
 
     snapshot: Snapshot
@@ -128,7 +129,9 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
     ) as writer:
         waiting, rows = [], 0
         for header, table in shards:
-            headers.append(header)
+            # Of the meta, kilobytes a shard, what snapshot_of needs.
+            meta = {name: value for name, value in header.meta.items() if name == "random_init"}
+            headers.append(replace(header, meta=meta))
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
             columns = [number, *(table[name] for name in SNAPSHOT_SCHEMA.names[1:])]
             waiting.append(pa.Table.from_arrays(columns, schema=SNAPSHOT_SCHEMA))
@@ -169,25 +172,29 @@ def read_snapshot(store: ObjectStore, path: str) -> tuple[Snapshot, list[dict]]:
 
     ValueError names a file that is missing, damaged, of another version or under another name.
     """
-    with _Opened(store, path) as file:
+    with _opened(store, path) as file:
         return _footer(file, store.where(path), path)
 
 
 def read_index(store: ObjectStore, path: str) -> ShardIndex:
     """The spans of all samples of a snapshot, from its file alone; errors as of read_snapshot."""
-    with _Opened(store, path) as file:
+    with _opened(store, path) as file:
         snapshot, shards = _footer(file, store.where(path), path)
         shards = [shard for shard in shards if shard["tar"] is not None]
-        counts = [shard["rows"] for shard in shards]
-        offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
-        start = 0
-        for table in _groups(file, store.where(path), ["offset", "length"]):
-            offset[start : start + len(table)] = table["offset"].to_numpy()
-            length[start : start + len(table)] = table["length"].to_numpy()
-            start += len(table)
-    number = np.repeat(np.arange(len(shards), dtype=np.uint32 if len(shards) > 2**16 else np.uint16), counts)
-    for array in (number, offset, length):
-        array.setflags(write=False)
+
+        def spans() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            offset, length = np.empty(snapshot.ok_rows, np.int64), np.empty(snapshot.ok_rows, np.int32)
+            start = 0
+            for table in _groups(file, store.where(path), ["offset", "length"]):
+                offset[start : start + len(table)] = table["offset"].to_numpy()
+                length[start : start + len(table)] = table["length"].to_numpy()
+                start += len(table)
+            number = np.repeat(np.arange(len(shards), dtype=np.uint32), [shard["rows"] for shard in shards])
+            for array in (offset, length, number):
+                array.setflags(write=False)
+            return offset, length, number
+
+        offset, length, number = index_file.shared(snapshot.id, snapshot.ok_rows, spans)
     folder = path.rpartition("/snapshots/")[0]
     return ShardIndex(
         snapshot=snapshot,
@@ -204,7 +211,7 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
 
 def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     """These columns of a snapshot, a row group at a time; errors as of read_snapshot."""
-    with _Opened(store, path) as file:
+    with _opened(store, path) as file:
         yield from _groups(file, store.where(path), columns)
 
 
@@ -247,35 +254,20 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
 _WAY_OUT = "put it back as it was, or start another run, which pins a new one"
 
 
-class _Opened:
-    """A Parquet file of the storage; what goes wrong while it is open is recorded as a ValueError that names it."""
-
-    def __init__(self, store: ObjectStore, path: str):
-        self._store, self._path = store, path
-
-    def __enter__(self) -> pq.ParquetFile:
-        try:
-            return self._open()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-
-    def _open(self) -> pq.ParquetFile:
-        local = self._store.local_path(self._path)
-        if local is not None:
-            return pq.ParquetFile(local, memory_map=True, page_checksum_verification=True)
+@contextlib.contextmanager
+def _opened(store: ObjectStore, path: str) -> Iterator[pq.ParquetFile]:
+    """A Parquet file of the storage; what goes wrong while it is open is a ValueError that names it."""
+    where, local = store.where(path), store.local_path(path)
+    try:
         # pre_buffer: neighbouring columns in one request.
-        ranges = _Ranges(self._store, self._path)
-        return pq.ParquetFile(ranges, pre_buffer=True, page_checksum_verification=True)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        where = self._store.where(self._path)
-        if isinstance(error, ObjectMissing | FileNotFoundError):
-            raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
-        if isinstance(error, StorageUnreachable):
-            return
-        if isinstance(error, pa.ArrowException | OSError | UnicodeDecodeError):
-            raise ValueError(f"{where} is damaged ({error}); {_WAY_OUT}") from error
+        source = {"source": _Ranges(store, path), "pre_buffer": True} if local is None else {"source": local}
+        yield pq.ParquetFile(**source, memory_map=local is not None, page_checksum_verification=True)
+    except StorageUnreachable:
+        raise
+    except (ObjectMissing, FileNotFoundError) as error:
+        raise ValueError(f"{where} is gone; {_WAY_OUT}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is damaged ({error}); {_WAY_OUT}") from error
 
 
 class _Ranges(io.RawIOBase):

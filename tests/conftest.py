@@ -1,5 +1,6 @@
 """Prefect with a home of its own, set before anything imports it, and one server for all tests that need one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,14 +12,18 @@ from pathlib import Path
 import hypothesis
 import pytest
 import yaml
+from captioned import captioned_scenes
+from ceph import Gateway, ceph
 from operated import ENDED, Operated, operated, tiny_pipeline
-from s3 import s3_server
+from s3 import SETTINGS, environment, s3_server
+from web import Web
 
-from demo.__main__ import RUN_PIPELINE, write_deployments
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
+from demo.deployments import PIPELINE, write_deployments
 from demo.serve import DemoServer, free_port
 from flows.settings import quiet_prefect
 from storage.catalog import Catalog
+from storage.collect import collect
 from storage.object_store import open_store
 
 _home = tempfile.TemporaryDirectory(prefix="prefect-home-")  # removed when the interpreter ends
@@ -54,18 +59,60 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """The endpoint of an S3 with an empty bucket `bucket`."""
+def moto() -> Iterator[dict[str, str]]:
+    """The environment of an S3 with an empty bucket `bucket`."""
     with s3_server("bucket") as endpoint:
+        yield SETTINGS | {"AWS_ENDPOINT_URL": endpoint}
+
+
+@pytest.fixture(scope="session")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Ceph's S3, with a bucket `bucket`, for all tests marked `far`."""
+    with ceph(tmp_path_factory.mktemp("ceph") / "ceph", "bucket") as gateway:
+        yield gateway
+
+
+@contextlib.contextmanager
+def _bucket(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The endpoint of the S3 that a fixture's parameter names, which boto3 finds meanwhile."""
+    if request.param == "moto":
+        variables = request.getfixturevalue("moto")
+    else:
+        variables = request.getfixturevalue("radosgw").variables(request.param.split()[1])
+    with environment(**variables):
+        yield variables["AWS_ENDPOINT_URL"]
+
+
+_FAR = [pytest.param(f"radosgw {scheme}", marks=pytest.mark.far) for scheme in ("http", "https")]
+
+
+@pytest.fixture(params=["moto", _FAR[0]])
+def s3(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The endpoint of an S3 with a bucket `bucket`."""
+    with _bucket(request) as endpoint:
         yield endpoint
 
 
-@pytest.fixture(params=["folder", "s3"])
-def catalog(request, tmp_path) -> Catalog:
-    """An empty catalog, in a folder and in the bucket."""
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-    root = {"folder": str(tmp_path / "root"), "s3": f"s3://bucket/{tmp_path.name}"}[request.param]
+@pytest.fixture(params=["folder", "moto", *_FAR])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty root: a folder that does not exist yet, or in a bucket."""
+    if request.param == "folder":
+        yield str(tmp_path / "new" / "root")
+        return
+    with _bucket(request):
+        yield f"s3://bucket/{tmp_path.name}/root"
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    """A server of web.py for the tests of a module."""
+    with Web() as server:
+        yield server
+
+
+@pytest.fixture
+def catalog(root: str) -> Catalog:
+    """An empty catalog, in a folder and in buckets."""
     return Catalog(open_store(root), "captions")
 
 
@@ -83,7 +130,7 @@ def served(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """
     folder = tmp_path_factory.mktemp("served")
     file = folder / "prefect.yaml"
-    write_deployments(file, tiny_pipeline(demo_data, folder / "root"))
+    write_deployments(file, tiny_pipeline(demo_data, folder / "root"), demo_data)
     project = yaml.safe_load(file.read_text())
     (scheduled,) = (one for one in project["deployments"] if one["name"] == "scheduled")
     scheduled["parameters"]["root"] = str(folder / "scheduled")
@@ -111,7 +158,7 @@ def prefect_server(served: Operated) -> Iterator[None]:
 def pipeline_run(served: Operated) -> subprocess.CompletedProcess:
     """The pipeline, run and watched as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "prefect", *RUN_PIPELINE],
+        [sys.executable, "-m", "prefect", "deployment", "run", PIPELINE, "--watch"],
         env=os.environ | served.variables,
         capture_output=True,
         text=True,
@@ -134,8 +181,16 @@ def pipeline_rerun(pipeline_run: subprocess.CompletedProcess, served: Operated) 
 
 
 @pytest.fixture(scope="session")
+def collected(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the captioned scenes collected; to be copied, not changed."""
+    root = tmp_path_factory.mktemp("collected")
+    collect(str(root), captioned_scenes(demo_data), lambda line: None)
+    return root
+
+
+@pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoData]:
-    """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ pictures; served while the tests run."""
+    """24 captioned scenes and 8 broken rows, 8 held out, 16 RefCOCO+ images; served while the tests run."""
     settings = DemoDataSettings(
         train_scenes=24, held_out_scenes=8, broken_rows=8, text_lines=60, task_train=7, task_held_out=3
     )

@@ -9,7 +9,7 @@ from storage.object_store import open_store
 from training.distributed import World
 from vlbert.data.batch import Batch
 from vlbert.data.corpus import TextCorpus
-from vlbert.data.loading import TrainingData
+from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.samples import open_samples
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.tasks import make_task
@@ -28,7 +28,8 @@ def training_data(root, rank: int = 0, size: int = 1, **changes) -> TrainingData
     task = make_task(recipe.task, vocabulary, samples.sample(0).regions.num_classes)
     corpus = TextCorpus(root / "text", vocabulary)
     questions = task.examples(samples, None)
-    return TrainingData(samples, questions, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+    datasets, world = [TrainingDataset(samples, questions)], World(rank, size, CPU)
+    return TrainingData(datasets, task, config, TINY_MODEL.regions, world, corpus)
 
 
 def captions(batch: Batch) -> list[str]:
@@ -38,12 +39,14 @@ def captions(batch: Batch) -> list[str]:
 def rows_in_order(batch: Batch) -> list[tuple[str, tuple]]:
     """The key of each sample, and everything that it became apart from padding."""
     rows, image_of = [], {row: i for i, row in enumerate(batch.image_rows.tolist())}
+    labelled = batch.labelled["word_label_mask"] % batch.tokens.shape[1]
+    labelled = labelled.split(batch.sizes.labelled["word_label_mask"])
     for i, key in enumerate(batch.keys):
         words, regions = batch.text_mask[i], batch.region_mask[i]
         pixels = batch.image(image_of[i]).sum().item() if i in image_of else 0
         row = (
             batch.tokens[i][words].tolist(),
-            batch.label_masks["word_label_mask"][i][words].tolist(),
+            labelled[i].tolist(),
             batch.boxes[i][regions].tolist(),
             batch.region_masked[i][regions].tolist(),
             pixels,

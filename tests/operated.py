@@ -1,4 +1,4 @@
-"""`python -m flows.serve` as a user has it, on a free port, and what a test asks its server and the machine."""
+"""`python -m flows.serve` on a free port, with its server and processes for tests to query."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-import demo.__main__ as demo
 from demo.data import DemoData
+from demo.deployments import as_json, flow_parameters
 from demo.serve import free_port
 from detectors.config import DetectionConfig
 from flows.serve import end_of
@@ -31,7 +31,7 @@ class Operated:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What Prefect's command line is told."""
+        """The environment of Prefect's command line."""
         return quiet_prefect(self.home) | {"PREFECT_API_URL": f"{self.url}/api"}
 
     def ask(self, method: str, path: str, **json: object) -> object:
@@ -39,8 +39,8 @@ class Operated:
         for _ in range(5):
             answer = httpx.request(method, f"{self.url}/api{path}", json=json or None, timeout=60, trust_env=False)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                break  # else its database is busy: ask again, as Prefect's own client does
-            time.sleep(1)
+                break
+            time.sleep(1)  # its database is busy: ask again, as Prefect's own client does
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
@@ -77,7 +77,7 @@ class Operated:
         return [*found, *(deeper for child in found for deeper in self.below(child["id"]))]
 
     def listen(self) -> Callable[[], list[str]]:
-        """A function that gives what flows have printed since now: also the last words, which the server may lack."""
+        """A function that gives what flows have printed since now: also the last lines, which the server may lack."""
         log = self.home / "worker.log"
         start = log.stat().st_size
         return lambda: log.read_bytes()[start:].decode(errors="replace").splitlines()
@@ -85,12 +85,12 @@ class Operated:
     def logs(self, run: str) -> list[str]:
         """What the run and those below it have logged, in order of time."""
         runs = [run, *(child["id"] for child in self.below(run))]
-        said = [
+        lines = [
             line
             for one in runs
             for line in self.ask("POST", "/logs/filter", logs={"flow_run_id": {"any_": [one]}}, limit=200)
         ]
-        return [line["message"] for line in sorted(said, key=lambda line: line["timestamp"])]
+        return [line["message"] for line in sorted(lines, key=lambda line: line["timestamp"])]
 
     def processes(self, run: str) -> dict[int, str]:
         """Process id and command line of all that works for the run: children inherit the variable that names it."""
@@ -143,13 +143,13 @@ def operated(home: Path, deployments: Path) -> Iterator[Operated]:
 
 
 def tiny_pipeline(demo_data: DemoData, root: Path, processes: int = 1) -> dict:
-    """What `make demo` tells the flow pretrain-vlbert, as JSON: shards of ten, four steps a run, one fine-tuning."""
-    parameters = demo.flow_parameters(root, demo_data, seed=0, processes=processes)
+    """The parameters of `make demo`, made small: shards of ten, four steps a run, one fine-tuning."""
+    parameters = flow_parameters(root, demo_data, seed=0, processes=processes)
     steps = ["steps=4", "log_every=1", "validate_every=4", "validation_samples=8", "data.batch=4"]
     for dataset in parameters["datasets"]:
         annotations = demo_data.refcoco_instances if dataset["images"] else demo_data.annotations
         detector = DetectionConfig("annotated", annotations=str(annotations))  # loads no network: seconds a dataset
-        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": demo.as_json(DetectionConfig, detector)}
+        dataset |= {"rows_per_shard": 10, "shards_per_task": 2, "detector": as_json(DetectionConfig, detector)}
         dataset["download"]["deadline"] = 1.5
     parameters["finetunings"] = parameters["finetunings"][:1]
     parameters["pretraining"]["overrides"] += [*steps, "data.text_batch=2"]

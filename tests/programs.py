@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from places import PROJECT
@@ -30,3 +31,35 @@ def torchrun(root: Path, name: str, processes: int, *more: str, **changes) -> su
     command += ["-m", "vlbert.train", *command_line(root, name, *more, **changes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def launched(
+    folder: Path,
+    program: str,
+    *arguments: object,
+    processes: int = 2,
+    options: Sequence[str] = ("--standalone",),
+    **environment: str,
+) -> subprocess.Popen:
+    """torchrun of a program's text, in the folder."""
+    (folder / "rank.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={processes}", "rank.py"]
+    paths = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
+    """Its exit status, stdout and stderr."""
+    try:
+        printed, errors = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, printed, errors

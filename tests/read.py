@@ -1,4 +1,4 @@
-"""Committed samples, and a store that counts what is read of it."""
+"""Committed samples, read by number."""
 
 from tiny import DETECTOR
 
@@ -12,21 +12,6 @@ COUNT = 40  # samples, 16 a shard
 
 
 STAGE = f"regions/{DETECTOR}"
-
-
-class Counted:
-    """Real objects, whose range requests for tars are written down."""
-
-    def __init__(self, store: ObjectStore):
-        self._store, self.ranges = store, []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def get_range(self, path: str, offset: int, length: int) -> bytes:
-        if path.endswith(".tar"):
-            self.ranges.append((path, offset, length))
-        return self._store.get_range(path, offset, length)
 
 
 def samples_of(store: ObjectStore, **settings: ShardCache | float) -> ShardSamples:

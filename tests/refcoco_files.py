@@ -3,7 +3,6 @@
 import json
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
@@ -42,8 +41,3 @@ def change_refs(folder: Path, change: object) -> None:
     refs = pickle.loads(file.read_bytes())
     change(refs)
     file.write_bytes(pickle.dumps(refs, protocol=0))
-
-
-def urls(samples: list) -> SimpleNamespace:
-    """All that the task asks of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])

@@ -1,18 +1,21 @@
 """Files as the authors' code saves them, by the key lists of the shared folder, in a small size."""
 
+import functools
 import json
+import re
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from places import SHARED
+from places import DATA, SHARED
 from torch import Tensor
 
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
 KEY_LISTS = SHARED / "parity" / "vlbert" / "state_dict_keys.json"
+VILBERT = DATA / "vilbert"
 KINDS = (
     "pretrain_base_e2e",
     "pretrain_base_prec",
@@ -21,6 +24,7 @@ KINDS = (
     "vqa_base",
     "refcoco_base",
 )
+needs_vilbert = pytest.mark.skipif(not VILBERT.is_dir(), reason=f"{VILBERT} is not there")
 needs_key_lists = pytest.mark.skipif(not KEY_LISTS.is_file(), reason=f"{KEY_LISTS} is not there")
 WORDS = Vocabulary([*SPECIALS, "a", "dog", "on", "sofa", *(f"word{i}" for i in range(191))])
 
@@ -80,3 +84,42 @@ def save_released(file: Path, state: dict[str, Tensor], zipped: bool = True) -> 
         assert b"cnumpy._core.multiarray\n" in data
         file.write_bytes(data.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
     return file
+
+
+# --- ViLBERT ----------------------------------------------------------------------------------------------------------
+
+PRETRAINED, MULTI_TASK = "pretrain_paper_6layer", "tasks_multi_task_6layer_task_tokens"
+DECODER = "cls.predictions.decoder.weight"
+
+
+def vilbert_shapes(kind: str = PRETRAINED, pairs: int = 6) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of a ViLBERT of theirs with so many co-attention layers, as released."""
+    lists = json.loads((VILBERT / "state_dict_keys.json").read_text())
+    keys = lists[PRETRAINED]["keys"] + lists[kind].get("further_keys", [])
+    shapes = {name: tuple(shape) for name, shape in keys}
+    of_last = {name: shape for name, shape in shapes.items() if re.search(r"\.[vc]_layer\.5\.", name)}
+    found = {}
+    for name, shape in shapes.items():
+        number = re.search(r"\.[vc]_layer\.(\d)\.", name)
+        if not number or int(number[1]) < pairs:
+            found[name] = shape
+        if name in of_last:
+            found |= {name.replace("_layer.5.", f"_layer.{more}."): shape for more in range(6, pairs)}
+    return found
+
+
+def small_vilbert_shapes(kind: str = PRETRAINED, pairs: int = 6) -> dict[str, tuple[int, ...]]:
+    """64 channels of text and 128 of regions, 200 words, 80 positions; all layers and all names."""
+    sides = {768: 64, 3072: 80, 1024: 128, 30522: len(WORDS), 512: 80, 2048: 256}
+    shapes = {
+        name: tuple(sides.get(side, side) for side in shape) for name, shape in vilbert_shapes(kind, pairs).items()
+    }
+    return shapes | {"bert.v_embeddings.image_embeddings.weight": (128, 64)}
+
+
+@functools.cache
+def vilbert_state(kind: str = PRETRAINED, pairs: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A state dict of that size: every tensor has values of its own, and the decoder is the word table."""
+    shapes = small_vilbert_shapes(kind, pairs)
+    state = {name: _fill(name, shape, dtype) for name, shape in shapes.items()}
+    return state | {DECODER: state["bert.embeddings.word_embeddings.weight"]}

@@ -16,7 +16,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import make_server
 
-_SETTINGS = {
+SETTINGS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -47,7 +47,7 @@ def s3_server(*buckets: str) -> Iterator[str]:
     try:
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
-        with environment(**_SETTINGS, AWS_ENDPOINT_URL=endpoint):
+        with environment(**SETTINGS, AWS_ENDPOINT_URL=endpoint):
             for bucket in buckets:
                 boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
             yield endpoint
@@ -58,7 +58,7 @@ def s3_server(*buckets: str) -> Iterator[str]:
 @contextlib.contextmanager
 def https_s3_server(folder: Path, bucket: str) -> Iterator[list[Mapping[str, str]]]:
     """The same over https, with a certificate of its own in `folder`; the headers of every request that came."""
-    certificate, came = _certificate(folder), []
+    file, came = certificate(folder), []
     app = DomainDispatcherApplication(create_backend_app)
 
     def note(environ: dict, answer: object) -> object:
@@ -66,11 +66,11 @@ def https_s3_server(folder: Path, bucket: str) -> Iterator[list[Mapping[str, str
         came[-1][":method"] = environ["REQUEST_METHOD"]
         return app(environ, answer)
 
-    server = make_server("127.0.0.1", 0, note, threaded=True, ssl_context=(str(certificate), str(certificate)))
+    server = make_server("127.0.0.1", 0, note, threaded=True, ssl_context=(file, file))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         endpoint = f"https://127.0.0.1:{server.server_port}"
-        with environment(**_SETTINGS, AWS_ENDPOINT_URL=endpoint, AWS_CA_BUNDLE=str(certificate)):
+        with environment(**SETTINGS, AWS_ENDPOINT_URL=endpoint, AWS_CA_BUNDLE=str(file)):
             boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
             came.clear()
             yield came
@@ -79,7 +79,7 @@ def https_s3_server(folder: Path, bucket: str) -> Iterator[list[Mapping[str, str
         server.server_close()
 
 
-def _certificate(folder: Path) -> Path:
+def certificate(folder: Path) -> Path:
     """Key and certificate of 127.0.0.1, signed by itself, in one file."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     now, names = datetime.datetime.now(datetime.UTC), [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

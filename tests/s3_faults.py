@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that does what networks do: seeded 503s, resets, bodies cut short, slow starts.
+"""A proxy before an S3 server with the faults of networks: 503s, resets, bodies cut short, slow starts.
 
 A real TCP server. It lets conditional writes through one at a time, because moto itself decides no races.
 """
@@ -19,7 +19,7 @@ from s3 import environment
 
 # Shares of all requests. `reset before`: the server never hears of it; `reset after`: it did it, the answer is lost.
 FAULTS = {"503": 0.05, "reset before": 0.02, "reset after": 0.02, "truncated": 0.02, "slow": 0.05}
-_BUSY = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>'
+_ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test plans</Message></Error>'
 
 
 class FaultyS3(ThreadingHTTPServer):
@@ -42,7 +42,7 @@ class FaultyS3(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def plan(self, method: str, part: str, *faults: str) -> None:
-        """The next requests of this method whose path holds `part` suffer these, one each; `none` spares one."""
+        """The next requests of this method whose path holds `part` suffer these, one each: a fault or a status."""
         self.planned += [(method, part, fault) for fault in faults]
 
     def fault(self, method: str, path: str) -> str:
@@ -52,10 +52,10 @@ class FaultyS3(ThreadingHTTPServer):
                 if one[0] == method and one[1] in path:
                     self.planned.remove(one)
                     return self._counted(one[2])
-            place = self._chance.random()
+            left = self._chance.random()
             for name, share in self.faults.items():
-                place -= share
-                if place < 0:
+                left -= share
+                if left < 0:
                     return self._counted(name)
             return self._counted("none")
 
@@ -91,8 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         body = self._body()
         fault = self.server.fault(self.command, self.path)
-        if fault == "503":
-            return self._answer(503, {"Content-Type": "application/xml"}, _BUSY)
+        if fault.isdigit():
+            error = _ERROR.format("SlowDown" if fault == "503" else "Refused")
+            return self._answer(int(fault), {"Content-Type": "application/xml"}, error.encode())
         if fault == "reset before":
             return self._reset()
         if fault == "slow":
@@ -135,13 +136,13 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: int, headers: Mapping[str, str] | list[tuple[str, str]], body: bytes, cut: bool = False
     ) -> None:
         self.send_response_only(status)
-        told = None
+        length = None
         for name, value in headers.items() if isinstance(headers, Mapping) else headers:
             if name.lower() == "content-length":
-                told = value  # of HEAD it is the object's
+                length = value  # of HEAD it is the object's
             elif name.lower() not in ("transfer-encoding", "connection"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", told if self.command == "HEAD" and told else str(len(body)))
+        self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if cut else body)

@@ -17,7 +17,9 @@ import multidict
 import yarl
 from web import draw, encode
 
-from storage.download import CaptionRow, Download, Downloader, DownloadSettings
+from storage.download import CaptionRow, Download, Downloader
+from storage.fetch import DownloadSettings
+from storage.spool import Spool
 
 JPEG = encode(draw(32, 32))
 
@@ -37,7 +39,7 @@ class Answer:
 class Network:
     """aiohttp's session, as far as the Fetcher uses it. `serve(url, time, in flight at its host)` says what comes.
 
-    `requests` are URLs and times in order, `asked` their numbers by URL, `answered` the moments of each host's answers,
+    `requests` are URLs and times in order, `counts` their numbers by URL, `answered` the times of each host's answers,
     `most` the most in flight at each host.
     """
 
@@ -45,7 +47,7 @@ class Network:
         self.serve = serve
         self.read_timeout = read_timeout
         self.requests: list[tuple[str, float]] = []
-        self.asked: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.answered: dict[str, list[float]] = {}
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -54,7 +56,7 @@ class Network:
     async def get(self, url: yarl.URL, **_: object) -> AsyncIterator["_Response"]:
         loop, host = asyncio.get_running_loop(), f"{url.host}:{url.port}"
         self.requests.append((str(url), loop.time()))
-        self.asked[str(url)] += 1
+        self.counts[str(url)] += 1
         self.now[host] += 1
         self.most[host] = max(self.most[host], self.now[host])
         try:
@@ -166,7 +168,7 @@ def downloaded(
 
             async def one(urls: Sequence[str]) -> tuple[list[Download], float]:
                 rows = [CaptionRow(row, "", url) for row, url in enumerate(urls)]
-                return await downloader.download(rows), asyncio.get_running_loop().time()
+                return await downloader.download(rows, Spool().__enter__()), asyncio.get_running_loop().time()
 
             items, ends = zip(*await asyncio.gather(*map(one, shards)), strict=True)
             return Simulated(list(items), list(ends), network)

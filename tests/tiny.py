@@ -3,12 +3,15 @@
 import dataclasses
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from detectors.resnet import ResNetConfig
-from storage.catalog import Catalog, Row
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Regions, Sample, sample_key
 from storage.settings import assignments_of
@@ -77,8 +80,8 @@ def commit_samples(
     for start in range(0, len(samples), per_shard):
         part = samples[start : start + per_shard]
         rows = [Row(start + i, sample.key, "ok", url=sample.url) for i, sample in enumerate(part)]
-        assert catalog.commit(
-            f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
+        assert commit_shard(
+            catalog, f"regions/{DETECTOR}", f"{start // per_shard:05d}", part, rows, {"random_init": random_init}
         )
 
 
@@ -118,6 +121,28 @@ TINY_MODEL = ModelConfig(
 )
 
 
+# ViLBERT and Unicoder-VL, on precomputed features.
+CHANNELS = TINY_MODEL.regions.channels
+SEPARATE = dataclasses.replace(
+    TINY_MODEL,
+    embedding="separate",
+    dropout=0.0,
+    regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False),
+)
+VILBERT = dataclasses.replace(
+    SEPARATE,
+    layers="TXTVX",
+    region_hidden_size=48,
+    region_num_heads=3,
+    region_intermediate_size=40,
+    coattention_size=24,
+    coattention_num_heads=2,
+    whole_image="mean",
+    pooler="product",
+)
+UNICODER_VL = dataclasses.replace(SEPARATE, layers="JJ", whole_image="none", region_segment=True)
+
+
 def tiny_recipe(root: Path, **changes: object) -> Recipe:
     """Pre-training in seconds: dropout on, all norms frozen, so that one process and two compute the same."""
     recipe = Recipe(
@@ -128,7 +153,7 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
         model=TINY_MODEL,
         data=DataConfig(
             root=str(root),
-            held_out="held-out",
+            held_out=("held-out",),
             batch=8,
             text_batch=4,
             text_corpus=str(root / "text"),
@@ -150,3 +175,8 @@ def tiny_recipe(root: Path, **changes: object) -> Recipe:
 def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:
     """The command line's overrides that turn the recipe `of` into `recipe` (its name aside)."""
     return assignments_of(dataclasses.replace(recipe, name=of.name), of)
+
+
+def urls(samples: list) -> SimpleNamespace:
+    """What a task reads of samples."""
+    return SimpleNamespace(urls=[sample.url for sample in samples])

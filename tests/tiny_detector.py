@@ -1,6 +1,7 @@
 """A detector that trains in seconds, and its annotations."""
 
 import dataclasses
+import io
 import itertools
 import json
 from collections.abc import Sequence
@@ -8,21 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny import as_overrides
+from PIL import Image
+from tiny import CLASSES, as_overrides, tiny_sample
 
-from detectors.average_precision import (
-    AnnotatedBoxes,
-)
+from detectors.average_precision import AnnotatedBoxes
 from detectors.faster_rcnn import FasterRCNNConfig
-from detectors.recipes import (
-    SGD,
-    DataConfig,
-    DetectorRecipe,
-    SamplingConfig,
-    detector_vg_resnet101,
-)
+from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, detector_vg_resnet101
 from detectors.resnet import ResNetConfig
-from storage.catalog import Catalog, Row
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.manifests import Row
 from storage.object_store import open_store
 from storage.sample import Sample
 from training.distributed import World
@@ -61,6 +57,30 @@ def annotated_boxes(*rows: tuple[float, ...], labels: list[int], crowd: list[int
     return AnnotatedBoxes(boxes(*rows).numpy(), np.array(labels), np.array(crowd or [0] * len(labels), bool))
 
 
+def image_file(pixels: np.ndarray | Image.Image, kind: str = "jpeg") -> bytes:
+    stream = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(stream, kind, **{"quality": 95, "subsampling": 0} if kind == "jpeg" else {})
+    return stream.getvalue()
+
+
+def rectangles(height: int, width: int, seed: int) -> np.ndarray:
+    """uint8 [height, width, 3]: coloured rectangles."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((height, width, 3), rng.integers(0, 256, 3), np.uint8)
+    for _ in range(8):
+        y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
+        pixels[y : y + rng.integers(10, height), x : x + rng.integers(10, width)] = rng.integers(0, 256, 3)
+    return pixels
+
+
+def image_sample(number: int, image: bytes | np.ndarray, size: tuple[int, int] | None = None) -> Sample:
+    """size: the height and width of its record."""
+    if isinstance(image, np.ndarray):
+        image, size = image_file(image), size or image.shape[:2]
+    return Sample(f"{number:020x}", image, "caption", f"http://host/{number:06}.jpg", size[1], size[0], "ab")
+
+
 def coco_annotations(
     file: Path, boxes: dict[int, Sequence[Sequence[float]]], height: int = 168, width: int = 224
 ) -> Path:
@@ -86,8 +106,26 @@ def commit_images(root: Path | str, shards: Sequence[Sequence[Sample | str]]) ->
             key, url = (item.key, item.url) if ok else (f"{number:020x}", "")
             rows.append(Row(number, key, "ok" if ok else item, url=url))
         samples = [item for item in items if isinstance(item, Sample)]
-        assert catalog.commit("images", f"{shard:05}", samples, rows, {"source": {}})
+        assert commit_shard(catalog, "images", f"{shard:05}", samples, rows, {"source": {}})
     return catalog
+
+
+def annotated_images(folder: Path, count: int) -> Path:
+    """So many images of coloured shapes, annotated in COCO's format, in a new folder."""
+    (folder / "images").mkdir(parents=True)
+    categories = [{"id": 10 + number, "name": name} for number, name in enumerate(CLASSES)]
+    coco = {"images": [], "annotations": [], "categories": categories}
+    for number in range(count):
+        sample = tiny_sample(number, regions=1 + number % 3)
+        (folder / "images" / f"{number}.jpg").write_bytes(sample.image)
+        size = {"width": sample.width, "height": sample.height}
+        coco["images"].append({"id": number, "file_name": f"{number}.jpg"} | size)
+        for (x1, y1, x2, y2), label in zip(sample.regions.boxes.tolist(), sample.regions.labels.tolist(), strict=True):
+            annotation = {"image_id": number, "category_id": 9 + label, "bbox": [x1, y1, x2 - x1, y2 - y1]}
+            coco["annotations"].append(annotation | {"attributes": ["large" if x2 - x1 > 22 else "small"]})
+    (folder / "coco.json").write_text(json.dumps(coco))
+    (folder / "attributes.txt").write_text("".join(f"{name}\n" for name in ATTRIBUTES))
+    return folder
 
 
 def coco_data(folder: Path, **changes) -> DataConfig:
@@ -102,12 +140,12 @@ def coco_data(folder: Path, **changes) -> DataConfig:
     return dataclasses.replace(config, **changes)
 
 
-def tiny_recipe(pictures: Path, root: Path, **changes) -> DetectorRecipe:
+def tiny_recipe(images: Path, root: Path, **changes) -> DetectorRecipe:
     """Six steps in a second; all norms frozen, so that one process and two compute the same."""
     recipe = DetectorRecipe(
         name="tiny",
         network=TINY,
-        data=coco_data(pictures),
+        data=coco_data(images),
         sampling=SamplingConfig(anchors=32, anchors_inside=False, pre_nms=60, post_nms=30, rois=16),
         optimizer=dataclasses.replace(SGD, learning_rate=2e-3, warmup_steps=2),
         root=str(root),
@@ -121,6 +159,6 @@ def tiny_recipe(pictures: Path, root: Path, **changes) -> DetectorRecipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def command_line(pictures: Path, root: Path, **changes) -> list[str]:
-    recipe = tiny_recipe(pictures, root, **changes)
+def command_line(images: Path, root: Path, **changes) -> list[str]:
+    recipe = tiny_recipe(images, root, **changes)
     return ["detector_vg_resnet101", *as_overrides(recipe, detector_vg_resnet101())]

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from tiny import SIZE
@@ -10,10 +9,10 @@ from tiny import SIZE
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.tasks.vcr_text import PEOPLE
 
-OF_PICTURE = ["person", "dog", "person", "cup"]
-BOXES = [[0, 0, 20, 40], [30, 10, 50, 30], [60, 0, 80, 60], [40, 40, 48, 48]]  # in the pixels of the stored picture
+OBJECTS = ["person", "dog", "person", "cup"]
+BOXES = [[0, 0, 20, 40], [30, 10, 50, 30], [60, 0, 80, 60], [40, 40, 48, 48]]  # in the pixels of the stored image
 ITEM = {
-    "objects": OF_PICTURE,
+    "objects": OBJECTS,
     "question": ["Why", "is", [0, 1], "holding", [3], "?"],
     "answer_choices": [["no"], [[2], "is", "nearby"], ["the", [1]], [[0]]],
     "answer_label": 2,
@@ -25,13 +24,13 @@ WORDS = Vocabulary([*SPECIALS, *ORDINARY, *PEOPLE])
 
 
 def write_vcr(folder: Path, samples: list, scale: float = 1, **changes: object) -> None:
-    """train.jsonl on all samples but the last and val.jsonl on the last, with metadata of pictures `scale` as large."""
+    """train.jsonl on all samples but the last and val.jsonl on the last, with metadata of images `scale` as large."""
     lines = []
     for i, sample in enumerate(samples):
         name = f"movie/{Path(sample.url).stem}"
         boxes = (np.array(BOXES) * scale).tolist()
         triangles = [[[[x1, y1], [x2, y1], [x1, y2]]] for x1, y1, x2, y2 in boxes]
-        metadata = {"names": OF_PICTURE, "boxes": [[*box, 0.9] for box in boxes], "segms": triangles}
+        metadata = {"names": OBJECTS, "boxes": [[*box, 0.9] for box in boxes], "segms": triangles}
         metadata |= {"width": int(SIZE[0] * scale), "height": int(SIZE[1] * scale)}
         file = folder / "vcr1images" / f"{name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +39,3 @@ def write_vcr(folder: Path, samples: list, scale: float = 1, **changes: object) 
         lines.append(json.dumps(ITEM | ids | changes) + "\n")
     (folder / "train.jsonl").write_text("".join(lines[:-1]))
     (folder / "val.jsonl").write_text(lines[-1])
-
-
-def urls(samples: list) -> SimpleNamespace:
-    """All that the task asks of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])

@@ -3,14 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from tiny import TINY_MODEL
 
 from storage.sample import sample_key
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 
-SAID = {  # per question what the ten said
+ANNOTATORS = {  # the ten answers to each question
     10: ["left"] * 4 + ["right"] * 3 + ["on the left"] * 2 + ["yes"],
     11: ["no"] * 9 + ["<unk>"],
     20: ["yes"] * 10,
@@ -21,10 +20,10 @@ ROOM = TINY_MODEL.max_positions - 6  # for a question
 ANSWERS = ["<unk>", "yes", "no", "left", "right", "on the left"]
 
 
-def write_vqa(folder: Path, split: str, said: dict[int, list[str]], texts: dict[int, str] | None = None) -> None:
+def write_vqa(folder: Path, split: str, given: dict[int, list[str]], texts: dict[int, str] | None = None) -> None:
     """Questions and annotations of a split in the official format; question 10 * i + k is about image i."""
-    texts = {i: f"Is it on the left, {i}?" for i in said} | (texts or {})
-    questions = [{"image_id": i // 10, "question_id": i, "question": texts[i]} for i in said]
+    texts = {i: f"Is it on the left, {i}?" for i in given} | (texts or {})
+    questions = [{"image_id": i // 10, "question_id": i, "question": texts[i]} for i in given]
     annotations = [
         {
             "image_id": i // 10,
@@ -34,7 +33,7 @@ def write_vqa(folder: Path, split: str, said: dict[int, list[str]], texts: dict[
             "multiple_choice_answer": max(answers, key=answers.count),
             "answers": [{"answer": a, "answer_confidence": "yes", "answer_id": 1 + k} for k, a in enumerate(answers)],
         }
-        for i, answers in reversed(said.items())  # the files need not be in one order
+        for i, answers in reversed(given.items())  # the files need not be in one order
     ]
     folder.mkdir(exist_ok=True)
     (folder / f"v2_OpenEnded_mscoco_{split}_questions.json").write_text(
@@ -50,8 +49,3 @@ def coco(samples: list, split: str) -> list:
         dataclasses.replace(sample, url=url, key=sample_key(url, sample.caption))
         for sample, url in zip(samples, urls, strict=True)
     ]
-
-
-def urls(samples: list) -> SimpleNamespace:
-    """All that the task asks of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])

@@ -1,14 +1,19 @@
 """A real HTTP server on 127.0.0.1 for tests, which misbehaves where a path tells it to."""
 
+import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 from PIL import Image
+
+from storage.download import CaptionRow, Download, Downloader
+from storage.fetch import DownloadSettings
+from storage.spool import Spool
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -106,7 +111,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Web:
-    """The server, as a context manager: `put` serves an answer at a path, `requests` is what was asked and when.
+    """The server, a context manager: `put` serves an answer at a path, `requests` has time, path and headers of each.
 
     To a downloader each address is a host of its own: all of 127.0.0.0/8 is this machine.
     """
@@ -157,6 +162,16 @@ class Web:
         self.pages[path] = answer
         return self.url(path)
 
-    def asked(self, path: str) -> int:
+    def count_of(self, path: str) -> int:
         """How many requests came for `path`."""
         return sum(1 for _, requested, _ in self.requests if requested == path)
+
+
+def downloaded(rows: Sequence[CaptionRow], settings: DownloadSettings) -> list[Download]:
+    """The rows as one shard; their images can be read as long as a Download lives."""
+
+    async def work() -> list[Download]:
+        async with Downloader(settings) as downloader:
+            return await downloader.download(rows, Spool().__enter__())
+
+    return asyncio.run(work())

@@ -37,8 +37,8 @@ def nothing() -> None:
     pass
 
 
-def wait_for(condition: object) -> None:
-    end = time.monotonic() + 20
+def wait_for(condition: object, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

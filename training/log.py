@@ -186,11 +186,10 @@ class RunLog:
 
     def validation(self, step: int, metrics: dict[str, float], predictions: list[dict[str, Any]]) -> None:
         """The numbers of a validation, and its predictions as predictions.jsonl, one object a line."""
-        print(
-            f"step {step}/{self.steps}  validation  "
-            + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if "/" not in k),  # of parts of a split: many
-            flush=True,
-        )
+        whole = {name: value for name, value in metrics.items() if "/" not in name}  # of parts of a split: many
+        for what, values in {"": whole, **by_dataset(metrics)}.items():
+            numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+            print(f"step {step}/{self.steps}  validation  {f'{what}:  ' if what else ''}{numbers}", flush=True)
         self._write("validation", step, metrics)
         data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
         self.writer.put(f"runs/{self.run}/predictions.jsonl", data)
@@ -310,6 +309,17 @@ def _parsed(data: bytes, where: str) -> list[tuple[bytes, dict[str, Any]]]:
                 "where the training still runs, stop it first"
             )
         found.append((line, record))
+    return found
+
+
+def by_dataset(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a validation on several datasets the metrics of each, which are named `<dataset>/<metric>`. Other names with a
+    slash are of parts of a split, such as accuracy/yes/no."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in metrics.items():
+        dataset, _, metric = name.partition("/")
+        if metric in metrics:
+            found.setdefault(dataset, {})[metric] = value
     return found
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,21 +78,18 @@ def _append(file: Path, line: bytes) -> None:
 
 
 class Board:
-    """TensorBoard's file. Points that the disk may not have taken are added again, and may then be there twice."""
+    """TensorBoard's file. It may lack points that the disk did not take; metrics.jsonl has all."""
 
     def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
         self.folder, self.step, self.log = folder, step, log
-        self._points: list[tuple[str, float, int]] = []  # since the last flush
         self._writer: SummaryWriter | None = None
         self._failed = False
         self.write()  # what a stopped run showed after its last checkpoint goes at once
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        points = [(name, value, step) for name, value in values.items()]
-        self._points += points
         with self._monitored():
-            if self._writer:
-                _add(self._writer, points)
+            for name, value in values.items() if self._writer else ():
+                self._writer.add_scalar(name, value, step)
 
     def write(self) -> None:
         """Have all of it in the file."""
@@ -102,17 +99,16 @@ class Board:
             if self._writer is None:
                 # After the failure of another one nothing is purged but what the run before it left.
                 self._writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else 0)
-                _add(self._writer, self._points)
             self._writer.flush()
-            self._points, self._failed = [], False
+            self._failed = False
 
     def close(self) -> None:
         if self._writer:
-            with contextlib.suppress(OSError):  # it was logged; metrics.jsonl has the same numbers
+            with contextlib.suppress(OSError):  # it was logged
                 self._writer.close()
 
     @contextlib.contextmanager
-    def _monitored(self) -> Any:
+    def _monitored(self) -> Iterator[None]:
         """After an error the file is begun anew, with the next write."""
         try:
             yield
@@ -121,8 +117,3 @@ class Board:
             if not self._failed:
                 self.log(f"cannot write {self.folder}, the training goes on and this is tried again: {error}")
             self._failed = True
-
-
-def _add(writer: "SummaryWriter", points: Iterable[tuple[str, float, int]]) -> None:
-    for name, value, step in points:
-        writer.add_scalar(name, value, step)

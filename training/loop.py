@@ -1,44 +1,28 @@
-"""The loop that trains any model of ours: recipe from the command line, one optimizer step after the other.
+"""The loop that trains any model of ours: one optimizer step after the other.
 
 The subclasses of Run, in vlbert/train.py and detectors/train.py, define what a step computes, validates and saves.
 """
 
-import argparse
 import contextlib
-import importlib
-import itertools
-import json
 import math
-import os
-import signal
-import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
-from storage.object_store import ObjectMissing, StorageUnreachable
-from storage.settings import add_fields, override
+from storage.object_store import StorageUnreachable
 from training import distributed
 from training.distributed import World
 from training.log import RunLog, Unreadable
 from training.metrics import Losses, Since, Step, Totals, timed
-from training.optimizer import set_learning_rate
+from training.optimizer import clip_gradients, set_learning_rate
 from training.skipping import LiveNorms, Skipping
-from training.stopping import Stop, Stopped, obey_the_loader_alone, pass_over_requests
+from training.stopping import Stop, Stopped
 from training.writer import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
-
-# What is wrong with data, settings or storage: these end a program with one line, and need no traceback.
-EXPECTED = (ValueError, FloatingPointError, ObjectMissing, StorageUnreachable)
-STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
-_BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
 
 
 @dataclass(eq=False, kw_only=True)
@@ -147,7 +131,7 @@ def train_steps(run: Run) -> dict[str, float]:
             run.prepare(step)
             norms.keep()
             totals = add_gradients(run, parallel, parts, stop, waited)
-            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), recipe.optimizer.max_grad_norm or math.inf)
+            norm = clip_gradients(run.model, recipe.optimizer)
             found, done = Step.of(totals, norm, run.loss_weights, world), step + 1
             why = skipping.why(found)
             if why is None:
@@ -240,172 +224,3 @@ def too_many_skipped(run: Run, number: int, done: int, why: str) -> FloatingPoin
         "(run=NAME, init_from=CHECKPOINT) with a lower optimizer.learning_rate; if such losses are to be learned "
         "from, allow them: spike=FACTOR, or spike=none"
     )
-
-
-def batches(data: Dataset, steps: Sequence[int], workers: int, device: torch.device) -> Iterator[Any]:
-    """data[step] for every step, in order, on the device, made ahead of time by `workers` processes; their errors come
-    out as ours."""
-    loader = DataLoader(
-        _Caught(data),
-        sampler=steps,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        # Forked workers share what the data has read already; to others it would be copied. They take no lock that the
-        # writer's thread may hold meanwhile: clients of a bucket are made anew, and stdout is flushed before a fork.
-        multiprocessing_context="fork" if workers else None,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_start_worker if workers else None,
-    )
-    for found in copied_ahead(loader, device) if device.type == "cuda" else loader:
-        if isinstance(found, EXPECTED):
-            raise found
-        yield found
-
-
-def copied_ahead(items: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The items on the device, each copied there while it computes from the one before."""
-    streams = torch.get_device_module(device)
-    copying = streams.Stream()
-
-    def copies() -> Iterator[tuple[Any, Any]]:
-        for item in items:
-            # Memory of older items, which is written over now, may still be read by what was asked for until here.
-            copying.wait_stream(streams.current_stream())
-            with streams.stream(copying):
-                copied = _moved(item, device)
-            yield copied, copying.record_event()
-
-    for (item, is_there), _ in itertools.pairwise(itertools.chain(copies(), [None])):
-        streams.current_stream().wait_event(is_there)
-        yield item
-
-
-def _moved(item: Any, device: torch.device) -> Any:
-    """The item with all that has a method `to`, in lists and tuples too, on the device."""
-    if isinstance(item, list | tuple):
-        return type(item)(_moved(part, device) for part in item)
-    return item.to(device) if hasattr(item, "to") else item
-
-
-class _Caught(Dataset):
-    """data, with errors as values: what a worker raises comes out of a DataLoader as the text of a traceback."""
-
-    def __init__(self, data: Dataset):
-        self.data = data
-
-    def __getitem__(self, step: int) -> Any:
-        try:
-            return self.data[step]
-        except EXPECTED as error:
-            return error
-
-
-def _start_worker(worker: int) -> None:
-    torch.set_num_threads(1)
-    obey_the_loader_alone()
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def run_program(
-    program: str,
-    description: str,
-    recipes: Mapping[str, Callable[[], Any]],
-    check_complete: Callable[[Any], None],
-    train: Callable[[Any, World], Any],
-    arguments: Sequence[str] | None,
-) -> None:
-    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
-    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
-    add_recipe_fields(parser, recipes, arguments)
-    options = parser.parse_args(arguments)
-    name = f"{program} {options.recipe}"
-    try:
-        recipe = override(find_recipe(options.recipe, recipes)(), options.fields)
-        check_complete(recipe)
-    except ValueError as error:
-        sys.exit(f"{name}: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)  # once, not on each rank
-    run_in_world(name, lambda world: train(recipe, world))
-
-
-def add_recipe_fields(
-    parser: argparse.ArgumentParser, recipes: Mapping[str, Callable[[], Any]], arguments: Sequence[str] | None
-) -> None:
-    """Have the program take field=value behind RECIPE, into `fields`; RECIPE --help lists those of that recipe."""
-    arguments, recipe = sys.argv[1:] if arguments is None else arguments, None
-    if {"-h", "--help"} & {*arguments}:
-        named = [argument for argument in arguments if not argument.startswith("-")]
-        with contextlib.suppress(ValueError):
-            recipe = find_recipe(named[0], recipes)() if named else None
-    add_fields(parser, recipe, "RECIPE --help lists the fields of that recipe, with its values.")
-
-
-def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]]) -> Callable[[], Any]:
-    """The recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory."""
-    if name in recipes:
-        return recipes[name]
-    module, separator, function = name.partition(":")
-    if not separator:
-        raise ValueError(
-            f"there is no such recipe, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
-        )
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{module} cannot be imported ({error}); run this in the folder that holds {module.partition('.')[0]}.py"
-        ) from error
-    if not callable(getattr(found, function, None)):
-        raise ValueError(f"{module} has no function {function!r}")
-    return getattr(found, function)
-
-
-def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
-    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line.
-
-    A rank does not report the error of another rank, and a bug keeps its traceback. Where the run was told to
-    stop, each rank ends with the status STOPPED.
-    """
-    world = None
-    try:
-        world = distributed.start(limit)
-        try:
-            work(world)
-        except Stopped as stopped:
-            pass_over_requests()
-            if world.first:
-                print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
-            distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
-            sys.exit(STOPPED)
-    except EXPECTED as error:
-        _tell_torchrun(f"{_rank(world)}{error}")
-        sys.exit(f"{name}: {_rank(world)}{error}")
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr, flush=True)
-        sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        fault = distributed.fault_of_another(error)
-        if fault is None:
-            raise
-        # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
-        time.sleep(_BEFORE_ANOTHERS_FAILURE)
-        sys.exit(f"{name}: {_rank(world)}another rank is gone or hangs ({fault}); its error stands above, or there")
-    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
-
-
-def _tell_torchrun(reason: str) -> None:
-    """Write why this rank ended to the file that torchrun, and training.launch, read."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
-            json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
-
-
-def _rank(world: World | None) -> str:
-    return "" if world is None or world.first else f"rank {world.rank}: "

@@ -37,7 +37,9 @@ class Totals:
         """Of all ranks: each must call it, with the same names. Nothing waits for the device."""
         sums = torch.stack([value.detach().double() for value, _ in losses.values()])
         others = [*(float(count) for _, count in losses.values()), float(stop_requested), waited]
-        numbers = torch.cat([sums, torch.tensor(others, dtype=torch.float64, device=sums.device)])
+        known = torch.tensor(others, dtype=torch.float64)
+        known = known.pin_memory() if sums.is_cuda else known  # a copy of other memory waits
+        numbers = torch.cat([sums, known.to(sums.device, non_blocking=True)])
         distributed.add_over_ranks(numbers, world)
         names = ((_LOSS if value.requires_grad else "") + name for name, (value, _) in losses.items())
         return cls(tuple(names), numbers)

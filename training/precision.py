@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from training.distributed import World
 
@@ -40,3 +41,11 @@ def in_precision_of(recipe: Any) -> Iterator[None]:
 def autocast(recipe: Any, world: World) -> torch.autocast:
     """For a forward pass: bfloat16 where recipe.precision says so."""
     return torch.autocast(world.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype that convolutions and matrix products of x compute in: autocast's, or its own."""
+    device = x.device.type
+    # is_autocast_enabled raises for a device without autocast, such as `meta`.
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast and x.dtype != torch.float64 else x.dtype

@@ -18,8 +18,10 @@ from storage.runs import file_hash
 
 WAIT_AT_END = 600.0  # seconds that storage may be away when a run has come to its end
 WAIT_WHEN_STOPPED = 20.0  # the same when it was told to stop, or failed: who sends SIGTERM sends SIGKILL soon after
-_LONGEST_PAUSE = 60.0  # seconds between two attempts; the first is 1 s, and each is twice the one before
-_SILENCE = 90.0  # a request to S3 is given 60 s, and up to 7 such tries: an attempt may fail after 8 minutes only
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts; each is twice the one before
+# Seconds without a byte taken, and without an error, after which storage counts as away: a request to S3 is given 60 s,
+# and up to 7 such tries, so an attempt may fail after 8 minutes only.
+_SILENCE = 90.0
 _CHECKPOINT = "checkpoint"
 FromHashes = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
 _DTYPES = {  # of a safetensors file, in the order in which it holds them
@@ -44,30 +46,29 @@ class Writer:
     """Puts objects in the order in which they were given, one at a time, in a thread that lives while there is
     something to put.
 
-    What storage does not take (unreachable, full, forbidden: StorageUnreachable) is tried again, with growing pauses in
-    which the others have their turn, and said once; the training goes on. So a checkpoint comes after what was given
-    before it, but does not wait for what fails: it is worth more than a line of the log. Meanwhile what is newer
-    replaces what is older under the same path, and a newer checkpoint an older one. Any other error drops what it was
-    about, and comes out of the next call. At the end of `with` all is written, or StorageUnreachable names what is not.
+    What is newer replaces what waits under the same path, and a newer checkpoint one that waits while storage is away.
+    Where storage does not take something (unreachable, full, forbidden: StorageUnreachable), this is logged once and
+    the same is tried again, with growing pauses; the training goes on. Any other error drops what it was about, and
+    comes out of the next call. At the end of `with` all is written, or StorageUnreachable names what is not.
 
-    log      gets lines for people
-    silence  seconds without a byte taken, and without an error, after which storage counts as away too
-    saved    where the checkpoint is that became whole last; None before the first
-    waited   seconds for which `checkpoint` held up the caller, all in all
+    log     gets lines for people
+    saved   where the checkpoint is that became whole last; None before the first
+    waited  seconds for which `checkpoint` held up the caller, all in all
     """
 
-    def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print, silence: float = _SILENCE):
-        self.store, self.log, self.silence = store, log, silence
+    def __init__(self, store: ObjectStore, log: Callable[[str], None] = _print):
+        self.store, self.log = store, log
         self.saved: str | None = None
         self.waited = 0.0
         self._changed = threading.Condition()  # guards all that follows but _copies
-        self._waiting: OrderedDict[str, _Job] = OrderedDict()  # with the one that is done now
+        self._queue: OrderedDict[str, _Job] = OrderedDict()  # with the one that is done now
         self._running: _Job | None = None
-        self._failing: dict[str, _Failure] = {}
-        self._finished = self._moved = time.monotonic()  # when a file was written last, or a part of one
+        self._failure: StorageUnreachable | None = None  # why the first of the queue is tried again
+        self._failing_since = self._due = 0.0  # the first is not tried before it is due
+        self._pause = _FIRST_PAUSE
+        self._progress = time.monotonic()  # when a file was written last or, while none fails, a part of one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._raised = False  # whether the error has come out of a call
         self._copies: dict[tuple[str, str], Tensor] = {}  # (file, name of the tensor) -> where it is copied to
 
     def __enter__(self) -> "Writer":
@@ -79,8 +80,7 @@ class Writer:
         try:
             self.finish(WAIT_WHEN_STOPPED)
         except Exception as lost:  # noqa: BLE001  the other error is the one that ends the run
-            if lost is not error:
-                self.log(str(lost))
+            self.log(str(lost))
 
     def put(self, path: str, data: bytes) -> None:
         """Write an object, some time soon."""
@@ -89,9 +89,8 @@ class Writer:
     def do(self, path: str, work: Callable[[], object]) -> None:
         """Have this done in the thread, which writes the object `path` or makes it last."""
         with self._changed:
-            if not self._raised:
-                self._raise()
-            self._add(_Job(path, self.store.where(path), deque([work])))
+            self._raise()
+            self._add(path, _Job(self.store.where(path), deque([work])))
 
     def checkpoint(
         self, folder: str, files: Mapping[str, bytes | Mapping[str, Tensor] | FromHashes], then: Callable[[], None]
@@ -99,80 +98,69 @@ class Writer:
         """Write the files of a folder in this order, tensors as safetensors, and do `then`, in the thread too.
 
         A function is given the hashes of the files before it (storage.runs.file_hash), by name, and makes the content.
-        Returns when all tensors are copied, so that they may change. There is one set of copies: while the checkpoint
-        before is being written this waits, and it is given up where storage is away.
+        Returns when all tensors are copied, so that they may change. There is one set of copies: this waits while the
+        checkpoint before is being written, and gives it up where storage is away.
         """
         began = time.monotonic()
         self._make_room()
-        steps: deque[Callable[[], object]] = deque()
-        hashes: dict[str, dict[str, Any]] = {}
+        where = self.store.where(folder)
+        job, hashes = _Job(where, deque()), {}
         for name, content in files.items():
             if isinstance(content, Mapping):
                 content = _Watched(safetensors(self._copy(name, content)), self._part_is_written)
-            steps.append(functools.partial(self._put_hashed, folder, name, content, hashes))
+            job.steps.append(functools.partial(self._put_hashed, folder, name, content, hashes))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies run beside this thread
-        where = self.store.where(folder)
 
         def whole() -> None:
-            self.saved = where
+            self.saved, job.what = where, f"what follows {where}"
             then()
 
+        job.steps.append(whole)
         with self._changed:
-            self._add(_Job(_CHECKPOINT, where, steps, whole))
+            self._add(_CHECKPOINT, job)
         self.waited += time.monotonic() - began
 
     def finish(self, wait: float = WAIT_AT_END) -> None:
         """Wait until all is written, but not longer than storage is away: StorageUnreachable names what is given up.
 
-        Away is storage that refuses for `wait` seconds from now on and in which nothing becomes finished, or that
-        takes no byte for `silence` seconds (`wait`, if that is longer).
+        Away is storage that refuses for `wait` seconds from now on, or that takes no byte for 90 s (`wait`, if longer).
         """
         began = time.monotonic()
         with self._changed:
-            for failure in self._failing.values():
-                failure.due, failure.pause = began, 1.0
+            self._due, self._pause = 0.0, _FIRST_PAUSE
             self._changed.notify_all()
-            while self._waiting:
-                if self._running is None or self._running.key in self._failing:
-                    end = max(began, self._finished) + wait
-                else:
-                    end = max(began, self._moved) + max(wait, self.silence)
-                if end <= time.monotonic():
+            while self._queue:
+                patience = wait if self._failure else max(wait, _SILENCE)
+                left = max(began, self._progress) + patience - time.monotonic()
+                if left <= 0:
                     raise self._give_up()
-                self._changed.wait(end - time.monotonic())
+                self._changed.wait(left)
             self._raise()
 
     def _give_up(self) -> StorageUnreachable:
         """Nothing waits any more; an attempt that hangs is left to itself. The error that tells of it."""
-        names = [job.what if job.steps else f"what follows {job.what}" for job in self._waiting.values()]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        errors = [self._failing[key].error for key in self._waiting if key in self._failing]
-        why = errors[0] if errors else f"storage took nothing for {time.monotonic() - self._moved:.0f} s"
-        self._waiting.clear()
-        self._failing.clear()
+        names = ", ".join(job.what for job in self._queue.values())
+        why = self._failure or f"storage took nothing for {time.monotonic() - self._progress:.0f} s"
+        self._queue.clear()
+        self._failure, self._due = None, 0.0
         self._copies = {}  # an attempt that hangs may still read from them
         self._changed.notify_all()
-        return StorageUnreachable(f"not saved: {', '.join(names[:3])}{more}: {why}", getattr(why, "http_status", None))
+        return StorageUnreachable(f"not saved: {names}: {why}", getattr(why, "http_status", None))
 
     def _make_room(self) -> None:
         """Wait for the last checkpoint, or give it up."""
-        began, logged = time.monotonic(), False
+        logged = False
         with self._changed:
-            while job := self._waiting.get(_CHECKPOINT):
-                silent = time.monotonic() - self._moved >= self.silence
-                if job is not self._running and (_CHECKPOINT in self._failing or self._error or silent):
-                    break
-                if silent and not logged:
+            while (job := self._queue.get(_CHECKPOINT)) and not self._error:
+                away = self._failure or time.monotonic() - self._progress >= _SILENCE
+                if away and job is not self._running:
+                    self.log(f"{job.what} is given up for a newer one: storage is away")
+                    del self._queue[_CHECKPOINT]
+                elif not self._changed.wait(1) and not logged:
                     logged = True
-                    self.log(f"the training waits for {job.what}: storage is asked to take it, and has not answered")
-                self._changed.wait(None if logged else max(0.0, self._moved + self.silence - time.monotonic()))
+                    self.log(f"the training waits for {job.what} to be written")
             self._raise()
-            old = self._waiting.pop(_CHECKPOINT, None)
-        if old and old.steps:
-            self.log(f"{old.what} is given up for a newer one: storage is away")
-        elif time.monotonic() - began > 1:
-            self.log(f"waited {time.monotonic() - began:.1f} s for the checkpoint before to be written")
 
     def _copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on this machine, each in memory that is used again; on a GPU's behalf not done yet."""
@@ -186,37 +174,51 @@ class Writer:
             copied[name] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copied
 
-    def _add(self, job: "_Job") -> None:
-        self._waiting[job.key] = job
+    def _add(self, key: str, job: "_Job") -> None:
+        self._queue[key] = job
         self._changed.notify_all()
         if not self._thread:
             self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
             self._thread.start()
 
     def _raise(self) -> None:
-        if self._error:
-            self._raised = True
-            raise self._error
+        error, self._error = self._error, None
+        if error:
+            raise error
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while job := self._next():
-            self._do(job)
+        while found := self._next():
+            key, job = found
+            error = None
+            try:
+                while job.steps:
+                    job.steps[0]()
+                    job.steps.popleft()  # at once: what is written is not written again when the next one fails
+                    self._progress = time.monotonic()
+            except Exception as caught:  # noqa: BLE001  it is logged, and tried again or comes out of the next call
+                error = caught
+            with self._changed:
+                self._running = None
+                if isinstance(error, StorageUnreachable):
+                    self._try_again(key, error)
+                else:
+                    self._error = self._error or error
+                    self._leave(key, job)
+                self._changed.notify_all()
 
-    def _next(self) -> "_Job | None":
-        """The first of those that wait and are due; None, and the thread is over, where none waits."""
+    def _next(self) -> "tuple[str, _Job] | None":
+        """The first of the queue, when it is due; None, and the thread is over, where none waits."""
         with self._changed:
-            while self._waiting:
-                now = time.monotonic()
-                due = {key: self._failing[key].due if key in self._failing else now for key in self._waiting}
-                for key, at in due.items():
-                    if at <= now:
-                        self._running, self._moved = self._waiting[key], now
-                        return self._running
-                self._changed.wait(min(due.values()) - now)
-            self._thread = None
-            return None
+            while self._queue and (left := self._due - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if not self._queue:
+                self._thread = None
+                return None
+            key, self._running = next(iter(self._queue.items()))
+            self._part_is_written()  # until now nothing was to be taken
+            return key, self._running
 
     def _put_hashed(
         self, folder: str, name: str, content: bytes | Sequence[memoryview] | FromHashes, hashes: dict[str, dict]
@@ -228,67 +230,33 @@ class Writer:
         self.store.put(f"{folder}/{name}", content)
 
     def _part_is_written(self) -> None:
-        self._moved = time.monotonic()
+        if not self._failure:  # then only a whole file shows that storage is back
+            self._progress = time.monotonic()
 
-    def _do(self, job: "_Job") -> None:
-        error = None
-        try:
-            while job.steps:
-                job.steps[0]()
-                job.steps.popleft()  # at once: what is written is not written again when the next one fails
-                self._finished = time.monotonic()
-                self._part_is_written()
-            job.then()
-        except Exception as caught:  # noqa: BLE001  it is logged, and tried again or comes out of the next call
-            error = caught
-        with self._changed:
-            if isinstance(error, StorageUnreachable):
-                self._note_failure(job.key, error)
-            else:
-                self._error = self._error or error
-                self._note_success(job)
-            if self._running is job:
-                self._running = None
-            self._changed.notify_all()
-
-    def _note_failure(self, key: str, error: StorageUnreachable) -> None:
-        """Whatever waits under this name by now is tried again later."""
-        if key not in self._waiting:
+    def _try_again(self, key: str, error: StorageUnreachable) -> None:
+        """Whatever waits under this key by now."""
+        if key not in self._queue:
             return  # given up
-        now = time.monotonic()
-        if key not in self._failing:
-            if not self._failing or self._finished > max(failure.since for failure in self._failing.values()):
-                self.log(f"cannot save for now, the training goes on and this is tried again: {error}")
-            self._failing[key] = _Failure(error, now, now, 1.0)
-        failure = self._failing[key]
-        failure.error, failure.due, failure.pause = error, now + failure.pause, min(2 * failure.pause, _LONGEST_PAUSE)
+        if not self._failure:
+            self._failing_since = time.monotonic()
+            self.log(f"cannot save for now, the training goes on and this is tried again: {error}")
+        self._failure, self._due = error, time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _note_success(self, job: "_Job") -> None:
-        self._finished = time.monotonic()
-        if self._waiting.get(job.key) is job:
-            del self._waiting[job.key]
-        failure = self._failing.pop(job.key, None)
-        if failure and not self._failing and not self._error:
-            self.log(f"storage is back after {self._finished - failure.since:.0f} s: {job.what} is written")
+    def _leave(self, key: str, job: "_Job") -> None:
+        if self._queue.get(key) is job:
+            del self._queue[key]
+        if self._failure and not self._error:
+            self.log(f"storage is back after {time.monotonic() - self._failing_since:.0f} s: {job.what} is written")
+        self._failure, self._due, self._pause = None, 0.0, _FIRST_PAUSE
 
 
+@dataclass(eq=False)
 class _Job:
-    """Puts that are done in order, each once; a newer job replaces one of the same key; `what` names it in messages."""
+    """Steps that are done in order, each once; `what` names it in messages."""
 
-    def __init__(
-        self, key: str, what: str, steps: deque[Callable[[], object]], then: Callable[[], None] = lambda: None
-    ):
-        self.key, self.what, self.steps, self.then = key, what, steps, then
-
-
-@dataclass
-class _Failure:
-    """Of what is tried again: the last error, since when, when it is due, and how long the pause after that will be."""
-
-    error: StorageUnreachable
-    since: float
-    due: float
-    pause: float
+    what: str
+    steps: deque[Callable[[], object]]
 
 
 class _Watched(Sequence[memoryview]):

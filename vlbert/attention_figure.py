@@ -1,17 +1,17 @@
-"""Which regions each token attends to: a figure like the paper's figure 3.
+"""Who attends to whom: a figure like the paper's figure 3.
 
-Layers and heads are counted from 0, as in the paper (appendix A.3). Shape letters: L layers, A heads, T words, R
-regions (the whole image first).
+With layers J it shows which regions each token attends to; with co-attention, which regions the words attend to and
+which words the regions; with layers T and V, which words words attend to, and which regions regions. Layers and heads
+are counted from 0, as in the paper (appendix A.3). Shape letters: A heads, Q elements that attend, K those that are
+attended to, T words, R regions (the whole image first).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from detectors.drawing import colour_of, draw_boxes
 from vlbert.prediction import Prediction
@@ -22,99 +22,144 @@ if TYPE_CHECKING:
 
 MOST_WORDS, MOST_REGIONS = 40, 12  # that a panel of the figure shows
 _COLUMNS = 4  # of panels
+_GREY = (70, 70, 70)  # of lines between words
+Kind = Literal["words", "regions"]
+_KINDS: dict[str, Kind] = {"text": "words", "regions": "regions"}
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """How much words or regions attend to words or regions, in one layer: weights float32 [A, Q, K]."""
+
+    layer: int
+    letter: str
+    queries: Kind
+    keys: Kind
+    weights: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Attention among the tokens, the regions and [END] of one row: maps float32 [L, A, T + R + 1, T + R + 1]."""
+    """Attention among the words and the regions of one row. Of a layer J there is the part from words to regions; a
+    layer X has two maps."""
 
     words: list[str]
     regions: list[str]
-    maps: Tensor
+    maps: list[Map]
 
-    def to_regions(self) -> np.ndarray:
-        """[L, A, T, R]: of the words to the regions."""
-        t, r = len(self.words), len(self.regions)
-        return self.maps[:, :, :t, t : t + r].numpy()
+    @property
+    def reads_whole_image(self) -> bool:
+        """Whether the model reads region 0 at all."""
+        return any(one.weights[:, :, 0].any() for one in self.maps if one.keys == "regions")
+
+    def ordinary(self, kind: Kind) -> np.ndarray:
+        """bool [T] or [R]: the words that are no [CLS] or [SEP], or the regions but the whole image."""
+        if kind == "regions":
+            return np.arange(len(self.regions)) > 0
+        return np.array([word not in ("[CLS]", "[SEP]") for word in self.words])
+
+
+Panel = tuple[int, int]  # number of a map, and of one of its heads
 
 
 def attention_of(prediction: Prediction) -> Attention:
     """The maps of a prediction without padding; of several choices those of the chosen one."""
     if prediction.encoded is None or prediction.encoded.attentions is None:
         raise ValueError("the prediction has no attention maps: give a text, and attentions=True")
-    batch, row = prediction.batch, prediction.chosen
-    real = torch.cat([batch.text_mask[row], batch.region_mask[row], torch.ones(1, dtype=torch.bool)])
-    maps = torch.stack([layer[row][:, real][:, :, real] for layer in prediction.encoded.attentions]).float()
-    regions = ["whole image", *prediction.names][: int(batch.region_mask[row].sum())]
+    batch, row, maps = prediction.batch, prediction.chosen, []
+    masks = {"text": batch.text_mask[row], "regions": batch.region_mask[row]}
+    for one in prediction.encoded.attentions:
+        weights, queries, keys = one.weights[row].float(), one.queries, one.keys
+        if queries == "both":
+            text, regions = (len(mask) for mask in masks.values())
+            weights, queries, keys = weights[:, :text, text : text + regions], "text", "regions"
+        weights = weights[:, masks[queries]][:, :, masks[keys]].numpy()
+        maps.append(Map(one.layer, one.letter, _KINDS[queries], _KINDS[keys], weights))
+    regions = ["whole image", *prediction.names][: int(masks["regions"].sum())]
     return Attention(prediction.tokens[row], regions, maps)
 
 
-def chosen_heads(attention: Attention, heads: str | None) -> list[tuple[int, int]]:
-    """The (layer, head) of "1.3,2.0"; by default of each layer the head whose tokens attend most to regions, without
-    the whole image. ValueError where there is no such layer or head."""
-    layers, count = attention.maps.shape[:2]
+def chosen_panels(attention: Attention, heads: str | None) -> list[Panel]:
+    """The maps and heads of "1.3,2.0" (layer.head). By default those where text and image meet, or all where there are
+    none; and of each the head whose attention goes most to ordinary words or regions. ValueError where there is no such
+    layer or head."""
+    maps = attention.maps
     if heads is None:
-        weights = attention.to_regions()[:, :, :, 1:].sum(3).mean(2)  # (L, A)
-        return list(enumerate(weights.argmax(1).tolist()))
+        between = [number for number, one in enumerate(maps) if one.queries != one.keys]
+        return [(number, _busiest(attention, maps[number])) for number in between or range(len(maps))]
     chosen = []
     for name in heads.split(","):
         numbers = name.split(".")
         if len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
             raise ValueError(f"--heads {heads}: {name!r} is no layer.head, such as 1.3")
         layer, head = map(int, numbers)
-        if layer >= layers or head >= count:
-            raise ValueError(
-                f"--heads {heads}: there is no {name}; the model has layers 0 to {layers - 1} of heads 0 to {count - 1}"
-            )
-        chosen.append((layer, head))
+        if layer > maps[-1].layer:
+            raise ValueError(f"--heads {heads}: there is no {name}; the model has layers 0 to {maps[-1].layer}")
+        of_layer = [number for number, one in enumerate(maps) if one.layer == layer]
+        count = len(maps[of_layer[0]].weights)
+        if head >= count:
+            raise ValueError(f"--heads {heads}: there is no {name}; layer {layer} has heads 0 to {count - 1}")
+        chosen += [(number, head) for number in of_layer]
     return chosen
+
+
+def _busiest(attention: Attention, one: Map) -> int:
+    """The head with most attention to ordinary words or regions."""
+    return int(one.weights[:, :, attention.ordinary(one.keys)].sum(2).mean(1).argmax())
 
 
 def write_attention(prediction: Prediction, beside: Path, heads: str | None = None) -> Path:
     """Draws the figure into a file beside another; returns its path."""
     attention = attention_of(prediction)
     figure = beside.with_name(f"{beside.stem}-attention.png")
-    draw_figure(prediction, attention, chosen_heads(attention, heads), figure)
+    draw_figure(prediction, attention, chosen_panels(attention, heads), figure)
     return figure
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
 
-def draw_figure(prediction: Prediction, attention: Attention, heads: Sequence[tuple[int, int]], file: Path) -> None:
-    """A panel for each head: tokens, regions, and lines between them as strong as the attention.
+def draw_figure(prediction: Prediction, attention: Attention, panels: Sequence[Panel], file: Path) -> None:
+    """For each panel words and regions, and lines between them as strong as the attention.
 
     Shows the regions with most attention in these panels, and the beginning of a long text.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = strengths(attention, heads)[:, :MOST_WORDS]
-    shown = np.sort(np.argsort(-panels.max((0, 1)), kind="stable")[:MOST_REGIONS])
-    columns = min(_COLUMNS, len(heads))
-    rows = -(-len(heads) // columns)
-    tall = 0.38 * max(len(panels[0]), 2 * len(shown), 6) + 0.6  # inches of a panel
+    shown = {"words": np.arange(len(attention.words))[:MOST_WORDS], "regions": shown_regions(attention, panels)}
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    tall = 0.38 * max(len(shown["words"]), 2 * len(shown["regions"]), 6) + 0.8  # inches of a panel
     figure = Figure(figsize=(5.0 + 4.0 * columns, max(5.0, tall * rows)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.35] + [1] * columns)
     image = figure.add_subplot(grid[:, 0])
-    image.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, shown.tolist()), 700))
+    image.imshow(draw_boxes(prediction.sample, numbered_boxes(prediction, shown["regions"].tolist()), 700))
     image.set_axis_off()
-    image.set_title(title(attention, shown.tolist()), fontsize=15, wrap=True)
-    crops = thumbnails(prediction, shown.tolist())
-    for position, ((layer, head), panel) in enumerate(zip(heads, panels, strict=True)):
+    image.set_title(title(attention, shown["regions"].tolist()), fontsize=15, wrap=True)
+    crops = dict(zip(shown["regions"], thumbnails(prediction, shown["regions"].tolist()), strict=True))
+    for position, (number, head) in enumerate(panels):
         axes = figure.add_subplot(grid[position // columns, 1 + position % columns])
-        axes.set_title(f"layer {layer}, head {head}", fontsize=15)
-        _draw_panel(axes, attention, panel[:, shown], shown, crops)
+        _draw_panel(axes, attention, (attention.maps[number], head), shown, crops)
     figure.savefig(file, dpi=100)
 
 
-def strengths(attention: Attention, heads: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[heads, T, R]: attention of tokens to regions, rescaled over all heads of a layer to 0..1 (figure 3)."""
-    weights = attention.to_regions()
-    lowest, highest = weights.min((1, 2, 3), keepdims=True), weights.max((1, 2, 3), keepdims=True)
-    weights = (weights - lowest) / np.maximum(highest - lowest, 1e-12)
-    return np.stack([weights[layer, head] for layer, head in heads])
+def strength(one: Map, head: int) -> np.ndarray:
+    """[Q, K]: the attention of a head, rescaled over all heads of the map to 0..1 (figure 3)."""
+    lowest, highest = one.weights.min(), one.weights.max()
+    return (one.weights[head] - lowest) / max(highest - lowest, 1e-12)
+
+
+def shown_regions(attention: Attention, panels: Sequence[Panel]) -> np.ndarray:
+    """The regions that receive most in these panels, or give most where none receives; in their order."""
+    sides = [(attention.maps[number], strength(attention.maps[number], head)) for number, head in panels]
+    found = [strengths[:MOST_WORDS].max(0) for one, strengths in sides if one.keys == "regions"]
+    found = found or [strengths.max(1) for one, strengths in sides if one.queries == "regions"]
+    if not found:
+        return np.zeros(0, np.int64)
+    order = np.argsort(-np.max(found, axis=0), kind="stable")
+    return np.sort(order[(order > 0) | attention.reads_whole_image][:MOST_REGIONS])
 
 
 def numbered_boxes(
@@ -153,26 +198,57 @@ def thumbnails(prediction: Prediction, shown: Sequence[int]) -> list[np.ndarray]
 
 
 def _draw_panel(
-    axes: "Axes", attention: Attention, panel: np.ndarray, shown: np.ndarray, crops: Sequence[np.ndarray]
+    axes: "Axes",
+    attention: Attention,
+    panel: tuple[Map, int],
+    shown: dict[Kind, np.ndarray],
+    crops: dict[int, np.ndarray],
 ) -> None:
-    """Tokens left, regions right, a line for each pair: panel [T, shown]."""
+    """A column of words or regions on each side, and a line for each pair. Words stand left of regions, whoever
+    attends: the arrow of the title starts at those that do."""
     from matplotlib.collections import LineCollection
-    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
-    words = attention.words[: len(panel)]
-    word_heights, region_heights = (1 - (np.arange(n) + 0.5) / n for n in (len(words), len(shown)))
-    for word, height in zip(words, word_heights, strict=True):
-        axes.text(0.28, height, word, ha="right", va="center", fontsize=14, parse_math=False)
-    for number, height, thumbnail in zip(shown, region_heights, crops, strict=True):
-        edge = {"edgecolor": np.array(colour_of(number)) / 255}
-        image = OffsetImage(thumbnail, zoom=22 / max(thumbnail.shape[:2]))
-        axes.add_artist(AnnotationBbox(image, (0.74, height), pad=0.15, bboxprops=edge))
-        axes.text(0.82, height, attention.regions[number], va="center", fontsize=13, parse_math=False)
-    lines = [[(0.3, start), (0.68, end)] for start in word_heights for end in region_heights]
+    (one, head), strengths = panel, strength(*panel)
+    backwards = (one.queries, one.keys) == ("regions", "words")
+    left, right = (one.keys, one.queries) if backwards else (one.queries, one.keys)
+    strengths = (strengths.T if backwards else strengths)[np.ix_(shown[left], shown[right])]
+    arrow = "\N{LEFTWARDS ARROW}" if backwards else "\N{RIGHTWARDS ARROW}"
+    axes.set_title(f"layer {one.layer}, head {head}: {left} {arrow} {right}", fontsize=14)
+    starts = _draw_column(axes, attention, left, shown[left], crops, mirrored=left == "regions")
+    ends = _draw_column(axes, attention, right, shown[right], crops, mirrored=right == "words")
+    lines = [[start, end] for start in starts for end in ends]
+    of_keys = [_GREY if right == "words" else colour_of(number) for number in shown[right]]
     colours = [
-        (*(np.array(colour_of(n)) / 255), strength) for row in panel for n, strength in zip(shown, row, strict=True)
+        (*(np.array(colour) / 255), each) for row in strengths for colour, each in zip(of_keys, row, strict=True)
     ]
     axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.6))
-    axes.set_xlim(0, 1.15)
+    axes.set_xlim(-0.3 if left == "regions" else 0, 1.15)
     axes.set_ylim(0, 1)
     axes.set_axis_off()
+
+
+def _draw_column(
+    axes: "Axes",
+    attention: Attention,
+    kind: Kind,
+    shown: np.ndarray,
+    crops: dict[int, np.ndarray],
+    mirrored: bool,
+) -> list[tuple[float, float]]:
+    """Words left and regions right; `mirrored`: the other way round. Returns where the lines of each begin."""
+    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+    def across(x: float) -> float:
+        return 0.98 - x if mirrored else x
+
+    heights = 1 - (np.arange(len(shown)) + 0.5) / len(shown)
+    side = "right" if (kind == "words") != mirrored else "left"
+    names = {"words": attention.words, "regions": attention.regions}[kind]
+    for number, height in zip(shown, heights, strict=True):
+        text = {"ha": side, "va": "center", "fontsize": 14 if kind == "words" else 13, "parse_math": False}
+        axes.text(across(0.28 if kind == "words" else 0.82), height, names[number], **text)
+        if kind == "regions":
+            edge = {"edgecolor": np.array(colour_of(number)) / 255}
+            image = OffsetImage(crops[number], zoom=22 / max(crops[number].shape[:2]))
+            axes.add_artist(AnnotationBbox(image, (across(0.74), height), pad=0.15, bboxprops=edge))
+    return [(across(0.3 if kind == "words" else 0.68), height) for height in heights]

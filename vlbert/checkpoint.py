@@ -79,11 +79,16 @@ def model_files(
     vocab_size: int,
     vocabulary: Vocabulary | None,
     metadata: dict | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*"; config.json gets `metadata` too."""
+    """File name -> bytes of a model's folder: tensors are "vlbert.*" and "head.*"; config.json gets `metadata` too.
+
+    beside: further files. config.json has the hashes of these and of the tensors.
+    """
     model = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    hashes = {"files": {MODEL: file_hash([model])}}
-    return _model_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | {MODEL: model}
+    files = {MODEL: model, **(beside or {})}
+    hashes = {"files": {name: file_hash([data]) for name, data in files.items()}}
+    return _model_files(config, vocab_size, vocabulary, (metadata or {}) | hashes) | files
 
 
 def _model_files(

@@ -1,6 +1,8 @@
 """Every setting of a run. The dataclasses are frozen and check themselves when they are made."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from detectors.resnet import ResNetConfig
@@ -26,6 +28,7 @@ class RegionConfig:
     # What a masked region loses. pixels: its raw pixels (paper 3.3). features: only its own vector, which one learned
     # vector replaces; regions that overlap it still show it. Precomputed features are always masked the second way.
     masking: Literal["pixels", "features"] = "pixels"
+    masked_features: Literal["learned", "zeros"] = "learned"  # vector of a masked region: learned from zero, or zero
     masked_pixels: Literal["mean", "black"] = "mean"  # value of masked pixels: the mean colour, or 0 before it
     # How images of several sizes are padded with zeros. groups: at most two groups of similar shape a batch, each
     # padded to its largest height and width. batch: all to the largest of the batch, as in the authors' code. fixed:
@@ -54,15 +57,29 @@ class RegionConfig:
         return self.features == "precomputed" or self.masking == "features"
 
 
+TASK_TOKENS = 20  # rows of the table of task tokens, as 12-in-1 has it
+
+
+@dataclass(frozen=True)
+class StreamSize:
+    """The sizes of attention over one stream."""
+
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """VL-BERT's architecture; the defaults are BASE as the authors trained it."""
+    """The architecture; the defaults are VL-BERT BASE as the authors trained it."""
 
-    layers: str = "J" * 12  # one letter a layer; J: joint attention over text and regions
+    # One letter a layer. J: joint attention over text and regions; T: over the text; V: over the regions; X:
+    # co-attention from each to the other. VL-BERT and Unicoder-VL are "J" * 12, ViLBERT is "T" * 6 + "XTV" * 6.
+    layers: str = "J" * 12
     hidden_size: int = 768  # width C of the model
     num_heads: int = 12  # attention heads, a divisor of hidden_size
     intermediate_size: int = 3072  # width of the feed-forward layers
-    max_positions: int = 512  # rows of the position table: tokens of a row, and 2 for its regions and [END]
+    max_positions: int = 512  # rows of the position table: tokens of a row; VL-BERT: and regions and [END]
     dropout: float = 0.1  # probability, in embedding, attention and layers
     initializer_range: float = 0.02  # standard deviation of new weights; 0.02 suits 768 channels, 0.06 suits 96
     visual_embedding_size: int | None = None  # width of a visual feature embedding; None: hidden_size
@@ -78,17 +95,36 @@ class ModelConfig:
     masked_region_token: bool = True  # a masked region has a token of its own, instead of [IMG]
     end_visual_embedding: bool = False  # [END] carries the visual feature embedding of the whole image, as words do
     region_classes: int | None = None  # one [IMG] for each of so many classes of objects; None: one for all
+    # visual_linguistic: VL-BERT's, where tokens carry visual features and [END] closes a row; all fields from
+    # visual_embedding_size to region_classes are of it alone. separate: text and regions each by itself, as ViLBERT and
+    # Unicoder-VL have it
+    embedding: Literal["visual_linguistic", "separate"] = "visual_linguistic"
+    region_hidden_size: int | None = None  # width C' of the regions in V and X; None: hidden_size
+    region_num_heads: int | None = None  # attention heads of V; None: num_heads
+    region_intermediate_size: int | None = None  # feed-forward width of V, and of X at regions; None: as of T
+    coattention_size: int | None = None  # width of X's queries, keys and values; None: hidden_size
+    coattention_num_heads: int | None = None  # attention heads of X; None: num_heads
+    mentioned_regions: bool = False  # separate embedding: a word that names a region carries its embedding too
+    region_segment: bool = False  # separate embedding: regions have a segment embedding, from a table of their own
+    # Region 0, which is the whole image. pooled: a region as all others; mean: its vector is the mean of the others';
+    # none: the model does not read it
+    whole_image: Literal["pooled", "mean", "none"] = "pooled"
+    task_token: int | None = None  # row of the table of task tokens that stands behind [CLS] (12-in-1); None: no table
+    # A row as one vector. tanh: BERT's pooler at [CLS]; product: of a ReLU pooler at [CLS] and one at the whole image
+    # (ViLBERT), as wide as co-attention; none: the state at [CLS] itself
+    pooler: Literal["tanh", "product", "none"] = "tanh"
     head_initialisation: Literal["xavier", "normal"] = "xavier"  # of linear layers that fine-tuning adds
     regions: RegionConfig = RegionConfig()  # where the vector of a region comes from
 
     def __post_init__(self):
         check_choices(self)
-        check(
-            self, self.layers and not self.layers.strip("J"), "layers", "a string of J (T, V and X are not there yet)"
-        )
+        check(self, self.layers and not self.layers.strip("JTVX"), "layers", "a string of the letters J, T, V and X")
         for name in ("hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels"):
             check(self, getattr(self, name) > 0, name, "at least 1")
-        for name in ("visual_embedding_size", "region_classes"):
+        for name in (
+            "visual_embedding_size", "region_classes", "region_hidden_size", "region_num_heads",
+            "region_intermediate_size", "coattention_size", "coattention_num_heads",
+        ):  # fmt: skip
             check(self, getattr(self, name) is None or getattr(self, name) > 0, name, "at least 1, or none")
         check(self, self.initializer_range > 0, "initializer_range", "positive")
         check(
@@ -96,8 +132,59 @@ class ModelConfig:
         )
         check(self, 0 <= self.dropout < 1, "dropout", "in [0, 1)")
         check(self, self.geometry_channels % 8 == 0, "geometry_channels", "a multiple of 8")
+        self._check_streams()
         alone = self.special_tokens == "own" or (self.region_classes is None and not self.masked_region_token)
         check(self, alone, "special_tokens", "own where regions have tokens by class, or masked ones their own")
+
+    def _check_streams(self) -> None:
+        regions, separate = self.regions_stream, self.embedding == "separate"
+        one_width = regions.hidden_size == self.hidden_size
+        for width, heads, name in (
+            (regions.hidden_size, regions.num_heads, "region_num_heads"),
+            (self.coattention.hidden_size, self.coattention.num_heads, "coattention_num_heads"),
+        ):
+            check(self, width % heads == 0, name, f"a divisor of the width {width}, and it is {heads}")
+        check(
+            self, one_width or "J" not in self.layers, "region_hidden_size", f"{self.hidden_size} where layers have J"
+        )
+        check(self, one_width or separate, "region_hidden_size", f"{self.hidden_size} unless embedding is separate")
+        check(self, separate or self.whole_image == "pooled", "whole_image", "pooled unless embedding is separate")
+        check(self, separate or not self.region_segment, "region_segment", "false unless embedding is separate")
+        check(
+            self,
+            not self.mentioned_regions or (separate and one_width),
+            "mentioned_regions",
+            "false unless embedding is separate and regions are as wide as the text",
+        )
+        own = self.special_tokens == "own" and self.region_classes is None
+        check(self, own or not separate, "special_tokens", "own, and region_classes none, where embedding is separate")
+        check(self, separate or self.task_token is None, "task_token", "none unless embedding is separate")
+        check(self, self.task_token is None or 0 <= self.task_token < TASK_TOKENS, "task_token", f"below {TASK_TOKENS}")
+        check(
+            self,
+            self.pooler != "product" or self.whole_image != "none",
+            "pooler",
+            "tanh or none where whole_image is none",
+        )
+
+    @property
+    def text_stream(self) -> "StreamSize":
+        """Of layers T and, as both streams in one, of layers J."""
+        return StreamSize(self.hidden_size, self.num_heads, self.intermediate_size)
+
+    @property
+    def regions_stream(self) -> "StreamSize":
+        """Of layers V."""
+        return StreamSize(
+            self.region_hidden_size or self.hidden_size,
+            self.region_num_heads or self.num_heads,
+            self.region_intermediate_size or self.intermediate_size,
+        )
+
+    @property
+    def coattention(self) -> "StreamSize":
+        """Of layers X; without a feed-forward width, which is that of the stream."""
+        return StreamSize(self.coattention_size or self.hidden_size, self.coattention_num_heads or self.num_heads, 0)
 
     def word_rows(self, vocab_size: int) -> int:
         """Rows of the word table: the vocabulary and, where they belong to it, [IMG] and [END] behind it."""
@@ -109,8 +196,10 @@ class DataConfig:
     """The data of a run, and how it is dealt out and read."""
 
     root: str = ""  # folder or s3://bucket/prefix that holds the shards; a run needs it
-    dataset: str = "captions"  # dataset to train on: its region shards
-    held_out: str | None = None  # dataset to validate on; None: no validation
+    # Datasets to train on, their region shards, each with its weight: its share of the examples, relative to the other
+    # weights. Without weights: as many of each as it has when the run begins, so that their epochs end together.
+    datasets: Mapping[str, float | None] = field(default_factory=lambda: {"captions": None})
+    held_out: tuple[str, ...] | None = None  # datasets to validate on; None: no validation
     detector: str | None = None  # id of the detector whose regions to read; None: the only one there is
     batch: int = 128  # examples with an image of one optimizer step, over all ranks
     text_batch: int = 0  # text-only rows beside them (the paper's ratio is 1:1)
@@ -128,6 +217,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_choices(self)
+        self._check_datasets()
         check(self, self.batch > 0, "batch", "at least 1")
         check(self, 0 <= self.unreadable <= 1, "unreadable", "a share from 0 to 1")
         check(self, self.text_batch >= 0, "text_batch", "0 or more")
@@ -139,10 +229,30 @@ class DataConfig:
         check(self, self.seed >= 0, "seed", "0 or more")
         check(self, 0 <= self.flip <= 1, "flip", "a probability")
 
+    def _check_datasets(self) -> None:
+        named = isinstance(self.datasets, Mapping) and len(self.datasets) > 0
+        check(self, named, "datasets", "names of datasets, each with its weight or none")
+        weights = self.datasets.values()
+        positive = all(weight is not None and 0 < weight < math.inf for weight in weights)
+        check(
+            self,
+            positive or all(weight is None for weight in weights),
+            "datasets",
+            "a positive weight for each name, or none for all",
+        )
+        held_out = self.held_out
+        names = held_out is None or (isinstance(held_out, tuple) and 0 < len(held_out) == len({*held_out}))
+        check(self, names, "held_out", "names of datasets, each once, or none")
+
+    @property
+    def dataset_names(self) -> list[str]:
+        """The datasets to train on, in the order of their names: that in which they are given has no meaning."""
+        return sorted(self.datasets)
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """The full configuration of a run. Functions of recipes.py return one; the command line overrides fields."""
+    """The full configuration of a run. Functions of vlbert/recipes/ return one; the command line overrides fields."""
 
     name: str  # of the recipe
     task: Any  # the settings of a task; their type decides which (vlbert.tasks.make_task)
@@ -196,8 +306,8 @@ class Recipe:
         return self.run or self.name
 
 
-# Fields of a model that may differ from the checkpoint it starts from: initialisation, dropout, input images.
-_FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions"}
+# Fields of a model that may differ from the checkpoint it starts from: initialisation, dropout, inputs.
+_FREE = {"dropout", "initializer_range", "visual_gain_words", "visual_gain_regions", "mentioned_regions"}
 _FREE |= {"visual_dropout", "visual_initialisation", "head_initialisation"}
 _FREE |= {"regions.short_side", "regions.long_side", "regions.frozen_stages", "regions.masked_pixels"}
 _FREE |= {"regions.padding"}
@@ -206,4 +316,12 @@ _FREE |= {"regions.weights", "regions.random_init"}
 
 def architecture(config: ModelConfig) -> dict[str, object]:
     """The fields (dotted) and values that two models must share so that one can load the other's weights."""
-    return {name: value for name, value in flat(to_json(config)).items() if name not in _FREE}
+    regions, coattention = config.regions_stream, config.coattention
+    sizes = {  # as they are, where a field says none
+        "region_hidden_size": regions.hidden_size,
+        "region_num_heads": regions.num_heads,
+        "region_intermediate_size": regions.intermediate_size,
+        "coattention_size": coattention.hidden_size,
+        "coattention_num_heads": coattention.num_heads,
+    }
+    return {name: value for name, value in (flat(to_json(config)) | sizes).items() if name not in _FREE}

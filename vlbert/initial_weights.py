@@ -1,11 +1,11 @@
 """What a run starts from: which fields it must give, its vocabulary and its first weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from storage.reading import ShardSamples
-from storage.settings import differing_fields, flat, to_json
+from storage.settings import differing_fields
 from storage.shuffle import mix
 from training import distributed
 from training.distributed import World
@@ -21,7 +21,7 @@ from vlbert.tasks.pretraining import PretrainingSettings
 
 
 def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
-    """ValueError where the recipe lacks what every run must give, or a resumed run does not go on as it began."""
+    """ValueError where the recipe lacks what every run must give. resumed: the checkpoint that the run goes on from."""
     if not recipe.data.root:
         raise ValueError("data.root is not set; give data.root=FOLDER or data.root=s3://bucket/prefix")
     if recipe.data.text_batch and not recipe.data.text_corpus:
@@ -42,6 +42,7 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "the fine-tuning has no model to start from; give init_from=CHECKPOINT or bert=FOLDER, or say that it "
             "shall start from random weights: random_init=true"
         )
+    check_one_dataset(recipe)
     held_out = recipe.task.validate_on if recipe.data.held_out else None
     learned = parts_of(recipe.task, recipe.task.train_on)
     if held_out is not None and not learned.isdisjoint(parts_of(recipe.task, [held_out])):
@@ -50,27 +51,36 @@ def check_complete(recipe: Recipe, resumed: Checkpoint | None = None) -> None:
             "examples with one: validation would measure memory; name another split, or train without validation: "
             "data.held_out=none"
         )
-    if resumed:
-        _check_unchanged(recipe, resumed)
 
 
-def _check_unchanged(recipe: Recipe, resumed: Checkpoint) -> None:
-    """ValueError where a resumed run has another value of a field that decides what is computed."""
-    fixed = ("task", "model", "data", "optimizer", "init_from", "bert", "precision")
-    free = {"data.root", "data.workers", "data.text_corpus", "data.new_shards_every", "data.cache", "data.cache_gb"}
-    for name, now, before in differing_fields(flat(to_json(recipe)), flat(resumed.config["recipe"])):
-        if name == "data.detector" and now is None:  # the only one there was, or the one that it began with
-            continue
-        if name == "init_from" and now and before:  # the same checkpoint may lie under another root
-            now, before = now.rpartition("/runs/")[2], before.rpartition("/runs/")[2]
-        if name.split(".")[0] in fixed and name not in free and now != before:
+def local_paths(recipe: Recipe, resumed: Checkpoint | None) -> dict[str, str | None]:
+    """By field, what every rank reads beside the root: where it is a local path, it must be on every node."""
+    paths = {
+        "data.text_corpus": recipe.data.text_corpus if recipe.data.text_batch else None,
+        "vocabulary": recipe.vocabulary,
+    }
+    if resumed:  # its weights are those of the checkpoint
+        return paths
+    return paths | {
+        "init_from": recipe.init_from,
+        "bert": recipe.bert,
+        "model.regions.weights": recipe.model.regions.weights,
+    }
+
+
+def check_one_dataset(recipe: Recipe) -> None:
+    """ValueError where the task has files of its own, and several datasets are named."""
+    for name, given in (("datasets", recipe.data.datasets), ("held_out", recipe.data.held_out or ())):
+        if recipe.task.validate_on is not None and len(given) > 1:
             raise ValueError(
-                f"{resumed.where} was trained with {name} = {before}, the recipe says {now}; set it back, or start "
-                "another run: run=NAME"
+                f"data.{name} has {len(given)} names, {', '.join(given)}; a task with splits reads the images of one "
+                f"dataset: name the one that holds them, data.{name}=NAME"
             )
 
 
-def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: ShardSamples, world: World) -> Vocabulary:
+def choose_vocabulary(
+    recipe: Recipe, checkpoint: Checkpoint | None, datasets: Sequence[ShardSamples], world: World
+) -> Vocabulary:
     """The checkpoint's vocabulary, else that of recipe.vocabulary, else BERT's, else one built from the captions."""
     if checkpoint:
         return vocabulary_of(checkpoint, recipe.vocabulary)
@@ -80,7 +90,7 @@ def choose_vocabulary(recipe: Recipe, checkpoint: Checkpoint | None, samples: Sh
         return bert_vocabulary(recipe.bert)
     tokens = None
     if world.first:  # it reads every sample, once is enough
-        lines = captions(samples)
+        lines = [line for samples in datasets for line in captions(samples)]
         tokens = Vocabulary.build(lambda: lines, recipe.vocabulary_size).tokens
     return Vocabulary(distributed.from_first(tokens, world))
 
@@ -143,6 +153,12 @@ def start_head(task: Task, head: torch.nn.Module, init_from: Checkpoint, same_ta
     for part, source in task.pretrained_parts(head).items():
         tensors = init_from.part(f"head.{source}.")
         if tensors:  # a checkpoint of another task than pre-training has no such part
+            tensors = task.from_pretraining(part, tensors, init_from.task_settings)
+            if tensors.keys() != head.get_submodule(part).state_dict().keys():
+                raise ValueError(
+                    f"{init_from.where} has a LayerNorm in its {source} and this head has none, or the reverse: set "
+                    "task.classifier to regions, regions_norm or linear (VCR: task.region_loss=none)"
+                )
             load_model(head.get_submodule(part), tensors, init_from.where)
             taken.append(source)
     return ", ".join(taken) or "nothing"

@@ -7,16 +7,18 @@
     python -m vlbert.predict CHECKPOINT photo.jpg "the left cup"                                   # RefCOCO+
     python -m vlbert.predict ANSWERS,RATIONALES photo.jpg "why does [1] laugh?" \\
         --choices "..." "..." "..." "..." --rationales "..." "..." "..." "..."                     # VCR
+    python -m vlbert.predict CHECKPOINT --among FOLDER "a red circle"   # retrieval: ranks the images of a folder
+    python -m vlbert.predict CHECKPOINT photo.jpg --captions FILE       # or the captions of a file, one a line
 
 CHECKPOINT is ROOT/runs/RUN (its newest), ROOT/runs/RUN/best or /step-*, or any folder with a model and its task's
-head. Draws the prediction into a file beside the image. More in docs/predict.md.
+head; to rank, one of retrieval or a pre-training with the relationship head. Draws a prediction into a file beside the
+image. More in docs/predict.md.
 """
 
 import argparse
 import functools
+import re
 import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +30,8 @@ from PIL import Image
 from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import detector_of_file, rebuild_detector
 from storage.sample import Regions, Sample, check_sample
-from training.loop import find_recipe
-from vlbert.attention_figure import attention_of, chosen_heads, write_attention
+from training.program import find_recipe
+from vlbert.attention_figure import write_attention
 from vlbert.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_config_at
 from vlbert.config import Recipe
 from vlbert.data.batch import collate
@@ -37,8 +39,11 @@ from vlbert.data.image_file import read_image
 from vlbert.data.images import prepare_image
 from vlbert.evaluate import load_task_model
 from vlbert.prediction import Prediction
+from vlbert.ranking import Ranker, Ranking, ranking_recipe, read_captions
 from vlbert.recipes import RECIPES
 from vlbert.tasks.vcr import VCRSettings
+
+_MOST_PRINTED = 20  # of a ranking
 
 
 class Predictor:
@@ -103,37 +108,41 @@ class Predictor:
             raise ValueError("choices and answers belong to a question; give a text")
         if text is not None and not text.strip() and not mask_regions:
             raise ValueError("the text is empty; write one, or leave it out to see the regions")
-        nothing_asked = text is None and not mask_regions
-        annotation = None if nothing_asked else self.task.annotation_for(text or "", choices, answer, mask_regions)
-        started = time.monotonic()
+        regions_alone = text is None and not mask_regions
+        annotation = None if regions_alone else self.task.annotation_for(text or "", choices, answer, mask_regions)
         sample = image if isinstance(image, Sample) else self.detect(image)
-        seconds = {"detector": time.monotonic() - started}
         classes = self.detector.metadata.get("classes")
         names = region_names(sample.regions, classes)
-        if nothing_asked:
-            return Prediction(sample, names, seconds=seconds)
-        started = time.monotonic()
+        if regions_alone:
+            return Prediction(sample, names)
         prepared = prepare_image(sample, self.recipe.model.regions, flip=False)
         batch = collate([self.task.example(sample, prepared, annotation, np.random.default_rng(0))])
         self._check_room(batch.tokens.shape[1])
         with torch.inference_mode():
             encoded = self.model.vlbert(batch, attentions=attentions)
             (row,) = self.task.predictions(self.model.vlbert, self.model.head, encoded, batch)
-        seconds["model"] = time.monotonic() - started
         vocabulary = self.task.vocabulary
         tokens = [
-            [vocabulary.tokens[token] for token in row_tokens[mask].tolist()]
-            for row_tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
+            [vocabulary.tokens[token] for token in row[:count].tolist()]
+            for row, count in zip(batch.tokens, batch.sizes.tokens, strict=True)
         ]
-        return Prediction(sample, names, with_class_names(row, names, classes), batch, tokens, encoded, seconds)
+        return Prediction(sample, names, with_class_names(row, names, classes), batch, tokens, encoded)
 
     def _check_room(self, tokens: int) -> None:
-        room = self.recipe.model.max_positions - 2  # less one of all regions, and that of [END]
+        room = self.recipe.model.max_positions - self.model.vlbert.embedding.positions_behind_text
         if tokens > room:
             raise ValueError(
                 f"the text is too long: it has {tokens} tokens with [CLS] and [SEP], the model has room for {room} "
                 "(max_positions); shorten it"
             )
+
+
+def open_ranker(checkpoint: str, detector: str | Path | None = None, overrides: Sequence[str] = ()) -> Ranker:
+    """The ranker of a checkpoint of retrieval, or of a pre-training with the relationship head; arguments as of
+    Predictor, ValueError for other checkpoints."""
+    recipe = ranking_recipe(read_config_at(*find_checkpoint(str(checkpoint))))
+    predictor = Predictor(checkpoint, detector, overrides, recipe)
+    return Ranker(predictor.model, predictor.recipe, predictor.detect)
 
 
 def remade_detector(checkpoint: Checkpoint, file: str | Path | None) -> FasterRCNNDetector:
@@ -205,28 +214,41 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vlbert.predict",
         description="\n\n".join(__doc__.split("\n\n")[:2]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", help="ROOT/runs/RUN, ROOT/runs/RUN/step-*, or a folder; for VCR two, by a comma")
-    parser.add_argument("image", type=Path, help="an image of any usual format")
+    parser.add_argument("image", nargs="?", help="an image of any usual format; with --among the text")
     parser.add_argument("text", nargs="?", help="the question; without it the regions are drawn with their numbers")
+    parser.add_argument("fields", nargs="*", metavar="field=value", help="of the recipe, such as task.folder=vqa")
     parser.add_argument("--mask-regions", type=_numbers, default=(), metavar="2,5", help="regions to mask and predict")
     parser.add_argument("--choices", nargs="+", default=(), help="VCR: the answers to choose from")
     parser.add_argument(
         "--answer", default="", help="VCR, --rationales alone: the answer to explain; VQA: the right one"
     )
     parser.add_argument("--rationales", nargs="+", default=(), help="VCR: the rationales to choose from")
+    parser.add_argument("--among", type=Path, metavar="FOLDER", help="rank the images of a folder by how they fit TEXT")
+    parser.add_argument("--captions", type=Path, metavar="FILE", help="rank the captions of a file, one a line")
     parser.add_argument("--detector", type=Path, metavar="FILE", help="the weights of the detector")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="the recipe of a task of your own")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="such as task.folder=vqa")
     parser.add_argument("--out", type=Path, help="the image to write (beside IMAGE)")
     parser.add_argument("--attention", action="store_true", help="also draw which regions each token attends to")
     parser.add_argument("--heads", metavar="1.3,2.0", help="attention of these layers' heads, both from 0")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    if options.text and re.fullmatch(r"[a-z_.]+=\S*", options.text):  # no text, but the first field
+        options.text, options.fields = None, [options.text, *options.fields]
+    if options.image is None:
+        parser.error("--among needs a text" if options.among else "an image is missing")
+    if options.among:
+        if options.text:
+            parser.error(f"--among takes a text and no image; {options.image} and {options.text!r} are two")
+        options.image, options.text = None, options.image
+    else:
+        options.image = Path(options.image)
+    return options
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -236,9 +258,8 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of regions' numbers, such as 2,5") from None
 
 
-def predictions_of(options: argparse.Namespace) -> tuple[list[Prediction], float]:
-    """One prediction for each checkpoint of the command line, and the seconds that loading took."""
-    started = time.monotonic()
+def predictions_of(options: argparse.Namespace) -> list[Prediction]:
+    """One prediction for each checkpoint of the command line."""
     attentions = options.attention or bool(options.heads)
     if attentions and options.text is None and not options.mask_regions:
         raise ValueError("--attention needs a text")
@@ -246,55 +267,52 @@ def predictions_of(options: argparse.Namespace) -> tuple[list[Prediction], float
     if len(names) > 2 or (len(names) == 2 and not (options.choices and options.rationales)):
         raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
     recipe = find_recipe(options.recipe, RECIPES)() if options.recipe else None
-    predictors = [Predictor(name, options.detector, options.set, recipe) for name in names]
-    _check_used(options, [predictor.subtask for predictor in predictors])
-    predictors[0].detector  # noqa: B018  loaded here, so that its time counts as loading
-    loading = time.monotonic() - started
+    predictors = [Predictor(name, options.detector, options.fields, recipe) for name in names]
+    _check_used(options, *(predictor.subtask for predictor in predictors))
     choices = options.choices or options.rationales
     found = [predictors[0](options.image, options.text, choices, options.answer, options.mask_regions, attentions)]
     if len(predictors) == 2:
         _share_detector(*predictors)
         answer = options.choices[found[0].chosen]  # as the user wrote it: the prediction has names in place of [1]
         found.append(predictors[1](found[0].sample, options.text, options.rationales, answer, (), attentions))
-    return found, loading
+    return found
 
 
-def _check_used(options: argparse.Namespace, subtasks: Sequence[str | None]) -> None:
+def _check_used(options: argparse.Namespace, *subtasks: str | None) -> None:
     """ValueError where these checkpoints would ignore an option."""
-    given = [name for name, value in vars(options).items() if name in ("choices", "answer", "rationales") and value]
+    given = [name for name in ("choices", "answer", "rationales") if getattr(options, name)]
     if given and options.text is None:
         raise ValueError(f"--{given[0]} needs a text")
-    if len(subtasks) == 2:
-        if subtasks == ["rationale", "answer"]:
-            raise ValueError("the checkpoints are the other way round: name that for answers first")
-        if subtasks != ["answer", "rationale"]:
-            raise ValueError("2 checkpoints: VCR takes one for answers and one for rationales, in this order")
-        used = {"choices", "rationales"}
-    elif {"choices", "rationales"} <= {*given}:
+    if len(subtasks) == 2 and subtasks != ("answer", "rationale"):
+        raise ValueError("2 checkpoints: VCR takes one for answers and one for rationales, in this order")
+    if len(subtasks) == 1 and {"choices", "rationales"} <= {*given}:
         raise ValueError("answers and rationales are chosen by two runs: name both checkpoints, joined by a comma")
-    else:  # other tasks check `choices` and `answer` themselves
-        used = {"answer": {"choices"}, "rationale": {"answer", "rationales"}}.get(subtasks[0], {"choices", "answer"})
-    unused = [name for name in given if name not in used]
-    if unused:
-        what = {"answer": "chooses answers", "rationale": "chooses rationales"}.get(subtasks[0], "is none for VCR")
-        remedy = f"; give {' and '.join(f'--{name}' for name in sorted(used))}" if subtasks[0] else ""
-        raise ValueError(f"--{unused[0]}: this checkpoint {what}{remedy}")
+    used = {
+        ("answer",): "choices",
+        ("rationale",): "answer, rationales",
+        ("answer", "rationale"): "choices, rationales",
+    }
+    used = used.get(subtasks, "choices, answer").split(", ")  # other tasks check these themselves
+    for name in given:
+        if name not in used:
+            takes = " and ".join(f"--{one}" for one in used)
+            raise ValueError(f"--{name}: this checkpoint {f'takes {takes}' if subtasks[0] else 'is none for VCR'}")
 
 
 def _share_detector(first: Predictor, second: Predictor) -> None:
     """Both get the same regions, with the same numbers: those of the first one's detector."""
-    theirs, its = ((one.checkpoint.config.get("detector") or {}).get("id") for one in (first, second))
-    if theirs != its:
+    one, other = (predictor.checkpoint.config.get("detector", {}).get("id") for predictor in (first, second))
+    if one != other:
         warnings.warn(
-            f"{second.checkpoint.where} was trained on the regions of detector {its}; it gets those of {theirs}, "
-            f"as {first.checkpoint.where} is",
+            f"{second.checkpoint.where} was trained on the regions of detector {other}; it gets those of {one}, as "
+            f"{first.checkpoint.where} does",
             stacklevel=2,
         )
     second.detector = first.detector
 
 
-def output_files(options: argparse.Namespace, count: int) -> list[Path]:
-    """The files to draw `count` predictions into. ValueError where that is the image itself, or no folder."""
+def output_files(options: argparse.Namespace) -> list[Path]:
+    """The files to draw the predictions into. ValueError where that is the image itself, or no folder."""
     what = "answer" if options.text is not None or options.mask_regions else "regions"
     out = options.out or options.image.with_name(f"{options.image.stem}-{what}.png")
     if options.out and not out.parent.is_dir():
@@ -303,50 +321,57 @@ def output_files(options: argparse.Namespace, count: int) -> list[Path]:
         raise ValueError(f"--out {out}: name a .png or .jpg file")
     if out.resolve() == options.image.resolve():
         raise ValueError(f"--out {out} is the image itself; name another file")
-    try:
-        tempfile.TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        if options.image.exists():  # else that is what is wrong
-            raise ValueError(
-                f"{out.parent} cannot be written to ({error.strerror}); name a file elsewhere: --out FILE"
-            ) from error
-    return [out, out.with_name(f"{out.stem}-rationale{out.suffix}")][:count]
+    return [out, out.with_name(f"{out.stem}-rationale{out.suffix}")]
+
+
+def rank(options: argparse.Namespace) -> None:
+    """Prints the ranking of --among or --captions."""
+    others = ("mask_regions", "choices", "answer", "rationales", "recipe", "out", "attention", "heads")
+    unused = [name for name in others if getattr(options, name)]
+    unused += ["among"] if options.among and options.captions else []
+    unused += ["text"] if options.captions and options.text else []
+    if unused:
+        used = "--captions" if options.captions else "--among"
+        raise ValueError(f"{unused[0].replace('_', '-')} has no use beside {used}")
+    captions = read_captions(options.captions) if options.captions else []
+    ranker = open_ranker(options.checkpoint, options.detector, options.fields)
+    if options.captions:
+        _print_ranking(ranker.captions(options.image, captions))
+    else:
+        print(options.text)
+        found = ranker.images(options.among, options.text, lambda line: print(f"skipped: {line}", file=sys.stderr))
+        _print_ranking(found)
+
+
+def _print_ranking(found: Ranking) -> None:
+    for name, probability in found[:_MOST_PRINTED]:
+        print(f"  {probability:.3f}  {name}")
+    if len(found) > _MOST_PRINTED:
+        print(f"  and {len(found) - _MOST_PRINTED} more")
+
+
+def predict_and_draw(options: argparse.Namespace) -> None:
+    """Prints and draws the predictions of the command line."""
+    files = output_files(options)
+    found = list(zip(predictions_of(options), files, strict=False))
+    figures = [write_attention(*one, options.heads) for one in found if options.attention or options.heads]
+    for prediction, file in found:
+        prediction.draw().save(file)
+        for text, probability in prediction.lines():
+            print(text if probability is None else f"  {probability:.3f}  {text}")
+        print(f"drawn: {file}")
+    for figure in figures:
+        print(f"attention: {figure}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    imports = time.process_time()  # of the whole program: `python -m` imports the package before this file
-    options = _parser().parse_args(arguments)
+    options = parse(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
         try:
-            work = predict_and_draw(options)
+            rank(options) if options.among or options.captions else predict_and_draw(options)
         except (ValueError, OSError) as error:
             sys.exit(f"python -m vlbert.predict: {error}")
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in work.items())
-    print(f"imports {imports:.2f} s of CPU; work {sum(work.values()):.2f} s: {parts}")
-
-
-def predict_and_draw(options: argparse.Namespace) -> dict[str, float]:
-    """Prints and draws the predictions of the command line; returns the seconds of each part of the work."""
-    files = output_files(options, 2)
-    found, loading = predictions_of(options)
-    work = {"loading": loading}
-    work |= {name: sum(one.seconds.get(name, 0.0) for one in found) for name in ("detector", "model")}
-    started = time.monotonic()
-    if options.heads:
-        for prediction in found:
-            chosen_heads(attention_of(prediction), options.heads)  # fails before anything is printed
-    for prediction, file in zip(found, files, strict=False):
-        for text, probability in prediction.lines():
-            print(text if probability is None else f"  {probability:.3f}  {text}")
-        prediction.draw().save(file)
-        print(f"drawn: {file}")
-    work["drawing"] = time.monotonic() - started
-    if options.attention or options.heads:
-        for prediction, file in zip(found, files, strict=False):
-            print(f"attention: {write_attention(prediction, file, options.heads)}")
-        work["attention"] = time.monotonic() - started - work["drawing"]
-    return work
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ class Prediction:
     row       the task's prediction (Task.predictions in vlbert/tasks/base.py); None: regions alone
     tokens    of each row of the batch, special tokens included
     encoded   the encoder's output, with attention maps if they were requested; one row, or one for each choice
-    seconds   of the detector and of the model
     """
 
     sample: Sample
@@ -33,7 +32,6 @@ class Prediction:
     batch: Batch | None = None
     tokens: list[list[str]] = field(default_factory=list)
     encoded: Encoded | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         regions = f"{len(self.names)} regions"
@@ -66,9 +64,9 @@ class Prediction:
         lines += [] if row["ground_truth"] is None else [(f"ground truth: {row['ground_truth']}", None)]
         if "[UNK]" in self.tokens[self.chosen]:
             lines.append((f"read as: {' '.join(self.tokens[self.chosen])}", None))
-        used, found = int(self.batch.region_mask[self.chosen].sum()) - 1, len(self.names)
+        used, found = self.batch.sizes.regions[self.chosen] - 1, len(self.names)
         if used < found:
-            lines.append((f"{used} of {found} regions are used: the text leaves no room for more", None))
+            lines.append((f"the model reads the first {used} of {found} regions", None))
         lines += [(one["answer"], one["probability"]) for one in row["ranking"]]
         masks = row.get("masks", [])
         for number, mask in enumerate(masks if len(masks) > 1 else [], 1):

@@ -63,22 +63,14 @@ class SplitPredictions:
 
     @property
     def trained_on(self) -> list[str]:
-        """The splits that it was trained on or, where the task has none, the dataset."""
+        """The splits that it was trained on or, where the task has none, the datasets."""
         if self.recipe.task.validate_on is not None:
             return list(self.checkpoint.task_settings.get("train_on", ()))
-        dataset = self.checkpoint.config.get("recipe", {}).get("data", {}).get("dataset")
-        return [dataset] if dataset else []
+        return sorted(self.checkpoint.config.get("recipe", {}).get("data", {}).get("datasets", ()))
 
     def was_trained_on(self, split: str) -> bool:
         """Whether it was trained on a part of the split."""
         return not parts_of(self.recipe.task, self.trained_on).isdisjoint(parts_of(self.recipe.task, [split]))
-
-    @property
-    def missing_scores(self) -> float:
-        """How many of the missing would have a score: the same share as of the others, since an image's examples are
-        missing together (VCR's rationales for wrong answers have no score)."""
-        scored = sum(row["score"] is not None for row in self.rows)
-        return len(self.missing) * (scored / len(self.rows) if self.rows else 1)
 
 
 def name_of(where: str) -> str:
@@ -139,7 +131,6 @@ def summarise(
     first, task = predicted[0], predicted[0].task
     files = {PREDICTIONS: _parquet(rows, type(task).__name__)}
     metrics = metrics_of(task, rows, [row for one in predicted for row in one.shuffled])
-    scores = [row["score"] for row in rows if row["score"] is not None]
     counts = {
         "all": sum(len(one.examples) for one in predicted),
         "predicted": len(rows),
@@ -149,7 +140,6 @@ def summarise(
     }
     if problems := [line for one in predicted for line in problems_of(one)]:
         files[PROBLEMS] = "".join(json.dumps(line) + "\n" for line in problems).encode()
-    missing_scores = sum(one.missing_scores for one in predicted)
     refused = None
     try:
         submission = task.submission(rows)
@@ -159,8 +149,6 @@ def summarise(
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "paper": task.reported(split),
         "examples": counts,
-        "mean_score": sum(scores) / len(scores) if scores else None,
-        "mean_score_unreadable_wrong": sum(scores) / (len(scores) + missing_scores) if scores else None,
         "trained_on": [", ".join(one.trained_on) or None for one in predicted],
         "trained_on_this_split": any(one.was_trained_on(split) for one in predicted),
         "random_init_detector": any(one.pinned["random_init"] for one in predicted),
@@ -230,14 +218,10 @@ def warnings(summary: dict[str, Any]) -> list[str]:
     if summary["random_init_detector"]:
         found.append("WARNING: the regions come from an UNTRAINED detector (random weights)")
     if counts["unreadable"]:
-        line = (
+        found.append(
             f"{counts['unreadable']} of {counts['all']} examples could not be read: the metrics are over the others, "
             f"see {PROBLEMS}"
         )
-        if summary["mean_score"] is not None:
-            wrong = summary["mean_score_unreadable_wrong"]
-            line += f"; counted as wrong, they change the mean score from {summary['mean_score']:.4f} to {wrong:.4f}"
-        found.append(line)
     if counts["skipped"]:
         found.append(f"{counts['skipped']} examples of the files are skipped, see {PROBLEMS}")
     if counts["invalid"]:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N -m vlbert.train RECIPE [field=value ...]
 
-RECIPE is a function of vlbert/recipes.py; fields are those of vlbert/config.py, such as data.root=s3://bucket/vlbert or
+RECIPE is a function of vlbert/recipes/; fields are those of vlbert/config.py, such as data.root=s3://bucket/vlbert or
 optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
 """
 
@@ -15,35 +15,27 @@ import torch
 from storage.catalog import Catalog
 from storage.object_store import ObjectStore, open_store
 from storage.reading import ShardSamples
-from storage.runs import checkpoints
-from storage.settings import override
 from storage.shuffle import mix
 from training import distributed
-from training.checkpoint_files import load_optimizer, settle
 from training.distributed import World
+from training.loading import EXPECTED, batches
 from training.log import last_metrics
-from training.loop import EXPECTED, Losses, Run, batches, find_recipe, run_program, train_steps
-from training.optimizer import make_optimizer
+from training.loop import Run, train_steps
+from training.metrics import Losses
 from training.precision import autocast, in_precision_of
+from training.program import run_program
 from training.writer import Writer
-from vlbert.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
-from vlbert.config import DataConfig, Recipe
+from vlbert.checkpoint import save_checkpoint
+from vlbert.config import Recipe
 from vlbert.data.batch import Batch
-from vlbert.data.corpus import TextCorpus
-from vlbert.data.loading import SnapshotSpan, TrainingData, check_shares
-from vlbert.data.samples import any_readable, newer_snapshot, open_cache, open_samples
+from vlbert.data.loading import TrainingData, check_shares
+from vlbert.data.samples import newer_snapshot, open_samples
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.initial_weights import check_complete, choose_vocabulary, make_model
-from vlbert.model.execution import compiled_graphs, execute_as
-from vlbert.model.heads import count_parameters
+from vlbert.initial_weights import check_complete
+from vlbert.model.execution import compiled_graphs
 from vlbert.recipes import RECIPES
-from vlbert.tasks import make_task, task_of
-from vlbert.tasks.base import Examples, TaskModel
+from vlbert.resume import HeldOut, start_or_resume
+from vlbert.tasks.base import TaskModel
 from vlbert.validate import validate
 
 Observe = Callable[[int, Sequence[Batch]], None]
@@ -59,10 +51,10 @@ class VLBertRun(Run):
     recipe: Recipe
     model: TaskModel
     data: TrainingData
-    held_out: tuple[ShardSamples, Examples] | None
+    held_out: HeldOut
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the data, without its spans: they are in `data`
+    pinned: dict  # what a checkpoint records of the held-out datasets and of the corpus
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
     reported: set[str] = field(default_factory=set)  # why new shards could not enter
@@ -73,7 +65,7 @@ class VLBertRun(Run):
 
     @property
     def most_unreadable(self) -> float:
-        return self.recipe.data.unreadable * len(self.data.source.samples)
+        return self.recipe.data.unreadable * sum(len(dataset.samples) for dataset in self.data.datasets)
 
     def batches(self) -> Iterator[Sequence[Batch]]:
         """New shards enter at boundaries of epochs."""
@@ -81,8 +73,7 @@ class VLBertRun(Run):
         while done < steps:
             ahead = iter(batches(self.data, range(done, steps), self.recipe.data.workers, self.world.device))
             for step in range(done, steps):
-                boundary = self.data.boundary(step)
-                if boundary is not None and enter_new_shards(self, step, boundary):
+                if any([enter_new_shards(self, step, *boundary) for boundary in self.data.boundaries(step)]):
                     break
                 parts = next(ahead)
                 self.observe(step, parts)
@@ -109,14 +100,17 @@ class VLBertRun(Run):
 
     def _validate(self) -> tuple[dict[str, float], list[dict]]:
         skipped = []  # those in `unreadable` are of training steps, and counted in its next line
-        found = validate(self.model, self.recipe, *self.held_out, self.world, skipped)
+        found = validate(self.model, self.recipe, self.held_out, self.world, skipped)
         self.note_unreadable(skipped)
         return found
 
     def save(self, done: int, validation: Mapping[str, float], loop_state: Mapping[str, Any]) -> None:
         recipe = self.recipe
         consumed = {"samples_consumed": done * recipe.data.batch, "text_consumed": done * recipe.data.text_batch}
-        data = self.pinned["data"] | {"snapshots": [asdict(span) for span in self.data.spans]}
+        data = [
+            {**one.pinned, "weight": one.weight, "snapshots": [asdict(span) for span in one.spans]}
+            for one in self.data.datasets
+        ]
         state = self.pinned | {"data": data, "seed": recipe.data.seed} | consumed
         state |= {"validation": dict(validation), "loop": loop_state}
         save_checkpoint(
@@ -146,22 +140,25 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
     if world.first and recipe.compile:
         print(f"torch.compile made {compiled_graphs()} graphs", flush=True)
     if world.first:
-        print(f"on the real data: {run.data.source.task.paper}", flush=True)
+        print(f"on the real data: {run.data.task.paper}", flush=True)
     return metrics
 
 
-def enter_new_shards(run: VLBertRun, step: int, boundary: int) -> bool:
-    """Pin a newer snapshot, if there is one, from sample `boundary` on; returns whether there was."""
-    world, store = run.world, run.writer.store
-    dataset, stage = run.pinned["data"]["dataset"], run.pinned["data"]["stage"]
-    before = run.data.spans[-1]
-    pinned = run.data.source.samples.index.snapshot
-    cache = run.data.source.samples.cache  # from now on filled with the tars of that snapshot
+def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
+    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; returns whether there was."""
+    world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
+    name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
+    pinned = dataset.samples.index.snapshot
+    cache = dataset.samples.cache  # from now on filled with the tars of that snapshot
     found, samples = None, None
+
+    def opened(snapshot: str) -> ShardSamples:
+        return open_samples(store, name, None, {**dataset.pinned, "snapshot": snapshot}, world, cache)[0]
+
     if world.first:
         try:
-            found = newer_snapshot(store, dataset, pinned)
-            samples = found and open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
+            found = newer_snapshot(store, name, pinned)
+            samples = found and opened(found)
         except (*EXPECTED, OSError) as error:  # the run goes on without the new shards
             found = None
             if str(error) not in run.reported:
@@ -170,165 +167,54 @@ def enter_new_shards(run: VLBertRun, step: int, boundary: int) -> bool:
     found = distributed.from_first(found, world)
     if found is None:
         return False
-    samples = samples or open_samples(store, dataset, None, _pins(run, found), world, cache)[0]
-    run.data.enter(samples, run.data.source.task.examples(samples, None), found, boundary)
-    now = run.data.spans[-1]
+    samples = samples or opened(found)
+    run.data.enter(number, samples, run.data.task.examples(samples, None), found, boundary)
+    now = dataset.spans[-1]
     if run.log:
-        run.log.event("snapshot", step + 1, asdict(now))  # that of the first step that uses it
+        run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it
         print(
             f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
-            f"epoch instead of {before.examples}, {dataset}/{stage} (snapshot {found})",
+            f"epoch instead of {before.examples}, {name}/{stage} (snapshot {found})",
             flush=True,
         )
     return True
 
 
-def _pins(run: VLBertRun, snapshot: str) -> dict:
-    """What a checkpoint would pin if this were the run's snapshot."""
-    return run.pinned["data"] | {"snapshot": snapshot}
-
-
 def prepare(recipe: Recipe, world: World, report: Callable[[str], None]) -> VLBertRun | None:
-    """Open the data and make the model: a new one, or that of the run's last checkpoint; None where it is complete."""
+    """The run, from the start or from its last checkpoint (vlbert/resume.py); None where it is complete."""
+    distributed.check_on_all_nodes({"data.root": recipe.data.root}, world)  # opening it would make the folder
     store = open_store(recipe.data.root)
-    saved = distributed.from_first(checkpoints(store, recipe.run_name), world)
-    resumed = read_checkpoint(store, saved[-1]) if saved else None
-    state = resumed.state if resumed else {"step": 0, "data": None, "held_out": None, "text": None}
-    check_complete(recipe, resumed)
-    if resumed and world.first:  # it may have been killed before it came to that
-        metric = task_of(recipe.task).best_metric(recipe.task)
-        settle(store, recipe.run_name, recipe.keep_checkpoints, metric)
-    if resumed and (complete := _complete(recipe, resumed)):
-        report(complete)
+    start = start_or_resume(recipe, store, world, report)
+    if start is None:
         return None
-    if resumed:
-        report(f"{recipe.run_name} goes on from {resumed.where}, step {state['step']} of {recipe.steps}")
-        steps = resumed.config["recipe"]["steps"]
-        if steps != recipe.steps:
-            report(f"it had {steps} steps, now it has {recipe.steps}: the learning rate goes on as in a run of so many")
-
-    config = recipe.data
-    spans = spans_of(resumed) if resumed else []
-    before = state["data"] | {"snapshot": spans[-1].snapshot} if resumed else None
-    cache = open_cache(store, config)
-    samples, pinned = open_samples(store, config.dataset, config.detector, before, world, cache)
-    held_out, held_out_pinned = None, None
-    if config.held_out:
-        held_out, held_out_pinned = _open_held_out(store, config, state["held_out"], world, bool(resumed))
-    init_from = open_checkpoint(recipe.init_from) if recipe.init_from and not resumed else None
-    vocabulary = choose_vocabulary(recipe, resumed or init_from, samples, world)
-    num_classes = resumed.num_classes if resumed else any_readable(samples).regions.num_classes
-    task = make_task(recipe.task, vocabulary, num_classes)
-    corpus = TextCorpus(config.text_corpus, vocabulary) if config.text_batch else None
-    if resumed and corpus and corpus.hash != state["text"]:
-        raise ValueError(
-            f"{config.text_corpus} is not the corpus that {resumed.where} was trained with; give that one, or start "
-            "another run: run=NAME"
-        )
-    examples = task.examples(samples, None)
-    spans = spans or [SnapshotSpan(0, 0, len(examples), pinned["snapshot"])]
-    if len(examples) != spans[-1].examples:
-        raise ValueError(
-            f"{resumed.where} was trained on {spans[-1].examples} examples, now there are {len(examples)}: the "
-            "files of the task have changed; put them back, or start another run: run=NAME"
-        )
-    model = make_model(recipe, task, vocabulary, init_from, resumed, report).to(world.device)
-    execute_as(recipe, model.vlbert)
-    optimizer = make_optimizer(model, recipe.optimizer)
-    if resumed:
-        load_optimizer(resumed.folder, model, optimizer)
-
-    total, trainable = count_parameters(model)
-    report(
-        f"{recipe.run_name}: {len(examples)} examples on {len(samples)} samples of "
-        f"{pinned['dataset']}/{pinned['stage']} (snapshot {pinned['snapshot']}), {total / 1e6:.2f} M parameters, "
-        f"{trainable / 1e6:.2f} M trained, on {world.size} x {world.device.type}"
-    )
-    if pinned["random_init"]:
-        report("WARNING: the regions come from an UNTRAINED detector (random weights)")
-    if not held_out:
-        report("there will be no validation: data.held_out names no dataset")
-    for line in examples.skipped:
-        report(f"left out: {line}")
+    data = start.data
+    training = TrainingData(data.datasets, data.task, recipe.data, recipe.model.regions, world, data.corpus)
+    stage = data.datasets[0].pinned["stage"]  # of all
+    snapshots = [dataset.spans[-1].snapshot for dataset in data.datasets]
     return VLBertRun(
         recipe=recipe,
         world=world,
         writer=Writer(store),
-        step=state["step"],
-        model=model,
-        optimizer=optimizer,
-        data=TrainingData(samples, examples, task, config, recipe.model.regions, world, corpus, spans),
-        held_out=(held_out, task.examples(held_out, recipe.task.validate_on)) if held_out else None,
-        vocabulary=vocabulary,
-        num_classes=num_classes,
-        pinned={
-            "data": {name: pinned[name] for name in ("dataset", "stage", "random_init")},
-            "held_out": held_out_pinned,
-            "text": corpus.hash if corpus else None,
-        },
-        detector=detector_of(store, pinned["dataset"], samples) if world.first else None,
-        metadata={"detector": pinned["stage"].removeprefix("regions/"), "snapshot": pinned["snapshot"]},
-        loop_state=state.get("loop"),
+        step=start.step,
+        model=start.model,
+        optimizer=start.optimizer,
+        data=training,
+        held_out=data.held_out,
+        vocabulary=data.vocabulary,
+        num_classes=data.num_classes,
+        pinned=data.pinned,
+        detector=detector_of(store, data.datasets[0].pinned["dataset"], stage) if world.first else None,
+        metadata={"detector": stage.removeprefix("regions/"), "snapshot": " + ".join(snapshots)},
+        loop_state=start.loop_state,
     )
 
 
-def _open_held_out(
-    store: ObjectStore, config: DataConfig, before: Mapping[str, Any] | None, world: World, resumed: bool
-) -> tuple[ShardSamples, dict]:
-    try:
-        return open_samples(store, config.held_out, config.detector, before, world)
-    except ValueError as error:
-        way_out = (
-            "put its files back, or start another run: run=NAME"
-            if resumed
-            else "make it as docs/tasks.md says (Held-out data), or train without validation: data.held_out=none"
-        )
-        raise ValueError(f"{error}; data.held_out={config.held_out} names that dataset: {way_out}") from error
-
-
-def _complete(recipe: Recipe, resumed: Checkpoint) -> str | None:
-    """The message about a run that has no step left; None for any other."""
-    step = resumed.state["step"]
-    if step < recipe.steps:
-        return None
-    return f"{recipe.run_name} is complete: {resumed.where} has step {step} of {recipe.steps}"
-
-
-def find_complete(name: str, assignments: Sequence[str], processes: int) -> str | None:
-    """The message that this program, started with these arguments, would end with where the run is complete.
-
-    None where a step is left, and where anything is wrong: the program itself then reports what. Loads no tensors.
-    """
-    try:
-        recipe = override(find_recipe(name, RECIPES)(), list(assignments))
-        check_complete(recipe)
-        check_shares(recipe.data, processes)
-        store = open_store(recipe.data.root)
-        saved = checkpoints(store, recipe.run_name)
-        if not saved:
-            return None
-        resumed = read_checkpoint(store, saved[-1], tensors=False)
-        check_complete(recipe, resumed)
-        complete = _complete(recipe, resumed)
-        if complete:
-            settle(store, recipe.run_name, recipe.keep_checkpoints, task_of(recipe.task).best_metric(recipe.task))
-        return complete
-    except (*EXPECTED, OSError):
-        return None
-
-
-def detector_of(store: ObjectStore, dataset: str, samples: ShardSamples) -> dict:
-    """The `id` of the detector whose regions these are, and its `metadata`: None where no manifest has them."""
-    stage = samples.index.snapshot.stage
+def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
+    """The `id` of the detector whose regions a stage has, and its `metadata`: None where no manifest has them."""
     catalog = Catalog(store, dataset)
     committed = catalog.shards(stage)[:1]
     metadata = catalog.headers(stage, committed)[committed[0]].meta.get("config") if committed else None
     return {"id": stage.partition("/")[2], "metadata": metadata}
-
-
-def spans_of(resumed: Checkpoint) -> list[SnapshotSpan]:
-    """The spans of snapshots that a run has been trained on."""
-    return [SnapshotSpan(**span) for span in resumed.state["data"]["snapshots"]]
 
 
 def main(arguments: list[str] | None = None) -> None:

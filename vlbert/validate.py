@@ -1,14 +1,14 @@
 """Validation: a task's metrics over held-out examples and, if the task shuffles, over shuffled images beside them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from storage.reading import Samples
 from training.distributed import World, gather_rows, sum_over_ranks
+from training.loading import batches
 from training.log import Unreadable
-from training.loop import batches
 from training.precision import autocast, in_precision_of
 from vlbert.config import Recipe
 from vlbert.data.loading import ValidationData
@@ -25,6 +25,13 @@ class Predicted:
     shuffled: list[dict] = field(default_factory=list)
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
 
+    def add(self, other: "Predicted") -> None:
+        """Take over the predictions of another."""
+        self.numbers += other.numbers
+        self.rows += other.rows
+        self.shuffled += other.shuffled
+        self.unreadable |= other.unreadable
+
 
 @torch.no_grad()
 def predict_all(
@@ -32,21 +39,26 @@ def predict_all(
     data: ValidationData,
     recipe: Recipe,
     world: World,
-    progress: Callable[[int], None] = lambda count: None,
+    indexes: Sequence[int] | None = None,
+    after: Callable[[int, Predicted], None] = lambda index, predicted: None,
 ) -> Predicted:
-    """The model's predictions for this rank's examples; calls progress(number of examples so far) after each batch."""
+    """The model's predictions for this rank's examples; calls after(index, its predictions) after each batch.
+
+    indexes: of the batches; None: all.
+    """
     was_training = model.training
     model.eval()
-    found = Predicted()
+    found, indexes = Predicted(), range(len(data)) if indexes is None else indexes
     # Eagerly, whatever is compiled for training: graphs without gradients would take minutes more to compile.
     with in_precision_of(recipe), torch.compiler.set_stance("force_eager"):
-        for parts, numbers, unreadable in batches(data, range(len(data)), recipe.data.workers, world.device):
-            found.numbers += numbers
-            found.unreadable |= unreadable
-            for rows, batch in zip((found.rows, found.shuffled), parts, strict=False):  # without shuffling there is one
+        loaded = batches(data, indexes, recipe.data.workers, world.device)
+        for index, (parts, numbers, unreadable) in zip(indexes, loaded, strict=True):
+            one = Predicted(numbers, unreadable=unreadable)
+            for rows, batch in zip((one.rows, one.shuffled), parts, strict=False):  # without shuffling there is one
                 with autocast(recipe, world):
                     rows += model.predict(batch)
-            progress(len(found.numbers))
+            found.add(one)
+            after(index, one)
     model.train(was_training)
     return found
 
@@ -54,31 +66,44 @@ def predict_all(
 def validate(
     model: TaskModel,
     recipe: Recipe,
-    samples: Samples,
-    examples: Examples,
+    held_out: Mapping[str, tuple[Samples, Examples]],
     world: World,
     unreadable: list[Unreadable] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """(metrics, predictions) over the held-out examples, the same on every rank.
+    """(metrics, predictions) over the examples of all held-out datasets, the same on every rank. Of several datasets
+    there are `<dataset>/<metric>`, too, and each prediction names its `dataset`.
 
     Examples whose sample cannot be read are skipped: those of this rank are added to `unreadable`, the metric
-    "unreadable" counts them over all ranks, if there are any. ValueError where no example can be read.
+    "unreadable" counts them over all ranks, if there are any. ValueError where no example of a dataset can be read.
     """
-    data = ValidationData(
-        samples, examples, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
-    )
-    found = predict_all(model, data, recipe, world)
-    skipped = list(found.unreadable.values())
-    predictions = gather_rows(found.rows, world)
-    if not predictions:
-        raise ValueError(f"none of the {len(examples)} held-out examples can be read{because_of(skipped)}")
-    metrics = metrics_of(model.task, predictions, gather_rows(found.shuffled, world))
-    (missing,) = sum_over_ranks([len(skipped)], world)
-    if missing:
-        metrics["unreadable"] = missing
-    if unreadable is not None:
-        unreadable += skipped
-    return metrics, predictions
+    parts = {}
+    for name, (samples, examples) in held_out.items():
+        data = ValidationData(
+            samples, examples, model.task, recipe.data, recipe.model.regions, world, recipe.validation_samples
+        )
+        found = predict_all(model, data, recipe, world)
+        skipped = list(found.unreadable.values())
+        rows = model.task.assemble(gather_rows(found.rows, world))
+        shuffled = gather_rows(found.shuffled, world)
+        if not rows:
+            raise ValueError(
+                f"none of the {len(examples)} held-out examples of {name} can be read{because_of(skipped)}"
+            )
+        parts[name] = rows, shuffled, int(sum_over_ranks([len(skipped)], world)[0])
+        if unreadable is not None:
+            unreadable += skipped
+    everything = [row for rows, _, _ in parts.values() for row in rows]
+    everything_shuffled = [row for _, shuffled, _ in parts.values() for row in shuffled]
+    metrics = _with_missing(model.task, everything, everything_shuffled, sum(missing for *_, missing in parts.values()))
+    if len(parts) > 1:
+        for name, part in parts.items():
+            metrics |= {f"{name}/{metric}": value for metric, value in _with_missing(model.task, *part).items()}
+        everything = [row | {"dataset": name} for name, (rows, _, _) in parts.items() for row in rows]
+    return metrics, everything
+
+
+def _with_missing(task: Task, rows: Sequence[dict], shuffled: Sequence[dict], missing: int) -> dict[str, float]:
+    return metrics_of(task, rows, shuffled) | ({"unreadable": missing} if missing else {})
 
 
 def metrics_of(task: Task, rows: Sequence[dict], shuffled: Sequence[dict]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from storage.settings import flat, override_values, to_json
 from vlbert.config import Recipe
 
 Variant = Literal["paper", "published"]
+SUFFIXES = ("_paper", "_multi_task")  # of a variant's recipe
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,7 @@ RULES = (
     Rule(8, "model.special_tokens", "vocabulary", "own", "3.2", "whether [IMG] and [END] are words"),
     Rule(8, "model.masked_region_token", False, True, "3.2", "a masked region has another token than [IMG]"),
     Rule(8, "model.end_visual_embedding", True, False, "3.2", "[END] carries the visual feature of the whole image"),
-    Rule(
-        9,
-        "task.mention_visual_embedding",
-        "image",
-        "object",
-        "3.2",
-        "visual feature of a word that names an object",
-        _VCR,
-    ),
+    Rule(9, "task.mention_visual_embedding", "image", "object", "3.2", "feature of a word that names an object", _VCR),
     Rule(10, "model.regions.frozen_stages", 0, 2, "A.2", "first stages of the ResNet that are not trained"),
     Rule(10, "model.regions.resnet.norm", "batch", "frozen", "A.2", "whether its BatchNorms are trained"),
     Rule(11, "optimizer.kind", "adam", "adamw", "A.2", "weight decay in the gradient, or beside it"),
@@ -69,35 +62,22 @@ RULES = (
     Rule(13, "task.loss", "softmax", "sigmoid", "4.2", "one of four choices, or each by itself", _VCR),
     Rule(13, "task.pooled", False, True, "4.2", "BERT's tanh pooler between [CLS] and the score", _VCR),
     Rule(13, "task.instance_masks", False, True, "4.2", "only an object's own cells count in its feature", _VCR),
-    Rule(
-        13,
-        "task.masked_regions",
-        0.15,
-        0.0,
-        "4.2",
-        "share of regions masked and labelled; 0: all labelled, visible",
-        _VCR,
-    ),
+    Rule(13, "task.masked_regions", 0.15, 0.0, "4.2", "share masked and labelled; 0: all labelled", _VCR),
     Rule(13, "task.names", "class", "neutral", "4.2", "how a person is called who is mentioned", _VCR),
     Rule(14, "task.loss", "cross_entropy", "bce", "4.2", "the best answer, or each to its soft score", _VQA),
     Rule(14, "task.answers_from_words", False, True, "4.2", "first weights of the answers", _VQA),
     Rule(15, "task.whole_image_competes", False, True, "4.2", "the whole image may be the answer", _REFCOCO),
     Rule(15, "task.iou", "plain", "published", "4.2", "overlaps of planes, or of pixels, x2 - x1 + 1 wide", _REFCOCO),
     Rule(16, "data.flip", 0.0, 0.5, "A.2", "probability of mirroring an image"),
-    Rule(
-        18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _PRETRAINING
-    ),
-    Rule(18, "model.regions.padding", "groups", "fixed", "open", "how images of several sizes are padded", _VCR),
-    Rule(18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _VQA),
-    Rule(18, "model.regions.padding", "groups", "batch", "open", "how images of several sizes are padded", _REFCOCO),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "padding of images of several sizes", _PRETRAINING),
+    Rule(18, "model.regions.padding", "groups", "fixed", "open", "padding of images of several sizes", _VCR),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "padding of images of several sizes", _VQA),
+    Rule(18, "model.regions.padding", "groups", "batch", "open", "padding of images of several sizes", _REFCOCO),
     Rule(19, "task.truncation", "each", "shared", "open", "rows whose question a long choice shortens", _VCR),
     Rule(20, "task.swap_left_right", True, False, "open", "left for right in texts of a mirrored image", _VCR),
 )
 # Rule 17 is a setting of detection, `boxes`: un-regressed proposals (code) or regressed boxes (paper 3.3). Precomputed
 # features (rules 12 and 14) are a recipe of their own: model.regions.features.
-
-
-_FOLLOWS = {"name", "validate_every", "save_every"}  # they follow from other fields
 
 
 def paper(recipe: Recipe) -> Recipe:
@@ -139,16 +119,18 @@ def table() -> str:
 
 
 def numbers(recipes: Mapping[str, Callable[[], Recipe]]) -> str:
-    """What else differs between the recipes of the two variants, as Markdown."""
-    lines = ["| recipe | field | paper | authors' code |", "|---|---|---|---|"]
+    """The fields that differ between a recipe and its variant, without VL-BERT's rules, as Markdown."""
+    lines = ["| recipe | field | without suffix | variant |", "|---|---|---|---|"]
     ruled = {rule.field for rule in RULES}
-    for name, make in recipes.items():
-        if f"{name}_paper" not in recipes:
-            continue
-        ours, theirs = (flat(to_json(recipe)) for recipe in (make(), recipes[f"{name}_paper"]()))
-        for field in ours:
-            if ours[field] != theirs.get(field) and field != "name" and field not in ruled:
-                lines.append(f"| `{name}` | `{field}` | {_shown(theirs.get(field))} | {_shown(ours[field])} |")
+    pairs = [(name, name + suffix) for name in recipes for suffix in SUFFIXES if name + suffix in recipes]
+    for name, variant in pairs:
+        ours, theirs = (flat(to_json(recipes[one]())) for one in (name, variant))
+        known = ruled if "unicoder" not in name and "vilbert" not in name else set()
+        lines += [
+            f"| `{variant}` | `{field}` | {_shown(ours[field])} | {_shown(theirs.get(field))} |"
+            for field in ours
+            if ours[field] != theirs.get(field) and field != "name" and field not in known
+        ]
     return "\n".join(lines)
 
 

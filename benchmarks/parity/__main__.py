@@ -38,6 +38,8 @@ def heading(kind: str, plain: bool) -> str:
     if kind == "detector":
         form = "as it learns" if plain else "as it detects: norms folded, channels last"
         return f"\nour detector {form}\n{'detector':24} {'stage':34} {'worst':>8} {'bound':>7}"
+    if kind == "vilbert":
+        return f"\n{'ViLBERT':38} " + " ".join(f"{column:>8}" for column in vilbert.BOUNDS)
     return f"\n{TITLES[kind]}"
 
 

@@ -292,7 +292,8 @@ class Stages:
 
     @cached_property
     def own_proposals(self) -> dict[str, Tensor]:
-        return dict(zip(_PROPOSALS, self.network.proposals(self.logits, self.rpn_deltas, *self.size), strict=True))
+        found = self.network.proposals(self.logits[None], self.rpn_deltas[None], *self.size)
+        return {name: own for name, (own,) in zip(_PROPOSALS, found, strict=True)}
 
     @cached_property
     def own_proposals_orig(self) -> Tensor:
@@ -387,7 +388,7 @@ class Stages:
         """Nothing of theirs is used but the pixels of the image."""
         same = np.array_equal(self.own_resized, self.resized)
         logits, deltas = self.network.rpn(self.own_c4 if same else self.network.backbone(to_input(self.own_resized)))
-        proposals, _ = self.network.proposals(logits[0], deltas[0], *self.own_resized.shape[:2])
+        (proposals,), _ = self.network.proposals(logits, deltas, *self.own_resized.shape[:2])
         return self._missing(proposals, "")
 
     def _compare_outputs(self, prefix: str, output: str, theirs: Tensor, remark: str) -> tuple[float, str]:

@@ -16,8 +16,20 @@ BOXES_AT_ONCE = 16  # in res5: bounds the memory
 
 
 # What it may say that changes no number, but for what has a reader of its own (`rules`, `shapes`, ...).
-_TOLD = {"author", "comment", "created", "date", "description", "licence", "license", "name", "note", "notes", "source"}
-_TOLD |= {"seed_rule", "title", "versions"}
+_REMARKS = {
+    "author",
+    "comment",
+    "created",
+    "date",
+    "description",
+    "licence",
+    "license",
+    "name",
+    "note",
+    "notes",
+    "source",
+}
+_REMARKS |= {"seed_rule", "title", "versions"}
 _READ_ELSEWHERE = {"attr_none_index", "background_index", "checks", "depth", "images", "rules", "salt", "shapes"}
 # Of these our network has one value only.
 _ONLY = {
@@ -57,7 +69,7 @@ def read_config(metadata: dict) -> tuple[FasterRCNNConfig, list[str]]:
             raise ValueError(f"meta.json: {name} is {metadata.get(name)!r}, must be a {kind.__name__}")
     stated = {key: value for key, value in metadata.items() if key != "rpn"}
     stated |= {f"rpn.{key}": value for key, value in metadata["rpn"].items()}
-    known = {*_TOLD, *_READ_ELSEWHERE, *_ONLY, *_FIELDS, *_DESCRIPTIONS}
+    known = {*_REMARKS, *_READ_ELSEWHERE, *_ONLY, *_FIELDS, *_DESCRIPTIONS}
     unknown = sorted(stated.keys() - known)
     if unknown:
         raise ValueError(
@@ -95,7 +107,7 @@ def read_config(metadata: dict) -> tuple[FasterRCNNConfig, list[str]]:
 
 
 def _from_shapes(shapes: dict[str, list[int]]) -> dict:
-    """What the shapes of the tensors say metadata the configuration."""
+    """What the shapes of the tensors say about the configuration."""
 
     def rows(name: str) -> int:
         if name not in shapes:

@@ -32,7 +32,7 @@ from vlbert.convert import convert
 from vlbert.data.batch import Batch
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.published import plain_name
+from vlbert.published_vlbert import PublishedVLBert
 from vlbert.tasks import make_task
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
@@ -115,7 +115,7 @@ def _computing_in(precision: str) -> torch.autocast:
 def run(case: VLBertCase, precision: str = "fp32") -> Ours:
     """Build our model, give it their weights and inputs, compute the losses and their gradients."""
     theirs = weights(case.metadata)
-    what = describe(case, {plain_name(name): tuple(tensor.shape) for name, tensor in theirs.items()})
+    what = describe(case, {PublishedVLBert.plain_name(name): tuple(tensor.shape) for name, tensor in theirs.items()})
     theirs |= heads_switched_off(case, what, theirs)
     task = make_task(what.task, vocabulary(what.vocab_size), num_classes=1600)
     vlbert, head = VLBert(what.model, what.vocab_size).eval(), what.head().eval()
@@ -222,7 +222,7 @@ def logits(case: VLBertCase, ours: Ours) -> list[tuple[Tensor, Tensor]]:
             mask = real[rows]
             pairs.append((mine[rows][mask], _wide(case.tensor(f"out/{name}"), mask.shape[1])[mask]))
         if "out/relationship_logits" in case.arrays:
-            pairs.append((head.related(output, batch), case.tensor("out/relationship_logits")))
+            pairs.append((head.related(output, captions.nonzero()[:, 0]), case.tensor("out/relationship_logits")))
         return pairs
     names = [name for name in ("out/label_logits", "infer/label_logits") if name in case.arrays]
     if isinstance(task, RefCOCO):
@@ -280,7 +280,7 @@ def gradient_differences(case: VLBertCase, ours: Ours) -> tuple[float, float, tu
     floor = TOLERANCES[ours.precision].floor * np.nanmax(norms)
     worst, zeros = [0.0, 0.0], []
     for name, norm, dot in zip(case.metadata["param_order_for_grad"], norms, dots, strict=True):
-        parameter = parameters.get(ours.rename(plain_name(name)) or "")
+        parameter = parameters.get(ours.rename(PublishedVLBert.plain_name(name)) or "")
         gradient = None if parameter is None else parameter.grad
         if math.isnan(norm) or gradient is None:
             if not (math.isnan(norm) and gradient is None):

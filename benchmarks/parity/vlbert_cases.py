@@ -12,7 +12,8 @@ from benchmarks.parity.cases import Case
 from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import Expression
-from vlbert.published import Published, skeleton, understand
+from vlbert.published import Hints
+from vlbert.published_vlbert import PublishedVLBert
 from vlbert.tasks.base import Task
 from vlbert.tasks.pretraining import Pretraining
 from vlbert.tasks.refcoco import RefCOCO
@@ -90,7 +91,7 @@ class VLBertCase(Case):
         return network | {f"VLBERT.{key}": value for key, value in network["VLBERT"].items()}
 
 
-def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> Published:
+def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> PublishedVLBert:
     """What the case is, from its tensors and its configuration.
 
     ValueError names a switch that we do not know or have not, or that says other than the tensors.
@@ -99,7 +100,7 @@ def describe(case: VLBertCase, shapes: dict[str, tuple[int, ...]]) -> Published:
     _refuse_switches(case)
     if not network.get("WITH_MLM_LOSS", True):
         shapes = shapes | {"vlbert.mlm_head.": ()}  # pre-training is known by this head, which is not there then
-    what = understand(shapes, num_heads=network["VLBERT.num_attention_heads"])
+    what = PublishedVLBert.understand(shapes, Hints((network["VLBERT.num_attention_heads"],)))
     for key, derived in _from_tensors(case, what, shapes).items():
         if network[key] != derived:
             raise ValueError(f"config.NETWORK.{key} is {network[key]}, and the tensors say {derived}")
@@ -144,7 +145,7 @@ def _refuse_switches(case: VLBertCase) -> None:
         raise ValueError("config.NETWORK.VLBERT.object_word_embed_mode is 3 (mean word embedding); ours has 1 and 2")
 
 
-def _from_tensors(case: VLBertCase, what: Published, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _from_tensors(case: VLBertCase, what: PublishedVLBert, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Switches that follow from the tensors: those that the model of the case reads. Others may have any value."""
     network, model, task = case.network, what.model, what.task
     visual_size = model.visual_embedding_size or model.hidden_size
@@ -177,12 +178,12 @@ def _from_tensors(case: VLBertCase, what: Published, shapes: dict[str, tuple[int
     return derived
 
 
-def heads_switched_off(case: VLBertCase, what: Published, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def heads_switched_off(case: VLBertCase, what: PublishedVLBert, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Zeros for the heads that their model lacks, their loss being off: ours has them, and nothing reads them."""
     heads = {"WITH_MLM_LOSS": "vlbert.mlm_head.", "WITH_MVRC_LOSS": "vlbert.mvrc_head."}
     off = tuple(head for switch, head in heads.items() if not case.network.get(switch, True))
     rename = what.theirs()
-    named = {rename(name): tensor for name, tensor in skeleton(what).items()}
+    named = {rename(name): tensor for name, tensor in what.skeleton().items()}
     return {n: torch.zeros(t.shape) for n, t in named.items() if n and n.startswith(off) and n not in theirs}
 
 
@@ -232,7 +233,7 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
         text = _words(case.tensor("in/text")[row], labels[row])
         if task.settings.relationship:
             related = case.arrays["in/relationship_label"][row : row + 1]
-            text = dataclasses.replace(text, labels=text.labels | {"related": related})
+            text = _with_related(text, related)
         keep, label_mask = valid[row], region_label_mask[row]
         image = dataclasses.replace(
             image,
@@ -247,9 +248,15 @@ def pretraining_batch(case: VLBertCase, task: Pretraining) -> Batch:
         ):
             text = _words(tokens, answers)
             if task.settings.relationship:
-                text = dataclasses.replace(text, labels=text.labels | {"related": np.zeros(0, np.int64)})
+                text = _with_related(text, np.zeros(0, np.int64))
             examples.append(Example(f"text {row}", text))
     return collate(examples)
+
+
+def _with_related(text: TextInput, related: np.ndarray) -> TextInput:
+    """With the label of the pair, [1], or of a text without an image, [0]."""
+    label_masks = text.label_masks | {"related": np.arange(len(text.tokens)) < len(related)}
+    return dataclasses.replace(text, label_masks=label_masks, labels=text.labels | {"related": related})
 
 
 def _words(tokens: Tensor, answers: Tensor) -> TextInput:
@@ -275,10 +282,14 @@ def refcoco_batch(case: VLBertCase, task: RefCOCO) -> Batch:
     examples = []
     for row, image in enumerate(images(case, valid)):
         right = (labels[row][valid[row]] == 1).numpy()
-        targets = {"candidate": np.ones(len(right), bool), "right": right}
+        image = dataclasses.replace(
+            image,
+            label_masks={"candidate": np.ones(len(right), bool)},
+            labels={"target": right.astype(np.float32)},
+        )
         text = task.text_input(expressions[row][expressions[row] > 0].numpy())
         metadata = {"expression": Expression(row, row, ""), "split": "", "boxes": image.boxes, "to_stored": np.ones(4)}
-        examples.append(Example(f"expression {row}", text, dataclasses.replace(image, label_masks=targets), metadata))
+        examples.append(Example(f"expression {row}", text, image, metadata))
     return collate(examples)
 
 
@@ -297,6 +308,7 @@ def vcr_batch(case: VLBertCase, task: VCR) -> Batch:
             image,
             cells=case.tensor("in/masks")[row][valid[row]].numpy(),
             classes=boxes[row][valid[row]][:, 5].long().numpy(),
+            label_masks={"region_label_mask": np.ones(len(image.boxes), bool)},
         )
         examples.append(Example(f"question {row}", texts[0], image, more=tuple(texts[1:])))
     return collate(examples)

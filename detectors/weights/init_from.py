@@ -1,6 +1,5 @@
 """Initial weights for training a detector: an ImageNet ResNet of torchvision, or a weight file of ours."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from detectors.weights.files import (
     tensor_fault,
     tensor_faults,
 )
+from detectors.weights.releases import VLBERT, our_name
 from detectors.weights.torch_pickle import read_tensors
 
 # torchvision's ResNets get red, green, blue of 0..1, less this mean, over this deviation.
@@ -114,7 +114,7 @@ def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Pat
             f"{file} is torchvision's ResNet, which halves its maps in 3x3 convolutions and pads in its first pool; "
             "set network.resnet.stride_in_1x1=false network.resnet.stem_pool=torch"
         )
-    renamed = {_our_name(name): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
+    renamed = {our_name(name, VLBERT): tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
     # Scaled channel by channel, then red and blue swapped.
     deviation = 255 * torch.tensor(_THEIR_DEVIATION)
     kernel = (renamed["backbone.stem.conv1.weight"] / deviation[None, :, None, None]).flip(1)
@@ -122,12 +122,3 @@ def _from_torchvision(tensors: dict[str, Tensor], network: FasterRCNN, file: Pat
     excess = torch.tensor(PIXEL_MEAN_BGR) - 255 * torch.tensor(_THEIR_MEAN[::-1])
     renamed["backbone.stem.conv1.norm.running_mean"] -= (kernel.sum(dim=(2, 3)) * excess).sum(dim=1)
     return renamed
-
-
-def _our_name(theirs: str) -> str:
-    """`layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`."""
-    name = re.sub(r"^(conv1|bn1)\.", r"stem.\1.", theirs)
-    name = re.sub(r"^layer(\d)\.", lambda match: f"res{int(match[1]) + 1}.", name)
-    name = name.replace("downsample.0.", "shortcut.").replace("downsample.1.", "shortcut.norm.")
-    name = re.sub(r"\bbn(\d)\.", r"conv\1.norm.", name)
-    return f"roi_heads.{name}" if name.startswith("res5.") else f"backbone.{name}"

@@ -261,7 +261,7 @@ def convert(file: Path) -> Converted:
     dropped = [_dropped(name, theirs, release, file) for name in theirs]
     report += [entry for entry in dropped if entry]
     theirs = {name: tensor for (name, tensor), entry in zip(theirs.items(), dropped, strict=True) if not entry}
-    config = network_of({_our_name(name, release): tuple(tensor.shape) for name, tensor in theirs.items()})
+    config = network_of({our_name(name, release): tuple(tensor.shape) for name, tensor in theirs.items()})
     config = dataclasses.replace(config, **release.detection)
     anchors = None if release.resnet_alone else theirs.pop(ANCHORS, None)
     wanted = _wanted(config, release)
@@ -320,7 +320,8 @@ def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def _our_name(theirs: str, release: Release) -> str:
+def our_name(theirs: str, release: Release) -> str:
+    """`layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`."""
     return _renamed(theirs, release.names)
 
 

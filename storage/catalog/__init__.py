@@ -6,20 +6,20 @@
     ROOT/<dataset>/<stage>/snapshots/<id>.parquet    the ok rows of all shards at one moment
 
 A stage is `images` or `regions/<detector id>`. The tar is written first. The manifest is written last, and only if
-there is none, so that a reader never sees half a shard and two writers never mix. Readers never list tars: the manifest
-names its tar. A training reads a snapshot, storage/snapshots.py. The layout is a contract, docs/formats.md.
-`python -m storage.catalog status ROOT` prints a summary: storage/catalog/__main__.py.
+there is none, so that a reader never sees half a shard and two writers never mix: storage/catalog/commit.py. Readers
+never list tars: the manifest names its tar. A training reads a snapshot, storage/snapshots.py. The layout is a
+contract, docs/formats.md. `python -m storage.catalog status ROOT` prints a summary: storage/catalog/__main__.py.
 """
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import io
+import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -28,23 +28,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.digests import check_version, check_version_of_unsealed, is_whole
-from storage.manifests import (
-    MANIFEST_VERSION,
-    OK,
-    SCHEMA,
-    Header,
-    Manifest,
-    Row,
-    check_rows,
-    checked_meta,
-    manifest_bytes,
-    matched,
-)
+from storage.digests import check_version, is_whole
+from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
-from storage.shards import SHARD_VERSION, read_shard, write_shard
+from storage.shards import SHARD_VERSION, read_shard
 from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
 
 STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -66,58 +55,6 @@ class Catalog:
         self.store = store
         self.dataset = dataset
 
-    def commit(
-        self,
-        stage: str,
-        shard: str,
-        samples: Iterable[Sample],
-        rows: Sequence[Row],
-        meta: dict,
-        replaces: Header | None = None,
-    ) -> bool:
-        """Write one shard; False, with nothing changed, if it was committed already or another writer was first.
-
-        rows hold every input row of the shard once, in ascending order; samples are those of the ok rows, in the same
-        order. ValueError names the row that breaks this, and nothing becomes visible. `replaces` is the revision that
-        the caller has read: the next revision is written beside it, and readers use that from then on.
-        """
-        path = self._manifest_path(stage, shard)
-        if replaces is not None:
-            path = self._manifest_path(stage, dataclasses.replace(replaces, revision=replaces.revision + 1).name)
-            meta = meta | {"replaces": replaces.sha256}
-        if self.store.exists(path):
-            return False
-        where = self.store.where(path)
-        check_rows(rows, where)
-        recorded = checked_meta(meta, where)
-        facts = []  # of each sample: width, height, number of regions
-        with temporary_folder("commit-") as folder:
-            file = folder / f"{shard}.tar"
-            spans = write_shard(matched(samples, rows, stage, where, facts), file)
-            tar, tar_sha256, tar_bytes = None, "", 0
-            if spans:
-                tar_sha256, tar_bytes = sha256_of(file), file.stat().st_size
-                tar = f"{shard}-{tar_sha256[:12]}.tar"
-                # Also if a killed writer left the same tar: with a new date, `gc` does not delete it.
-                self.store.put(self._path(stage, tar), file)
-            metadata = {
-                "stage": stage,
-                "shard": shard,
-                "tar": tar,
-                "tar_sha256": tar_sha256,
-                "tar_bytes": tar_bytes,
-                "meta": recorded,
-            }
-            if self.store.put(path, manifest_bytes(rows, spans, facts, metadata), if_absent=True):
-                # `gc` may have deleted it, because it had read the old date just before.
-                if tar is not None and not self.store.exists(self._path(stage, tar)):
-                    self.store.put(self._path(stage, tar), file)
-                return True
-        # The other writer's manifest is final, so a tar that no revision names will never be used.
-        if tar is not None and all(one.tar != self._path(stage, tar) for one in self.revisions(stage, shard)):
-            self.store.delete(self._path(stage, tar))
-        return False
-
     def shards(self, stage: str) -> list[str]:
         """The committed shards, sorted; one listing."""
         return sorted(self._names(stage))
@@ -125,8 +62,8 @@ class Catalog:
     def _names(self, stage: str, prefix: str = "") -> dict[str, list[str]]:
         """Shard -> the names of its manifests, the newest last, for shards that begin with `prefix`; one listing."""
         found = []
-        for info in self.store.list(self._path(stage, prefix)):
-            if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self._path(stage, ""))):
+        for info in self.store.list(self.path(stage, prefix)):
+            if match := MANIFEST_FILE.fullmatch(info.path.removeprefix(self.path(stage, ""))):
                 found.append((match[1], int(match[2] or 1), match[0].removesuffix(".parquet")))
         names = {}
         for shard, _, name in sorted(found):
@@ -141,7 +78,7 @@ class Catalog:
 
     def revisions(self, stage: str, shard: str) -> list[Header]:
         """The header of each revision of a shard, the newest last; [] if it is not committed."""
-        self._manifest_path(stage, shard)
+        self.manifest_path(stage, shard)
         return [self._read_header(stage, name)[1] for name in self._names(stage, shard).get(shard, [])]
 
     def manifest(self, stage: str, shard: str) -> Manifest:
@@ -161,11 +98,15 @@ class Catalog:
 
     def headers(self, stage: str, shards: Sequence[str] | None = None) -> dict[str, Header]:
         """The headers of the newest manifests, several fetched at a time: of all shards, or of these."""
-        return self._headers(stage, self._newest(stage, shards))
+        return dict(self.each_header(stage, shards))
 
-    def _headers(self, stage: str, names: Mapping[str, str]) -> dict[str, Header]:
-        found = _each(lambda name: self._read_header(stage, name)[1], list(names.values()))
-        return dict(zip(names, found, strict=True))
+    def each_header(self, stage: str, shards: Sequence[str] | None = None) -> Iterator[tuple[str, Header]]:
+        """The same one by one: each takes kilobytes."""
+        names = self._newest(stage, shards)
+        return zip(names, self._headers(stage, list(names.values())), strict=True)
+
+    def _headers(self, stage: str, names: Sequence[str]) -> Iterator[Header]:
+        return _each(lambda name: self._read_header(stage, name)[1], names)
 
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """These columns of the manifests, shard by shard, several fetched at a time: of all shards, or of these."""
@@ -205,15 +146,18 @@ class Catalog:
         These are the shards that `target` does not have, and those that it made from an earlier revision of the source
         with other samples. Reads no tar. ValueError names both manifests if a target was made from an unknown source.
         """
-        committed, done = self._newest(source), self._newest(target)
+        prefix = "" if shards is None else os.path.commonprefix(list(shards))  # of one shard: a short listing
+        committed, done = (
+            {shard: names[-1] for shard, names in self._names(stage, prefix).items()} for stage in (source, target)
+        )
         if shards is not None:
-            committed = {shard: name for shard, name in committed.items() if shard in set(shards)}
+            wanted = set(shards)
+            committed = {shard: name for shard, name in committed.items() if shard in wanted}
         both = [shard for shard in committed if shard in done]
-        targets = self._headers(target, {shard: done[shard] for shard in both})
+        targets = self._headers(target, [done[shard] for shard in both])
         sources = _each(lambda shard: hashlib.sha256(self._bytes(source, committed[shard])).hexdigest(), both)
         pending = [shard for shard in committed if shard not in done]
-        for shard, sha256 in zip(both, sources, strict=True):
-            made = targets[shard]
+        for shard, made, sha256 in zip(both, targets, sources, strict=True):
             found = made.meta.get("source")
             if found == {"stage": source, "shard": shard, "manifest_sha256": sha256}:
                 continue
@@ -236,69 +180,59 @@ class Catalog:
     def counts(self, stage: str) -> dict[str, int]:
         """Rows by status, over all shards."""
         total = Counter()
-        for header in self.headers(stage).values():
+        for _, header in self.each_header(stage):
             total.update(header.statuses)
         return dict(sorted(total.items()))
 
     def pin(self, stage: str) -> Snapshot:
-        """Write the snapshot of all shards that are committed now as one file, dated now, for a training."""
+        """Write the snapshot of all shards that are committed now as one file, dated now, for a training.
+
+        Reads each manifest once.
+        """
 
         def load(name: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, name)
             table = pq.read_table(io.BytesIO(data), use_threads=False)
             return header, table.filter(pc.equal(table["status"], OK))
 
-        snapshot = self.snapshot(stage)
-        path = self._snapshot_path(stage, snapshot.id)
-        try:
-            data = self.store.get(path)
-        except ObjectMissing:
-            data = None
-        if data is not None and is_whole(data):
-            # The same bytes with a new date, so that `gc` does not delete them before the first checkpoint names them.
-            self.store.put(path, data)
-            return snapshot
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
-            # The id is that of the manifests read here: there may be a newer revision since the headers were read.
-            names = self._newest(stage, snapshot.shards)
-            snapshot = write_snapshot(file, stage, _each(load, list(names.values())))
-            # A damaged one is replaced: the manifests are those that it was made of.
-            self.store.put(self._snapshot_path(stage, snapshot.id), file, if_absent=data is None)
+            snapshot = write_snapshot(file, stage, _each(load, list(self._newest(stage).values())))
+            # Where it is already, it gets a new date, so that `gc` does not delete it before the first checkpoint names
+            # it. A damaged one is replaced.
+            self.store.put(self._snapshot_path(stage, snapshot.id), file)
         return snapshot
 
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
         """The index of a pinned snapshot, from its file alone; ValueError names a file that is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
 
-    def _path(self, stage: str, name: str) -> str:
+    def path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):
             raise ValueError(f"{stage!r} is not a stage: use `images` or `regions/<detector id>`")
         return f"{self.dataset}/{stage}/{name}"
 
-    def _manifest_path(self, stage: str, name: str) -> str:
+    def manifest_path(self, stage: str, name: str) -> str:
         if not MANIFEST_FILE.fullmatch(f"{name}.parquet"):
             raise ValueError(f"{name!r} is not a shard: use five digits, such as 00000")
-        return self._path(stage, f"{name}.parquet")
+        return self.path(stage, f"{name}.parquet")
 
     def _snapshot_path(self, stage: str, snapshot_id: str) -> str:
         if not _SNAPSHOT.fullmatch(snapshot_id):
             raise ValueError(f"{snapshot_id!r} is not a snapshot: use 16 hex digits, as in a checkpoint's state.json")
-        return self._path(stage, f"snapshots/{snapshot_id}.parquet")
+        return self.path(stage, f"snapshots/{snapshot_id}.parquet")
 
     def where(self, stage: str, name: str) -> str:
         """The manifest of a shard (its name, or that of a revision: Header.name) in full, for messages."""
-        return self.store.where(self._manifest_path(stage, name))
+        return self.store.where(self.manifest_path(stage, name))
 
     def _redo(self, stage: str, shard: str) -> str:
         return f"to make it again, delete {self.where(stage, shard)} and run the stage"
 
     def _bytes(self, stage: str, name: str) -> bytes:
         """The bytes of a manifest; ValueError if they are not those that were committed."""
-        data = self.store.get(self._manifest_path(stage, name))
+        data = self.store.get(self.manifest_path(stage, name))
         if not is_whole(data):
-            with contextlib.suppress(pa.ArrowException, OSError, KeyError, TypeError):
-                check_version_of_unsealed(data, _footer_of(data), MANIFEST_VERSION, self.where(stage, name))
             raise ValueError(
                 f"{self.where(stage, name)} is damaged or not a manifest: its {len(data)} bytes differ from those that "
                 f"were committed. Put it back as it was; {self._redo(stage, name)}"
@@ -310,7 +244,8 @@ class Catalog:
         data, where = self._bytes(stage, name), self.where(stage, name)
         shard, _, revision = name.partition(".r")
         try:
-            header = parse_json(_footer_of(data), where, fix=self._redo(stage, name))
+            footer = pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]
+            header = parse_json(footer, where, fix=self._redo(stage, name))
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
             raise ValueError(f"{where} is not a manifest ({error!r}); {self._redo(stage, name)}") from error
         check_version(header.get("version"), MANIFEST_VERSION, where)
@@ -322,7 +257,7 @@ class Catalog:
         return data, Header(
             shard=shard,
             stage=stage,
-            tar=header["tar"] and self._path(stage, header["tar"]),
+            tar=header["tar"] and self.path(stage, header["tar"]),
             tar_sha256=header["tar_sha256"],
             tar_bytes=header["tar_bytes"],
             statuses=header["statuses"],
@@ -330,11 +265,6 @@ class Catalog:
             sha256=hashlib.sha256(data).hexdigest(),
             revision=int(revision or 1),
         )
-
-
-def _footer_of(data: bytes) -> bytes:
-    """The JSON in the footer of a manifest."""
-    return pq.read_metadata(io.BytesIO(data)).metadata[b"manifest"]
 
 
 def sha256_of(file: Path) -> str:

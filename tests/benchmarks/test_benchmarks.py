@@ -1,4 +1,4 @@
-"""Every command of benchmarks/ runs, at sizes that measure nothing, so that none breaks unseen."""
+"""Every command of benchmarks/ runs, at sizes that measure nothing."""
 
 import importlib
 import json
@@ -13,14 +13,6 @@ from places import PROJECT
 
 from benchmarks import killed_writer
 from benchmarks.measure import in_turns
-
-MODEL = [
-    "model.layers=JJ",
-    "model.hidden_size=32",
-    "model.num_heads=2",
-    "model.intermediate_size=64",
-    "model.geometry_channels=32",
-]
 
 LOADER_BARS = {
     "  ratio": 3,
@@ -48,12 +40,6 @@ def detected(report: dict[str, Any], printed: str) -> None:
     assert report["differences"]["cosine of features, least"] > 0.99
 
 
-def saved(report: dict[str, Any], printed: str) -> None:
-    lines = [(line["root"], line["way"]) for line in report["lines"]]
-    assert lines == [("temporary", "in the step"), ("temporary", "beside it")]
-    assert all(line["until_whole"] >= line["waited"] > 0 for line in report["lines"])
-
-
 def downloaded(report: dict[str, Any], printed: str) -> None:
     assert "CPU-ms an image" in printed
     assert report["good"][0]["statuses"] == {"ok": 50}
@@ -65,39 +51,52 @@ def loaded(report: dict[str, Any], printed: str) -> None:
     assert all(line["what"] in printed for line in lines)
 
 
-def compared_steps(report: dict[str, Any], printed: str) -> None:
-    assert report["seconds a step"].keys() == {"fp32", "plain fp32"}
-
-
 def killed(report: None, printed: str) -> None:
     assert re.search(r"killed_writer +2 +0 .*passed", printed)
+
+
+def spread(report: None, printed: str) -> None:
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()[2:-1]]
+    assert [row[0] for row in rows] == ["2", "4", "8", "16", "32", "64"]
+    assert all(row[2] == "0.0 %" for row in rows)
+    assert float(rows[-1][1].split()[0]) > 50  # without claims, 64 workers make most of 40 shards twice
+    assert "really, 2 processes: 0 of 40 twice" in printed
+
+
+def scaled(report: dict[str, Any], printed: str) -> None:
+    small, large = (report["rows"][rows] for rows in ("2000", "4000"))
+    assert large["status"]["requests"] - small["status"]["requests"] == 20  # one a shard; one in a hundred comes later
+    assert large["pin a snapshot"]["requests"] - small["pin a snapshot"]["requests"] == 20
+    for what in ("open an index, first process", "open an index, second process"):
+        assert large[what]["requests"] == small[what]["requests"]
+    entering = large["new shards enter"]["requests"]
+    assert entering - large["pin a snapshot"]["requests"] < 10, "manifests are read once"
+    assert len(printed.splitlines()) == 2 * (1 + len(small)) + 2 + len(small)
 
 
 # Program -> arguments, and what must hold of its JSON and of what it prints.
 PROGRAMS: dict[str, tuple[list[str], Callable[[Any, str], None]]] = {
     "detect": (["--preset", "demo", "--count", "1", "--rounds", "1"], detected),
-    "checkpoint": (["temporary", "--recipe", "pretrain_vlbert_demo", "--saves", "1"], saved),
     "download": (["--images", "50", "--rounds", "1", "--rows", "0"], downloaded),
-    "train_step": (
-        ["--recipe", "pretrain_vlbert_base_precomputed", "--precision", "fp32", "--pairs", "2", "--batches", "1"]
-        + ["--rounds", "1", *MODEL],
-        compared_steps,
-    ),
     "loader": (
         ["--samples", "64", "--per-shard", "32", "--images", "8", "--index", "5000", "--tokens", "100000"]
         + ["--rounds", "1"],
         loaded,
     ),
     "kill": (["--kills", "2", "--training-kills", "0"], killed),
+    "scale": (["--rows", "2000", "4000", "--per-shard", "100"], scaled),
+    "spread": (["--shards", "40", "--rounds", "1", "--processes", "2"], spread),
 }
+NO_JSON = {"kill", "spread"}
 # A bar that a busy machine, or so small a run, does not meet ends these with status 1.
 WITH_BARS = {"download", "loader"}
-FAST = {"detect", "checkpoint"}  # the others take some seconds each, in processes of their own
+FAST = {"detect"}  # the others take some seconds each, in processes of their own
 # Programs whose small runs stand in a file of tests with more about them.
 ELSEWHERE = {
     "conformance": "benchmarks/test_conformance.py",
-    "orchestration": "flows/test_orchestration.py",
     "parity": "benchmarks/test_parity.py",
+    "rehearse": "vlbert/test_rehearsal.py",
+    "train_step": "vlbert/test_train_step.py",
 }
 
 
@@ -107,7 +106,7 @@ ELSEWHERE = {
 def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.CaptureFixture):
     arguments, check = PROGRAMS[program]
     file = tmp_path / "report.json"
-    with_json = [] if program == "kill" else ["--json", str(file)]
+    with_json = [] if program in NO_JSON else ["--json", str(file)]
     status = run(program, *arguments, *with_json)
     printed, errors = capfd.readouterr()
     assert status in ({0, 1} if program in WITH_BARS else {0}), errors
@@ -115,7 +114,19 @@ def test_the_command_runs_in_small(program: str, tmp_path: Path, capfd: pytest.C
     assert list(tmp_path.iterdir()) == ([file] if with_json else [])
 
 
-def test_what_work_took_is_told_apart_and_contenders_take_turns():
+@pytest.mark.slow
+def test_reads_of_a_bucket_are_measured(moto, tmp_path: Path):
+    file = tmp_path / "report.json"
+    small = ["--samples", "32", "--per-shard", "16", "--rounds", "1", "--json", str(file)]
+    assert run("loader", "--bucket", f"s3://bucket/{tmp_path.name}", *small) == 0
+    lines = json.loads(file.read_text())["lines"]
+    requests = [line["value"] for line in lines if line["what"] == "  requests"]
+    assert len(requests) == 3
+    assert all(0 < one <= 1 for one in requests[:2])
+    assert requests[2] == 0  # all come from the cache
+
+
+def test_contenders_take_turns_and_their_times_stay_apart():
     order = []
     found = in_turns({"a": lambda: order.append("a") or 1, "b": lambda: order.append("b") or time.sleep(0.05)}, 2)
     assert order == ["a", "b", "a", "b"]

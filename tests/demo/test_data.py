@@ -1,7 +1,8 @@
-"""The demo data: what its words, boxes and files promise, and how its server misbehaves."""
+"""The demo data: words, boxes and files agree; its server misbehaves as its URLs say."""
 
 import collections
 import dataclasses
+import hashlib
 import http.client
 import io
 import json
@@ -29,12 +30,13 @@ from demo import data, scenes
 from demo.data import BROKEN_KINDS, DemoDataSettings, draw_demo_data, read_demo_data
 from demo.scenes import COLOURS, SHAPES, Appearance, Scene, SceneObject
 from demo.serve import DemoServer, free_port
-from vlbert.datasets import refcoco, vcr, vqa
+from demo.task_files import RETRIEVAL_FILE
+from vlbert.datasets import refcoco, retrieval, vcr, vqa
 
 PARTS = DemoDataSettings(
     train_scenes=240, held_out_scenes=60, broken_rows=16, text_lines=200, task_train=90, task_held_out=30
 )
-TINY = DemoDataSettings(train_scenes=3, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
+TINY = DemoDataSettings(train_scenes=12, held_out_scenes=2, broken_rows=8, text_lines=3, task_train=2, task_held_out=1)
 OBJECT = re.compile(rf"\b({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})\b")
 LOCATION_WORDS = set(
     ["left", "right", "top", "bottom", "above", "below", "under", "over", "middle", "center", "next", "near"]
@@ -79,16 +81,6 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
 
 
-def centre(annotation: dict) -> tuple[float, float]:
-    x, y, width, height = annotation["bbox"]
-    return x + width / 2, y + height / 2
-
-
-def a_scene(*objects: tuple[str, str, float, float], radius: float = 28, striped: bool = False) -> Scene:
-    things = [SceneObject(Appearance(c, s, striped, True), x, y, radius, 0.0, 0.5) for c, s, x, y in objects]
-    return Scene(tuple(things), dark=True, width=224, height=168)
-
-
 # ---- words and images say the same ----
 
 
@@ -100,8 +92,8 @@ def test_a_caption_names_exactly_the_objects_in_the_annotations(captions, annota
         assert sorted(named) == sorted(a["category"] for a in annotations[name]), (name, caption)
         assert 1 <= len(named) <= 3
         # No word of the image stands anywhere else: nothing can be copied.
-        told = [word for word in caption.split() if word in data.VISUAL_WORDS]
-        assert len(told) == 2 * len(named), caption
+        visual = [word for word in caption.split() if word in data.VISUAL_WORDS]
+        assert len(visual) == 2 * len(named), caption
 
 
 def test_adjectives_of_a_caption_hold(captions, annotations):
@@ -121,33 +113,20 @@ def test_adjectives_of_a_caption_hold(captions, annotations):
     assert min(checked[word] for word in ("big", "small", "striped", "solid")) >= 20
 
 
-def test_places_and_relations_of_a_caption_hold(captions, annotations):
-    thing = rf"a (?:{ADJECTIVE} )*{OBJECT.pattern}(?: with stripes)?"
-    relation = re.compile(rf"{thing} (?:to the )?(left of|right of|above|over|below|under) {thing}")
-    spot = re.compile(rf"{thing} (?:in|at|on|near) the ((?:top|bottom|left|right|middle|center)(?: left| right)?)")
-    checked = collections.Counter()
-    for name, caption in captions.items():
-        found = {a["category"]: centre(a) for a in annotations[name]}
-        if len(found) < len(annotations[name]):
-            continue
-        for c1, s1, said, c2, s2 in relation.findall(caption):
-            (x1, y1), (x2, y2) = found[f"{c1} {s1}"], found[f"{c2} {s2}"]
-            holds = {"left of": x1 < x2, "right of": x1 > x2, "above": y1 < y2, "over": y1 < y2}
-            assert holds.get(said, y1 > y2), (name, caption)
-            checked[said] += 1
-        for colour, shape, said in spot.findall(caption):
-            x, y = found[f"{colour} {shape}"]
-            holds = {"left": x < 112, "right": x > 112, "top": y < 84, "bottom": y > 84}
-            holds |= dict.fromkeys(("middle", "center"), abs(x - 112) < 45 and abs(y - 84) < 34)
-            assert all(holds[word] for word in said.split()), (name, caption)
-            checked.update(said.split())
-    assert len(checked) == 12
-    assert min(checked.values()) >= 5, checked
+def test_retrieval_has_five_captions_of_each_image_that_name_its_objects(drawn):
+    splits = retrieval.read_splits(drawn.retrieval / RETRIEVAL_FILE)
+    assert {name: len(images) for name, images in splits.items()} == {"train": 90, "val": 30, "test": 60}
+    objects = by_file_name(drawn.refcoco_instances)
+    for name, captions in (item for images in splits.values() for item in images.items()):
+        assert len({*captions}) == 5
+        for caption in captions:
+            named = sorted(" ".join(pair) for pair in OBJECT.findall(caption))
+            assert named == sorted(a["category"] for a in objects[name]), (name, caption)
 
 
 def test_colours_and_shapes_are_uniform_and_independent():
     rng = np.random.default_rng(7)
-    appearances = [o.appearance for _ in range(3000) for o in scenes.caption_scene(rng, 2, (224, 168)).objects]
+    appearances = [o.appearance for _ in range(3000) for o in scenes.caption_scene(rng, 2).objects]
     counts = np.array([sum(appearance.category == c for appearance in appearances) for c in data.CATEGORIES])
     assert ((counts - 6000 / 36) ** 2 / (6000 / 36)).sum() < 67  # chi-square, 35 degrees of freedom: p = 0.001
     pairs = list(zip(appearances[::2], appearances[1::2], strict=True))
@@ -163,9 +142,10 @@ def test_colours_and_shapes_are_uniform_and_independent():
 @pytest.mark.parametrize("striped", [False, True])
 def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
     """Found again in the JPEG by colour alone: the background is muted, the object is not."""
-    scene = a_scene(("red", shape, 70.3, 101.7), radius=27, striped=striped)
+    thing = SceneObject(Appearance("red", shape, striped, big=True), 70.3, 101.7, radius=27, turn=0.0, stripe_angle=0.5)
+    scene = Scene((thing,), dark=True)
     rng = np.random.default_rng(1)
-    [annotation] = data.draw_into(data.coco_file(), tmp_path, 5, scene, rng, 90)
+    [annotation] = data.draw_into(data.coco_file(), tmp_path, 5, scene, rng)
     image = np.asarray(Image.open(tmp_path / "000005.jpg"), np.int16)
     assert image.shape == (168, 224, 3)
     red = image[..., 0] - image[..., 1:].max(2) > 45
@@ -176,22 +156,11 @@ def test_box_is_tight_around_the_drawn_pixels(tmp_path, shape, striped):
     assert annotation["area"] == pytest.approx(red.sum(), rel=0.15)
 
 
-def test_box_covers_only_what_one_sees():
-    rng = np.random.default_rng(2)
-    _, [circle, square] = scenes.draw_scene(rng, a_scene(("blue", "circle", 70, 80), ("green", "square", 105, 80)))
-    _, [alone] = scenes.draw_scene(rng, a_scene(("blue", "circle", 70, 80)))
-    assert not (circle & square).any()
-    assert np.flatnonzero(circle.any(0))[-1] < np.flatnonzero(alone.any(0))[-1]
-    assert np.flatnonzero(circle.any(0))[0] == np.flatnonzero(alone.any(0))[0]
-    # Later objects lie in front: the square is whole.
-    assert square[80, 84:126].all()
-
-
 def test_no_object_is_hidden_by_half():
     rng = np.random.default_rng(3)
     shares = []
-    for _ in range(150):
-        scene = scenes.caption_scene(rng, 5, (224, 168))
+    for _ in range(50):
+        scene = scenes.caption_scene(rng, 5)
         _, visible = scenes.draw_scene(rng, scene)
         for thing, seen in zip(scene.objects, visible, strict=True):
             _, _, alpha, _ = scenes.rasterise(thing)
@@ -200,45 +169,26 @@ def test_no_object_is_hidden_by_half():
     assert 0.05 < np.mean(np.array(shares) < 0.999) < 0.5  # some overlap, most do not
 
 
-def test_colours_are_told_apart_in_the_jpeg(drawn, annotations):
-    palette = np.array(list(COLOURS.values()))
-    right = []
-    for name, found in annotations.items():
-        if len(found) > 1 or found[0]["category"].endswith("ring"):
-            continue
-        x, y = (round(v) for v in centre(found[0]))
-        patch = np.asarray(Image.open(drawn.images / name), float)[y - 5 : y + 6, x - 5 : x + 6].reshape(-1, 3)
-        brightest = patch[patch.sum(1) >= np.median(patch.sum(1))].mean(0)  # between the dark stripes
-        right.append(list(COLOURS)[np.abs(palette - brightest).sum(1).argmin()] == found[0]["attributes"][0])
-    assert len(right) > 60
-    assert np.mean(right) == 1
-
-
 def test_annotation_files_are_coco(drawn):
     for file, folder in ((drawn.annotations, drawn.images), (drawn.refcoco_instances, drawn.task_images)):
         coco = json.loads(file.read_text())
         assert [c["id"] for c in coco["categories"]] == list(range(1, 37))
-        assert [c["name"] for c in coco["categories"]] == sorted(c["name"] for c in coco["categories"])
         assert len({a["id"] for a in coco["annotations"]}) == len(coco["annotations"])
-        sizes = {}
+        assert {image["file_name"] for image in coco["images"]} == {image.name for image in folder.iterdir()}
         for image in coco["images"]:
             with Image.open(folder / image["file_name"]) as opened:
-                assert (opened.format, opened.mode) == ("JPEG", "RGB")
-                assert opened.size == (image["width"], image["height"]) == (224, 168)
-            sizes[image["id"]] = (image["width"], image["height"])
-        assert len(sizes) == len(coco["images"]) == len(list(folder.iterdir()))
+                assert (opened.format, opened.mode, opened.size) == ("JPEG", "RGB", (image["width"], image["height"]))
         for a in coco["annotations"]:
             x, y, width, height = a["bbox"]
-            assert 0 <= x < x + width <= sizes[a["image_id"]][0]
-            assert 0 <= y < y + height <= sizes[a["image_id"]][1]
+            assert 0 <= x < x + width <= 224
+            assert 0 <= y < y + height <= 168
             assert 0.2 * width * height < a["area"] <= width * height
-            assert (a["iscrowd"], a["segmentation"]) == (0, [])
 
 
 # ---- lists ----
 
 
-def test_broken_rows_are_strewn_among_the_train_rows(drawn):
+def test_broken_rows_are_spread_over_the_train_rows(drawn):
     rows = drawn.train_tsv.read_text().splitlines()
     assert len(rows) == PARTS.train_scenes + PARTS.broken_rows
     broken = [i for i, row in enumerate(rows) if "/broken/" in row]
@@ -257,7 +207,7 @@ def test_broken_rows_are_strewn_among_the_train_rows(drawn):
 
 
 def test_a_duplicate_is_in_the_shard_of_its_original(tmp_path):
-    for seed in range(5):
+    for seed in range(2):
         settings = DemoDataSettings(seed=seed, train_scenes=530, broken_rows=160)
         drawn = data.DemoData(tmp_path, settings, 8791)
         data.write_caption_lists(drawn)
@@ -275,8 +225,8 @@ def fits(expression: str, annotation: dict) -> bool:
     """Whether the words of an expression are true of an object, by a reading of its own."""
     same = {"large": "big", "little": "small", "plain": "solid", "stripes": "striped"}
     properties = {*annotation["attributes"], annotation["category"].split()[1]}
-    told = {same.get(word, word) for word in expression.split()} - {"the", "one", "shape", "with"}
-    return told <= properties
+    words = {same.get(word, word) for word in expression.split()} - {"the", "one", "shape", "with"}
+    return words <= properties
 
 
 def test_an_expression_fits_its_object_and_no_other(drawn):
@@ -289,14 +239,6 @@ def test_an_expression_fits_its_object_and_no_other(drawn):
         assert not LOCATION_WORDS & set(sentence["tokens"])
         lengths[len(set(sentence["tokens"]) - {"the", "one", "shape", "with"})] += 1
     assert lengths.keys() >= {1, 2, 3}
-
-
-def test_distractors_share_colour_or_shape(drawn):
-    for objects in by_file_name(drawn.refcoco_instances).values():
-        assert 3 <= len(objects) <= 5
-        for a in objects:
-            mine = set(a["category"].split())
-            assert any(mine & set(b["category"].split()) for b in objects if b is not a)
 
 
 def test_the_image_alone_does_not_tell_which_object_is_meant(drawn):
@@ -323,8 +265,8 @@ def test_references_match_the_instances(drawn):
     by_id = {a["id"]: a for a in coco["annotations"]}
     split_of = {reference["image_id"]: reference["split"] for reference in references}
     assert collections.Counter(split_of.values()) == {"train": 90, "val": 30, "testA": 30, "testB": 30}
-    asked_of = collections.Counter(reference["image_id"] for reference in references)
-    assert set(asked_of.values()) == {1, 2}, "two objects, or the only one of the split's shapes"
+    counts = collections.Counter(reference["image_id"] for reference in references)
+    assert set(counts.values()) == {1, 2}, "two objects, or the only one of the split's shapes"
     assert all(split_of[reference["image_id"]] == reference["split"] for reference in references)
     for reference in references:
         annotation = by_id[reference["ann_id"]]
@@ -332,8 +274,7 @@ def test_references_match_the_instances(drawn):
         assert annotation["category_id"] == reference["category_id"]
         assert reference["sent_ids"] == [s["sent_id"] for s in reference["sentences"]]
         shape = coco["categories"][annotation["category_id"] - 1]["name"].split()[1]
-        asked = {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
-        assert shape in asked
+        assert shape in {"testA": SHAPES[:3], "testB": SHAPES[3:]}.get(reference["split"], SHAPES)
         assert all(s["tokens"] == s["sent"].split() for s in reference["sentences"])
     for field in ("ref_id", "ann_id"):
         assert len({reference[field] for reference in references}) == len(references)
@@ -376,7 +317,7 @@ def things(drawn: data.DemoData) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def asked(drawn: data.DemoData) -> dict[str, list[vqa.Question]]:
+def vqa_questions(drawn: data.DemoData) -> dict[str, list[vqa.Question]]:
     """VQA's questions by split, as the task reads them."""
     return {split: vqa.read_questions(drawn.vqa, split) for split in ("train2014", "val2014", "test2015")}
 
@@ -387,9 +328,9 @@ def items(drawn: data.DemoData) -> dict[str, list[vcr.Item]]:
     return {split: vcr.read_items(drawn.vcr / f"{split}.jsonl") for split in ("train", "val", "test")}
 
 
-def test_every_task_asks_about_images_that_are_there_and_no_image_is_of_two_splits(drawn, asked, items, things):
+def test_every_task_has_its_images_and_no_image_is_of_two_splits(drawn, vqa_questions, items, things):
     expressions = {split: set(by_file) for split, by_file in refcoco.read_expressions(drawn.refcoco).items()}
-    questions = {split: {one.image for one in of} for split, of in asked.items()}
+    questions = {split: {one.image for one in of} for split, of in vqa_questions.items()}
     choices = {split: {one.image for one in of} for split, of in items.items()}
     assert (len(expressions["train"]), len(expressions["val"])) == (90, 30)
     train, val, test = (
@@ -404,15 +345,22 @@ def test_every_task_asks_about_images_that_are_there_and_no_image_is_of_two_spli
     assert not (train | val) & test
     assert {file.name for file in drawn.task_images.iterdir()} == train | val | test == set(things)
     assert all(one.metadata.is_file() for of in items.values() for one in of)
+    assert [{one.labels is None for one in items[split]} for split in ("train", "val", "test")] == [
+        {False},
+        {False},
+        {True},
+    ]
+    ids = [line["annot_id"] for line in lines_of(items, "train", "val", "test")]
+    assert len(ids) == len(set(ids))
 
 
-def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(asked):
-    known = [*asked["train2014"], *asked["val2014"]]
+def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_test_none(vqa_questions):
+    known = [*vqa_questions["train2014"], *vqa_questions["val2014"]]
     assert {len(one.answers) for one in known} == {10}
     agreeing = [one.answers.count(one.ground_truth) for one in known]
     assert set(agreeing) == {7, 8, 9, 10}
     assert 0.6 < np.mean([count == 10 for count in agreeing]) < 0.8
-    assert {one.answers for one in asked["test2015"]} == {()}
+    assert {one.answers for one in vqa_questions["test2015"]} == {()}
     assert {(one.answer_type, one.question_type) for one in known} == {
         ("other", "what color is the"),
         ("other", "what"),
@@ -420,21 +368,21 @@ def test_questions_have_ten_answers_of_which_most_are_right_and_those_of_the_tes
         ("yes/no", "is there a"),
     }
     assert all(one.text.lower().startswith(one.question_type) for one in known)
-    ids = [one.question_id for of in asked.values() for one in of]
+    ids = [one.question_id for of in vqa_questions.values() for one in of]
     assert len(ids) == len(set(ids))
 
 
-def test_the_right_answer_is_what_one_sees(asked, things):
+def test_the_right_answer_is_true_of_the_scene(vqa_questions, things):
     checked = collections.Counter()
-    for one in (*asked["train2014"], *asked["val2014"]):
+    for one in (*vqa_questions["train2014"], *vqa_questions["val2014"]):
         objects, words = things[one.image], one.text.lower().removesuffix("?").split()
         if one.question_type in ("what color is the", "what"):
             [meant] = [thing for thing in objects if fits(" ".join(words[words.index("the") + 1 :]), thing)]
             assert one.ground_truth == meant["category"].split()[one.question_type == "what"], one
             assert one.ground_truth not in words
         elif one.question_type == "how many":
-            said = [{"crosses": "cross"}.get(word, word.removesuffix("s")) for word in words[2:-2]]
-            assert one.ground_truth == str(sum(fits(" ".join(said), thing) for thing in objects)), one
+            nouns = [{"crosses": "cross"}.get(word, word.removesuffix("s")) for word in words[2:-2]]
+            assert one.ground_truth == str(sum(fits(" ".join(nouns), thing) for thing in objects)), one
         else:
             assert one.ground_truth == (
                 "yes" if " ".join(words[3:]) in [thing["category"] for thing in objects] else "no"
@@ -443,17 +391,8 @@ def test_the_right_answer_is_what_one_sees(asked, things):
     assert min(checked.values()) > 100
 
 
-def test_the_answers_to_choose_from_are_those_of_nine_questions_and_hold_nearly_all(drawn, asked):
-    answers = (drawn.vqa / "answers_vqa.txt").read_text().splitlines()
-    counts = collections.Counter(one.ground_truth for one in (*asked["train2014"], *asked["val2014"]))
-    frequent = [answer for answer, count in counts.items() if count >= 9]
-    assert answers == sorted(frequent, key=lambda answer: (-counts[answer], answer))
-    assert set(answers) > {"yes", "no", "2", *COLOURS, *SHAPES}
-    assert np.mean([one.ground_truth in answers for one in asked["val2014"]]) > 0.95
-
-
 def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, Sequence[str]]]) -> list[str]:
-    """What a reader who never sees an image says: of the choices, the word most often right beside these words."""
+    """The answers of a reader without images: of the choices, the one most often right beside these words."""
     seen = collections.Counter((word, answer) for text, answer in learned for word in set(text.split()))
     return [
         max(choices, key=lambda answer: sum(seen[word, answer] for word in set(text.split())))
@@ -461,12 +400,12 @@ def guessed_by_words(learned: list[tuple[str, str]], questions: list[tuple[str, 
     ]
 
 
-def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(asked):
+def test_the_words_of_a_question_do_not_tell_a_colour_or_a_shape(vqa_questions):
     for kind, options in (("what color is the", COLOURS), ("what", SHAPES)):
-        learned = [(one.text, one.ground_truth) for one in asked["train2014"] if one.question_type == kind]
-        held_out = [one for one in asked["val2014"] if one.question_type == kind]
-        said = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
-        right = np.mean([a == one.ground_truth for a, one in zip(said, held_out, strict=True)])
+        learned = [(one.text, one.ground_truth) for one in vqa_questions["train2014"] if one.question_type == kind]
+        held_out = [one for one in vqa_questions["val2014"] if one.question_type == kind]
+        guesses = guessed_by_words(learned, [(one.text, list(options)) for one in held_out])
+        right = np.mean([a == one.ground_truth for a, one in zip(guesses, held_out, strict=True)])
         assert right < 1 / 6 + 3.5 * np.sqrt(5 / 36 / len(held_out)), kind
 
 
@@ -477,7 +416,7 @@ def lines_of(items: dict[str, list[vcr.Item]], *splits: str) -> list[dict]:
     return [json.loads(one.line) for split in splits for one in items[split]]
 
 
-def test_the_right_choices_are_what_one_sees_and_the_wrong_ones_are_not(items, things):
+def test_the_right_choices_are_true_of_the_scene_and_the_others_are_not(items, things):
     for line in lines_of(items, "train", "val"):
         objects = things[Path(line["img_fn"]).name]
         (how, does, [one], differ, come, [other], mark) = line["question"]
@@ -485,49 +424,22 @@ def test_the_right_choices_are_what_one_sees_and_the_wrong_ones_are_not(items, t
         colours = [thing["category"].split()[0] for thing in objects]
         assert colours[one] != colours[other]
         for kind, number, place in (("answer", one, -2), ("rationale", other, -2)):
-            said = [choice[place] for choice in line[f"{kind}_choices"]]
+            offered_colours = [choice[place] for choice in line[f"{kind}_choices"]]
             assert all([number] in choice for choice in line[f"{kind}_choices"])
-            assert len(set(said)) == 4
-            assert [colour == colours[number] for colour in said] == [i == line[f"{kind}_label"] for i in range(4)]
+            assert len(set(offered_colours)) == 4
+            assert [colour == colours[number] for colour in offered_colours] == [
+                i == line[f"{kind}_label"] for i in range(4)
+            ]
         # The right answer tells no rationale: none of them says its colour.
         assert colours[one] not in [choice[-2] for choice in line["rationale_choices"]]
 
 
-def test_the_right_choice_stands_at_each_place_and_no_words_tell_it(items):
-    lines, held_out = lines_of(items, "train"), lines_of(items, "val")
+def test_the_right_choice_stands_at_each_place(items):
+    lines = lines_of(items, "train", "val")
     for kind in ("answer", "rationale"):
-        places = collections.Counter(line[f"{kind}_label"] for line in lines + held_out)
-        expected = len(lines + held_out) / 4
+        places = collections.Counter(line[f"{kind}_label"] for line in lines)
+        expected = len(lines) / 4
         assert sum((places[i] - expected) ** 2 / expected for i in range(4)) < 16.3, "chi-square, p = 0.001"
-
-        def words(line: dict, kind: str = kind) -> str:
-            """All that stands before the choices; behind the right answer, for a rationale."""
-            before = line["question"] + (line["answer_choices"][line["answer_label"]] if kind == "rationale" else [])
-            return " ".join(map(str, before))
-
-        def colours(line: dict, kind: str = kind) -> list[str]:
-            return [choice[-2] for choice in line[f"{kind}_choices"]]
-
-        def truth(line: dict, kind: str = kind) -> str:
-            return line[f"{kind}_choices"][line[f"{kind}_label"]][-2]
-
-        offered = collections.Counter(colour for line in lines for colour in colours(line))
-        rate = {colour: count / offered[colour] for colour, count in collections.Counter(map(truth, lines)).items()}
-        by_choices = [max(colours(line), key=lambda colour: rate.get(colour, 0)) for line in held_out]
-        learned = [(words(line), truth(line)) for line in lines]
-        by_words = guessed_by_words(learned, [(words(line), colours(line)) for line in held_out])
-        for said in (by_choices, by_words):
-            right = np.mean([colour == truth(line) for colour, line in zip(said, held_out, strict=True)])
-            assert right < 0.25 + 3.5 * np.sqrt(3 / 16 / len(held_out)), kind
-
-
-def test_items_of_the_test_have_no_labels_and_all_have_ids_of_their_own(items):
-    assert all(one.labels is None for one in items["test"])
-    assert all(one.labels is not None for split in ("train", "val") for one in items[split])
-    ids = [line["annot_id"] for line in lines_of(items, "train", "val", "test")]
-    assert len(ids) == len(set(ids))
-    numbers = collections.Counter(line["img_fn"] for line in lines_of(items, "train"))
-    assert set(numbers.values()) <= {1, 2}
 
 
 def test_the_outlines_of_the_metadata_are_those_of_the_drawn_objects(drawn, items, things):
@@ -573,16 +485,23 @@ def test_the_files_have_the_fields_of_the_official_ones(drawn):
 # ---- drawing again ----
 
 
+# sha256 of all files of TINY but the images; a change needs another DATA_VERSION.
+WORDS = "b11bb51814fca56348f79ed2d98f62c3e7c1a91bb56f5c1a1e7982e1527e1fe8"
+
+
 def test_the_same_settings_give_the_same_bytes(tmp_path):
     for hash_seed, name in enumerate(("a", "b")):
-        fields = [f"{name}={value}" for name, value in dataclasses.asdict(TINY).items() if name != "seed"]
-        command = [sys.executable, "-m", "demo.data", str(tmp_path / name), "seed=5", *fields]
+        fields = [f"{name}={value}" for name, value in dataclasses.asdict(TINY).items()]
+        command = [sys.executable, "-m", "demo.data", str(tmp_path / name), *fields]
         # Another hash seed: no order may come from that of a set.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)}, capture_output=True)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    drawn = contents(tmp_path / "a")
+    assert drawn == contents(tmp_path / "b")
+    words = [name.encode() + drawn[name] for name in sorted(drawn) if not name.endswith((".jpg", "demo.json"))]
+    assert hashlib.sha256(b"".join(words)).hexdigest() == WORDS
     other = contents(draw_demo_data(tmp_path / "c", dataclasses.replace(TINY, seed=6)).root)
     # So few questions have no answer nine times.
-    assert [name for name, data in contents(tmp_path / "a").items() if other[name] == data] == ["vqa/answers_vqa.txt"]
+    assert [name for name in drawn if other[name] == drawn[name]] == ["vqa/answers_vqa.txt"]
 
 
 def test_data_that_are_there_stay_with_their_port_and_an_interrupted_drawing_is_done_again(tmp_path):
@@ -608,22 +527,10 @@ def test_data_of_other_settings_or_of_another_version_are_refused(tmp_path):
         read_demo_data(tmp_path / "elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_objects", 8), ("max_objects", 0), ("jpeg_quality", 0), ("train_scenes", 0), ("seed", -1), ("width", 80)]
-    + [("task_min_objects", 6), ("task_max_objects", 8)],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [("train_scenes", 0), ("seed", -1), ("task_held_out", -1)])
 def test_settings_that_cannot_be_drawn_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"(must be|negative).*{field}={value}"):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
         DemoDataSettings(**{field: value})
-
-
-def test_the_largest_settings_find_room():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        assert len(scenes.caption_scene(rng, 8, (224, 168)).objects) == 8
-        assert len(scenes.caption_scene(rng, 3, (112, 112)).objects) == 3
-        assert len(set(scenes.task_appearances(rng, 7))) == 7
 
 
 # ---- the server ----
@@ -649,7 +556,7 @@ def test_every_good_url_of_the_lists_leads_to_its_image(tmp_path):
             assert url.startswith(server.base_url)
             image = (drawn.images / url.rpartition("/")[2]).read_bytes()
             assert fetch(server, url.removeprefix(server.base_url)) == (200, "image/jpeg", image)
-    assert len(urls) == 5
+    assert len(urls) == 14
 
 
 @pytest.mark.parametrize(
@@ -665,9 +572,7 @@ def test_the_server_finds_nothing_else(server, path):
 def test_broken_urls_misbehave_as_they_say(server):
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         fetch(server, "/broken/dropped/000302.jpg")
-    status, content_type, body = fetch(server, "/broken/html/000303.jpg")
-    assert (status, content_type) == (200, "text/html; charset=utf-8")
-    assert b"<p>" in body
+    assert fetch(server, "/broken/html/000303.jpg")[:2] == (200, "text/html; charset=utf-8")
     status, content_type, body = fetch(server, "/broken/truncated/000304.jpg")
     assert (status, content_type) == (200, "image/jpeg")
     with pytest.raises(OSError, match="truncated"):
@@ -682,7 +587,7 @@ def test_broken_urls_misbehave_as_they_say(server):
     connection.close()
 
 
-def test_slow_drips_and_does_not_keep_the_server_from_stopping(drawn):
+def test_a_slow_answer_does_not_keep_the_server_from_stopping(drawn):
     threads = set(threading.enumerate())
     with DemoServer(drawn.root, port=0) as server:
         answer = urllib.request.urlopen(server.base_url + "/broken/slow/000307.jpg", timeout=5)

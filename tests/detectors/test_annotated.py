@@ -38,15 +38,17 @@ def detector_of(folder: Path, content: dict, name: str = "annotations.json", **s
     return AnnotatedDetector(file, **settings)
 
 
-def test_boxes_become_xyxy_clipped_to_the_image(tmp_path: Path):
-    (regions,) = detector_of(tmp_path, coco()).detect([a_sample()])
-    assert regions.boxes.tolist() == [[10, 20, 40, 60], [0, 90, 200, 100]]
+@pytest.mark.parametrize(
+    ("size", "boxes"),
+    [
+        ((200, 100), [[10, 20, 40, 60], [0, 90, 200, 100]]),
+        ((100, 300), [[5, 60, 20, 180], [0, 270, 100, 300]]),
+    ],
+)
+def test_boxes_become_xyxy_scaled_and_clipped_to_the_stored_image(tmp_path: Path, size: tuple, boxes: list):
+    (regions,) = detector_of(tmp_path, coco()).detect([a_sample(size=size)])
+    assert regions.boxes.tolist() == boxes
     assert regions.scores.tolist() == [1, 1]
-
-
-def test_boxes_are_scaled_to_the_stored_image(tmp_path: Path):
-    (regions,) = detector_of(tmp_path, coco()).detect([a_sample(size=(100, 300))])
-    assert regions.boxes.tolist() == [[5, 60, 20, 180], [0, 270, 100, 300]]
 
 
 def test_classes_are_columns_after_the_background_in_order_of_category_id(tmp_path: Path):
@@ -100,93 +102,76 @@ def test_crowds_are_skipped_or_kept_as_the_setting_says(tmp_path: Path):
         detector_of(tmp_path, content, crowd="drop")
 
 
+def without(kind: str) -> dict:
+    content = coco()
+    del content[kind]
+    return content
+
+
 @pytest.mark.parametrize(
-    "bbox",
+    ("content", "message"),
     [
-        [10, 20, 0, 40],
-        [10, 20, 30, -1],
-        [200, 20, 30, 40],
-        [10, -50, 30, 50],
-        [10, 20, float("nan"), 40],
-        [1, 2, 3],
-        [1, 2, "3", 4],
-        None,
+        ('{"images": [', r"a\.json is not JSON"),
+        ("\x80\x02}q", r"a\.json is not JSON"),
+        ("[]", r"a\.json holds a list, not an object"),
+        (without("categories"), "categories missing"),
+        (coco(images={}), "images is no list"),
+        (coco(images=coco()["images"] + [None]), r"images\[2\] is None, not an object"),
+        (coco(annotations=[None]), r"annotations\[0\] is None, not an object"),
+        (coco(categories=[None]), r"categories\[0\] is None, not an object"),
     ],
 )
-def test_a_box_without_area_in_its_image_is_an_error_that_names_the_annotation(tmp_path: Path, bbox: list[float]):
-    content = coco()
-    content["annotations"][1]["bbox"] = bbox
-    with pytest.raises(ValueError, match=r"annotations\.json: annotation 2 has the bbox"):
-        detector_of(tmp_path, content)
-
-
-def test_unusable_files_are_refused_in_words(tmp_path: Path):
+def test_a_file_of_another_form_is_refused(tmp_path: Path, content: str | dict, message: str):
+    file = tmp_path / "a.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="latin1")
+    with pytest.raises(ValueError, match=message):
+        AnnotatedDetector(file)
     with pytest.raises(ValueError, match="there is no annotation file"):
         AnnotatedDetector(tmp_path / "absent.json")
-    with pytest.raises(ValueError, match="categories missing"):
-        detector_of(tmp_path, {"images": [], "annotations": []})
-    (tmp_path / "torn.json").write_text('{"images": [')
-    with pytest.raises(ValueError, match=r"torn\.json is not JSON"):
-        AnnotatedDetector(tmp_path / "torn.json")
-    twice = coco()
-    twice["images"][1]["file_name"] = "other/000001.jpg"
-    with pytest.raises(ValueError, match="images 7 and 8 both have the file_name 000001.jpg"):
-        detector_of(tmp_path, twice)
-    stray = coco()
-    stray["annotations"][0]["category_id"] = 6
-    with pytest.raises(ValueError, match="annotation 1 refers to image 7 and category 6"):
-        detector_of(tmp_path, stray)
-    sizeless = coco()
-    del sizeless["images"][1]["width"]
-    with pytest.raises(ValueError, match="image 8 has no positive width"):
-        detector_of(tmp_path, sizeless)
-    (tmp_path / "binary.json").write_bytes(b"\x80\x02}q")
-    with pytest.raises(ValueError, match=r"binary\.json is not JSON, or is torn: .* fetch it again"):
-        AnnotatedDetector(tmp_path / "binary.json")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"list\.json holds a list, not an object; .* detection format: needed is"):
-        AnnotatedDetector(tmp_path / "list.json")
-    with pytest.raises(ValueError, match="images is no list; needed is"):
-        detector_of(tmp_path, coco(images={}))
 
 
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("categories", "id", ..., r"categories\[1\] has no id; add it"),
-        ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number; correct"),
-        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another category; give it"),
-        ("categories", "name", ..., r"category 5 has no name; add it"),
-        ("categories", "name", None, r"category 5 has the name None, not a text; correct or remove"),
-        ("images", "id", ..., r"images\[1\] has no id; add it"),
-        ("images", "id", 7, r"image 7: images\[1\] has the id of another image; give it"),
-        ("images", "file_name", ..., r"image 8 has no file_name; add it"),
-        ("images", "file_name", 3, r"image 8 has the file_name 3, not a text; correct"),
-        ("images", "sample_key", None, r"image 8 has the sample_key None, not a text; correct"),
-        ("images", "height", None, r"image 8 has no positive height; give it the size"),
-        ("annotations", "bbox", ..., r"annotation 2 has no bbox; add it"),
-        ("annotations", "bbox", None, r"annotation 2 has the bbox None, not four finite numbers"),
-        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not an image's id; correct"),
-        ("annotations", "category_id", ..., r"annotation 2 has no category_id; add it"),
+        ("categories", "id", ..., r"categories\[1\] has no id"),
+        ("categories", "id", "5", r"categories\[1\] has the id '5', not a whole number"),
+        ("categories", "id", 30, r"category 30: categories\[1\] has the id of another category"),
+        ("categories", "name", ..., r"category 5 has no name"),
+        ("categories", "name", None, r"category 5 has the name None, not a text"),
+        ("images", "id", ..., r"images\[1\] has no id"),
+        ("images", "id", 7, r"image 7: images\[1\] has the id of another image"),
+        ("images", "file_name", ..., r"image 8 has no file_name"),
+        ("images", "file_name", "other/000001.jpg", "images 7 and 8 both have the file_name 000001.jpg"),
+        ("images", "width", ..., "image 8 has no positive width"),
+        ("images", "file_name", 3, r"image 8 has the file_name 3, not a text"),
+        ("images", "sample_key", None, r"image 8 has the sample_key None, not a text"),
+        ("images", "height", None, r"image 8 has no positive height"),
+        ("annotations", "bbox", ..., r"annotation 2 has no bbox"),
+        *(
+            ("annotations", "bbox", bbox, "annotation 2 has the bbox")
+            for bbox in (
+                [10, 20, 0, 40],
+                [10, 20, 30, -1],
+                [200, 20, 30, 40],
+                [10, -50, 30, 50],
+                [10, 20, float("nan"), 40],
+                [1, 2, 3],
+                [1, 2, "3", 4],
+                None,
+            )
+        ),
+        ("annotations", "category_id", 6, "annotation 2 refers to image 7 and category 6"),
+        ("annotations", "image_id", [7], r"annotation 2 has the image_id \[7\], not an image's id"),
+        ("annotations", "category_id", ..., r"annotation 2 has no category_id"),
     ],
 )
-def test_an_entry_that_lacks_what_we_need_is_named_with_the_way_out(
-    tmp_path: Path, kind: str, field: str, value: object, message: str
-):
+def test_a_wrong_entry_is_named(tmp_path: Path, kind: str, field: str, value: object, message: str):
     content = coco()
     if value is ...:
         del content[kind][1][field]
     else:
         content[kind][1][field] = value
-    with pytest.raises(ValueError, match=rf"annotations\.json: {message}"):
-        detector_of(tmp_path, content)
-
-
-@pytest.mark.parametrize("kind", ["images", "annotations", "categories"])
-def test_an_entry_that_is_no_object_is_named(tmp_path: Path, kind: str):
-    content = coco()
-    content[kind].append(None)
-    with pytest.raises(ValueError, match=rf"annotations\.json: {kind}\[\d\] is None, not an object; remove it"):
+    with pytest.raises(ValueError, match=rf"annotations\.json.*{message}"):
         detector_of(tmp_path, content)
 
 
@@ -197,14 +182,3 @@ def test_an_annotation_needs_no_id_of_its_own_and_is_then_named_by_its_place(tmp
     content["annotations"][1]["bbox"] = [10, 20, 0, 40]
     with pytest.raises(ValueError, match=r"annotations\.json: annotations\[1\] has the bbox"):
         detector_of(tmp_path, content)
-
-
-def test_the_id_follows_the_content_of_the_file_and_not_its_name(tmp_path: Path):
-    first = detector_of(tmp_path, coco())
-    renamed = detector_of(tmp_path, coco(), name="renamed.json")
-    changed = detector_of(tmp_path, coco(annotations=coco()["annotations"][:1]), name="changed.json")
-    assert first.id == renamed.id != changed.id
-    assert len(first.id) == 12
-    assert first.metadata["annotations_file"] == "annotations.json"
-    assert len(first.metadata["annotations_sha256"]) == 64
-    assert first.metadata["random_init"] is False

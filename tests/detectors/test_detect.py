@@ -1,52 +1,40 @@
 """Image shards -> region shards, through a real catalog."""
 
 import dataclasses
-import io
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 import typing
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import boto3
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from places import PROJECT
-from safetensors.torch import save_file
 from seeded import another_writer
-from tiny_detector import coco_annotations, commit_images
+from tiny_detector import coco_annotations, commit_images, image_sample, rectangles
 
-from demo.__main__ import SHIPPED_DETECTOR
+from demo.deployments import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector
 from detectors.config import DetectionConfig, NetworkOverrides
 from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
-from detectors.weights.files import load_resnet, load_weights, read_config
-from detectors.weights.init_from import init_from
-from detectors.weights.releases import RELEASES
-from storage.catalog import Row
+from storage.catalog.commit import commit_shard
+from storage.manifests import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
 from storage.settings import from_assignments
 
 
-def a_sample(number: int, broken: bool = False) -> Sample:
-    rng = np.random.default_rng(number)
-    pixels = np.full((84, 112, 3), rng.integers(0, 256, 3), np.uint8)
-    for _ in range(6):
-        y, x = rng.integers(0, 60), rng.integers(0, 80)
-        pixels[y : y + 24, x : x + 30] = rng.integers(0, 256, 3)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "jpeg")
-    image = stream.getvalue()[: 300 if broken else None]
-    return Sample(f"{number:020x}", image, f"caption {number}", f"http://host/{number:06}.jpg", 112, 84, "ab")
+def a_sample(number: int) -> Sample:
+    return image_sample(number, rectangles(84, 112, number))
 
 
 def annotations(file: Path, numbers: Sequence[int]) -> Path:
@@ -104,20 +92,6 @@ def test_the_manifest_says_which_detector_looked_at_which_shard(tmp_path: Path):
         assert meta["random_init"] is random_init
 
 
-def test_a_broken_image_leaves_the_rest_of_its_shard_detected(tmp_path: Path):
-    catalog = commit_images(tmp_path, [[a_sample(0), a_sample(1, broken=True), a_sample(2)]])
-    detector = random_demo()
-    assert detect_shard(catalog, "00000", detector)
-    assert catalog.counts(stage_of(detector)) == {"bad_image": 1, "ok": 2}
-    found = list(catalog.read(stage_of(detector), "00000"))
-    alone = detector.detect([a_sample(0), a_sample(2)])
-    for sample, regions in zip(found, alone, strict=True):
-        assert np.array_equal(sample.regions.boxes, regions.boxes)
-        assert sample.regions.class_probs.shape == (len(regions), 37)
-        assert sample.regions.boxes[:, 2].max() <= 112
-        assert sample.regions.boxes[:, 3].max() <= 84
-
-
 def test_a_sample_that_is_none_costs_its_row_and_is_named(tmp_path: Path):
     samples = [a_sample(n) for n in range(3)]
     with another_writer(
@@ -165,10 +139,11 @@ def test_the_same_input_gives_the_same_bytes_whatever_the_threads_around_it(tmp_
     contents = []
     threads = torch.get_num_threads()
     try:
-        for attempt, number in enumerate((1, 1, 2, 3)):
+        for attempt, (number, workers) in enumerate(((1, 1), (1, 1), (2, 3))):
             torch.set_num_threads(number)
             root = tmp_path / str(attempt)
-            catalog, detector = commit_images(root, [[a_sample(n) for n in range(4)]]), random_demo()
+            catalog = commit_images(root, [[a_sample(n) for n in range(4)]])
+            detector = random_demo(workers=workers, batch=2, keep_features=True)
             detect_shard(catalog, "00000", detector)
             folder = root / "captions" / "regions" / detector.id
             contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
@@ -204,7 +179,7 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
     assert detect_pending(catalog, detector, reports.append) == 2
     samples = [a_sample(0), a_sample(1)]
     rows = [Row(number, sample.key, "ok", url=sample.url) for number, sample in enumerate(samples)]
-    assert catalog.commit("images", "00000", samples, rows, {}, catalog.headers("images")["00000"])
+    assert commit_shard(catalog, "images", "00000", samples, rows, {}, catalog.headers("images")["00000"])
     assert catalog.pending("images", stage_of(detector)) == ["00000"]
     detector.samples = 0
     assert detect_pending(catalog, detector, reports.append) == 1
@@ -238,6 +213,22 @@ def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_
     assert catalog.pending("images", stage_of(detector)) == []
 
 
+def test_two_detections_at_once_detect_each_shard_once_and_both_return_when_all_is_there(tmp_path: Path):
+    catalog = commit_images(tmp_path / "root", [[a_sample(n)] for n in range(8)])
+    file = annotations(tmp_path / "a.json", range(8))
+    detectors = [CountingDetector(file), CountingDetector(file)]
+
+    def detect(detector: CountingDetector) -> tuple[int, list[str]]:
+        committed = detect_pending(catalog, detector, lambda report: time.sleep(0.05), say=lambda line: None)
+        return committed, catalog.pending("images", stage_of(detector))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(detect, detectors))
+    assert [left for _, left in found] == [[], []]
+    assert sum(committed for committed, _ in found) == sum(detector.samples for detector in detectors) == 8
+    assert not any("/claims/" in info.path for info in catalog.store.list())
+
+
 def test_a_shard_that_another_commits_while_it_is_detected_is_reported_as_the_others(tmp_path: Path):
     catalog = commit_images(tmp_path / "root", [[a_sample(0)]])
     file = annotations(tmp_path / "a.json", [0])
@@ -267,46 +258,6 @@ def test_every_run_takes_the_shards_in_an_order_of_its_own(tmp_path: Path):
         assert sorted(shards) == [f"{shard:05}" for shard in range(12)]
         orders.add(tuple(shards))
     assert len(orders) > 1
-
-
-def test_two_processes_share_the_shards(tmp_path: Path):
-    """One process alone does each of 12 shards; two that did not look would do each twice."""
-    picture = [a_sample(n) for n in range(40)]
-    catalog = commit_images(
-        tmp_path / "root",
-        [[dataclasses.replace(s, key=f"{shard}-{s.key}") for s in picture] for shard in range(12)],
-    )
-    file = annotations(tmp_path / "a.json", range(60))
-    command = [
-        sys.executable,
-        "-m",
-        "detectors.run",
-        str(tmp_path / "root"),
-        "captions",
-        "--json",
-        "backend=annotated",
-    ]
-    command += [f"annotations={file}"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    reports = [[json.loads(line) for line in output.splitlines()] for output in outputs]
-    shards = [report for lines in reports for report in lines[:-1]]
-    assert sorted(report["shard"] for report in shards if report["by"] == "this") == catalog.shards("images")
-    assert len(shards) <= 20
-    assert all(lines[-1]["shards"] == 12 for lines in reports)
-    for lines in reports:
-        done = [report["done"] for report in lines[:-1]]
-        assert done == sorted(set(done))
-        assert all(1 <= report["done"] <= report["of"] <= 12 for report in lines[:-1])
-
-
-def test_shards_larger_than_a_group_keep_their_order(tmp_path: Path):
-    catalog = commit_images(tmp_path / "root", [[a_sample(n) for n in range(40)]])
-    detector = AnnotatedDetector(annotations(tmp_path / "a.json", range(40)))
-    assert detect_shard(catalog, "00000", detector)
-    widths = [s.regions.boxes[0, 2] for s in catalog.read(stage_of(detector), "00000")]
-    assert widths == [n + 1 for n in range(40)]
 
 
 def test_a_detector_that_fails_leaves_nothing_behind(tmp_path: Path):
@@ -347,14 +298,10 @@ RANDOM_INIT = [*NETWORK, "preset=demo", "random_init=true"]
     ("fields", "other"),
     [
         (["backend=annotated", "annotations=FILE"], ["crowd=keep"]),
-        (["backend=annotated", "annotations=FILE", "crowd=keep"], ["crowd=skip"]),
-        (TRAINED, ["boxes=regressed"]),
         (
             [*TRAINED, "selection.maximum=7", "selection.minimum=3", "network.post_nms=9", "keep_features=true"],
             ["keep_features=false"],
         ),
-        ([*TRAINED, "threads=2", "batch=3"], ["selection.maximum=11"]),
-        (RANDOM_INIT, ["seed=3"]),
         ([*RANDOM_INIT, "seed=3", "precision=bf16-res5"], ["seed=4"]),
         ([*RANDOM_INIT, "boxes=given", "annotations=FILE"], ["keep_features=true"]),
     ],
@@ -370,6 +317,7 @@ def test_that_nothing_is_left_is_known_without_a_detector(fields: list[str], oth
     assert finished(catalog, config) is None
     main([str(root), "captions", *fields, "--shard", "00000"])
     assert finished(catalog, config) is None, "a shard is left"
+    assert ("random weights" in capsys.readouterr().err) == ("random_init=true" in fields)
     main([str(root), "captions", *fields, "--json"])
     assert finished(catalog, config) == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert finished(catalog, others) is None
@@ -377,108 +325,27 @@ def test_that_nothing_is_left_is_known_without_a_detector(fields: list[str], oth
     assert (finished(catalog, config) is None) == bool(config.annotations), "another file, another detector"
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("network", "[" * 100_000),
-        ("network", "[1]"),
-        ("network", '{"resnet": [1]}'),
-        ("network", '{"num_classes": 36}'),
-        ("network", '{"resnet": {}, "num_classes": "x"}'),
-        ("network", '{"resnet": {}, "resize": ["pil"]}'),
-        ("network", "{"),
-        ("classes", "5"),
-        ("classes", '{"a": 1}'),
-        ("classes", "[1]"),
-        ("classes", '["\\ud800"]'),
-        ("attributes", '"names"'),
-        ("detection", "[1]"),
-        ("anchors", "{}"),
-        ("release", "7"),
-    ],
-)
-def test_metadata_of_another_kind_are_named_by_all_that_read_a_weight_file(key: str, text: str, tmp_path: Path):
-    file, root = tmp_path / "theirs.safetensors", tmp_path / "root"
-    tensors = {"roi_heads.box_predictor.attr_score.bias": torch.zeros(1)}
-    save_file(tensors, file, metadata={"network": json.dumps(dataclasses.asdict(DEMO)), key: text})
-    catalog = commit_images(root, [[a_sample(0)]])
-    main([str(root), "captions", "backend=annotated", f"annotations={annotations(tmp_path / 'a.json', [0])}"])
-    with pytest.raises(SystemExit) as ended:
-        main([str(root), "captions", *NETWORK, f"weights={file}"])
-    assert re.search(f"^{file}: its (metadata '{key}'|`{key}`) .*convert it again", ended.value.code)
-    assert finished(catalog, DetectionConfig(weights=str(file))) is None
-    with pytest.raises(ValueError, match=f"^{file}: its (metadata '{key}'|`{key}`) "):
-        load_weights(FasterRCNN(DEMO), file) if key != "network" else read_config(file)
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"resnet": [1]}', "[" * 100_000])
-def test_a_resnet_of_a_file_whose_metadata_are_of_another_kind_is_refused(text: str, tmp_path: Path):
-    file, network = tmp_path / "theirs.safetensors", FasterRCNN(DEMO)
-    save_file({"backbone.a": torch.zeros(1)}, file, metadata={"network": text})
-    with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
-        load_resnet(network.backbone, network.roi_heads.res5, file)
-    with pytest.raises(ValueError, match=f"^{file}: its metadata 'network' .*convert it again"):
-        init_from(network, file)
-
-
-def test_a_file_whose_anchors_are_no_list_starts_another_rpn(tmp_path: Path):
-    file = tmp_path / "theirs.safetensors"
-    save_file(FasterRCNN(DEMO).state_dict(), file, metadata={"network": '{"anchor_sizes": 5}'})
-    assert str(file) in init_from(FasterRCNN(DEMO), file)
-
-
 def test_what_a_detection_may_set_of_the_network_is_a_field_of_the_network():
     fields, overrides = (typing.get_type_hints(kind) for kind in (FasterRCNNConfig, NetworkOverrides))
     assert overrides == {name: fields[name] | None for name in overrides}
 
 
-def test_the_notes_on_releases_name_settings_that_there_are():
-    named = [name for release in RELEASES.values() for name in re.findall(r"network\.\w+|--[\w-]+", release.note)]
-    assert {"network.short_side", "network.long_side"} <= {*named}
-    assert {*named} <= {f"network.{field.name}" for field in dataclasses.fields(NetworkOverrides)}
-
-
-def test_features_and_regressed_boxes_come_back_from_shards_that_do_not_mix(tmp_path: Path):
-    pictures = [a_sample(n) for n in range(4)]
-    catalog, sizes = commit_images(tmp_path, [pictures]), {}
+def test_features_and_regressed_boxes_come_back_from_stages_of_their_own(tmp_path: Path):
+    samples = [a_sample(n) for n in range(2)]
+    catalog, stages, sizes = commit_images(tmp_path, [samples]), set(), []
     for boxes, keep in (("proposals", False), ("proposals", True), ("regressed", True)):
         detector = random_demo(boxes=boxes, keep_features=keep)
         detector.network.roi_heads.box_predictor.bbox_pred.weight.data *= 50
         assert detect_shard(catalog, "00000", detector)
-        found = [sample.regions for sample in catalog.read(stage_of(detector), "00000")]
-        for ours, regions in zip(detector.detect(pictures), found, strict=True):
-            assert np.array_equal(ours.boxes, regions.boxes)
-            assert (regions.features is not None) == keep
-            if keep:
-                assert regions.features.shape == (len(regions), DEMO.resnet.res5_channels)
-                assert (regions.features.dtype, regions.features.any()) == (np.float16, True)
-                assert np.array_equal(ours.features, regions.features)
-        sizes[boxes, keep] = stage_size(catalog, stage_of(detector)) | {"regions": found}
-    assert [size["keep_features"] for size in sizes.values()] == [False, True, True]
-    assert len({size["stage"] for size in sizes.values()}) == 3
-    plain, featured, regressed = (size["regions"] for size in sizes.values())
-    for one, two, three in zip(plain, featured, regressed, strict=True):
-        assert np.array_equal(one.boxes, two.boxes)
-        assert np.array_equal(two.features, three.features)
-        assert not np.array_equal(two.boxes, three.boxes)
-    # Two bytes a number; beside them only the array's header, and padding of members and of the tar.
-    numbers = sum(regions.features.size for regions in featured)
-    more = sizes["proposals", True]["bytes"] - sizes["proposals", False]["bytes"]
-    assert abs(more - 2 * numbers) < 10_240 + len(pictures) * 512 + 1024
-    assert 2 * numbers > 20_480
-
-
-def test_the_command_tells_people_how_far_it_is_in_the_form_of_every_stage(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
-    file = annotations(tmp_path / "a.json", [0, 1])
-    main([str(tmp_path / "root"), "captions", "backend=annotated", f"annotations={file}"])
-    lines = capsys.readouterr().out.splitlines()
-    form = r"captions: \d of 2 shards: \d images, \d regions; [\d,]+\.\d shards/s, 0:\d\d gone, 0:\d\d left"
-    assert [bool(re.fullmatch(form, line)) for line in lines] == [True, True, False]
-    assert lines[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
-    assert re.fullmatch(r"captions: 0.0 MB in regions/\w+, \d+\.\d per 1,000 images, without features", lines[2])
+        for ours, sample in zip(detector.detect(samples), catalog.read(stage_of(detector), "00000"), strict=True):
+            assert np.array_equal(ours.boxes, sample.regions.boxes)
+            assert (sample.regions.features is not None) == keep
+            assert not keep or np.array_equal(ours.features, sample.regions.features)
+        stages.add(stage_of(detector))
+        sizes.append(stage_size(catalog, stage_of(detector)))
+    assert len(stages) == 3
+    assert [size["keep_features"] for size in sizes] == [False, True, True]
+    assert sizes[0]["bytes"] < sizes[1]["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -493,57 +360,17 @@ def test_progress_has_counts_rate_and_what_is_left(seconds: float, line: str):
     assert progress_line("x", 1000, 4000, "rows", {"http_404": 100, "ok": 900}, seconds) == line
 
 
-def test_the_command_detects_and_reports_in_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture):
-    commit_images(tmp_path / "root", [[a_sample(0)], [a_sample(1), a_sample(2)]])
-    file = annotations(tmp_path / "a.json", [0, 1])
-    main([str(tmp_path / "root"), "captions", "--json", "backend=annotated", f"annotations={file}"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["done"], line["of"]) for line in lines[:2]] == [(1, 2), (2, 2)]
-    assert sorted((line["shard"], line["images"]) for line in lines[:2]) == [("00000", 1), ("00001", 2)]
-    assert lines[2]["images"] == 2
-    assert lines[2]["bytes_per_1000_images"] > 0
-    assert lines[2]["keep_features"] is False
-
-
-def test_the_command_runs_the_network_with_weights_or_untrained(tmp_path: Path, capsys: pytest.CaptureFixture):
-    root = tmp_path / "root"
-    catalog = commit_images(root, [[a_sample(0)]])
-    weights = tmp_path / "w.safetensors"
-    save_file(FasterRCNN.random_init(DEMO, 7).state_dict(), weights)
-    network = [str(root), "captions", "backend=faster_rcnn", "preset=demo"]
-    others = ["selection.strict=false", "selection.maximum=12"]
-    for flags in ([f"weights={weights}"], ["random_init=true"], ["random_init=true", *others]):
-        main([*network, *flags])
-    assert "random weights" in capsys.readouterr().err
-    stages = sorted((root / "captions" / "regions").iterdir())
-    configs = [catalog.manifest(f"regions/{stage.name}", "00000").meta["config"] for stage in stages]
-    assert sorted((c["random_init"], c["selection"]["maximum"], c["selection"]["strict"]) for c in configs) == [
-        (False, 100, True),
-        (True, 12, False),
-        (True, 100, True),
-    ]
-
-
-def test_the_command_says_how_much_a_stage_takes_with_features(tmp_path: Path, capsys: pytest.CaptureFixture):
-    root = tmp_path / "root"
-    catalog = commit_images(root, [[a_sample(0)]])
-    network = [str(root), "captions", "backend=faster_rcnn", "preset=demo", "random_init=true"]
-    stages = []
-    for flags in ([], ["keep_features=false"], ["keep_features=true"], ["keep_features=true", "boxes=regressed"]):
-        main([*network, "--json", *flags])
-        stages.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    names = [stage["stage"] for stage in stages]
-    assert names[0] == names[1]
-    assert len(set(names)) == 3
-    assert [stage["keep_features"] for stage in stages] == [False, False, True, True]
-    bytes_of = [stage["bytes_per_1000_images"] for stage in stages]
-    assert bytes_of[0] == bytes_of[1] < bytes_of[2]
-    configs = [catalog.manifest(name, "00000").meta["config"] for name in names[1:]]
-    assert [(config["boxes"], config["keep_features"]) for config in configs] == [
-        ("proposals", False),
-        ("proposals", True),
-        ("regressed", True),
-    ]
+def test_the_command_reports_each_shard_and_the_stage(tmp_path: Path, capsys: pytest.CaptureFixture):
+    for name, form in (("people", []), ("programs", ["--json"])):
+        commit_images(tmp_path / name, [[a_sample(0)], [a_sample(1), a_sample(2)]])
+        file = annotations(tmp_path / "a.json", [0, 1])
+        main([str(tmp_path / name), "captions", *form, "backend=annotated", f"annotations={file}"])
+    *people, _, second, stage = capsys.readouterr().out.splitlines()
+    assert len(people) == 3
+    assert people[1].startswith("captions: 2 of 2 shards: 3 images, 2 regions; ")
+    assert re.fullmatch(r"captions: 0.0 MB in regions/\w+, \d+\.\d per 1,000 images, without features", people[2])
+    assert (json.loads(second)["done"], json.loads(second)["of"]) == (2, 2)
+    assert json.loads(stage)["images"] == 2
 
 
 DEMO_NETWORK = ["preset=demo", "random_init=true"]
@@ -563,7 +390,7 @@ FILE = ["backend=annotated", "annotations=absent.json"]
         (["preset=vgg", "random_init=true"], "preset=vgg: it must be one of vg_resnet101"),
         (["preset=demo", "weights=x.st"], "there is no weight file x.st"),
         (["preset=demo", "weights=x", "seed=3"], "seed is 3: it is that of random weights"),
-        ([*DEMO_NETWORK, "selection.minimum=101"], "minimum 101"),
+        ([*DEMO_NETWORK, "selection.minimum=101"], "SelectionSettings.minimum is 101"),
         ([*DEMO_NETWORK, "selection.most=3"], "SelectionSettings has no field 'most'; it has minimum, maximum"),
         ([*DEMO_NETWORK, "network.long_side=7"], "FasterRCNNConfig.long_side is 7"),
         ([*DEMO_NETWORK, "batch=0"], "DetectionConfig.batch is 0"),
@@ -620,31 +447,23 @@ def test_storage_out_of_reach_is_one_line_and_the_status_for_trying_again(tmp_pa
     assert line.startswith(f"cannot reach bucket 'bucket' at {endpoint} (root s3://bucket/root)")
 
 
-@pytest.mark.slow  # botocore waits longer after each of five attempts
-def test_storage_that_goes_away_under_way_ends_in_the_same_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from moto.server import ThreadedMotoServer
+def test_a_detection_that_is_told_to_end_leaves_no_claim(tmp_path: Path):
+    catalog = commit_images(tmp_path, [[a_sample(number) for number in range(300)]])
+    command = [sys.executable, "-m", "detectors.run", str(tmp_path), "captions", *DEMO_NETWORK]
+    running = subprocess.Popen(command, cwd=PROJECT)
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    for name, value in s3_environment("http://{}:{}".format(*server.get_host_and_port())).items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    commit_images("s3://bucket/root", [[a_sample(n)] for n in range(2)])
-    file = annotations(tmp_path / "a.json", range(2))
+    def claims() -> list[str]:
+        return [info.path for info in catalog.store.list("captions/regions/") if "/claims/" in info.path]
 
-    class Unplugging(io.StringIO):
-        """The program's output; its first line ends the server."""
-
-        def write(self, text: str) -> int:
-            if not self.tell():
-                server.stop()
-            return super().write(text)
-
-    monkeypatch.setattr(sys, "stdout", Unplugging())
-    with pytest.raises(SystemExit) as ended:
-        main(["s3://bucket/root", "captions", "--json", "backend=annotated", f"annotations={file}"])
-    assert ended.value.code == 75
-    assert json.loads(sys.stdout.getvalue())["done"] == 1
+    try:
+        while not claims():
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.terminate()
+        assert running.wait(60) == 143
+    finally:
+        running.kill()
+    assert claims() == []
 
 
 def test_a_dataset_without_images_is_no_finished_stage(tmp_path: Path):

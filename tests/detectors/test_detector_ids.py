@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.__main__ import SHIPPED_DETECTOR
+from demo.deployments import SHIPPED_DETECTOR
 from detectors.annotated import AnnotatedDetector, annotated_id
 from detectors.config import DetectionConfig, DetectorSettings
 from detectors.detect import FasterRCNNDetector, describe_detector
@@ -108,6 +108,8 @@ def test_ids_of_annotations_are_those_of_the_committed_stages(tmp_path: Path):
     assert annotated_id(file) == AnnotatedDetector(file).id == "b1e174677353"
     assert annotated_id(file, "keep") == AnnotatedDetector(file, "keep").id == "f6749149edbe"
     assert annotated_id(file.rename(tmp_path / "renamed.json")) == "b1e174677353"
+    (tmp_path / "renamed.json").write_text("{}")
+    assert annotated_id(tmp_path / "renamed.json") != "b1e174677353"
 
 
 def test_everything_that_changes_the_regions_changes_the_id():

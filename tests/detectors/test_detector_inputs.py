@@ -1,7 +1,6 @@
-"""What a detector makes of images that are no images, of given boxes, of batches and of many images."""
+"""Bad images, given boxes and batches: what a detector makes of them."""
 
 import dataclasses
-import io
 import json
 import re
 import struct
@@ -16,9 +15,8 @@ import pytest
 import torch
 from PIL import Image
 from places import PROJECT
-from safetensors.torch import save_file
 from seeded import another_writer
-from tiny_detector import coco_annotations, commit_images
+from tiny_detector import coco_annotations, commit_images, image_file, image_sample, rectangles
 from torch import Tensor
 
 from detectors.annotated import AnnotatedDetector
@@ -27,8 +25,8 @@ from detectors.faster_rcnn import DEMO, FasterRCNN
 from detectors.preprocess import decode_bgr, resize, resized_size, to_input
 from detectors.resnet import FrozenNorm, ResNetConfig
 from detectors.run import detect_shard, main, stage_of
-from detectors.weights.files import weights_hash, write_weights
-from storage.sample import Regions, Sample
+from detectors.weights.files import write_weights
+from storage.sample import Regions
 
 TINY = ResNetConfig(blocks=(1, 1, 1, 1), width=4)
 SMALL = dataclasses.replace(
@@ -41,35 +39,11 @@ BLUE, RED, GREEN, DARK = (0, 0, 255), (255, 0, 0), (0, 255, 0), (10, 10, 10)
 # --- images and networks ----------------------------------------------------------------------------------------------
 
 
-def as_file(pixels: np.ndarray | Image.Image, kind: str = "jpeg") -> bytes:
-    stream = io.BytesIO()
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(stream, kind, **{"quality": 95, "subsampling": 0} if kind == "jpeg" else {})
-    return stream.getvalue()
-
-
 def halves(height: int, width: int, left: tuple, right: tuple, top: float = 0) -> np.ndarray:
     """Two colours side by side, dark above the share `top`."""
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[:, : width // 2], pixels[:, width // 2 :], pixels[: int(top * height)] = left, right, DARK
     return pixels
-
-
-def noise(height: int, width: int, seed: int) -> np.ndarray:
-    """Coloured rectangles."""
-    rng = np.random.default_rng(seed)
-    pixels = np.full((height, width, 3), rng.integers(0, 256, 3), np.uint8)
-    for _ in range(8):
-        y, x = rng.integers(0, height - 20), rng.integers(0, width - 20)
-        pixels[y : y + rng.integers(10, height), x : x + rng.integers(10, width)] = rng.integers(0, 256, 3)
-    return pixels
-
-
-def a_sample(number: int, image: bytes | np.ndarray, size: tuple[int, int] | None = None) -> Sample:
-    """size: what its record says, (height, width)."""
-    if isinstance(image, np.ndarray):
-        image, size = as_file(image), size or image.shape[:2]
-    return Sample(f"{number:020x}", image, "caption", f"http://host/{number:06}.jpg", size[1], size[0], "ab")
 
 
 def colour_network(**changes: object) -> FasterRCNN:
@@ -159,7 +133,7 @@ def png_that_says(width: int, height: int) -> bytes:
 
 def jpeg_that_says(width: int, height: int) -> bytes:
     """A JPEG of 16x16 whose header has this size."""
-    file = bytearray(as_file(np.zeros((16, 16, 3), np.uint8)))
+    file = bytearray(image_file(np.zeros((16, 16, 3), np.uint8)))
     place = file.index(b"\xff\xc0") + 5
     file[place : place + 4] = struct.pack(">HH", height, width)
     return bytes(file)
@@ -174,7 +148,7 @@ GOOD = {
     16: halves(84, 112, RED, RED, top=0.3),
     19: halves(100, 140, BLUE, RED),
 }
-JPEG = as_file(GOOD[0])
+JPEG = image_file(GOOD[0])
 # Number: image, the size in its record, and the row that it gets.
 BAD = {
     1: (b"<html>not found</html>", (84, 112), "bad_image: UnidentifiedImageError: "),
@@ -182,17 +156,21 @@ BAD = {
     3: (JPEG[: len(JPEG) // 2], (84, 112), "bad_image: OSError: "),
     5: (png_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
     6: (jpeg_that_says(30_000, 30_000), (30_000, 30_000), "bad_image: DecompressionBombError: "),
-    8: (as_file(Image.new("CMYK", (112, 84), (255, 0, 0, 0))), (84, 112), "bad_image: ValueError: its pixels are CMYK"),
-    10: (as_file(np.zeros((84, 112), np.uint16), "png"), (84, 112), "bad_image: ValueError: its pixels are I;16"),
+    8: (
+        image_file(Image.new("CMYK", (112, 84), (255, 0, 0, 0))),
+        (84, 112),
+        "bad_image: ValueError: its pixels are CMYK",
+    ),
+    10: (image_file(np.zeros((84, 112), np.uint16), "png"), (84, 112), "bad_image: ValueError: its pixels are I;16"),
     11: (JPEG, (112, 84), "bad_image: is 112x84, its record says 84x112"),
-    12: (as_file(np.full((1, 1, 3), 50, np.uint8)), (1, 1), "no_regions: the network proposes no box"),
-    14: (as_file(halves(84, 112, GREEN, GREEN)), (84, 112), "not_finite: the network's "),
-    15: (as_file(halves(84, 112, BLUE, GREEN)), (84, 112), "not_finite: the network's "),
-    17: (as_file(np.zeros((2, 2000, 3), np.uint8)), (2, 2000), "bad_image: 2000x2 is too narrow: "),
+    12: (image_file(np.full((1, 1, 3), 50, np.uint8)), (1, 1), "no_regions: the network proposes no box"),
+    14: (image_file(halves(84, 112, GREEN, GREEN)), (84, 112), "not_finite: the network's "),
+    15: (image_file(halves(84, 112, BLUE, GREEN)), (84, 112), "not_finite: the network's "),
+    17: (image_file(np.zeros((2, 2000, 3), np.uint8)), (2, 2000), "bad_image: 2000x2 is too narrow: "),
     # A format that no shard has, but Pillow knows: the errors of its readers are of every kind, so none is opened.
     23: (b"DDS " + struct.pack("<I", 124) + bytes(120), (84, 112), "bad_image: UnidentifiedImageError: "),
-    22: (as_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
-    18: (as_file(np.zeros((2000, 2, 3), np.uint8)), (2000, 2), "bad_image: 2x2000 is too narrow: "),
+    22: (image_file(np.full((3, 4, 3), 50, np.uint8)), (3, 4), "no_regions: the network proposes no box"),
+    18: (image_file(np.zeros((2000, 2, 3), np.uint8)), (2000, 2), "bad_image: 2x2000 is too narrow: "),
 }
 # Those that no reader of a shard lets through: no JPEG, a bomb, another size than recorded.
 BAD_SAMPLES = {1, 2, 5, 6, 10, 11, 23}
@@ -202,8 +180,8 @@ NARROW = {20: halves(20, 800, BLUE, RED), 21: halves(800, 20, BLUE, RED)}
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 1), (4, 3)])
 def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp_path: Path, batch: int, workers: int):
-    samples = [a_sample(n, pixels) for n, pixels in (GOOD | NARROW).items()]
-    samples += [a_sample(n, file, size) for n, (file, size, _) in BAD.items()]
+    samples = [image_sample(n, pixels) for n, pixels in (GOOD | NARROW).items()]
+    samples += [image_sample(n, file, size) for n, (file, size, _) in BAD.items()]
     samples.sort(key=lambda sample: sample.key)
     with another_writer():
         catalog = commit_images(tmp_path, [samples])
@@ -217,9 +195,10 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
         (number, sample.key, sample.url) for number, sample in enumerate(samples)
     ]
     for number, row in enumerate(rows):
-        said = f"{row['status']}: {row['detail']}"
+        reason = f"{row['status']}: {row['detail']}"
         expected = f"bad_sample: sample {row['key']}" if number in BAD_SAMPLES else BAD.get(number, ("", "", "ok: "))[2]
-        assert said.startswith(expected), f"image {number}: {said}"
+        assert reason.startswith(expected), f"image {number}: {reason}"
+        assert not re.search("0x[0-9a-f]{6}", reason), "an address in memory: another manifest in each run"
     found = list(catalog.read(stage_of(detector), "00000"))
     assert [int(sample.key, 16) for sample in found] == sorted(GOOD | NARROW)
     for sample in found:
@@ -230,43 +209,13 @@ def test_a_shard_with_every_kind_of_bad_image_completes_and_its_rows_say_why(tmp
     assert len({sample.regions.boxes.tobytes() for sample in found}) == len(found)
 
 
-def test_what_is_said_of_a_bad_image_holds_no_address_in_memory():
-    samples = [a_sample(number, file, size) for number, (file, size, _) in BAD.items()]
-    said = detector_of(colour_network(minimum_side=4)).detect(samples)
-    assert len(said) == len(BAD)
-    assert not [one for one in said if re.search("0x[0-9a-f]{6}", one)]
-
-
-@pytest.mark.parametrize(
-    ("layer", "what"), [("cls_score", "class probabilities"), ("fc_attr", "attribute probabilities")]
-)
-def test_an_image_for_which_a_head_overflows_gets_a_status(layer: str, what: str):
-    network = colour_network()
-    with torch.no_grad():
-        getattr(network.roi_heads.box_predictor, layer).weight[0, 0] = 1e38
-    blue, red = (a_sample(n, halves(84, 112, colour, colour)) for n, colour in enumerate((BLUE, RED)))
-    found = detector_of(network).detect([blue, red])
-    assert found[0] == f"not_finite: the network's {what} are not all finite numbers"
-    assert np.isfinite(found[1].attribute_scores).all()
-
-
-def test_an_image_whose_boxes_overflow_is_not_called_empty():
-    network = colour_network()
-    with torch.no_grad():
-        network.proposal_generator.rpn_head.anchor_deltas.weight[:, 0] = 1e38
-    blue, red = (a_sample(n, halves(84, 112, colour, colour)) for n, colour in enumerate((BLUE, RED)))
-    found = detector_of(network).detect([blue, red])
-    assert found[0] == "not_finite: the network's box deltas are not all finite numbers"
-    assert len(found[1])
-
-
 @pytest.mark.parametrize("rois_at_a_time", [16, None])  # by either way of pooling
 def test_given_boxes_of_an_image_that_overflows_beside_them_have_no_features(
     tmp_path: Path, rois_at_a_time: int | None
 ):
     boxes = {n: [[10, 10, 50, 60], [120, 20, 90, 100]] for n in range(2)}
     given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", boxes))
-    samples = [a_sample(0, halves(84, 112, BLUE, GREEN, top=0.8)), a_sample(1, halves(84, 112, BLUE, RED))]
+    samples = [image_sample(0, halves(84, 112, BLUE, GREEN, top=0.8)), image_sample(1, halves(84, 112, BLUE, RED))]
     detector = detector_of(colour_network(), given, boxes="given", batch=2)
     detector.network.rois_at_a_time = rois_at_a_time
     found = detector.detect(samples)
@@ -276,8 +225,8 @@ def test_given_boxes_of_an_image_that_overflows_beside_them_have_no_features(
 
 @pytest.mark.parametrize("others", [(), (BAD[1],)])
 def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_path: Path, others: Sequence[tuple]):
-    samples = [a_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
-    samples += [a_sample(3 + n, file, size) for n, (file, size, _) in enumerate(others)]
+    samples = [image_sample(n, halves(84, 112, GREEN, GREEN, top=n / 10)) for n in range(3)]
+    samples += [image_sample(3 + n, file, size) for n, (file, size, _) in enumerate(others)]
     with another_writer():
         catalog = commit_images(tmp_path, [samples])
     detector = detector_of(colour_network())
@@ -292,10 +241,9 @@ def test_a_shard_in_which_the_network_overflows_everywhere_stops_the_run(tmp_pat
 
 def test_weights_that_are_not_finite_are_refused_before_the_first_shard(tmp_path: Path):
     root = tmp_path / "root"
-    commit_images(root, [[a_sample(0, GOOD[0])]])
+    commit_images(root, [[image_sample(0, GOOD[0])]])
     tensors = colour_network().state_dict()
     tensors["roi_heads.res5.0.conv2.weight"][0, 0, 0, 0] = float("nan")
-    save_file(tensors, tmp_path / "w.safetensors")
     write_weights(tmp_path / "w.safetensors", tensors, {"network": dataclasses.asdict(COLOURS)})
     with pytest.raises(SystemExit, match=r"w\.safetensors .*roi_heads\.res5\.0\.conv2\.weight is not finite"):
         main([str(root), "captions", "backend=faster_rcnn", f"weights={tmp_path / 'w.safetensors'}"])
@@ -315,8 +263,8 @@ def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(tmp_path: Path, res
             coco_annotations(tmp_path / "a.json", {n: [[8, 8, 80, 150], [140, 8, 80, 150]] for n in (0, 1)})
         )
     detector = detector_of(colour_network(resize=resize), given, boxes=boxes)
-    pictures = [halves(84, 112, BLUE, RED), halves(84, 112, RED, BLUE)]
-    for swapped, regions in enumerate(detector.detect([a_sample(n, pixels) for n, pixels in enumerate(pictures)])):
+    images = [halves(84, 112, BLUE, RED), halves(84, 112, RED, BLUE)]
+    for swapped, regions in enumerate(detector.detect([image_sample(n, pixels) for n, pixels in enumerate(images)])):
         left, right = regions.boxes[:, 2] < 50, regions.boxes[:, 0] > 64
         for side, colour in ((left, 0), (right, 1)):
             assert side.any()
@@ -328,7 +276,7 @@ def test_a_jpegs_blue_is_blue_to_the_network_and_its_red_red(tmp_path: Path, res
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 SIZES = ((84, 112), (112, 84), (84, 112), (90, 90), (168, 224), (84, 112), (90, 90), (112, 84), (84, 112), (60, 112))
-MIXED = [a_sample(n, noise(*size, seed=n)) for n, size in enumerate(SIZES)]
+MIXED = [image_sample(n, rectangles(*size, seed=n)) for n, size in enumerate(SIZES)]
 
 
 @pytest.fixture(scope="module")
@@ -349,20 +297,6 @@ def test_a_batch_holds_images_of_one_resized_size_and_changes_no_region(batch: i
     expected += [(rest, 3, *size) for size, (_, rest) in full.items() if rest]
     assert sorted(shapes) == sorted(expected)
     assert len({regions.boxes.tobytes() for regions in together}) == len(MIXED)
-
-
-def test_more_threads_beside_the_network_give_the_same_bytes(tmp_path: Path):
-    contents = []
-    for workers in (1, 4):
-        root = tmp_path / str(workers)
-        with another_writer():
-            catalog = commit_images(root, [[*MIXED, a_sample(10, BAD[1][0], BAD[1][1]), a_sample(11, GOOD[0])]])
-        detector = detector_of(noisy_network(), keep_features=True, workers=workers, batch=2)
-        assert detect_shard(catalog, "00000", detector)
-        folder = root / "captions" / "regions" / detector.id
-        contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert len(contents[0]) == 2
-    assert contents[0] == contents[1]
 
 
 @torch.inference_mode()
@@ -398,14 +332,14 @@ def test_the_network_for_inference_computes_what_it_was_made_of_and_leaves_that_
 
 
 @pytest.mark.parametrize("roi_op", ["pool", "align1"])
-@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 15), (15, 1), (16, 1), (140, 160)])
+@pytest.mark.parametrize("counts", [(0, 0), (0, 15), (16, 1), (70, 80)])
 def test_where_the_rois_are_cut_changes_no_feature(counts: tuple[int, int], roi_op: str):
     network, sizes = noisy_network(roi_op=roi_op), []
     boxes = [random_boxes(count, count) for count in counts]
     whole = stages(network, boxes)[3]
     network = network.for_inference("fp32", 1000)
     network.roi_heads.res5.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
-    for limit in (15, 16, 17, 300):
+    for limit in (15, 16, 150):
         network.rois_at_a_time = limit
         sizes.clear()
         features = stages(network, boxes)[3]
@@ -426,7 +360,7 @@ def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_e
     tmp_path: Path, resize_by: str, roi_op: str
 ):
     # 31x90 stored, 39x112 for the network: the scales of the two sides differ by a hundredth.
-    sample, network = a_sample(0, noise(31, 90, 5)), noisy_network(resize=resize_by, roi_op=roi_op)
+    sample, network = image_sample(0, rectangles(31, 90, 5)), noisy_network(resize=resize_by, roi_op=roi_op)
     given = AnnotatedDetector(coco_annotations(tmp_path / "a.json", {0: GIVEN}))
     (regions,) = detector_of(network, given, boxes="given", keep_features=True).detect([sample])
 
@@ -453,120 +387,6 @@ def test_regions_in_given_boxes_are_the_files_and_say_what_the_network_says_of_e
     assert list(regions.scores) != sorted(regions.scores, reverse=True)
 
 
-def test_given_boxes_go_through_the_catalog_with_features_and_a_row_for_each_image(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    root, weights = tmp_path / "root", tmp_path / "w.safetensors"
-    samples = [a_sample(n, noise(84, 112, n)) for n in range(4)] + [a_sample(4, BAD[3][0], (84, 112))]
-    catalog = commit_images(root, [samples])
-    write_weights(weights, noisy_network().state_dict(), {"network": dataclasses.asdict(SMALL)})
-    file = coco_annotations(tmp_path / "a.json", {0: GIVEN, 1: [], 3: GIVEN[:2], 4: GIVEN})
-    command = [str(root), "captions", "backend=faster_rcnn", f"weights={weights}", "keep_features=true"]
-    main([*command, "--json", "boxes=given", f"annotations={file}", "batch=2"])
-    stage = json.loads(capsys.readouterr().out.splitlines()[-1])["stage"]
-    manifest = catalog.manifest(stage, "00000")
-    assert [(row["status"], row["num_regions"]) for row in manifest.table.to_pylist()] == [
-        ("ok", 5),
-        ("no_regions", None),
-        ("no_annotation", None),
-        ("ok", 2),
-        ("bad_image", None),
-    ]
-    found = [sample.regions for sample in catalog.read(stage, "00000")]
-    assert [regions.features.shape for regions in found] == [(5, TINY.res5_channels), (2, TINY.res5_channels)]
-    config = manifest.meta["config"]
-    given = AnnotatedDetector(file)
-    assert {name: config[name] for name in ("boxes", "given", "keep_features", "selection", "weights_sha256")} == {
-        "boxes": "given",
-        "given": given.id,
-        "keep_features": True,
-        "selection": None,
-        "weights_sha256": weights_hash(weights),
-    }
-
-
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
-def test_every_shard_records_what_made_it_and_only_what_changes_regions_makes_another_stage(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    root, weights = tmp_path / "root", tmp_path / "w.safetensors"
-    catalog = commit_images(root, [[a_sample(0, GOOD[0])], [a_sample(1, GOOD[4])]])
-    write_weights(weights, colour_network().state_dict(), {"network": dataclasses.asdict(COLOURS)})
-    command = [str(root), "captions", "backend=faster_rcnn", f"weights={weights}"]
-
-    def run(*flags: str) -> tuple[str, int]:
-        """The stage, and how many shards were detected."""
-        main([*command, "--json", *flags])
-        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        return lines[-1]["stage"], len(lines) - 1
-
-    stage, shards = run()
-    assert shards == 2
-    for shard in catalog.shards("images"):
-        meta = catalog.manifest(stage, shard).meta
-        config = meta["config"]
-        assert meta["config_hash"] == stage.removeprefix("regions/")
-        assert config["weights_sha256"] == weights_hash(weights)
-        assert config["selection"] == {
-            "minimum": 10,
-            "maximum": 100,
-            "threshold": 0.5,
-            "strict": True,
-            "nms_threshold": 0.3,
-            "plus_one": False,
-        }
-        assert (config["network"]["resize"], config["network"]["short_side"]) == ("pil", 84)
-        assert (config["backend"], config["precision"], config["random_init"]) == ("faster_rcnn", "fp32", False)
-        assert (config["device"], config["threads"], config["batch"]) == ("cpu", 1, 1)
-        assert config["code_version"]
-    assert [run(*flags) for flags in (["batch=2", "workers=2"], ["threads=2"])] == [(stage, 0)] * 2
-    others = (["precision=bf16-res5"], ["network.resize=caffe"], ["selection.minimum=3"])
-    others += (["network.box_arithmetic=plus_one"],)
-    made = [run(*flags, "--shard", "00001") for flags in others]
-    assert [shards for _, shards in made] == [1] * len(others)
-    assert len({stage, *(name for name, _ in made)}) == 1 + len(others)
-    configs = [catalog.manifest(name, "00001").meta["config"] for name, _ in made]
-    assert configs[0]["precision"] == "bf16-res5"
-    assert configs[1]["network"]["resize"] == "caffe"
-
-
-def test_a_run_that_was_stopped_goes_on_with_one_network_for_all_shards(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    catalog = commit_images(tmp_path, [[a_sample(n, GOOD[n])] for n in (0, 4, 7, 13)])
-    command = [str(tmp_path), "captions", "backend=faster_rcnn", "preset=demo", "random_init=true"]
-    made, plain = [], FasterRCNN.for_inference
-
-    def counted(network: FasterRCNN, *arguments: object) -> FasterRCNN:
-        made.append(network)
-        return plain(network, *arguments)
-
-    monkeypatch.setattr(FasterRCNN, "for_inference", counted)
-    detect = FasterRCNNDetector.detect
-
-    def stopped(detector: FasterRCNNDetector, samples: Sequence[Sample]) -> list[Regions | str]:
-        if len(list(tmp_path.glob("captions/regions/*/*.parquet"))) == 2:
-            raise KeyboardInterrupt
-        return detect(detector, samples)
-
-    monkeypatch.setattr(FasterRCNNDetector, "detect", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        main(command)
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    monkeypatch.setattr(FasterRCNNDetector, "detect", detect)
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("captions/regions/*/*")}
-    assert len(before) == 4
-    assert len(made) == 1
-    main([*command, "--json"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["done"], line["of"]) for line in lines[:-1]] == [(1, 2), (2, 2)]
-    assert catalog.pending("images", lines[-1]["stage"]) == []
-    assert all(file.stat().st_mtime_ns == written for file, written in before.items())
-    assert len(made) == 2
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -579,8 +399,8 @@ def resident_megabytes(process: subprocess.Popen) -> float:
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads its memory where Linux has it")
 def test_memory_stays_flat_over_shards(tmp_path: Path):
     """3,000 images; where each left its pixels behind, 100 MB would stand there in the end."""
-    pictures = [noise(84 + number % 40, 112 + number % 30, number) for number in range(60)]
-    samples = [a_sample(number, pictures[number % 60]) for number in range(250)]
+    images = [rectangles(84 + number % 40, 112 + number % 30, number) for number in range(60)]
+    samples = [image_sample(number, images[number % 60]) for number in range(250)]
     for number in range(0, 250, 50):
         samples[number] = dataclasses.replace(samples[number], image=samples[number].image[:300])
     commit_images(tmp_path / "root", [samples] * 12)

@@ -1,8 +1,7 @@
-"""What the detector's losses, its optimizer steps and its validation compute, held against the same by hand."""
+"""What a training computes, held against the same by hand: losses, optimizer steps, validation."""
 
 import copy
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +9,29 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import CLASSES, tiny_sample
-from tiny_detector import ALONE, ATTRIBUTES, TINY, boxes, seeded
+from tiny_detector import ALONE, TINY, annotated_boxes, annotated_images, boxes, coco_data, seeded
 from torch import Tensor
 
+from detectors.average_precision import (
+    FALSE_POSITIVE,
+    NOT_COUNTED,
+    TRUE_POSITIVE,
+    Detections,
+    average_precision,
+    class_results,
+    match_detections,
+    mean_average_precision,
+)
 from detectors.examples import TrainingImages, make_example
 from detectors.faster_rcnn import FasterRCNN, HeadOutputs
 from detectors.ground_truth import LabelledImage, read_ground_truth
-from detectors.losses import Losses, Target
+from detectors.losses import BACKGROUND, FOREGROUND, IGNORED, Losses, Target, match_anchors
 from detectors.recipes import SGD, DataConfig, DetectorRecipe, SamplingConfig, ValidationConfig
 from detectors.train import train
 from detectors.validate import detect, validate
 
 # Two anchors a cell. The thresholds, betas and numbers of proposals differ from each other and from the defaults, so
-# that one in another's place is seen; so many anchors and regions may be asked about that nothing is left to chance.
+# that one in another's place is seen; so many anchors and regions are sampled that nothing is left to chance.
 NETWORK = dataclasses.replace(
     TINY,
     anchor_sizes=(32,),
@@ -138,7 +146,7 @@ def regions_by_hand(network: FasterRCNN, target: Target) -> dict[str, tuple[floa
     network.config = dataclasses.replace(NETWORK, pre_nms=SAMPLING.pre_nms, post_nms=SAMPLING.post_nms)
     c4 = network.backbone(target.pixels)
     logits, deltas = network.rpn(c4)
-    proposals, _ = network.proposals(logits[0], deltas[0], *target.pixels.shape[2:])
+    (proposals,), _ = network.proposals(logits, deltas, *target.pixels.shape[2:])
     regions = torch.cat([proposals, target.boxes])
     features = network.roi_features(c4, [regions]).double().numpy()
     weights = {name: tensor.double().numpy() for name, tensor in network.roi_heads.box_predictor.state_dict().items()}
@@ -147,7 +155,7 @@ def regions_by_hand(network: FasterRCNN, target: Target) -> dict[str, tuple[floa
         return weights[f"{name}.weight"] @ given + weights[f"{name}.bias"]
 
     objects = target.boxes.double().numpy()
-    classes, moves, attributes, asked, shown = 0.0, 0.0, 0.0, 0, 0
+    classes, moves, attributes, labelled, shown = 0.0, 0.0, 0.0, 0, 0
     for box, feature in zip(regions.double().numpy(), features, strict=True):
         overlaps = [overlap(box, o) for o in objects]
         matched = int(np.argmax(overlaps))
@@ -163,12 +171,12 @@ def regions_by_hand(network: FasterRCNN, target: Target) -> dict[str, tuple[floa
         logs = log_softmax(layer("attr_score", layer("fc_attr", given).clip(min=0)))
         truth = target.attributes[matched].double().numpy()
         attributes -= logs @ truth
-        asked += int(truth.sum())
+        labelled += int(truth.sum())
     assert len(objects) < shown < len(regions), "the test needs a proposal that shows an object, and one that does not"
     return {
         "classes": (classes, len(regions)),
         "boxes": (moves, len(regions)),
-        "attributes": (attributes, asked),
+        "attributes": (attributes, labelled),
     }
 
 
@@ -208,29 +216,13 @@ def test_no_more_anchors_and_regions_are_sampled_than_the_recipe_says_and_their_
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> DetectorRecipe:
-    """Two steps on two pictures, from known weights, with no clipping, no decay and all losses alike."""
-    folder = tmp_path_factory.mktemp("steps")
-    coco = {"images": [], "annotations": [], "categories": [{"id": n, "name": name} for n, name in enumerate(CLASSES)]}
-    for number in range(2):
-        sample = tiny_sample(number)
-        (folder / f"{number}.jpg").write_bytes(sample.image)
-        coco["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 96, "height": 64})
-        for (x1, y1, x2, y2), label in zip(sample.regions.boxes.tolist(), sample.regions.labels.tolist(), strict=True):
-            annotation = {"image_id": number, "category_id": label - 1, "attributes": ["left"]}
-            coco["annotations"].append(annotation | {"bbox": [x1, y1, x2 - x1, y2 - y1]})
-    (folder / "coco.json").write_text(json.dumps(coco))
-    (folder / "attributes.txt").write_text("".join(f"{name}\n" for name in ATTRIBUTES))
+    """Two steps on two images, from known weights, with no clipping, no decay and all losses alike."""
+    folder = annotated_images(tmp_path_factory.mktemp("steps") / "images", 2)
     save_file(FasterRCNN.random_init(TINY, 0).state_dict(), folder / "start.safetensors")
     return DetectorRecipe(
         name="steps",
         network=TINY,
-        data=DataConfig(
-            annotations=str(folder / "coco.json"),
-            images=(str(folder),),
-            attribute_names=str(folder / "attributes.txt"),
-            batch=2,
-            workers=0,
-        ),
+        data=coco_data(folder, batch=2, held_out_last=0),
         sampling=SamplingConfig(anchors=32, anchors_inside=False, rois=16, attribute_weight=1.0),
         optimizer=dataclasses.replace(SGD, learning_rate=0.01, momentum=0.0, weight_decay=0.0),
         root=str(folder),
@@ -313,7 +305,7 @@ SQUARES = dataclasses.replace(
 )
 
 
-def saying(
+def predicting(
     cells: dict[tuple[int, int], tuple[float, ...]],
     probabilities: list[tuple[float, ...]],
     deltas: dict[tuple[int, int], tuple[float, ...]],
@@ -329,20 +321,20 @@ def saying(
             moves[0, :, row, column] = torch.tensor(move)
         return logits, moves
 
-    def judge(module: torch.nn.Module, given: tuple[Tensor], output: HeadOutputs) -> HeadOutputs:
+    def predict(module: torch.nn.Module, given: tuple[Tensor], output: HeadOutputs) -> HeadOutputs:
         moves = torch.zeros_like(output.box_deltas)
         for (proposal, label), move in deltas.items():
             moves[proposal, label] = torch.tensor(move) * torch.tensor(SQUARES.box_weights)
         return HeadOutputs(torch.tensor(probabilities).log(), moves, None)
 
     network.proposal_generator.rpn_head.register_forward_hook(propose)
-    network.roi_heads.box_predictor.register_forward_hook(judge)
+    network.roi_heads.box_predictor.register_forward_hook(predict)
     return network
 
 
 def test_detections_are_moved_proposals_sure_enough_and_not_doubled_within_a_class():
     still = (0.0, 0.0, 0.0, 0.0)
-    network = saying(
+    network = predicting(
         # 16 16 48 48       32 16 64 48      64 32 96 64
         {(2, 2): still, (2, 3): still, (3, 5): still},
         [(0.3, 0.04, 0.06, 0.2, 0.4), (0.4, 0.24, 0.02, 0.04, 0.3), (0.01, 0.04, 0.02, 0.9, 0.03)],
@@ -392,7 +384,7 @@ def strip(tmp_path) -> LabelledImage:
 def strip_network() -> FasterRCNN:
     """It finds class 3 in the strip's right half, where it is, and class 1 in the left third: it ends at a quarter."""
     proposed = {(0, 4): (0.25, 0, np.log(1.5), 0), (0, 1): (0.0, 0, 0, 0)}
-    return saying(proposed, [(0.01, 0.01, 0.01, 0.9, 0.07), (0.01, 0.8, 0.01, 0.01, 0.17)], {})
+    return predicting(proposed, [(0.01, 0.01, 0.01, 0.9, 0.07), (0.01, 0.8, 0.01, 0.01, 0.17)], {})
 
 
 STRIPS = DetectorRecipe(
@@ -404,7 +396,7 @@ STRIPS = DetectorRecipe(
 )
 
 
-def test_objects_are_looked_for_where_the_resized_image_has_them_though_it_is_squeezed(strip):
+def test_validation_scales_objects_by_each_side(strip):
     metrics, rows = validate(strip_network(), STRIPS, [strip], ("a", "b", "c", "d"), ALONE)
     assert metrics == {"map50": 0.5, "map50_weighted": 0.5, "proposal_recall": 0.5}
     found = {row["class"]: (row["average_precision"], row["objects"], row["detections"]) for row in rows}
@@ -421,3 +413,98 @@ def test_validation_leaves_the_network_in_the_mode_that_it_had_and_its_norms_as_
     assert {module.training for module in network.modules()} == {training}
     changed = [name for name, tensor in network.state_dict().items() if not torch.equal(tensor, before[name])]
     assert not changed
+
+
+def test_anchors_match_by_overlap_and_the_best_of_each_object_always():
+    anchors = boxes((0, 0, 10, 10), (0, 0, 10, 8), (0, 0, 10, 5), (0, 0, 10, 2), (50, 50, 60, 60), (-5, 0, 5, 10))
+    objects = boxes((0, 0, 10, 10), (55, 50, 75, 60))  # the second overlaps one anchor, by a fifth
+    sampling = SamplingConfig(anchor_positive=0.7, anchor_negative=0.3, anchors_inside=False)
+    labels, matched = match_anchors(anchors, objects, 100, 100, sampling)
+    #          IoU 1       0.8         0.5      0.2         0.2, best   1/3
+    assert labels.tolist() == [FOREGROUND, FOREGROUND, IGNORED, BACKGROUND, FOREGROUND, IGNORED]
+    assert matched[[0, 1, 4]].tolist() == [0, 0, 1]
+    inside, _ = match_anchors(anchors, objects, 100, 100, dataclasses.replace(sampling, anchors_inside=True))
+    assert inside.tolist() == [*labels.tolist()[:5], IGNORED]
+    cut, _ = match_anchors(anchors, objects, 100, 55, dataclasses.replace(sampling, anchors_inside=True))
+    assert cut[4] == IGNORED, "an anchor beyond the border stands for nothing, even where it is the best"
+
+
+def target(seed: int = 0, classes: tuple[int, ...] = (3, 5)) -> Target:
+    attributes = torch.zeros(2, 4)
+    attributes[0, 1] = attributes[0, 2] = attributes[1, 3] = 1
+    return Target(
+        pixels=torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(seed)) * 50,
+        boxes=boxes((5, 5, 30, 30), (50, 20, 90, 60)),
+        labels=torch.tensor(classes),
+        attributes=attributes,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def test_images_of_one_size_and_of_several_give_the_same_losses_as_alone():
+    losses = Losses(FasterRCNN.random_init(TINY, 0).eval(), SamplingConfig(rois=16))
+    other = dataclasses.replace(target(1), pixels=target(1).pixels[:, :, :, :80].contiguous())
+
+    def alone(make) -> dict[str, tuple[float, int]]:
+        return {name: (float(loss.detach()), count) for name, (loss, count) in losses([make()]).items()}
+
+    parts = [alone(target), alone(lambda: target(2)), alone(lambda: dataclasses.replace(other, generator=seeded(1)))]
+    together = losses([target(), dataclasses.replace(other, generator=seeded(1)), target(2)])
+    for name, (loss, count) in together.items():
+        assert count == sum(part[name][1] for part in parts)
+        assert float(loss.detach()) == pytest.approx(sum(part[name][0] for part in parts), rel=1e-4)
+
+
+# Boxes of class 1, the most probable first, and what they count as.
+MATCHED = {
+    "the more probable of two": [((0, 0, 10, 9), TRUE_POSITIVE), ((0, 0, 10, 10), FALSE_POSITIVE)],
+    "an object of another class": [((20, 0, 30, 10), FALSE_POSITIVE)],
+    "half of an object": [((0, 0, 10, 5), TRUE_POSITIVE)],
+    "less than half": [((0, 0, 10, 4.9), FALSE_POSITIVE)],
+    "in a crowd": [((110, 10, 120, 20), NOT_COUNTED), ((195, 0, 205, 10), NOT_COUNTED)],
+    "hardly in a crowd": [((196, 0, 206, 10), FALSE_POSITIVE)],
+    "in a crowd of another class": [((310, 10, 320, 20), FALSE_POSITIVE)],
+    "an object in a crowd": [
+        ((110, 50, 140, 79), TRUE_POSITIVE),
+        ((110, 50, 140, 80), FALSE_POSITIVE),
+        ((160, 60, 190, 90), NOT_COUNTED),
+    ],
+}
+
+
+@pytest.mark.parametrize("same_score", [False, True])
+@pytest.mark.parametrize("name", MATCHED)
+def test_each_detection_is_right_wrong_or_not_counted(name: str, same_score: bool):
+    objects = [(0, 0, 10, 10), (20, 0, 30, 10), (100, 0, 200, 100), (110, 50, 140, 80), (300, 0, 400, 100)]
+    there = annotated_boxes(*objects, labels=[1, 2, 1, 1, 2], crowd=[0, 0, 1, 0, 1])
+    found, expected = zip(*MATCHED[name], strict=True)
+    scores = np.linspace(0.9, 0.9 if same_score else 0.5, len(found), dtype=np.float32)
+    detections = Detections(boxes(*found).numpy(), scores, np.ones(len(found), int))
+    assert match_detections(detections, there, 0.5).tolist() == list(expected)
+
+
+def test_average_precision_is_the_area_under_the_interpolated_curve():
+    """By hand: right, wrong, right, right, wrong of 5 objects: precisions 1, 1/2, 2/3, 3/4, 3/5; the wrong one's dip is
+    filled, and the second right one's 2/3 becomes the 3/4 that follows: (1 + 3/4 + 3/4) / 5."""
+    scores = np.array([0.9, 0.8, 0.7, 0.6, 0.5])
+    right = np.array([1, 0, 1, 1, 0])
+    assert average_precision(scores, right, 5) == pytest.approx(2.5 / 5)
+    backwards = slice(None, None, -1)
+    assert average_precision(scores[backwards], right[backwards], 5) == pytest.approx(2.5 / 5)
+    tied = np.array([0.9, 0.5, 0.5])
+    assert average_precision(tied, np.array([0, 1, 0]), 1) == pytest.approx(1 / 2)
+    assert average_precision(tied, np.array([0, 0, 1]), 1) == pytest.approx(1 / 3)
+    assert average_precision(np.zeros(0), np.zeros(0, int), 3) == 0
+
+
+def test_the_mean_is_over_the_classes_that_are_there():
+    labels, scores = np.array([0, 0, 2, 3, 0]), np.array([0.9, 0.8, 0.7, 0.9, 0.99])
+    verdicts = np.array([TRUE_POSITIVE, FALSE_POSITIVE, FALSE_POSITIVE, TRUE_POSITIVE, NOT_COUNTED])
+    # Class 0: one of 4 found, first. Class 1: never detected. Class 2: not there. Class 3: all found.
+    results = class_results(labels, scores, verdicts, np.array([4, 2, 0, 1]))
+    assert [(r.label, r.objects, r.detections) for r in results] == [(0, 4, 2), (1, 2, 0), (3, 1, 1)]
+    assert [r.average_precision for r in results] == [0.25, 0, 1]
+    metrics = mean_average_precision(results)
+    assert metrics["map50"] == pytest.approx(1.25 / 3)
+    assert metrics["map50_weighted"] == pytest.approx((0.25 * 4 + 1) / 7)
+    assert mean_average_precision([]) == {}

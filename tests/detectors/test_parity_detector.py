@@ -133,7 +133,7 @@ def figures(config: FasterRCNNConfig, metadata: dict) -> dict[str, np.ndarray]:
     c4 = ours.backbone(to_input(resized))
     logits, deltas = (tensor[0] for tensor in ours.rpn(c4))
     anchors = grid_anchors(ours.proposal_generator.cell_anchors, *logits.shape[1:])
-    proposals, scores = ours.proposals(logits, deltas, *size)
+    (proposals,), (scores,) = ours.proposals(logits[None], deltas[None], *size)
     original = to_stored_pixels(proposals, (size[0] / 60, size[1] / 77), (60, 77))
     given = torch.tensor([[3.0, 5, 60, 70], [10, 0, 90, 40], [0, 0, size[1], size[0]]])
     found = {

@@ -69,15 +69,11 @@ def check_official_cases(folder: Path) -> int:
     return checked
 
 
-def test_official_cases_in_this_repository_are_matched():
-    assert check_official_cases(OWN_CASES) == 6
-
-
-def test_every_official_case_is_matched():
-    folder = SHARED / "conformance" / "rois"
+@pytest.mark.parametrize(("folder", "count"), [(OWN_CASES, 6), (SHARED / "conformance" / "rois", 16)])
+def test_official_cases_are_matched(folder: Path, count: int):
     if not folder.is_dir():
         pytest.skip(f"the conformance data {folder} is not here")
-    assert check_official_cases(folder) == 16
+    assert check_official_cases(folder) == count
 
 
 def test_every_parity_case_is_matched_index_for_index():
@@ -121,14 +117,6 @@ def test_the_threshold_itself_passes_only_where_not_strict():
     strict = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=True))
     lax = select_regions(boxes, probs, SelectionSettings(minimum=1, threshold=0.5, strict=False))
     assert (strict.indices.tolist(), lax.indices.tolist()) == ([1], [0, 1])
-
-
-def test_boxes_of_another_class_do_not_suppress():
-    boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10]], np.float32)
-    settings = SelectionSettings(minimum=0)
-    other = select_regions(boxes, np.array([[0.9, 0.0], [0.0, 0.8]], np.float32), settings)
-    same = select_regions(boxes, np.array([[0.9, 0.0], [0.8, 0.0]], np.float32), settings)
-    assert (other.indices.tolist(), same.indices.tolist()) == ([0, 1], [0])
 
 
 def test_an_iou_equal_to_the_threshold_does_not_suppress():

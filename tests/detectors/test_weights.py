@@ -1,8 +1,6 @@
-"""Published weight files become ours: nothing lost, nothing accepted unseen, nothing run, and the same arithmetic."""
+"""Published weight files become ours with the same arithmetic; what does not fit is refused, and nothing is run."""
 
 import dataclasses
-import io
-import json
 import os
 import pickle
 import re
@@ -14,19 +12,15 @@ import released_detectors as released
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from places import SHARED
-from safetensors.torch import load_file
 
 from detectors import verify
 from detectors.detect import DetectorSettings, FasterRCNNDetector
-from detectors.drawing import colour_of
-from detectors.faster_rcnn import DEMO, VG_RESNET101, FasterRCNN, FasterRCNNConfig
+from detectors.faster_rcnn import FasterRCNN, FasterRCNNConfig
 from detectors.names import read_names
 from detectors.preprocess import decode_bgr, to_input
 from detectors.resnet import RESNET50, RESNET101, Res5, ResNetC4
 from detectors.weights.__main__ import main
 from detectors.weights.files import (
-    ANCHORS,
     describe_weights,
     load_resnet,
     load_weights,
@@ -35,10 +29,7 @@ from detectors.weights.files import (
 )
 from detectors.weights.releases import AIRSPLAY, MILVLG, Converted, convert, describe, network_of
 from detectors.weights.torch_pickle import read_tensors
-from storage.sample import Sample
 
-SHARED = SHARED
-VOCABULARY = SHARED / "conformance" / "vg_vocab"
 HEAD = "roi_heads.box_predictor."
 RPN = "proposal_generator.rpn_head."
 CLASS_NAMES = [f"class of {number}" for number in range(released.CLASSES)]
@@ -114,36 +105,18 @@ def test_files_with_detectron2s_names_are_taken_as_they_are(
         assert np.array_equal(network.proposal_generator.cell_anchors, theirs[released.ANCHORS])
 
 
-def test_there_are_535_tensors_and_one_more_with_anchors(converted: dict[str, Converted]):
-    assert len(converted["airsplay"].tensors) == 535
-    assert len(converted["hugging face"].tensors) == 536
-
-
-def test_every_tensor_of_a_file_is_in_the_report_once_and_what_was_done_is_said(converted: dict[str, Converted]):
+def test_every_tensor_of_a_file_is_in_the_report_once(converted: dict[str, Converted]):
     report = {entry["theirs"]: entry for entry in converted["milvlg"].report}
     assert (
         sorted(report) == sorted(released.milvlg()) == sorted(entry["theirs"] for entry in converted["milvlg"].report)
     )
-    told = {name: entry["did"].partition(":")[0] for name, entry in report.items()}
-    assert told["backbone.stem.conv1.weight"] == "taken"
-    assert told["backbone.stem.conv1.norm.num_batches_tracked"] == "dropped"
-    assert told[f"{HEAD}attr_linear1.bias"] == "renamed"
-    assert told[f"{HEAD}attr_linear2.bias"] == told[f"{HEAD}cls_embed.weight"] == "renamed and changed"
-    assert told[f"{HEAD}bbox_pred.bias"] == told[f"{RPN}objectness_logits.weight"] == "changed"
+    did = {name: entry["did"].partition(":")[0] for name, entry in report.items()}
+    assert did["backbone.stem.conv1.weight"] == "taken"
+    assert did["backbone.stem.conv1.norm.num_batches_tracked"] == "dropped"
+    assert did[f"{HEAD}attr_linear1.bias"] == "renamed"
+    assert did[f"{HEAD}attr_linear2.bias"] == did[f"{HEAD}cls_embed.weight"] == "renamed and changed"
+    assert did[f"{HEAD}bbox_pred.bias"] == did[f"{RPN}objectness_logits.weight"] == "changed"
     assert "multiplied by (10, 10, 5, 5)" in report[f"{HEAD}bbox_pred.bias"]["did"]
-
-
-def test_a_converted_file_is_the_same_bytes_each_time_and_its_metadata_in_order(tmp_path: Path):
-    metadata = {key: key * 3 for key in "qwertyuiopasdfghjkl"}
-    first, again = (
-        write_weights(tmp_path / name, {"a": torch.ones(3), "b": torch.zeros(2, 2)}, dict(keys))
-        for name, keys in (("a", metadata.items()), ("b", reversed(metadata.items())))
-    )
-    assert first == again
-    header = (tmp_path / "a").read_bytes()
-    keys = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"])
-    assert keys == sorted(metadata)
-    assert torch.equal(load_file(tmp_path / "a")["b"], torch.zeros(2, 2))
 
 
 def test_half_precision_becomes_float32_and_is_named(tmp_path: Path):
@@ -185,7 +158,7 @@ def test_milvlgs_weights_compute_what_its_own_arithmetic_says(converted: dict[st
     torch.testing.assert_close(deltas, linear(theirs, f"{RPN}anchor_deltas", hidden))
     assert np.array_equal(network.proposal_generator.cell_anchors, released.CAFFE_ANCHORS)
 
-    proposals, _ = network.proposals(logits[0], deltas[0], 120, 160)
+    (proposals,), _ = network.proposals(logits, deltas, 120, 160)
     found = network.roi_features(c4, [proposals])
     # Beside the image's own, features of many classes and attributes, background among them.
     spread = 3 * torch.randn(300, released.DEPTH, generator=torch.Generator().manual_seed(1))
@@ -199,9 +172,9 @@ def test_milvlgs_weights_compute_what_its_own_arithmetic_says(converted: dict[st
         torch.testing.assert_close(ours[:, :1600], probs[:, 1:])
         torch.testing.assert_close(ours[:, 1600], probs[:, 0])
         embedded = torch.from_numpy(theirs[f"{HEAD}cls_embed.weight"])[label]
-        said = F.relu(linear(theirs, f"{HEAD}attr_linear1", torch.cat([features, embedded], dim=1)))
-        said = linear(theirs, f"{HEAD}attr_linear2", said).softmax(dim=1)
-        torch.testing.assert_close(outputs.attribute_logits.softmax(dim=1)[:, :400], said[:, 1:])
+        hidden = F.relu(linear(theirs, f"{HEAD}attr_linear1", torch.cat([features, embedded], dim=1)))
+        logits = linear(theirs, f"{HEAD}attr_linear2", hidden).softmax(dim=1)
+        torch.testing.assert_close(outputs.attribute_logits.softmax(dim=1)[:, :400], logits[:, 1:])
         moved = linear(theirs, f"{HEAD}bbox_pred", features).view(-1, 1601, 4)
         best = probs[:, 1:].argmax(dim=1)
         deltas = moved[torch.arange(len(best)), best + 1]
@@ -228,16 +201,7 @@ def test_milvlgs_anchors_are_made_by_caffes_rule_where_the_file_has_none(tmp_pat
     assert "generated by the release's rule" in describe(ours)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_whose_anchors_a_file_of_ours_has_is_seen_by_their_name(own: bool, tmp_path: Path):
-    network = FasterRCNN.random_init(DEMO, seed=0)
-    anchors = {ANCHORS: network.proposal_generator.cell_anchors.clone()} if own else {}
-    write_weights(tmp_path / "w.safetensors", network.state_dict() | anchors, {"network": dataclasses.asdict(DEMO)})
-    assert describe_weights(tmp_path / "w.safetensors", DEMO).anchors == ("file" if own else "generated")
-    assert load_weights(network, tmp_path / "w.safetensors") == describe_weights(tmp_path / "w.safetensors", DEMO)
-
-
-def test_milvlg_is_told_by_its_objectness_where_it_has_no_attributes(tmp_path: Path):
+def test_milvlg_is_recognised_by_its_objectness_where_it_has_no_attributes(tmp_path: Path):
     tensors = {name: value for name, value in released.milvlg().items() if not re.search("cls_embed|attr_", name)}
     ours = convert(released.save_torch(tmp_path / "w.pth", tensors))
     assert ours.release is MILVLG
@@ -255,15 +219,15 @@ def test_how_a_release_detected_stays_with_its_weights(converted: dict[str, Conv
     network = FasterRCNN.random_init(dataclasses.replace(converted["milvlg"].network, **ours), seed=0)
     metadata = load_weights(network, tmp_path / "w.safetensors").metadata
     assert metadata["release"] == "milvlg"
-    said = "; ".join(metadata["differs_from_release"])
+    differences = "; ".join(metadata["differs_from_release"])
     for difference in (
         "box_arithmetic is continuous, the release's is plus_one",
         "resize is pil, the release's is caffe",
         "short_side is 800, the release's is 600",
         "minimum_side is 0.0, the release's is 16.0",
     ):
-        assert difference in said
-    assert "long_side" not in said
+        assert difference in differences
+    assert "long_side" not in differences
     assert '"plus_one": true' in describe(converted["milvlg"])
     detector = FasterRCNNDetector(network, metadata, DetectorSettings())
     assert detector.metadata["differs_from_release"] == metadata["differs_from_release"]
@@ -340,20 +304,13 @@ def test_a_file_that_is_not_whole_or_not_alone_is_refused_by_each_tensors_name(k
         assert message in str(error.value)
 
 
-def test_pixel_statistics_that_are_ours_are_dropped(tmp_path: Path):
-    ours = {"pixel_mean": np.float32([102.9801, 115.9465, 122.7717]).reshape(3, 1, 1), "pixel_std": np.ones((3, 1, 1))}
-    found = convert(released.save_pickle(tmp_path / "w.pkl", released.airsplay() | ours))
-    assert len(found.tensors) == 535
-    assert sum(entry["did"] == "dropped: this network has it" for entry in found.report) == 2
-
-
 def test_the_pre_activation_r152_is_refused_by_its_tensors(tmp_path: Path):
     file = released.save_torch(tmp_path / "renamed.pth", released.milvlg_r152())
     with pytest.raises(ValueError, match=r"is a pre-activation ResNet.*r152.*take an r101 file"):
         convert(file)
 
 
-def test_what_is_no_weight_file_is_said(tmp_path: Path, files: dict[str, Path]):
+def test_what_is_no_weight_file_is_refused(tmp_path: Path, files: dict[str, Path]):
     whole = files["milvlg"].read_bytes()
     legacy = files["vl-bert"].read_bytes()
     pickled = files["airsplay"].read_bytes()
@@ -529,13 +486,6 @@ def test_a_name_is_what_stands_before_the_first_comma_and_none_may_be_empty(tmp_
         read_names(tmp_path / "absent.txt")
 
 
-@pytest.mark.skipif(not VOCABULARY.is_dir(), reason=f"the lists of names {VOCABULARY} are not here")
-def test_visual_genomes_lists_have_a_name_for_every_class_and_attribute():
-    classes, attributes = (read_names(VOCABULARY / f"{kind}_vocab.txt") for kind in ("objects", "attributes"))
-    assert (len(classes), len(attributes)) == (VG_RESNET101.num_classes, VG_RESNET101.num_attributes)
-    assert (classes[0][0], [names[0] for names in attributes[:2]]) == ("yolk", ["gray", "multi colored"])
-
-
 # --- looking at weights -----------------------------------------------------------------------------------------------
 
 
@@ -552,18 +502,18 @@ def small_weights(converted: dict[str, Converted], tmp_path_factory: pytest.Temp
     return file
 
 
-def picture(file: Path, size: tuple[int, int] = (160, 120)) -> Path:
+def write_image(file: Path, size: tuple[int, int] = (160, 120)) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
     Image.fromarray(pixels.repeat(8, axis=0).repeat(8, axis=1)).save(file)
     return file
 
 
-def test_verify_draws_each_image_and_says_its_top_regions_in_words(
+def test_verify_draws_each_image_and_prints_its_top_regions(
     small_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    image = picture(tmp_path / "a.jpg")
+    image = write_image(tmp_path / "a.jpg")
     (tmp_path / "broken.jpg").write_bytes(b"<html>")
-    other = picture(tmp_path / "a.png", (64, 200))
+    other = write_image(tmp_path / "a.png", (64, 200))
     arguments = [str(small_weights), str(image), str(tmp_path / "broken.jpg"), str(other)]
     with pytest.raises(SystemExit) as stopped:
         verify.main([*arguments, "--out", str(tmp_path / "out"), "--regions", "4"])
@@ -579,48 +529,12 @@ def test_verify_draws_each_image_and_says_its_top_regions_in_words(
     assert f"a.jpg: 160x120, {len(regions)} regions, the first 4:" in printed.out
     assert len(re.findall("with red and blue swapped [01][.]", printed.out)) == 2
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a.jpg.png", "a.png.png"]
-    with Image.open(tmp_path / "out" / "a.jpg.png") as drawn:
-        assert drawn.height == 675 + 2 * 12 + 4 * 26
-
-
-def test_boxes_are_drawn_where_they_are_and_small_ones_on_top():
-    stream = io.BytesIO()
-    Image.new("RGB", (300, 200), (250, 120, 10)).save(stream, "png")
-    sample = Sample("key", stream.getvalue(), "", "", 300, 200, "")
-    regions = [
-        verify.NamedRegion("car", 0.5, 0.5, (100.0, 50.0, 200.0, 150.0)),
-        verify.NamedRegion("street", 0.4, None, (60.0, 50.0, 290.0, 190.0)),
-    ]
-    page = np.asarray(verify.draw(sample, regions)).astype(int)
-    assert page.shape == (600 + 2 * 12 + 2 * 26, 900, 3)
-    for x, y, colour in ((300, 300, 1), (600, 300, 1), (450, 450, 1), (450, 150, 1), (180, 300, 2), (700, 570, 2)):
-        assert np.abs(page[y, x] - colour_of(colour)).max() < 10, (x, y)
-    assert page[300, 450].tolist() == page[10, 880].tolist() == [250, 120, 10]
-    assert (page[600:] < 100).all(axis=2).any(), "the names below"
-
-
-def test_red_and_blue_change_places_and_nothing_else(tmp_path: Path):
-    sample = verify.read_sample(picture(tmp_path / "a.jpg"))
+    sample = verify.read_sample(image)
     swapped = verify.swap_red_and_blue(sample)
-    assert isinstance(swapped, Sample)
     assert np.array_equal(decode_bgr(swapped.image)[:, :, ::-1], decode_bgr(sample.image))
 
 
-def test_the_network_gets_blue_first_and_red_first_makes_other_regions(small_weights: Path, tmp_path: Path):
-    detector, _ = verify.open_detector(small_weights, None, "proposals")
-    inputs = []
-    detector.network.backbone.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    Image.new("RGB", (160, 120), (250, 120, 10)).save(tmp_path / "orange.png")
-    orange = verify.read_sample(tmp_path / "orange.png")
-    detector.detect([orange])
-    blue, green, red = (inputs[0][0].mean(dim=(1, 2)) + torch.tensor([102.9801, 115.9465, 122.7717])).tolist()
-    assert blue < 30 < 100 < green < 140 < 230 < red
-    sample = verify.read_sample(picture(tmp_path / "a.jpg"))
-    ours, theirs = detector.detect([sample, verify.swap_red_and_blue(sample)])
-    assert not np.array_equal(ours.class_probs[:5], theirs.class_probs[:5])
-
-
-def test_verify_says_what_it_lacks(small_weights: Path, converted: dict[str, Converted], tmp_path: Path):
+def test_verify_refuses(small_weights: Path, converted: dict[str, Converted], tmp_path: Path):
     names = names_file(tmp_path / "names.txt", ["one"])
     with pytest.raises(SystemExit, match="names 1 classes, the weights have 1600"):
         verify.main([str(small_weights), "x.jpg", "--classes", str(names)])

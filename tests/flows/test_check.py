@@ -1,21 +1,29 @@
-"""Settings of the flows and what is checked of them before any work: each fault is named at second 0."""
+"""Settings of the flows, the deployments that give them, and what is checked of them before any work."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from places import PROJECT
+from prefect.exceptions import ParameterTypeError
+from prefect.flows import load_flow_from_entrypoint
 
-import demo.__main__ as demo
 from demo.data import DemoData, DemoDataSettings, draw_demo_data
+from demo.deployments import flow_parameters, write_deployments
 from detectors.config import DetectionConfig
 from flows import finetune, pretrain
 from flows.check import check
+from flows.collect import collect_flow
+from flows.pipeline import pretrain_vlbert
 from flows.settings import Dataset, FinetuneSettings, PretrainSettings, Processes
 from storage.collection_plan import CollectSettings
-from storage.download import DownloadSettings
+from storage.settings import override
 from vlbert.recipes import RECIPES
+
+Pipeline = tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]
 
 
 @pytest.fixture(scope="module")
@@ -26,58 +34,102 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
     return draw_demo_data(tmp_path_factory.mktemp("data"), settings)
 
 
-def collecting(dataset: Dataset) -> CollectSettings:
-    """The part of a dataset that collecting takes."""
-    names = [field.name for field in dataclasses.fields(CollectSettings)]
-    return CollectSettings(**{name: getattr(dataset, name) for name in names})
+@pytest.fixture(scope="module")
+def parameters(demo_data: DemoData) -> dict:
+    return flow_parameters(Path("r"), demo_data, seed=0, processes=1)
+
+
+@pytest.fixture
+def pipeline(parameters: dict) -> Pipeline:
+    """That of the demo."""
+    read = pretrain_vlbert.validate_parameters(parameters)
+    return read["datasets"], read["pretraining"], read["finetunings"]
+
+
+@pytest.fixture
+def vcr(pipeline: Pipeline, tmp_path: Path) -> Pipeline:
+    """A pipeline from BERT, with BERT's vocabulary, to VCR."""
+    datasets, pretraining, _ = pipeline
+    for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "vcr1images").mkdir()
+    datasets.append(dataclasses.replace(datasets[-1], name="vcr"))
+    pretraining = dataclasses.replace(
+        pretraining,
+        recipe="pretrain_vlbert_base",
+        vocabulary=str(tmp_path / "vocab.txt"),
+        vocabulary_size=None,
+        vocabulary_captions=(),
+        overrides=("model.regions.random_init=true",),
+        processes=Processes(),
+    )
+    return datasets, pretraining, [FinetuneSettings("vcr", folder=str(tmp_path))]
+
+
+def changed(
+    pipeline: Pipeline, dataset: dict | None = None, pretraining: dict | None = None, finetuning: dict | None = None
+):
+    """The pipeline with other fields of its first dataset, its pre-training and its first fine-tuning."""
+    datasets, first, finetunings = pipeline
+    return (
+        [dataclasses.replace(datasets[0], **dataset or {}), *datasets[1:]],
+        dataclasses.replace(first, **pretraining or {}),
+        [dataclasses.replace(finetunings[0], **finetuning or {}), *finetunings[1:]],
+    )
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-
-def test_settings_that_contradict_each_other_are_refused():
-    detector = DetectionConfig("annotated", annotations="a.json")
-    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        Dataset("x", captions="a.tsv", images="folder", detector=detector)
-    with pytest.raises(ValueError, match="Dataset x: set captions .* or images"):
-        CollectSettings("x")
-    with pytest.raises(ValueError, match="rows_per_shard is 0"):
-        Dataset("x", captions="a.tsv", rows_per_shard=0, detector=detector)
-    with pytest.raises(ValueError, match="count is 0"):
-        Processes(0)
-    with pytest.raises(ValueError, match=r"vocabulary_size: only for .* set text, too"):
-        PretrainSettings(vocabulary_size=500)
-    with pytest.raises(ValueError, match=r"vocabulary_captions: only for .* vocabulary names one already"):
-        PretrainSettings(vocabulary_captions=("a.tsv",), vocabulary="vocab.txt")
-    with pytest.raises(ValueError, match="vocabulary names one already"):
-        PretrainSettings(text=("a.txt",), vocabulary_size=500, vocabulary="vocab.txt")
+DETECTOR = DetectionConfig("annotated", annotations="a.json")
+RANDOM = DetectionConfig(preset="demo", random_init=True)
 
 
-def as_json(demo_data: DemoData) -> dict:
-    """A small pipeline as its JSON file has it."""
-    detector = {"backend": "annotated", "annotations": str(demo_data.annotations)}
-    random_init = ["model.regions.random_init=true"]
-    return {
-        "root": "r",
-        "work": "w",
-        "datasets": [
-            {
-                "name": "captions",
-                "captions": str(demo_data.train_tsv),
-                "detector": detector,
-                "download": {"deadline": 3, "allowed_hosts": ["127.0.0.1:8791"]},
-            }
-        ],
-        "pretraining": {"recipe": "pretrain_vlbert_demo", "processes": {"count": 1}, "overrides": random_init},
-        "finetunings": [
-            {
-                "recipe": "finetune_refcoco_demo",
-                "folder": str(demo_data.refcoco),
-                "dataset": "captions",
-                "overrides": random_init,
-            }
-        ],
-    }
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (
+            lambda: Dataset("x", captions="a.tsv", images="folder", detector=DETECTOR),
+            ["Dataset x", "captions", "images"],
+        ),
+        (lambda: CollectSettings("x"), ["Dataset x", "captions", "images"]),
+        (lambda: Dataset("x", captions="a.tsv", rows_per_shard=0, detector=DETECTOR), ["rows_per_shard", "0"]),
+        (lambda: Processes(0), ["count", "0"]),
+        (lambda: Processes(restarts=-1), ["restarts", "-1"]),
+        (lambda: Processes(nodes=0), ["nodes", "0"]),
+        (lambda: Processes(nodes=2), ["nodes", "2", "launcher", "srun"]),
+        (lambda: PretrainSettings(vocabulary_size=500), ["vocabulary_size", "set text"]),
+        (
+            lambda: PretrainSettings(vocabulary_captions=("a.tsv",), vocabulary="vocab.txt"),
+            ["vocabulary_captions", "leave vocabulary out"],
+        ),
+        (
+            lambda: PretrainSettings(text=("a.txt",), vocabulary_size=500, vocabulary="vocab.txt"),
+            ["vocabulary_size", "leave vocabulary out"],
+        ),
+        *(
+            (lambda checkpoint=checkpoint: FinetuneSettings(checkpoint=checkpoint), ["checkpoint", "latest", "none"])
+            for checkpoint in ("", "newest", "step-12x", "x/step-0000010", "/runs/x/step-1", "root/runs/x", "None")
+        ),
+        *(
+            (lambda recipe=recipe: FinetuneSettings(recipe=recipe), [recipe, "refcoco", "finetune_refcoco_"])
+            for recipe in ("pretrain_vlbert_base", "finetune_vqa_base", "finetune_refcoco")
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(make: Callable[[], object], named: list[str]):
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert [word for word in named if word not in str(refused.value)] == []
+
+
+def test_a_fine_tuning_that_names_its_task_alone_has_its_recipe_and_dataset():
+    assert FinetuneSettings().recipe_name == "finetune_refcoco_base"
+    assert FinetuneSettings(task="vqa", dataset="elsewhere").dataset_name == "elsewhere"
+    for name in [name for name in RECIPES if name.startswith("finetune_") and "_demo" not in name]:
+        data = RECIPES[name]().data
+        settings = FinetuneSettings(task=name.split("_")[1], recipe=name)
+        assert settings.recipe_name == name
+        assert (settings.dataset_name,) == (*data.datasets,) == data.held_out, name
 
 
 @pytest.mark.parametrize(
@@ -92,251 +144,186 @@ def as_json(demo_data: DemoData) -> dict:
     ],
 )
 def test_the_flow_refuses_a_misspelt_setting(demo_data: DemoData, path: tuple):
-    from prefect.exceptions import ParameterTypeError
-
-    from flows.pipeline import pretrain_vlbert
-
-    pipeline = as_json(demo_data)
-    read = pretrain_vlbert.validate_parameters(pipeline)
-    assert read["datasets"][0].download == DownloadSettings(deadline=3, allowed_hosts=("127.0.0.1:8791",))
-    place = pipeline
+    parameters = flow_parameters(Path("r"), demo_data, seed=0, processes=1)
+    at = parameters
     for step in path:
-        place = place[step]
-    place["misspelt"] = 1
+        at = at[step]
+    at["misspelt"] = 1
     with pytest.raises(ParameterTypeError, match=".".join(map(str, path)) + ".misspelt: Unexpected"):
-        pretrain_vlbert.validate_parameters(pipeline)
+        pretrain_vlbert.validate_parameters(parameters)
 
 
-def test_collecting_refuses_a_detector_and_the_road_a_dataset_without_one(demo_data: DemoData):
-    from prefect.exceptions import ParameterTypeError
-
-    from flows.collect import collect_flow
-    from flows.pipeline import pretrain_vlbert
-
-    pipeline = as_json(demo_data)
-    (dataset,) = pipeline["datasets"]
+def test_only_the_pipelines_datasets_have_a_detector(parameters: dict):
+    dataset = parameters["datasets"][0]
+    alone = {name: dataset[name] for name in dataset if name != "detector"}
     with pytest.raises(ParameterTypeError, match="dataset.detector: Unexpected"):
         collect_flow.validate_parameters({"root": "r", "dataset": dataset})
-    detector = dataset.pop("detector")
-    assert collect_flow.validate_parameters({"root": "r", "dataset": dataset})["dataset"].name == "captions"
+    assert collect_flow.validate_parameters({"root": "r", "dataset": alone})["dataset"].name == "captions"
     with pytest.raises(ParameterTypeError, match="datasets.0.detector: Field required"):
-        pretrain_vlbert.validate_parameters(pipeline)
-    with pytest.raises(TypeError):
-        Dataset("x", "a.tsv", None, DownloadSettings(), 10, 2, DetectionConfig(**detector))  # keyword-only
+        pretrain_vlbert.validate_parameters(parameters | {"datasets": [alone]})
 
 
-def test_the_form_in_the_flow_ui_has_words_for_every_setting():
-    from flows.pipeline import pretrain_vlbert
-
+def test_the_form_in_the_flow_ui_describes_every_setting():
     forms = pretrain_vlbert.parameters.definitions
-    assert {
-        "Dataset",
-        "DetectionConfig",
-        "SelectionSettings",
-        "DownloadSettings",
-        "PretrainSettings",
-        "FinetuneSettings",
-    } <= set(forms)
-    wordless = {
-        f"{name}.{field}"
-        for name, form in forms.items()
-        for field, about in form["properties"].items()
-        if not about.get("description")
-    }
-    assert not wordless
-    assert forms["NetworkOverrides"]["properties"]["post_nms"]["description"] == "Proposals an image, at most."
+    assert {"Dataset", "DetectionConfig", "NetworkOverrides", "DownloadSettings", "FinetuneSettings"} <= set(forms)
+    fields = {f"{form}.{name}": field for form in forms for name, field in forms[form]["properties"].items()}
+    assert [name for name, field in fields.items() if not field.get("description")] == []
 
 
 # --- the whole pipeline -----------------------------------------------------------------------------------------------
 
-
-def a_pipeline(demo_data: DemoData) -> tuple[list[Dataset], PretrainSettings, list[FinetuneSettings]]:
-    from flows.pipeline import pretrain_vlbert
-
-    parameters = demo.flow_parameters(Path("r"), demo_data, seed=0, processes=1)
-    pipeline = pretrain_vlbert.validate_parameters(parameters)
-    return pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"]
-
-
-def test_the_road_of_the_demo_passes(demo_data: DemoData):
-    check(*a_pipeline(demo_data))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"name": "held-out"}, "two are named held-out"),
-        ({"captions": "no.tsv"}, "dataset captions: captions: there is no file no.tsv"),
-        ({"captions": None, "images": "no"}, "dataset captions: images: there is no folder no"),
-        ({"captions": None, "images": str(PROJECT / "docs")}, "docs holds no image file; folders below it are not rea"),
-        ({"captions": None, "img2dataset": "no"}, "dataset captions: img2dataset: there is no folder no"),
-        (
-            {"captions": None, "img2dataset": str(PROJECT / "docs")},
-            "captions: img2dataset: .*docs holds no shard of img2",
-        ),
-        (
-            {"detector": DetectionConfig("annotated", annotations="no.json")},
-            "dataset captions: detector.annotations: there is no file no.json",
-        ),
-        (
-            {"detector": DetectionConfig(preset="demo", weights="no.safetensors")},
-            "dataset captions: detector.weights: there is no file no.safetensors",
-        ),
-        (
-            {"detector": DetectionConfig(weights=str(PROJECT / "README.md"))},
-            "dataset captions: detector.weights: .*README.md is not a safetensors file",
-        ),
-    ],
-)
-def test_a_dataset_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(demo_data)
-    datasets[0] = dataclasses.replace(datasets[0], **changes)
-    with pytest.raises(ValueError, match=message):
-        check(datasets, pretraining, finetunings)
-
-
 NO_TEXT = {"text": (), "vocabulary_size": None, "vocabulary_captions": ()}
-BERT = "starts from bert-base-uncased, whose weights need BERT's own vocab.txt"
+NO_WEIGHTS = {"overrides": ("model.regions.random_init=false",)}
+THREE = {"processes": Processes(count=3)}
+ON_NODES = {"processes": Processes(count=1, nodes=3, launcher=("srun",))}
+BERT = ["pretraining", "bert-base-uncased", "vocab.txt", "bert=none"]
+REFUSED = [
+    ({"dataset": {"name": "held-out"}}, ["datasets", "held-out"]),
+    ({"dataset": {"captions": "no.tsv"}}, ["dataset captions: captions", "no.tsv"]),
+    ({"dataset": {"captions": None, "images": "no"}}, ["dataset captions: images", "no"]),
+    (
+        {"dataset": {"captions": None, "images": str(PROJECT / "docs")}},
+        ["dataset captions: images", "docs", "below it"],
+    ),
+    ({"dataset": {"captions": None, "img2dataset": "no"}}, ["dataset captions", "no", "img2dataset"]),
+    (
+        {"dataset": {"captions": None, "img2dataset": str(PROJECT / "docs")}},
+        ["dataset captions", "docs", "img2dataset"],
+    ),
+    ({"dataset": {"detector": DETECTOR}}, ["dataset captions: detector.annotations", "a.json"]),
+    (
+        {"dataset": {"detector": DetectionConfig(preset="demo", weights="no.safetensors")}},
+        ["dataset captions: detector.weights", "no.safetensors"],
+    ),
+    (
+        {"dataset": {"detector": DetectionConfig(weights=str(PROJECT / "README.md"))}},
+        ["dataset captions", "README.md", "safetensors"],
+    ),
+    (
+        {"pretraining": {"datasets": {"caption": None}}},
+        ["pretraining.datasets", "'caption'", "captions, held-out, coco"],
+    ),
+    (
+        {"pretraining": {"datasets": {"captions": 1.0, "held-out": 0.0}}},
+        ["pretraining", "datasets", "'held-out': 0.0", "positive"],
+    ),
+    (
+        {"dataset": {"detector": RANDOM}, "pretraining": {"datasets": {"captions": 2.0, "coco": 1.0}}},
+        ["pretraining.datasets", "coco has another detector", "captions"],
+    ),
+    ({"pretraining": {"held_out": ("held-out", "held-out")}}, ["pretraining", "held_out", "each once"]),
+    ({"pretraining": {"held_out": ("held",)}}, ["pretraining.held_out", "'held'"]),
+    ({"pretraining": {"text": ("no.txt",)}}, ["pretraining.text", "no.txt"]),
+    ({"pretraining": {"vocabulary_captions": ("no.tsv",)}}, ["pretraining.vocabulary_captions", "no.tsv"]),
+    ({"pretraining": NO_TEXT | {"vocabulary": "no.txt"}}, ["pretraining.vocabulary", "no.txt"]),
+    ({"pretraining": {"recipe": "pretrain"}}, ["pretraining.recipe", "'pretrain'", "finetune_refcoco_base"]),
+    ({"pretraining": {"recipe": "finetune_refcoco_demo"}}, ["pretraining.recipe", "no pre-training"]),
+    ({"pretraining": {"overrides": ("step=3",)}}, ["pretraining", "'step'"]),
+    ({"pretraining": {"overrides": ("data.batch=0",)}}, ["pretraining", "batch", "0"]),
+    (
+        {"pretraining": NO_TEXT | {"overrides": ("data.text_batch=4",)}},
+        ["pretraining", "data.text_batch=4", "set text"],
+    ),
+    ({"pretraining": {"recipe": "pretrain_vlbert_base"}}, BERT),
+    ({"pretraining": {"overrides": ("bert=bert-base-uncased",)}}, BERT),
+    ({"pretraining": {"run": "refcoco-with"}}, ["runs", "refcoco-with"]),
+    (
+        {"pretraining": {"overrides": ("model.layers=JJ", "model.regions.random_init=true")}},
+        ["finetunings[0]", "architecture", "model.layers", "JJ"],
+    ),
+    ({"pretraining": NO_WEIGHTS}, ["pretraining", "Fast R-CNN has no weights"]),
+    ({"pretraining": THREE}, ["pretraining", "data.batch = 32", "3 processes"]),
+    (
+        {"pretraining": THREE | {"overrides": ("data.batch=30", "model.regions.random_init=true")}},
+        ["pretraining", "data.text_batch = 8", "3 processes"],
+    ),
+    ({"finetuning": NO_WEIGHTS | {"checkpoint": "none"}}, ["finetunings[0]", "Fast R-CNN has no weights"]),
+    ({"finetuning": ON_NODES}, ["finetunings[0]", "data.batch = 32", "3 processes"]),
+    ({"finetuning": THREE}, ["finetunings[0]", "data.batch = 32", "3 processes"]),
+    ({"finetuning": {"dataset": "refcoco"}}, ["finetunings[0].dataset", "'refcoco'"]),
+    ({"finetuning": {"folder": "no"}}, ["finetunings[0].folder", "no/refs(unc).p"]),
+    ({"finetuning": {"folder": ""}}, ["finetunings[0].folder", "refs(unc).p"]),
+    (
+        {"finetuning": {"recipe": "finetune_refcoco_demi"}},
+        ["finetunings[0].recipe", "'finetune_refcoco_demi'", "_base"],
+    ),
+    ({"finetuning": {"recipe": "finetune_refcoco_base"}}, ["finetunings[0]", "architecture", "pretrain_vlbert_demo"]),
+    ({"finetuning": {"overrides": ("optimizer.rate=3",)}}, ["finetunings[0]", "OptimizerConfig", "'rate'"]),
+    ({"finetuning": {"run": "pretrain"}}, ["runs", "pretrain"]),
+    *(
+        ({stage: {"overrides": (f"{field}=x",)}}, [f"override {field}=x", setting])
+        for stage, module in (("pretraining", pretrain), ("finetuning", finetune))
+        for field, setting in module.SETTINGS.items()
+    ),
+]
+
+
+def test_the_pipeline_of_the_demo_passes(pipeline: Pipeline):
+    check(*pipeline)
+    check(
+        *changed(pipeline, pretraining={"datasets": {"captions": 3.0, "coco": 0.8}, "held_out": ("held-out", "coco")})
+    )
+
+
+def test_a_pre_training_on_several_datasets_says_so_to_the_program(monkeypatch: pytest.MonkeyPatch):
+    given = []
+    monkeypatch.setattr(pretrain, "train", lambda root, recipe, run, fields, *rest: given.append(fields))
+    settings = PretrainSettings(datasets={"sbu": 0.8, "cc": 3.0}, held_out=("a", "b"))
+    pretrain.pretrain("r", "w", settings, "abc")
+    assert given[0] | {"data.datasets": "sbu:0.8,cc:3.0", "data.held_out": "a,b"} == given[0]
+    data = override(RECIPES[settings.recipe](), [f"{name}={value}" for name, value in given[0].items() if value]).data
+    assert (data.datasets, data.held_out) == ({"sbu": 0.8, "cc": 3.0}, ("a", "b"))
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED)
+def test_a_pipeline_that_cannot_work_is_refused(pipeline: Pipeline, changes: dict, named: list[str]):
+    with pytest.raises(ValueError) as refused:
+        check(*changed(pipeline, **changes))
+    assert [word for word in named if word not in str(refused.value)] == []
+
+
+def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(vcr: Pipeline):
+    datasets, pretraining, _ = vcr
+    overrides = pretraining.overrides
+    check(datasets, pretraining, [])
+    check(datasets, dataclasses.replace(pretraining, vocabulary=None, overrides=("bert=none", *overrides)), [])
+    check(datasets, dataclasses.replace(pretraining, vocabulary=None, text=()), [])
+
+
+def test_text_only_examples_need_not_be_shared_where_there_is_no_corpus(pipeline: Pipeline):
+    datasets, pretraining, _ = pipeline
+    changes = THREE | NO_TEXT | {"overrides": (*pretraining.overrides, "data.batch=30")}
+    check(datasets, dataclasses.replace(pretraining, **changes), [])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dataset": "caption"}, "pretraining.dataset is 'caption', and datasets has only captions, held-out, coco"),
-        ({"held_out": "held"}, "pretraining.held_out is 'held'"),
-        ({"text": ("no.txt",)}, "pretraining.text: there is no file no.txt"),
-        ({"vocabulary_captions": ("no.tsv",)}, "pretraining.vocabulary_captions: there is no file no.tsv"),
-        (NO_TEXT | {"vocabulary": "no.txt"}, "pretraining.vocabulary: there is no file no.txt"),
-        ({"recipe": "pretrain"}, "pretraining.recipe is 'pretrain'; it must be one of finetune_refcoco_base, "),
-        ({"recipe": "finetune_refcoco_demo"}, "pretraining.recipe finetune_refcoco_demo is no pre-training"),
-        ({"overrides": ("step=3",)}, "step=3: Recipe has no field 'step'"),
-        ({"overrides": ("data.batch=0",)}, "DataConfig.batch is 0"),
-        *(
-            (
-                {"overrides": (f"{field}=x",)},
-                f"override {field}=x: the stage sets {field} itself; use {setting} instead",
-            )
-            for field, setting in pretrain.SETTINGS.items()
-        ),
-        (NO_TEXT | {"overrides": ("data.text_batch=4",)}, "data.text_batch=4, and there is no corpus; set text"),
-        ({"recipe": "pretrain_vlbert_base"}, BERT),
-        ({"overrides": ("bert=bert-base-uncased",)}, BERT),
-        ({"run": "refcoco-with"}, "two runs are named refcoco-with"),
-        (
-            {"overrides": ("model.layers=JJ", "model.regions.random_init=true")},
-            "has another architecture than the pre-training",
-        ),
-    ],
+    ("missing", "setting"),
+    [("train.jsonl", "folder"), ("val.jsonl", "folder"), ("vcr1images", "folder"), ("test.jsonl", "evaluate: test")],
 )
-def test_a_pre_training_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(demo_data)
-    with pytest.raises(ValueError, match=message):
-        check(datasets, dataclasses.replace(pretraining, **changes), finetunings)
-
-
-def test_a_text_corpus_goes_with_berts_own_vocabulary_or_with_none_of_its_weights(demo_data: DemoData, tmp_path: Path):
-    datasets, pretraining, _ = a_pipeline(demo_data)
-    (tmp_path / "vocab.txt").write_text("[PAD]\n")
-    random_init = ("model.regions.random_init=true",)
-    base = dataclasses.replace(
-        pretraining,
-        recipe="pretrain_vlbert_base",
-        vocabulary_size=None,
-        vocabulary_captions=(),
-        overrides=random_init,
-        processes=Processes(),
-    )
-    check(datasets, dataclasses.replace(base, vocabulary=str(tmp_path / "vocab.txt")), [])
-    check(datasets, dataclasses.replace(base, overrides=("bert=none", *random_init)), [])
-    check(datasets, dataclasses.replace(base, text=()), [])
-
-
-def test_what_training_would_refuse_at_once_is_refused_before_anything_is_downloaded(demo_data: DemoData):
-    datasets, pretraining, finetunings = a_pipeline(demo_data)
-    bare = dataclasses.replace(pretraining, overrides=("model.regions.random_init=false",))
-    with pytest.raises(ValueError, match=r"pretraining \(.*the Fast R-CNN has no weights to start from"):
-        check(datasets, bare, [])
-    alone = dataclasses.replace(finetunings[0], checkpoint="none", overrides=bare.overrides)
-    with pytest.raises(ValueError, match=r"finetunings\[0\] \(.*the Fast R-CNN has no weights to start from"):
-        check(datasets, pretraining, [alone])
-    three = Processes(count=3)
-    with pytest.raises(ValueError, match=r"pretraining \(.*data.batch = 32 cannot be shared by 3 processes"):
-        check(datasets, dataclasses.replace(pretraining, processes=three), [])
-    with pytest.raises(ValueError, match=r"finetunings\[0\] \(.*data.batch = 32 cannot be shared by 3 processes"):
-        check(datasets, pretraining, [dataclasses.replace(finetunings[0], processes=three)])
-
-
-def test_text_only_rows_need_not_be_shared_where_there_is_no_corpus(demo_data: DemoData):
-    datasets, pretraining, _ = a_pipeline(demo_data)
-    overrides = (*pretraining.overrides, "data.batch=30")
-    three = dataclasses.replace(pretraining, overrides=overrides, processes=Processes(count=3))
-    with pytest.raises(ValueError, match="data.text_batch = 8 cannot be shared by 3 processes"):
-        check(datasets, three, [])
-    check(datasets, dataclasses.replace(three, **NO_TEXT), [])
-
-
-@pytest.fixture
-def vcr(demo_data: DemoData, tmp_path: Path) -> tuple[list[Dataset], PretrainSettings, FinetuneSettings]:
-    """A pipeline from BERT, on a vocabulary of BERT's, to VCR."""
-    datasets, pretraining, _ = a_pipeline(demo_data)
-    for name in ("vocab.txt", "train.jsonl", "val.jsonl"):
-        (tmp_path / name).touch()
-    (tmp_path / "vcr1images").mkdir()
-    datasets.append(dataclasses.replace(datasets[-1], name="vcr"))
-    pretraining = dataclasses.replace(
-        pretraining,
-        recipe="pretrain_vlbert_base",
-        vocabulary=str(tmp_path / "vocab.txt"),
-        vocabulary_size=None,
-        vocabulary_captions=(),
-        overrides=("model.regions.random_init=true",),
-        processes=Processes(),
-    )
-    return datasets, pretraining, FinetuneSettings("vcr", folder=str(tmp_path))
-
-
-@pytest.mark.parametrize("missing", ["train.jsonl", "val.jsonl", "vcr1images"])
-def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: tuple, missing: str):
-    datasets, pretraining, finetuning = vcr
-    check(datasets, pretraining, [finetuning])
+def test_a_task_without_a_file_or_folder_of_its_own_is_refused(vcr: Pipeline, missing: str, setting: str):
+    datasets, pretraining, (finetuning,) = vcr
     path = Path(finetuning.folder) / missing
-    path.rename(path.with_name("elsewhere"))
-    with pytest.raises(ValueError, match=rf"finetunings\[0\].folder: there is no (file|folder) {path}"):
+    if setting == "folder":
+        check(*vcr)
+        path.rename(path.with_name("elsewhere"))
+    else:
+        check(*changed(vcr, finetuning={"evaluate": ("val",)}))
+        finetuning = dataclasses.replace(finetuning, evaluate=("val", "test"))
+    with pytest.raises(ValueError, match=rf"finetunings\[0\].{setting}: there is no (file|folder) {path}"):
         check(datasets, pretraining, [finetuning])
 
 
-def test_a_split_to_be_evaluated_whose_files_are_not_there_is_refused(vcr: tuple):
-    datasets, pretraining, finetuning = vcr
-    check(datasets, pretraining, [dataclasses.replace(finetuning, evaluate=("val",))])
-    missing = Path(finetuning.folder) / "test.jsonl"
-    with pytest.raises(ValueError, match=rf"finetunings\[0\].evaluate: test: there is no file {missing}"):
-        check(datasets, pretraining, [dataclasses.replace(finetuning, evaluate=("val", "test"))])
-
-
-def test_a_task_reads_the_dataset_of_its_own_name(vcr: tuple):
-    datasets, pretraining, finetuning = vcr
-    with pytest.raises(
-        ValueError, match=r"finetunings\[0\].dataset is 'vcr', and datasets has only captions, held-out"
-    ):
-        check(datasets[:-1], pretraining, [finetuning])
-
-
-def test_weights_of_bert_go_with_no_vocabulary_that_the_road_builds(vcr: tuple):
+def test_weights_of_bert_go_with_no_vocabulary_that_the_pipeline_builds(vcr: Pipeline):
     """VCR takes BERT's pooler, also where its vocabulary is that of the pre-training."""
-    datasets, pretraining, finetuning = vcr
-    scratch = {"vocabulary": None, "overrides": ("bert=none", *pretraining.overrides)}
+    scratch = {"vocabulary": None, "overrides": ("bert=none", *vcr[1].overrides)}
     for changes in (scratch, scratch | {"text": ()}):
-        own = dataclasses.replace(pretraining, **changes)
-        message = r"finetunings\[0\]: recipe finetune_vcr_base takes weights from bert-base-uncased, .*: the override"
-        with pytest.raises(ValueError, match=message):
-            check(datasets, own, [finetuning])
-        check(datasets, own, [dataclasses.replace(finetuning, overrides=("bert=none",))])
-        check(datasets, own, [dataclasses.replace(finetuning, pretraining="another")])
+        with pytest.raises(ValueError, match=r"finetunings\[0\].*bert-base-uncased.*finetune_vcr_base.*bert=none"):
+            check(*changed(vcr, pretraining=changes))
+        check(*changed(vcr, pretraining=changes, finetuning={"overrides": ("bert=none",)}))
+        check(*changed(vcr, pretraining=changes, finetuning={"pretraining": "another"}))
 
 
-def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_model_that_takes_them(
-    vcr: tuple, tmp_path: Path
-):
+def test_precomputed_features_come_from_a_detector_that_keeps_them(vcr: Pipeline, tmp_path: Path):
     datasets, pretraining, _ = vcr
     detector = DetectionConfig(preset="demo", random_init=True, keep_features=True)
     datasets = [dataclasses.replace(dataset, detector=detector) for dataset in datasets]
@@ -349,105 +336,61 @@ def test_precomputed_features_come_from_a_detector_that_keeps_them_and_go_to_a_m
     with pytest.raises(ValueError, match="model.regions.features is precomputed, there end_to_end"):
         check(datasets, pretraining, [vqa])
     datasets[-1] = dataclasses.replace(datasets[-1], detector=dataclasses.replace(detector, keep_features=False))
-    with pytest.raises(ValueError, match=r"finetunings\[0\]: .* detector of dataset vqa keeps none; set its keep_feat"):
+    with pytest.raises(ValueError, match=r"finetunings\[0\].dataset: .*vqa keeps none; set its keep_features"):
         check(datasets, precomputed, [vqa])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dataset": "refcoco"}, r"finetunings\[0\].dataset is 'refcoco'"),
-        ({"folder": "no"}, r"finetunings\[0\].folder: there is no file no/refs\(unc\).p"),
-        ({"folder": ""}, r"finetunings\[0\].folder is not set"),
-        (
-            {"recipe": "finetune_refcoco_demi"},
-            r"finetunings\[0\].recipe is 'finetune_refcoco_demi'; it must be one of finetune_refcoco_base",
-        ),
-        ({"recipe": "finetune_refcoco_base"}, "has another architecture than the pre-training pretrain_vlbert_demo"),
-        ({"overrides": ("optimizer.rate=3",)}, r"finetunings\[0\] .*OptimizerConfig has no field 'rate'"),
-        ({"run": "pretrain"}, "two runs are named pretrain"),
-        *(
-            ({"overrides": (f"{field}=x",)}, f"the stage sets {field} itself; use {setting} instead")
-            for field, setting in finetune.SETTINGS.items()
-        ),
-    ],
-)
-def test_a_fine_tuning_that_cannot_work_is_refused(demo_data: DemoData, changes: dict, message: str):
-    datasets, pretraining, finetunings = a_pipeline(demo_data)
-    finetunings[0] = dataclasses.replace(finetunings[0], **changes)
-    with pytest.raises(ValueError, match=message):
-        check(datasets, pretraining, finetunings)
-
-
-def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path):
-    with pytest.raises(ValueError, match="use the setting run instead"):
-        pretrain.pretrain(str(tmp_path), str(tmp_path), PretrainSettings(overrides=("run=x",)))
-    with pytest.raises(ValueError, match="use the pre-training's vocabulary instead"):
-        finetune.finetune(str(tmp_path), str(tmp_path), FinetuneSettings(overrides=("vocabulary=x",)))
+@pytest.mark.parametrize("stage", [pretrain.pretrain, finetune.finetune])
+def test_a_stage_alone_refuses_an_override_of_what_it_sets(tmp_path: Path, stage: Callable):
+    settings = {pretrain.pretrain: PretrainSettings, finetune.finetune: FinetuneSettings}[stage]
+    with pytest.raises(ValueError, match="override run=x.* the setting run"):
+        stage(str(tmp_path), str(tmp_path), settings(overrides=("run=x",)))
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------
 
-
-def deployments_of(file: Path) -> dict[str, dict]:
-    """Flow/name -> what the file says of it and `read`, its parameters as its flow gets them."""
-    from prefect.flows import load_flow_from_entrypoint
-
-    found = {}
-    for deployment in yaml.safe_load(file.read_text())["deployments"]:
-        flow = load_flow_from_entrypoint(deployment["entrypoint"])
-        given, known = deployment["parameters"], flow.parameters
-        assert set(known.required) <= set(given) <= set(known.properties)
-        found[f"{flow.name}/{deployment['name']}"] = deployment | {"read": flow.validate_parameters(given)}
-    return found
-
-
 NAMES = {
     *("pretrain-vlbert/default", "collect-captions/default", "pretrain/default", "finetune/default"),
     *("detect-regions/default", "detect-regions/scheduled", "train-detector/default"),
+    "compare/default",
 }
 
 
-def test_the_projects_deployments_fit_their_flows():
-    found = deployments_of(PROJECT / "prefect.yaml")
-    assert set(found) == NAMES
-    (dataset,) = found["pretrain-vlbert/default"]["read"]["datasets"]
+@pytest.mark.parametrize("of", ["project", "demo"])
+def test_deployments_fit_their_flows(demo_data: DemoData, parameters: dict, tmp_path: Path, of: str):
+    file = PROJECT / "prefect.yaml"
+    if of == "demo":
+        file = tmp_path / "prefect.yaml"
+        write_deployments(file, parameters, demo_data)
+    read = {}
+    for deployment in yaml.safe_load(file.read_text())["deployments"]:
+        flow = load_flow_from_entrypoint(deployment["entrypoint"])
+        assert set(flow.parameters.required) <= set(deployment["parameters"]) <= set(flow.parameters.properties)
+        read[f"{flow.name}/{deployment['name']}"] = flow.validate_parameters(deployment["parameters"])
+    assert set(read) == NAMES
+    pipeline = read["pretrain-vlbert/default"]
+    dataset, pretraining = pipeline["datasets"][0], pipeline["pretraining"]
     assert isinstance(dataset, Dataset)
-    assert collecting(dataset) == (found["collect-captions/default"]["read"]["dataset"])
+    fields = [field.name for field in dataclasses.fields(CollectSettings)]
+    collected = CollectSettings(**{name: getattr(dataset, name) for name in fields})
+    assert read["collect-captions/default"]["dataset"] == collected
     for name in ("detect-regions/default", "detect-regions/scheduled"):
-        assert found[name]["read"]["detector"] == dataset.detector
-        assert found[name]["read"]["datasets"] == (dataset.name,)
-    pretraining = found["pretrain-vlbert/default"]["read"]["pretraining"]
-    assert found["pretrain/default"]["read"]["settings"] == pretraining
-    assert found["finetune/default"]["read"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
+        assert (read[name]["detector"], read[name]["datasets"]) == (dataset.detector, (dataset.name,))
+    assert read["pretrain/default"]["settings"] == pretraining
+    assert read["finetune/default"]["settings"].pretraining == (pretraining.run or pretraining.recipe)
+
+
+def test_the_demo_starts_nothing_by_the_clock(demo_data: DemoData, parameters: dict, tmp_path: Path):
+    write_deployments(tmp_path / "prefect.yaml", parameters, demo_data)
+    deployments = yaml.safe_load((tmp_path / "prefect.yaml").read_text())["deployments"]
+    assert [schedule["active"] for one in deployments for schedule in one.get("schedules", ())] == [False]
 
 
 def test_the_pipeline_of_the_tasks_page_fits_its_flow():
-    from flows.pipeline import pretrain_vlbert
-
     page = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    (pipeline,) = (yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:])
+    (pipeline,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     read = pretrain_vlbert.validate_parameters(pipeline | {"root": "r", "work": "w", "pretraining": {}})
-    names = {dataset.name for dataset in read["datasets"]}
-    assert {settings.task for settings in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
-    assert {settings.dataset_name for settings in read["finetunings"]} == names
-    runs = [settings.run or settings.recipe_name for settings in read["finetunings"]]
+    assert {one.task for one in read["finetunings"]} == {"refcoco", "vqa", "vcr"}
+    assert {one.dataset_name for one in read["finetunings"]} == {dataset.name for dataset in read["datasets"]}
+    runs = [one.run or one.recipe_name for one in read["finetunings"]]
     assert len(runs) == len(set(runs))
-
-
-def test_the_demos_deployments_fit_their_flows_and_its_road_passes_the_check(demo_data: DemoData, tmp_path: Path):
-    parameters = demo.flow_parameters(tmp_path, demo_data, seed=0, processes=1)
-    demo.write_deployments(tmp_path / "prefect.yaml", parameters)
-    found = deployments_of(tmp_path / "prefect.yaml")
-    assert set(found) == NAMES
-    pipeline = found["pretrain-vlbert/default"]["read"]
-    check(pipeline["datasets"], pipeline["pretraining"], pipeline["finetunings"])
-    captions = pipeline["datasets"][0]
-    assert collecting(captions) == (found["collect-captions/default"]["read"]["dataset"])
-    assert found["detect-regions/scheduled"]["read"]["detector"] == captions.detector
-    assert found["detect-regions/scheduled"]["read"]["datasets"] == (captions.name,)
-    assert found["pretrain/default"]["read"]["settings"] == pipeline["pretraining"]
-    assert found["finetune/default"]["read"]["settings"] == dataclasses.replace(
-        pipeline["finetunings"][0], pretraining=pipeline["pretraining"].run
-    )
-    assert [schedule["active"] for schedule in found["detect-regions/scheduled"]["schedules"]] == [False]

@@ -1,4 +1,4 @@
-"""The process of a flow run ends with its worker, hears of that once, and waits for a server that is away."""
+"""The process of a flow run ends with its worker, keeps its concurrency slot, and waits for a server that is away."""
 
 import contextvars
 import json
@@ -105,11 +105,11 @@ def test_a_supervisor_is_known_by_its_program():
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Away behind a proxy for two requests, then there; what is asked for as /missing is not."""
+    """Away behind a proxy for two requests, then there; /missing is not."""
 
     def do_GET(self) -> None:
-        self.server.asked += 1
-        self.send_response(404 if self.path == "/missing" else 503 if self.server.asked <= 2 else 200)
+        self.server.requests += 1
+        self.send_response(404 if self.path == "/missing" else 503 if self.server.requests <= 2 else 200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
@@ -119,9 +119,9 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(port: int, asked: int = 0) -> Iterator[ThreadingHTTPServer]:
+def answering(port: int, requests: int = 0) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
-    server.asked = asked
+    server.requests = requests
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -171,14 +171,14 @@ def test_a_request_waits_until_the_server_is_back(asks: Callable[[str], int], ca
     assert not found
     with answering(port) as server:
         asking.join(10)
-        assert (found, server.asked) == ([200], 3), "refused, then 503 twice"
+        assert (found, server.requests) == ([200], 3), "refused, then 503 twice"
     assert sum("server is away" in record.getMessage() for record in caplog.records) == 1, "one line a minute"
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_request_does_not_wait_where_the_answer_is_no_where_nobody_is_to_wait_or_where_all_ends():
+def test_a_request_does_not_wait_for_a_404_nor_in_not_waiting_nor_at_the_end_of_the_process():
     port = free_port(0)
-    with answering(port, asked=2), pytest.raises(httpx.HTTPStatusError):
+    with answering(port, requests=2), pytest.raises(httpx.HTTPStatusError):
         ask(f"http://127.0.0.1:{port}/missing")
     with not_waiting(), pytest.raises(httpx.ConnectError):
         ask(f"http://127.0.0.1:{port}/")
@@ -192,7 +192,7 @@ def test_a_request_does_not_wait_where_the_answer_is_no_where_nobody_is_to_wait_
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_client_that_was_made_before_gives_a_request_little_time_where_nobody_is_to_wait():
+def test_a_request_has_little_time_in_not_waiting():
     import asyncio
 
     given = []
@@ -212,7 +212,7 @@ def test_a_client_that_was_made_before_gives_a_request_little_time_where_nobody_
                 await client.get(url)
 
     port = free_port(0)
-    with answering(port, asked=2):
+    with answering(port, requests=2):
         with PrefectHttpxSyncClient(timeout=60, trust_env=False, event_hooks={"request": [note]}) as client:
             client.get(f"http://127.0.0.1:{port}/")
             with not_waiting():
@@ -221,12 +221,12 @@ def test_a_client_that_was_made_before_gives_a_request_little_time_where_nobody_
     assert given == [60, _SHORT] * 2
 
 
-def test_a_signal_is_heard_once():
-    heard = []
-    handler = once(lambda number, frame: heard.append(number))
+def test_a_signal_is_handled_once():
+    handled = []
+    handler = once(lambda number, frame: handled.append(number))
     handler(signal.SIGTERM, None)
     handler(signal.SIGTERM, None)
-    assert heard == [signal.SIGTERM]
+    assert handled == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ class Deployed:
     def seconds_left(self, lease: UUID) -> float | None:
         """Of a lease; None where it is gone."""
         try:
-            told = json.loads((self.leases / f"{lease}.json").read_text())
+            kept = json.loads((self.leases / f"{lease}.json").read_text())
         except FileNotFoundError:
             return None
-        return (datetime.fromisoformat(told["expiration"]) - datetime.now(UTC)).total_seconds()
+        return (datetime.fromisoformat(kept["expiration"]) - datetime.now(UTC)).total_seconds()
 
 
 def lease_of(run: FlowRun) -> UUID | None:
@@ -299,12 +299,14 @@ def deployed(served: Operated, prefect_server: None) -> Iterator[Deployed]:
         yield Deployed(client, served.home)
 
 
-@pytest.mark.parametrize("told", [True, False])  # by the server, or by its worker alone
-def test_the_lease_of_a_cancelled_run_ends_with_it(deployed: Deployed, monkeypatch: pytest.MonkeyPatch, told: bool):
+@pytest.mark.parametrize("by_server", [True, False])  # or by its worker alone
+def test_the_lease_of_a_cancelled_run_ends_with_it(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, by_server: bool
+):
     run, slot = deployed.at_work(), ConcurrencySlot()
     slot.renew(deployed.client, run)
     lease = lease_of(run)
-    if told:
+    if by_server:
         deployed.client.set_flow_run_state(run.id, Cancelling())
     monkeypatch.setattr("prefect.flow_engine.Cancelling", cancelling_with(slot))
     monkeypatch.setenv("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true")
@@ -317,21 +319,23 @@ def test_the_lease_of_a_cancelled_run_ends_with_it(deployed: Deployed, monkeypat
     )
 
 
-def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_at_each_look(deployed: Deployed, monkeypatch):
-    run, slot, asked = deployed.at_work(), ConcurrencySlot(), []
+def test_the_lease_that_the_state_names_is_renewed_to_a_day_and_not_each_second(deployed: Deployed, monkeypatch):
+    run, slot, renewals = deployed.at_work(), ConcurrencySlot(), []
     renew = deployed.client.renew_concurrency_lease
-    monkeypatch.setattr(deployed.client, "renew_concurrency_lease", lambda *given: asked.append(given) or renew(*given))
+    monkeypatch.setattr(
+        deployed.client, "renew_concurrency_lease", lambda *given: renewals.append(given) or renew(*given)
+    )
     assert deployed.seconds_left(lease_of(run)) < 3600
     for _ in range(3):
         slot.renew(deployed.client, run)
     assert deployed.seconds_left(lease_of(run)) > 86000
-    assert len(asked) == 1
+    assert len(renewals) == 1
     monkeypatch.setattr("flows.engine._RENEW", 0.0)
     slot.renew(deployed.client, run)
-    assert len(asked) == 2
+    assert len(renewals) == 2
     deployed.end(run)
     slot.renew(deployed.client, deployed.client.read_flow_run(run.id))  # nothing is left to renew
-    assert len(asked) == 2
+    assert len(renewals) == 2
 
 
 def test_a_place_that_a_run_has_again_is_renewed_and_ends_with_the_run(deployed: Deployed):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -41,7 +41,7 @@ def pipeline(demo_data: DemoData, tmp_path_factory: pytest.TempPathFactory) -> d
     parameters["datasets"][:] = parameters["datasets"][:1]
     parameters["datasets"][0] |= {"rows_per_shard": 100, "shards_per_task": 1}
     pretraining = parameters["pretraining"]
-    pretraining |= {"overrides": [*pretraining["overrides"], *STEPS], "held_out": None}
+    pretraining |= {"overrides": [*pretraining["overrides"], *STEPS], "held_out": []}
     return parameters | {"finetunings": []}
 
 
@@ -102,12 +102,12 @@ def test_nothing_is_left_and_the_next_run_goes_on(
 
 def interrupted_detection(served: Operated, root: str, event: str) -> dict:
     """Interrupt a detection after its first shards."""
-    before, said, left = committed(root), served.listen(), waiting(root)
+    before, lines, left = committed(root), served.listen(), waiting(root)
     run = detecting(served, root)
     served.wait_for(run, lambda: len(committed(root)) >= len(before) + 2, 90)
     found = interrupt(served, run, event, "detectors.run")
     assert before.items() <= committed(root).items(), "a shard was committed twice"
-    first = next(line for line in said() if " shards: " in line and "captions: " in line)
+    first = next(line for line in lines() if " shards: " in line and "captions: " in line)
     assert f"captions: 1 of {left} shards: " in first, "it began with what the runs before it had left"
     return found
 
@@ -115,12 +115,12 @@ def interrupted_detection(served: Operated, root: str, event: str) -> dict:
 def interrupted_training(served: Operated, pipeline: dict, event: str) -> dict:
     """Interrupt a training on two processes after its first new checkpoint."""
     root = pipeline["root"]
-    before, said = checkpoints(root), served.listen()
+    before, lines = checkpoints(root), served.listen()
     run = served.start("pretrain-vlbert/default", **pipeline)
     served.wait_for(run, lambda: set(checkpoints(root)) - set(before), 120)
     found = interrupt(served, run, event, "vlbert.train")
     if before:
-        assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in said())
+        assert any(f"pretrain goes on from {root}/runs/pretrain/{before[-1]}" in line for line in lines())
     return found
 
 
@@ -180,17 +180,17 @@ def at_work(served: Operated, pids: dict[str, int]) -> bool:
         return False
 
 
-def cancelled(served: Operated, run: str, told: str, cancel: Callable[[Operated, str], None]) -> None:
-    """Cancel `told`, the run or its stage, and see that all of it has ended in time, the lease of its place too."""
+def cancelled(served: Operated, run: str, which: str, cancel: Callable[[Operated, str], None]) -> None:
+    """Cancel `which`, the run or its stage, and see that all of it has ended in time, the lease of its place too."""
     held = served.ask("GET", f"/flow_runs/{run}")["state"]["state_details"]["deployment_concurrency_lease_id"]
     lease = served.home / "concurrency_leases" / f"{held}.json"
     assert lease.exists()
-    cancel(served, told)
+    cancel(served, which)
     seconds = served.wait_for(run, lambda: not served.processes(run), 4 * CANCELLED)
     served.wait_for(run, lambda: served.state(run) in ENDED, ALARM)
-    print(f"\n| {cancel.__name__} | {'run' if told == run else 'stage'} | {seconds:.1f} | {served.state(run)} | | |")
+    print(f"\n| {cancel.__name__} | {'run' if which == run else 'stage'} | {seconds:.1f} | {served.state(run)} | | |")
     assert seconds <= CANCELLED
-    assert served.state(run) == served.state(told) == "CANCELLED"
+    assert served.state(run) == served.state(which) == "CANCELLED"
     assert not lease.exists(), "else it frees another run's place when it ends, a day later"
     assert {served.state(child["id"]) for child in served.below(run)} <= {"CANCELLED", "COMPLETED"}
 
@@ -203,7 +203,7 @@ def stage_of(served: Operated, run: str) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cancel", [cancel_by_command, cancel_by_page])
-def test_a_stage_that_is_cancelled_takes_the_road_with_it(
+def test_a_cancelled_stage_takes_the_pipeline_with_it(
     served: Operated, pipeline: dict, cancel: Callable[[Operated, str], None]
 ):
     root, before = pipeline["root"], set(checkpoints(pipeline["root"]))
@@ -212,8 +212,72 @@ def test_a_stage_that_is_cancelled_takes_the_road_with_it(
     cancelled(served, run, stage_of(served, run), cancel)
 
 
+@pytest.fixture
+def three_at_a_time(served: Operated) -> Iterator[None]:
+    """The deployment of the detection runs three times at once."""
+    path = f"/deployments/{served.ask('GET', '/deployments/name/detect-regions/default')['id']}"
+    served.ask("PATCH", path, concurrency_limit=3)
+    yield
+    served.ask("PATCH", path, concurrency_limit=1)
+
+
+def others_of(served: Operated, run: str) -> list[str]:
+    """The runs that `run` has started on other machines."""
+    found = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": [f"with:{run}"]}})
+    return [one["id"] for one in found]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("three_at_a_time")
+def test_a_detection_on_three_machines_shares_the_shards_and_is_cancelled_as_one(served: Operated, collected: str):
+    before = committed(collected)
+    slow = {"root": collected, "detector": SLOW, "datasets": ["captions"], "machines": 3}
+    run = served.start("detect-regions/default", **slow)
+
+    def at_work() -> int:
+        return len({file.name.partition("-")[0] for file in Path(collected).glob("captions/regions/*/claims/*.json")})
+
+    served.wait_for(run, lambda: at_work() == 3 and len(committed(collected)) >= len(before) + 3, 240)
+    runs = [run, *others_of(served, run)]
+    assert len(runs) == 3
+    assert before.items() <= committed(collected).items(), "a shard was committed twice"
+    cancel_by_command(served, run)
+    seconds = served.wait_for(run, lambda: not any(served.processes(one) for one in runs), 4 * CANCELLED)
+    print(f"\n| cancel | detection on three machines | {seconds:.1f} | | | |")
+    served.wait_for(run, lambda: all(served.state(one) in ENDED for one in runs), ALARM)
+    assert seconds <= 2 * CANCELLED
+    assert [served.state(one) for one in runs] == ["CANCELLED"] * 3
+    assert at_work() == 0, "the claims are released"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("three_at_a_time")
+def test_a_machine_that_no_worker_has_is_not_waited_for(
+    served: Operated, demo_data: DemoData, pipeline: dict, tmp_path: Path
+):
+    collected = collect_rows(demo_data, tmp_path)  # of its own: it uses up all shards
+    served.ask("PATCH", "/work_pools/local", concurrency_limit=1)
+    try:
+        found = {"root": collected, "detector": pipeline["datasets"][0]["detector"], "datasets": ["captions"]}
+        run = served.complete("detect-regions/default", **found, machines=3)
+    finally:
+        served.ask("PATCH", "/work_pools/local", concurrency_limit=None)
+    others = others_of(served, run)
+    assert [served.state(one) for one in others] == ["CANCELLED"] * 2
+
+
+@pytest.mark.timeout(400)
+def test_more_machines_than_the_deployment_runs_at_a_time_are_refused(served: Operated, collected: str):
+    run = served.start("detect-regions/default", root=collected, detector=SLOW, datasets=["captions"], machines=3)
+    served.wait_for(run, lambda: served.state(run) in ENDED, 60)
+    message = served.ask("GET", f"/flow_runs/{run}")["state"]["message"]
+    assert "machines is 3, and" in message
+    assert "set its concurrency_limit in prefect.yaml to 3, and deploy it" in message
+    assert others_of(served, run) == []
+
+
 @pytest.mark.timeout(900)
-def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends(
+def test_an_outage_of_the_server_ends_no_run_and_what_is_cancelled_afterwards_ends(
     served: Operated, pipeline: dict, demo_data: DemoData, tmp_path: Path
 ):
     """A training on two processes and a detection, longer without a server than signs of life may be missing."""
@@ -231,11 +295,10 @@ def test_a_server_that_is_away_ends_no_run_and_what_is_cancelled_afterwards_ends
         time.sleep(10)
         then = checkpoints(root)[-1], len(committed(images))
         time.sleep(AWAY)
-        assert checkpoints(root)[-1] > then[0], "the training went on"
-        assert len(committed(images)) > then[1], "the detection went on"
+        wait_until(lambda: checkpoints(root)[-1] > then[0] and len(committed(images)) > then[1], 240)  # both go on
     finally:
         os.kill(serve, signal.SIGCONT)
-    wait_until(lambda: answers(served), 180)
+        wait_until(lambda: answers(served), 180)  # also for the tests behind this one
     for _ in range(2):  # the alarm takes them for dead some time later, and they say that they are not
         wait_until(lambda: at_work(served, pids), 300)
         time.sleep(15)
@@ -256,7 +319,7 @@ def test_a_run_whose_worker_dies_before_its_first_sign_of_life_is_crashed(served
 
 
 @pytest.mark.timeout(400)
-def test_the_alarm_crashes_a_run_where_nobody_is_left_who_would(served: Operated, collected: str):
+def test_the_alarm_crashes_a_run_whose_worker_is_gone_too(served: Operated, collected: str):
     """As on a machine of its own that is gone: `make serve`, which would look after its worker, is asleep meanwhile."""
     before = committed(collected)
     run = detecting(served, collected)
@@ -291,7 +354,7 @@ def test_runs_that_died_with_their_server_are_crashed_when_it_starts_again_and_d
         assert len(second.ask("POST", "/automations/filter")) == 3, "two alarms and the trigger, each once"
         assert {second.state(one) for one in [run, *(child["id"] for child in second.below(run))]} <= set(ENDED)
         assert second.state(run) == "CRASHED"
-        last, said = checkpoints(root)[-1], second.listen()
+        last, lines = checkpoints(root)[-1], second.listen()
         again = second.start("pretrain-vlbert/default", **pipeline)
-        second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in said()), 90)
+        second.wait_for(again, lambda: any(f"goes on from {root}/runs/pretrain/{last}" in line for line in lines()), 90)
         interrupt(second, again, "SIGTERM to the flow", "vlbert.train")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from places import SHARED
-from s3 import s3_server
 from tiny import TINY_MODEL, as_overrides, tiny_recipe
 
 from detectors.config import DetectionConfig, NetworkOverrides
@@ -46,17 +45,9 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def root(request, tmp_path) -> Iterator[str]:
-    if request.param == "folder":
-        yield str(tmp_path / "root")
-    else:
-        with s3_server("photographs"):
-            yield "s3://photographs/root"
-
-
 @pytest.mark.timeout(400)
-def test_photographs_go_the_whole_road(server, root, tmp_path):
+def test_photographs_go_through_the_whole_pipeline(server, tmp_path):
+    root, lines = str(tmp_path / "root"), []
     pairs = [line.split("\t") for line in (PHOTOGRAPHS / "captions.tsv").read_text().splitlines()]
     captions, text = tmp_path / "captions.tsv", tmp_path / "text.txt"
     captions.write_text("".join(f"{caption}\thttp://{server}/{file}\n" for caption, file in pairs))
@@ -78,8 +69,9 @@ def test_photographs_go_the_whole_road(server, root, tmp_path):
     rows = [row for shard in catalog.shards("images") for row in catalog.manifest("images", shard).table.to_pylist()]
     assert [(row["row"], row["status"]) for row in rows] == [(i, "ok") for i in range(19)]
 
-    detected = detect(root, dataset.name, dataset.detector)
+    detected = detect(root, dataset.name, dataset.detector, lines.append)
     assert detected.random_init
+    assert any("WARNING" in line and "random weights" in line for line in lines)
     samples = [sample for shard in ("00000", "00001") for sample in catalog.read(detected.stage, shard)]
     assert [sample.caption for sample in samples] == [caption for caption, _ in pairs]
     for sample in samples:

@@ -1,4 +1,4 @@
-"""New image shards are detected by themselves: by the clock, and because they were committed. A real server."""
+"""New image shards are detected without a command: by the clock, and because they were committed."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def manifests(root: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_dropped_them_there(
+def test_new_shards_of_a_flow_or_of_another_program_are_detected_once(
     served: Operated, demo_data: DemoData, tmp_path: Path
 ):
     root = tmp_path / "another root"
@@ -38,7 +38,7 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     half = tmp_path / "train.tsv"
     half.write_text("".join(demo_data.train_tsv.read_text().splitlines(keepends=True)[:12]))
 
-    # Collected, which the flow says in an event: nobody else starts the scheduled run, on what was collected.
+    # Collected: the flow emits an event, which starts the scheduled run.
     known = scheduled(served)
     served.complete("collect-captions/default", root=str(root), dataset=source | {"captions": str(half)})
     wait_until(lambda: set(scheduled(served)) - set(known), 30)
@@ -50,7 +50,7 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     before = manifests(root)
     assert sorted(before) == ["00000", "00001", "00002"]
 
-    # Dropped there: what another machine has collected from the whole list.
+    # Copied: what another machine has collected from the whole list.
     other = str(tmp_path / "other")
     settings = TypeAdapter(CollectSettings).validate_python(source)
     collect(other, settings, lambda line: None)
@@ -59,13 +59,13 @@ def test_new_shards_are_detected_once_whether_a_flow_committed_them_or_somebody_
     for shard in new:
         for file in sorted(Path(other, "photos/images").glob(f"{shard}*"), key=lambda file: file.suffix == ".parquet"):
             shutil.copy(file, root / "photos/images")  # the manifest, which makes a shard visible, last
-    said = served.listen()
-    asked = {"root": str(root), "datasets": ["photos"]}
-    runs = [served.start("detect-regions/scheduled", **asked) for _ in range(2)]
+    printed = served.listen()
+    parameters = {"root": str(root), "datasets": ["photos"]}
+    runs = [served.start("detect-regions/scheduled", **parameters) for _ in range(2)]
     served.wait_for(runs[0], lambda: all(served.state(run) in ENDED for run in runs), 150)
     # One at a time: the second comes after the first and finds nothing.
     assert {served.state(run) for run in runs} == {"COMPLETED"}
-    done = [found[1] for line in said() if (found := re.search(r"photos: (\d+ of \d+) shards: ", line))]
+    done = [found[1] for line in printed() if (found := re.search(r"photos: (\d+ of \d+) shards: ", line))]
     assert done == [f"{number} of 5" for number in range(1, 6)], "each once, and no other"
     after = manifests(root)
     assert before.items() <= after.items(), "what was detected before stays as it was"

@@ -1,4 +1,4 @@
-"""`make serve`: what it tells Prefect, what it refuses, the alarm. What it is for: test_nothing_left, test_schedule."""
+"""`make serve`: its deployments, its alarms, what it refuses, and children that it replaces."""
 
 import functools
 import os
@@ -23,18 +23,8 @@ from places import PROJECT
 
 from demo.serve import free_port
 from flows.collect import COMMITTED
-from flows.serve import (
-    _MOST_AT_ONCE,
-    _NEVER_BEGAN,
-    BEGINNING,
-    HEARTBEAT,
-    SILENCE,
-    alone,
-    environment,
-    replaceable,
-    set_alarms,
-    worked_for,
-)
+from flows.deploy import _NEVER_BEGAN, BEGINNING, HEARTBEAT, SILENCE, set_alarms
+from flows.serve import _MOST_AT_ONCE, alone, environment, replaceable, worked_for
 from flows.supervisor import background
 
 
@@ -45,7 +35,7 @@ def serve(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_a_port_that_is_taken_and_a_file_that_is_not_there_are_refused_before_anything_starts(tmp_path: Path):
+def test_a_taken_port_and_a_missing_file_are_refused_before_anything_starts(tmp_path: Path):
     found = serve("--port", str(free_port(0)), folder=tmp_path)
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr == "there is no file prefect.yaml; --deployments names one such as prefect.yaml\n"
@@ -56,6 +46,14 @@ def test_a_port_that_is_taken_and_a_file_that_is_not_there_are_refused_before_an
     assert found.returncode == 1
     assert f"port {port} is taken: Address already in use; give another, make serve PORT=..." in found.stderr
     assert [file.name for file in (tmp_path / ".prefect").iterdir()] == ["serving"]
+
+
+def test_a_file_with_pools_that_the_worker_does_not_serve_is_refused(tmp_path: Path):
+    refused = serve("--deployments", str(PROJECT / "docker" / "prefect.yaml"), folder=tmp_path)
+    assert refused.returncode == 1
+    assert "work pools cpu, gpu, and the worker that is started here serves local alone" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_home_is_served_once(tmp_path: Path):
@@ -95,7 +93,7 @@ def test_a_worker_that_ended_is_replaced_and_the_last_one_ends_with_the_block(tm
         os.kill(pids()[1], 0)
 
 
-def test_what_cannot_start_is_replaced_while_runs_are_at_work_and_says_why(tmp_path: Path, monkeypatch, capfd):
+def test_a_server_that_cannot_start_is_replaced_while_runs_are_at_work(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.setattr("flows.serve._PAUSE", 0.01)
     log = tmp_path / "server.log"
     start = functools.partial(background, [sys.executable, "-S", "-c", "print('no space'); raise SystemExit(1)"], log)
@@ -112,15 +110,15 @@ def test_what_cannot_start_is_replaced_while_runs_are_at_work_and_says_why(tmp_p
         finally:
             at_work.kill()
             at_work.wait()
-        said = capfd.readouterr().out
-        assert said.count("the server ended; another one is started; ") == _MOST_AT_ONCE + 1
-        assert "no space" in said
+        printed = capfd.readouterr().out
+        assert printed.count("the server ended; another one is started; ") == _MOST_AT_ONCE + 1
+        assert "no space" in printed
         if not worked_for():  # of another test's server on this machine
             with pytest.raises(RuntimeError, match="the server ended at once 7 times in a row(.|\n)*no space"):
                 replaced(check, runs)
 
 
-def test_ends_that_lie_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatch):
+def test_ends_far_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("flows.serve._PAUSE", 0.01)
     monkeypatch.setattr("flows.serve._AT_ONCE", 0.0)
     log = tmp_path / "server.log"
@@ -128,47 +126,6 @@ def test_ends_that_lie_apart_are_no_reason_to_give_up(tmp_path: Path, monkeypatc
         for _ in range(_MOST_AT_ONCE + 1):
             wait_until(lambda: not runs(), 10)
             check()
-
-
-def test_flow_runs_give_signs_of_life_from_a_home_of_their_own(tmp_path: Path):
-    told = environment(tmp_path, 4321, 2.5)
-    assert told["PREFECT_HOME"] == str(tmp_path)
-    assert told["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
-    assert told["PREFECT_UI_API_URL"] == "/api", "at whatever address the pages came from"
-    assert told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT)
-    assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
-    program = "import shutil; print(shutil.which('python'))"
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | told, capture_output=True, text=True, check=True
-    )
-    assert Path(found.stdout.strip()).parent == Path(sys.executable).parent
-
-
-def test_the_alarm_is_there_once_and_each_deployment_runs_once_at_a_time(served: Operated):
-    (alarm,) = (
-        one for one in served.ask("POST", "/automations/filter") if one["name"].startswith("flow runs without a sign")
-    )
-    assert alarm["enabled"]
-    assert alarm["trigger"]["posture"] == "Proactive"
-    assert alarm["trigger"]["within"] == SILENCE
-    assert alarm["actions"][0]["type"] == "change-flow-run-state"
-    assert alarm["actions"][0]["state"] == "CRASHED"
-    pool = served.ask("GET", "/work_pools/local")
-    assert pool["type"] == "process"
-    collisions = {
-        f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}": one["concurrency_options"]["collision_strategy"]
-        for one in served.ask("POST", "/deployments/filter")
-        if one["global_concurrency_limit"]["limit"] == 1
-    }
-    assert collisions == {
-        "pretrain_vlbert/default": "ENQUEUE",
-        "collect_flow/default": "ENQUEUE",
-        "detect_flow/default": "ENQUEUE",
-        "detect_flow/scheduled": "ENQUEUE",
-        "pretrain_flow/default": "ENQUEUE",
-        "finetune_flow/default": "ENQUEUE",
-        "train_detector_flow/default": "ENQUEUE",
-    }
 
 
 @pytest.mark.slow
@@ -193,8 +150,16 @@ def test_a_run_whose_process_dies_before_it_begins_is_crashed_and_its_place_is_f
         set_alarms()
 
 
-def taken(server: Operated, directory: Path) -> None:
-    """What the server keeps of deployments that it was told of in this folder is what their file says."""
+def test_variables_lead_flow_runs_to_this_server_and_this_python(tmp_path: Path):
+    variables = environment(tmp_path, 4321, 2.5)
+    assert variables["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert variables["PREFECT_UI_API_URL"] == "/api", "at whatever address the pages came from"
+    assert 2 * HEARTBEAT < SILENCE < 90 - 10, "two are missing, and the server has time to act within 90 s"
+    assert Path(shutil.which("python", path=variables["PATH"])).parent == Path(sys.executable).parent
+
+
+def check_deployments(server: Operated, directory: Path) -> None:
+    """The server has the deployments of the file that was served in this folder, and the alarms."""
     flows = {one["id"]: one["name"] for one in server.ask("POST", "/flows/filter")}
     found = {f"{flows[one['flow_id']]}/{one['name']}": one for one in server.ask("POST", "/deployments/filter")}
     assert set(found) == {
@@ -205,27 +170,31 @@ def taken(server: Operated, directory: Path) -> None:
         "pretrain/default",
         "finetune/default",
         "train-detector/default",
+        "compare/default",
     }
     assert {one["work_pool_name"] for one in found.values()} == {"local"}
     assert {one["job_variables"]["command"] for one in found.values()} == {"python -m flows.engine"}
     assert {one["global_concurrency_limit"]["limit"] for one in found.values()} == {1}
+    assert {one["concurrency_options"]["collision_strategy"] for one in found.values()} == {"ENQUEUE"}
     # Relative paths in parameters begin where `prefect deploy` ran.
     moves = {"prefect.deployments.steps.set_working_directory": {"directory": str(directory)}}
     assert [one["pull_steps"] for one in found.values()] == len(found) * [[moves]]
     scheduled = found["detect-regions/scheduled"]
     project = yaml.safe_load(server.deployments.read_text())
-    (asked,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
+    (wanted,) = next(one["schedules"] for one in project["deployments"] if one["name"] == "scheduled")
     (schedule,) = scheduled["schedules"]
-    assert (schedule["schedule"]["cron"], schedule["active"]) == (asked["cron"], True)
-    (automation,) = [
-        one for one in server.ask("POST", "/automations/filter") if one["trigger"]["expect"] == [COMMITTED]
-    ]
+    assert (schedule["schedule"]["cron"], schedule["active"]) == (wanted["cron"], True)
+    automations = server.ask("POST", "/automations/filter")
+    (automation,) = [one for one in automations if one["trigger"]["expect"] == [COMMITTED]]
     assert automation["trigger"]["match"] == {"prefect.resource.id": "vlbert.images.*"}
     assert [action["deployment_id"] for action in automation["actions"]] == [scheduled["id"]]
+    (alarm,) = [one for one in automations if one["name"].startswith("flow runs without a sign")]
+    assert (alarm["enabled"], alarm["trigger"]["posture"], alarm["trigger"]["within"]) == (True, "Proactive", SILENCE)
+    assert [(one["type"], one["state"]) for one in alarm["actions"]] == [("change-flow-run-state", "CRASHED")]
 
 
 def test_prefect_takes_the_deployments_of_the_demo(served: Operated):
-    taken(served, Path.cwd())
+    check_deployments(served, Path.cwd())
 
 
 @pytest.mark.slow
@@ -233,11 +202,11 @@ def test_prefect_takes_the_deployments_of_the_project(tmp_path: Path, monkeypatc
     shutil.copy(PROJECT / "prefect.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     with operated(tmp_path / "prefect", tmp_path / "prefect.yaml") as server:
-        taken(server, tmp_path)
+        check_deployments(server, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_server_that_hears_many_events_answers_within_seconds(served: Operated):
+def test_a_server_that_gets_many_events_answers_within_seconds(served: Operated):
     """By itself Prefect's server on SQLite waits here for its own lock, a minute each time."""
 
     def post(path: str, json: object) -> None:
@@ -256,7 +225,7 @@ def test_a_server_that_hears_many_events_answers_within_seconds(served: Operated
     threads = [threading.Thread(target=hear) for _ in range(2)]
     for thread in threads:
         thread.start()
-    longest, flow = 0.0, served.ask("POST", "/flows/", name="asked")["id"]
+    longest, flow = 0.0, served.ask("POST", "/flows/", name="busy")["id"]
     while any(thread.is_alive() for thread in threads):
         began = time.monotonic()
         post("/flow_runs/", {"flow_id": flow})

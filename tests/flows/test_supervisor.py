@@ -1,5 +1,6 @@
-"""Children under supervision: what they print, how they end, and that nothing of them is left. Real processes."""
+"""Supervised child processes: their output, how they end, and that nothing of them is left."""
 
+import math
 import os
 import pickle
 import signal
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,17 @@ def stubborn(mark: str) -> list[str]:
     return python(STUBBORN, "child", mark, STUBBORN)
 
 
+def begun(lines: list[str]) -> Callable[[], float]:
+    """For `heard_elsewhere`: a busy machine starts a child late, so its silence counts from its first line."""
+    return lambda: -math.inf if lines else time.monotonic()
+
+
+def run_until_ready(command: list[str], **options: float) -> None:
+    """Run a child that is ended 0.3 s after its first line."""
+    lines = []
+    run_child(command, lines.append, silence=0.3, heard_elsewhere=begun(lines), **options)
+
+
 def test_every_line_of_stdout_and_stderr_comes_in_order_as_it_is_printed():
     program = """
 import sys, time
@@ -113,7 +125,7 @@ def test_a_failed_child_raises_its_exit_status_and_its_last_lines():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_child_that_a_signal_killed_says_which(number: int):
+def test_the_error_names_the_signal_that_killed_a_child(number: int):
     with pytest.raises(ChildFailed, match=f"by signal {int(number)}") as failed:
         run_child(python(f"import os; os.kill(os.getpid(), {int(number)})"), print)
     assert failed.value.returncode == -number
@@ -127,27 +139,21 @@ def test_a_command_that_is_not_there_is_named():
 
 def test_a_child_may_take_no_longer_than_its_timeout(mark: str):
     started = time.monotonic()
-    with pytest.raises(ChildTimedOut, match="longer than 1 s") as failed:
-        run_child(stubborn(mark), lambda line: None, timeout=1, grace=0.5)
-    assert 1 <= time.monotonic() - started < 5
+    with pytest.raises(ChildTimedOut, match="longer than 3 s") as failed:
+        run_child(stubborn(mark), lambda line: None, timeout=3, grace=0.5)
+    assert 3 <= time.monotonic() - started < 10
     assert sorted(failed.value.tail) == ["child", "grandchild"]
 
 
 def test_silence_is_counted_from_the_last_output_even_without_a_newline(mark: str):
-    program = "import sys, time\nfor i in range(12):\n    sys.stdout.write('.'); sys.stdout.flush(); time.sleep(0.1)"
+    program = "import sys, time\nfor i in range(20):\n    sys.stdout.write('.'); sys.stdout.flush(); time.sleep(0.1)"
     heard = []
-    run_child(python(program, mark), heard.append, silence=0.8)
-    assert heard == ["." * 12]
-    with pytest.raises(ChildTimedOut, match="silent for 0.8 s") as failed:
-        run_child(python(program + "\ntime.sleep(600)", mark), print, silence=0.8)
-    assert failed.value.tail == ["." * 12]
-
-
-def test_an_empty_line_is_a_sign_of_life_and_no_line_of_the_log():
-    heard = []
-    program = "import time\nfor i in range(12): print(flush=True); time.sleep(0.1)"
-    run_child(python(program), heard.append, silence=0.8)
-    assert heard == []
+    run_child(python(program, mark), heard.append, silence=1.5)
+    run_child(python("import time\nfor i in range(20): print(flush=True); time.sleep(0.1)"), heard.append, silence=1.5)
+    assert heard == ["." * 20], "an empty line is a sign of life, and no line"
+    with pytest.raises(ChildTimedOut, match="silent for 1.5 s") as failed:
+        run_child(python(program + "\ntime.sleep(600)", mark), print, silence=1.5)
+    assert failed.value.tail == ["." * 20]
 
 
 def test_a_silent_child_with_another_sign_of_life_is_left_alone_as_long_as_that_comes(mark: str):
@@ -170,23 +176,23 @@ def test_time_that_a_listener_takes_is_not_the_childs_silence():
         heard.append(line)
         time.sleep(0.7)
 
-    run_child(python(program), listen, silence=0.6)
+    run_child(python(program), listen, silence=0.6, heard_elsewhere=begun(heard))
     assert heard == ["at work"] * 3
 
 
-def test_a_child_that_ends_in_the_grace_period_may_say_a_last_word(mark: str):
+def test_a_last_line_of_the_grace_period_is_kept(mark: str):
     program = """
 import signal, sys, time
 def stop(*_): print("saved"); sys.exit(0)
 signal.signal(signal.SIGTERM, stop); print("ready"); time.sleep(600)
 """
     with pytest.raises(ChildTimedOut) as failed:
-        run_child(python(program, mark), print, timeout=1)
+        run_until_ready(python(program, mark))
     assert failed.value.tail == ["ready", "saved"]
 
 
 def test_a_child_may_end_at_any_moment_while_it_is_being_ended(mark: str):
-    """Whenever it ends between two looks of the supervisor, its own exit status is told."""
+    """Whenever it ends between two polls of the supervisor, its own exit status is reported."""
     # In short sleeps: a signal that comes just before a long one would be heard only after it.
     program = """
 import signal, sys, time
@@ -197,7 +203,7 @@ while True: time.sleep(0.01)
     for number in range(8):
         with pytest.raises(ChildTimedOut) as failed:
             run_child(python(program, mark, f"{0.04 + 0.05 * number / 7:.5f}"), print, timeout=0.12)
-        assert failed.value.returncode in (3, -signal.SIGTERM)  # the latter: asked before it could listen
+        assert failed.value.returncode in (3, -signal.SIGTERM)  # the latter: ended before it handles the signal
         assert not any("Traceback" in line for line in failed.value.tail), failed.value
 
 
@@ -210,7 +216,7 @@ threading.Thread(target=lambda: (print("ready", flush=True), time.sleep(600))).s
 ctypes.CDLL(None).pthread_exit(None)
 """
     with pytest.raises(ChildTimedOut) as failed:
-        run_child(python(program, mark), print, timeout=1, grace=0.3)
+        run_until_ready(python(program, mark), grace=0.3)
     assert failed.value.returncode == -signal.SIGKILL
     assert failed.value.tail == ["ready"]
     assert not alive(mark)
@@ -259,8 +265,7 @@ run_child(sys.argv[2:], lambda line: print(line, flush=True), grace=float(sys.ar
 
 
 def a_flow(command: list[str], grace: float = GRACE) -> subprocess.Popen:
-    root = PROJECT
-    return subprocess.Popen([sys.executable, "-c", FLOW, str(grace), *command], stdout=subprocess.PIPE, cwd=root)
+    return subprocess.Popen([sys.executable, "-c", FLOW, str(grace), *command], stdout=subprocess.PIPE, cwd=PROJECT)
 
 
 @pytest.mark.parametrize(("number", "grace"), [(signal.SIGKILL, GRACE), (signal.SIGTERM, 0.5), (signal.SIGINT, 0.5)])
@@ -275,24 +280,6 @@ def test_nothing_is_left_5_seconds_after_the_flow_was_killed(mark: str, number: 
     assert flow.returncode == -number
 
 
-def test_the_ranks_of_torchrun_die_with_the_flow(mark: str, tmp_path: Path):
-    rank = tmp_path / f"{mark}.py"
-    # One write a line: print, unbuffered, writes the newline by itself, and the other rank may come in between.
-    rank.write_text("import os, time\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\ntime.sleep(600)\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(rank)]
-    flow = a_flow(torchrun)
-    heard = set()
-    while len(heard) < 2:
-        line = flow.stdout.readline()
-        assert line, "torchrun ended"
-        if line.startswith(b"rank"):
-            heard.add(line)
-    assert len(alive(mark)) == 5  # flow, supervisor, torchrun, two ranks
-    flow.kill()
-    wait_until(lambda: not alive(mark), 5)
-    flow.communicate()
-
-
 def test_nothing_is_left_of_a_child_whose_flow_forked_and_died(mark: str):
     """A forked process keeps the flow's end of the socket open; the parent-death signal comes all the same."""
     program = """
@@ -301,14 +288,14 @@ from flows.supervisor import run_child
 def listen(line):
     if "grandchild" in line:
         if os.fork() == 0:
-            time.sleep(3)
+            time.sleep(1.5)
             os._exit(0)
         os.kill(os.getpid(), 9)
 run_child(sys.argv[1:], listen, grace=0.3)
 """
     flow = subprocess.Popen([sys.executable, "-c", program, *stubborn(mark)], cwd=PROJECT)
     flow.wait()
-    wait_until(lambda: len(alive(mark)) == 1, 2.5)  # the forked copy of the flow, while it sleeps
+    wait_until(lambda: len(alive(mark)) <= 1, 2.5)  # the forked copy of the flow, while it sleeps
     wait_until(lambda: not alive(mark), 10)
 
 

@@ -1,6 +1,5 @@
 """The flow UI in a real browser, after `prefect deployment run pretrain-vlbert/default --watch` on a tiny demo data."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -11,18 +10,14 @@ import pytest
 from browser import chromium
 from operated import Operated
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from pydantic import TypeAdapter
 
-from detectors.config import DetectionConfig
-from flows.settings import Dataset, FinetuneSettings, PretrainSettings, TrainDetectorSettings
-from storage.collection_plan import CollectSettings
 from storage.object_store import open_store
 from training.log import last_metrics
 
 pytestmark = pytest.mark.slow
 
 PAPER = "val 79.88 base, 80.31 large; testA 82.40 base"  # RefCOCO+, table 3
-SECONDS = 20.0  # that a page may take to show what is asked for
+SECONDS = 20.0  # that a page may take to show what a test waits for
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def names(pipeline_run: subprocess.CompletedProcess, root: Path) -> dict[str, st
     """What each run should be called, from what was written."""
 
     def trained(recipe: str, run: str) -> str:
-        data = json.loads((root / f"runs/{run}/step-0000004/state.json").read_text())["data"]
+        (data,) = json.loads((root / f"runs/{run}/step-0000004/state.json").read_text())["data"]
         return (
             f"{recipe} {run} on {data['stage'].removeprefix('regions/')} snapshot {data['snapshots'][-1]['snapshot']}"
         )
@@ -68,7 +63,7 @@ def window(browser: Browser, served: Operated) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(window: BrowserContext) -> Iterator[Page]:
-    """An empty page; what a test before has told the pages to remember is forgotten."""
+    """An empty page; what the pages remember of an earlier test is forgotten."""
     opened = window.new_page()
     yield opened
     opened.evaluate("localStorage.clear(); sessionStorage.clear()")
@@ -99,7 +94,7 @@ def test_a_deployment_that_is_run_and_watched_ends_well(pipeline_run: subprocess
     assert pipeline_run.returncode == 0, pipeline_run.stdout + pipeline_run.stderr
 
 
-def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_own(page: Page, names: dict[str, str]):
+def test_runs_are_listed_by_name_and_found_by_tag(page: Page, names: dict[str, str]):
     page.goto("/runs")
     expect(page.get_by_text("9 runs", exact=True)).to_be_visible()
     for stage, name in names.items():
@@ -112,16 +107,6 @@ def test_runs_are_listed_by_names_that_say_what_they_are_and_a_tag_leaves_its_ow
     expect(run_links(page, names["collect coco"])).to_be_visible()
     expect(run_links(page, names["detect coco"])).to_be_visible()
     expect(run_links(page, names["collect captions"])).to_have_count(0)
-
-
-@pytest.mark.parametrize("by", ["recipe", "detector", "snapshot"])
-def test_trainings_are_found_by_their_tags(page: Page, names: dict[str, str], by: str):
-    recipe, _, _, detector, _, snapshot = names["pipeline"].split()
-    value = {"recipe": recipe, "detector": detector, "snapshot": snapshot}[by]
-    page.goto(f"/runs?tag={by}:{value}")
-    # The detector's tag is also that of its two detections.
-    expect(page.get_by_text(f"{4 if by == 'detector' else 2} runs", exact=True)).to_be_visible()
-    expect(run_links(page, names["pipeline"])).to_have_count(2)
 
 
 def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, served: Operated, names: dict[str, str]):
@@ -138,9 +123,7 @@ def test_a_finished_run_shows_its_state_its_tags_and_its_stages(page: Page, serv
     expect(page.get_by_text("Completed", exact=True)).to_have_count(1 + 8)
 
 
-def test_what_the_road_has_fine_tuned_is_complete_for_the_deployment_too(
-    pipeline_rerun: dict[str, list[str]],
-):
+def test_a_run_of_the_pipeline_is_complete_for_the_deployment_too(pipeline_rerun: dict[str, list[str]]):
     """The deployment names no detector, and `latest`."""
     assert any(line.startswith("refcoco-with is complete") for line in pipeline_rerun["finetune/default"])
 
@@ -159,15 +142,15 @@ def test_counts_by_status_and_the_reasons_are_plain_words(page: Page, names: dic
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_curves_are_a_picture(page: Page, names: dict[str, str]):
+def test_curves_are_an_image(page: Page, names: dict[str, str]):
     shown = open_artifact(page, names["finetune"], "finetune-curves-refcoco-with")
-    picture = shown.get_by_role("img", name="finetune-curves-refcoco-with")
-    expect(picture).to_have_js_property("complete", True)
-    assert picture.evaluate("picture => picture.naturalWidth") > 500
-    assert page.locator("body").inner_text().count("base64") == 0, "the picture's own text is no reading"
+    image = shown.get_by_role("img", name="finetune-curves-refcoco-with")
+    expect(image).to_have_js_property("complete", True)
+    assert image.evaluate("image => image.naturalWidth") > 500
+    assert page.locator("body").inner_text().count("base64") == 0
 
 
-def test_the_road_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
+def test_the_pipeline_shows_its_stages_and_leads_to_their_runs(page: Page, served: Operated, names: dict[str, str]):
     (pipeline,) = served.ask("POST", "/flow_runs/filter", flow_runs={"tags": {"all_": ["pipeline"]}})
     page.goto(f"/runs/flow-run/{pipeline['id']}")
     page.locator("#artifacts").click()
@@ -189,34 +172,16 @@ def test_progress_ends_with_all_done(page: Page, names: dict[str, str]):
     expect(shown.get_by_role("row", name="shards 4 of 4", exact=True)).to_be_visible()
 
 
-def test_the_last_numbers_stand_beside_the_papers(page: Page, names: dict[str, str], root: Path):
+def test_the_last_metrics_stand_below_what_the_paper_reports(page: Page, names: dict[str, str], root: Path):
     shown = open_artifact(page, names["finetune"], "finetune-refcoco-with")
     expect(shown.get_by_text(PAPER)).to_be_in_viewport(ratio=1)
     metrics = last_metrics(open_store(str(root)), "refcoco-with")
-    numbers = f"accuracy_published {metrics['accuracy_published']:.3f} 71.60 base, 72.59 large"  # on detected regions
-    row = shown.get_by_role("row", name=numbers, exact=True)
-    expect(row.get_by_role("cell").last).to_be_in_viewport(ratio=1)
+    number = f"accuracy_published {metrics['accuracy_published']:.3f}"
+    expect(shown.get_by_role("row", name=number, exact=True)).to_be_in_viewport(ratio=1)
     expect(shown.get_by_role("link", name=f"{root}/runs/refcoco-with/step-0000004", exact=True)).to_be_visible()
 
 
 # --- deployments ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("pipeline_run")
-def test_every_deployment_is_listed(page: Page):
-    page.goto("/deployments")
-    expect(page.get_by_text("7 Deployments", exact=True)).to_be_visible()
-    for flow, name in [
-        ("pretrain-vlbert", "default"),
-        ("collect-captions", "default"),
-        ("detect-regions", "default"),
-        ("detect-regions", "scheduled"),
-        ("pretrain", "default"),
-        ("finetune", "default"),
-        ("train-detector", "default"),
-    ]:
-        row = page.get_by_role("row").filter(has=page.get_by_role("link", name=flow, exact=True))
-        expect(row.filter(has=page.get_by_role("link", name=name, exact=True))).to_have_count(1)
 
 
 def open_form(page: Page, served: Operated, deployment: str) -> None:
@@ -225,37 +190,7 @@ def open_form(page: Page, served: Operated, deployment: str) -> None:
     expect(page.get_by_text("Validate parameters")).to_be_visible()
 
 
-def plain(text: str) -> str:
-    """Words as a page shows them, whether they were set as code or not."""
-    return " ".join(text.replace("`", "").split())
-
-
-@pytest.mark.parametrize(
-    ("deployment", "settings"),
-    [
-        ("pretrain-vlbert/default", (Dataset, DetectionConfig, PretrainSettings, FinetuneSettings)),
-        ("collect-captions/default", (CollectSettings,)),
-        ("detect-regions/default", (DetectionConfig,)),
-        ("pretrain/default", (PretrainSettings,)),
-        ("finetune/default", (FinetuneSettings,)),
-        ("train-detector/default", (TrainDetectorSettings,)),
-    ],
-)
-def test_a_form_asks_for_every_setting_in_words(
-    page: Page, served: Operated, deployment: str, settings: tuple[type, ...]
-):
-    open_form(page, served, deployment)
-    said = plain(page.locator("form").inner_text())
-    for kind in settings:
-        fields = TypeAdapter(kind).json_schema()["properties"]
-        assert set(fields) == {field.name for field in dataclasses.fields(kind)}
-        for name, field in fields.items():
-            assert field.get("title", name.title()) in said
-            if "$ref" not in json.dumps(field):  # of a nested setting the form shows what its class says
-                assert plain(field["description"]) in said, f"{kind.__name__}.{name}"
-
-
-def test_a_form_is_filled_with_what_the_deployment_says_and_lets_choose(page: Page, served: Operated, root: Path):
+def test_a_form_is_filled_with_the_parameters_of_the_deployment(page: Page, served: Operated, root: Path):
     open_form(page, served, "detect-regions/default")
     expect(page.locator("form textarea").first).to_have_value(str(root))
     # A list to choose from, and no field for any text.

@@ -1,26 +1,25 @@
-"""Visible means whole: what a catalog commits, it commits once, with every row in it, or not at all."""
+"""storage.catalog: commits, revisions, and what is pending."""
 
 import dataclasses
 import io
 import json
-import multiprocessing
-import os
 import resource
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from seeded import DETECTOR, as_dict, sealed_parquet, seeded_sample, shard_of
+from stores import Recorded
 
-from storage.catalog import Catalog, Row, ShardIndex
+from storage.catalog import Catalog, ShardIndex
+from storage.catalog.commit import commit_shard
 from storage.inventory import Inventory
-from storage.object_store import LocalStore, ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable, open_store
+from storage.manifests import Row
+from storage.object_store import LocalStore, ObjectMissing, ObjectStore, StorageUnreachable, open_store
 from storage.sample import Sample
 from storage.shards import read_span
 from storage.verify import verify
@@ -30,7 +29,7 @@ REGIONS = f"regions/{DETECTOR}"
 
 def commit(catalog: Catalog, number: int, stage: str = "images", **meta) -> bool:
     samples, rows = shard_of(number, regions=stage != "images")
-    return catalog.commit(stage, f"{number:05d}", samples, rows, meta)
+    return commit_shard(catalog, stage, f"{number:05d}", samples, rows, meta)
 
 
 def detect(catalog: Catalog, number: int) -> bool:
@@ -45,10 +44,10 @@ def names(store: ObjectStore) -> list[str]:
     return [info.path for info in store.list()]
 
 
-def test_a_committed_shard_says_what_became_of_every_row(catalog):
+def test_a_manifest_has_every_row_and_finds_every_sample(catalog):
     samples, rows = shard_of(2, regions=True)
     meta = {"config": {"a": [1, 2.5, None]}, "random_init": True}
-    assert catalog.commit(REGIONS, "00002", samples, rows, meta) is True
+    assert commit_shard(catalog, REGIONS, "00002", samples, rows, meta) is True
     manifest = catalog.manifest(REGIONS, "00002")
     assert (manifest.stage, manifest.shard, manifest.meta) == (REGIONS, "00002", meta)
     assert (manifest.statuses, manifest.ok_rows) == ({"http_404": 2, "ok": 4}, 4)
@@ -70,17 +69,12 @@ def test_a_committed_shard_says_what_became_of_every_row(catalog):
     assert names(catalog.store) == sorted([manifest.tar, f"captions/{REGIONS}/00002.parquet"])
 
 
-def test_a_stage_without_regions_counts_none(local):
-    commit(local, 0)
-    assert local.manifest("images", "00000").table["num_regions"].null_count == 6
-
-
-def test_the_same_samples_give_the_same_objects_byte_for_byte(catalog, tmp_path):
+def test_the_same_samples_give_the_same_bytes(catalog, tmp_path):
     other = Catalog(open_store(str(tmp_path / "other")), "captions")
     for each in (catalog, other):
         commit(each, 0, config={"b": 1, "a": 2})
-        time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
         detect(each, 0)
+        time.sleep(1.1 - time.time() % 1)  # into another second, for a clock in the bytes
     assert len(names(catalog.store)) == 4
     assert names(catalog.store) == names(other.store)
     for name in names(other.store):
@@ -89,28 +83,16 @@ def test_the_same_samples_give_the_same_objects_byte_for_byte(catalog, tmp_path)
 
 def test_a_shard_without_an_ok_row_has_a_manifest_and_no_tar(catalog):
     rows = [Row(0, "a", "timeout"), Row(1, "b", "http_404", "gone")]
-    assert catalog.commit("images", "00000", [], rows, {}) is True
+    assert commit_shard(catalog, "images", "00000", [], rows, {}) is True
     assert names(catalog.store) == ["captions/images/00000.parquet"]
     manifest = catalog.manifest("images", "00000")
     assert (manifest.tar, manifest.tar_sha256, manifest.tar_bytes, manifest.ok_rows) == (None, "", 0, 0)
     assert list(catalog.read("images", "00000")) == []
-    assert catalog.commit("images", "00000", [], rows, {}) is False
+    assert commit_shard(catalog, "images", "00000", [], rows, {}) is False
     commit(catalog, 1)
     index = pinned(catalog)
     assert (len(index), set(index.shard.tolist()), len(index.tars)) == (4, {0}, 1)
     assert index.snapshot.shards == ("00000", "00001")
-
-
-def test_a_second_commit_changes_nothing_and_asks_for_no_sample(catalog):
-    assert commit(catalog, 0, attempt=1) is True
-    before = {name: catalog.store.get(name) for name in names(catalog.store)}
-
-    def never() -> Iterator[Sample]:
-        raise AssertionError("the samples of a shard that is there are not needed")
-        yield
-
-    assert catalog.commit("images", "00000", never(), shard_of(0)[1], {"attempt": 2}) is False
-    assert {name: catalog.store.get(name) for name in names(catalog.store)} == before
 
 
 def revise(catalog: Catalog, number: int, ok: int, stage: str = "images", **meta) -> bool:
@@ -119,10 +101,10 @@ def revise(catalog: Catalog, number: int, ok: int, stage: str = "images", **meta
     kept = {sample.key for sample in samples[:ok]}
     rows = [row if row.key in kept or row.status != "ok" else dataclasses.replace(row, status="gone") for row in rows]
     standing = catalog.headers(stage)[f"{number:05d}"]
-    return catalog.commit(stage, f"{number:05d}", samples[:ok], rows, meta, standing)
+    return commit_shard(catalog, stage, f"{number:05d}", samples[:ok], rows, meta, standing)
 
 
-def test_a_revision_stands_beside_what_it_replaces_and_readers_see_it(catalog):
+def test_readers_see_the_newest_revision_and_earlier_ones_stay(catalog):
     for number in range(2):
         commit(catalog, number)
     detect(catalog, 0)
@@ -147,7 +129,7 @@ def test_a_revision_stands_beside_what_it_replaces_and_readers_see_it(catalog):
     assert pinned(catalog).snapshot.ok_rows == found.ok_rows + 4
 
 
-def test_what_was_made_of_an_earlier_revision_with_other_samples_is_pending(catalog):
+def test_pending_includes_revisions_with_other_samples(catalog):
     for number in range(2):
         commit(catalog, number)
         detect(catalog, number)
@@ -159,75 +141,74 @@ def test_what_was_made_of_an_earlier_revision_with_other_samples_is_pending(cata
     assert list(verify(Inventory(catalog.store))) == []
     revise(catalog, 0, 3, REGIONS, source=catalog.manifest("images", "00000").as_source())
     assert catalog.pending("images", REGIONS) == []
-    catalog.store.delete("captions/images/00000.r3.parquet")
-    with pytest.raises(ValueError, match=r"00000.r2.parquet was made from .* not from .*images/00000.r2.parquet as it"):
-        catalog.pending("images", REGIONS)
 
 
-def test_of_two_that_revise_a_shard_one_wins_and_a_tar_that_is_named_stays(catalog):
+def test_of_two_revisions_one_wins_and_named_tars_stay(catalog):
     commit(catalog, 0)
     samples, rows = shard_of(0)
     first = catalog.headers("images")["00000"]
 
     def overtaken(change: Callable[[Sample], Sample] = lambda sample: sample) -> Iterator[Sample]:
-        assert catalog.commit(
-            "images", "00000", [], [dataclasses.replace(row, status="gone") for row in rows], {}, first
+        assert commit_shard(
+            catalog, "images", "00000", [], [dataclasses.replace(row, status="gone") for row in rows], {}, first
         )
         yield from map(change, samples)
 
-    assert catalog.commit("images", "00000", overtaken(), rows, {}, first) is False  # its tar is that of revision 1
+    assert (
+        commit_shard(catalog, "images", "00000", overtaken(), rows, {}, first) is False
+    )  # its tar is that of revision 1
     assert catalog.manifest("images", "00000").ok_rows == 0
     assert names(catalog.store) == sorted([first.tar, *(f"captions/images/00000{r}.parquet" for r in ("", ".r2"))])
     another = [dataclasses.replace(sample, caption="another") for sample in samples]
-    assert catalog.commit("images", "00000", another, rows, {}, first) is False
+    assert commit_shard(catalog, "images", "00000", another, rows, {}, first) is False
     assert len(names(catalog.store)) == 3
 
 
-def test_a_writer_that_dies_before_the_manifest_of_a_revision_leaves_the_one_before(local):
-    commit(local, 0)
-    before = local.manifest("images", "00000")
+class Dying(LocalStore):
+    """A folder whose writer ends before it puts the first object of this kind."""
 
-    class Dying(LocalStore):
-        def put(self, path: str, data: object, *, if_absent: bool = False) -> bool:
-            if path.endswith(".parquet"):
-                raise KeyboardInterrupt
-            return super().put(path, data, if_absent=if_absent)
+    def __init__(self, root: str, before: str):
+        super().__init__(root)
+        self.before = before
 
+    def put(self, path: str, data: object, *, if_absent: bool = False) -> bool:
+        if path.endswith(self.before):
+            raise KeyboardInterrupt
+        return super().put(path, data, if_absent=if_absent)
+
+
+@pytest.mark.parametrize("before", [".tar", ".parquet"])
+def test_a_writer_that_ends_before_its_manifest_changes_nothing_visible(local, before):
+    dying = Catalog(Dying(local.store.root, before), "captions")
     with pytest.raises(KeyboardInterrupt):
-        revise(Catalog(Dying(local.store.root), "captions"), 0, 2)
-    assert local.manifest("images", "00000").sha256 == before.sha256
+        commit(dying, 0)
+    assert local.shards("images") == []
+    assert commit(local, 0) is True
+    first = local.manifest("images", "00000")
+    with pytest.raises(KeyboardInterrupt):
+        revise(dying, 0, 2)
+    assert local.manifest("images", "00000").sha256 == first.sha256
     assert len(list(local.read("images", "00000"))) == 4
 
 
-def test_a_writer_that_is_overtaken_leaves_quietly_and_takes_its_tar_along(catalog):
+@pytest.mark.parametrize("caption", [None, "another"])
+def test_a_writer_that_loses_deletes_its_tar_but_not_the_same_one_of_the_winner(catalog, caption):
     samples, rows = shard_of(0)
 
-    def overtaken(change: Callable[[Sample], Sample]) -> Iterator[Sample]:
-        assert catalog.commit("images", "00000", samples, rows, {"winner": True}) is True
-        yield from map(change, samples)
+    def overtaken() -> Iterator[Sample]:
+        assert commit_shard(catalog, "images", "00000", samples, rows, {"winner": True}) is True
+        yield from (dataclasses.replace(sample, caption=caption or sample.caption) for sample in samples)
 
-    assert (
-        catalog.commit("images", "00000", overtaken(lambda s: dataclasses.replace(s, caption="x")), rows, {}) is False
-    )
+    assert commit_shard(catalog, "images", "00000", overtaken(), rows, {}) is False
     manifest = catalog.manifest("images", "00000")
     assert manifest.meta == {"winner": True}
     assert names(catalog.store) == sorted(["captions/images/00000.parquet", manifest.tar])
     assert [as_dict(sample) for sample in catalog.read("images", "00000")] == [as_dict(sample) for sample in samples]
-
-
-def test_an_overtaken_writer_of_the_same_bytes_leaves_the_winner_its_tar(catalog):
-    samples, rows = shard_of(0)
-
-    def overtaken() -> Iterator[Sample]:
-        assert catalog.commit("images", "00000", samples, rows, {"winner": True}) is True
-        yield from samples
-
-    assert catalog.commit("images", "00000", overtaken(), rows, {}) is False
-    assert len(list(catalog.read("images", "00000"))) == 4
+    assert commit_shard(catalog, "images", "00000", iter(()), rows, {}) is False, "its samples are not read"
 
 
 @pytest.mark.parametrize("write", [lambda catalog: commit(catalog, 1), lambda catalog: catalog.pin("images")])
-def test_a_full_folder_for_temporary_files_is_named_with_the_way_out(local, write):
+def test_a_full_temporary_folder_is_named(local, write):
     commit(local, 0)
     before, (soft, hard) = names(local.store), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # refuses to write, as a full disk does
@@ -243,8 +224,8 @@ def test_of_many_writers_at_once_one_commits(local):
     def write(number: int) -> bool:
         samples, rows = shard_of(0)
         samples = [dataclasses.replace(sample, caption=f"writer {number}") for sample in samples]
-        return Catalog(LocalStore(local.store.root), "captions").commit(
-            "images", "00000", samples, rows, {"by": number}
+        return commit_shard(
+            Catalog(LocalStore(local.store.root), "captions"), "images", "00000", samples, rows, {"by": number}
         )
 
     with ThreadPoolExecutor(6) as pool:
@@ -255,59 +236,57 @@ def test_of_many_writers_at_once_one_commits(local):
     assert len(names(local.store)) == 2
 
 
-def test_rows_and_samples_must_match_one_to_one_in_order(local):
-    samples, rows = shard_of(0)  # rows 0, 2, 3, 5 are ok
-    ok = dataclasses.replace
-    for given, listed, message in [
-        (samples[:-1], rows, rf"row 5 \({samples[3].key}\) is ok, but there is no sample"),
-        (samples[1:], rows, f"row 0 is ok with key {samples[0].key}, but its sample is {samples[1].key}"),
-        ([samples[0], samples[2], samples[1], samples[3]], rows, "row 2 is ok with key"),
-        ([*samples, seeded_sample(99)], rows, f"sample {seeded_sample(99).key} comes after the last ok row"),
-        (samples, rows[:-1], f"sample {samples[3].key} comes after the last ok row"),
-        (samples, [*rows, rows[-1]], "row 5 follows row 5; give each row once"),
-        (samples, [rows[1], rows[0], *rows[2:]], "row 0 follows row 1"),
-        (samples, [*rows, ok(rows[0], row=6)], "rows 0 and 6 are both ok with key"),
-        (samples, [ok(rows[0], status=""), *rows[1:]], "row 0 has no status"),
+SAMPLES, ROWS = shard_of(0)  # rows 0, 2, 3, 5 are ok
+CHANGED = dataclasses.replace
+
+
+@pytest.mark.parametrize(
+    ("samples", "rows", "message"),
+    [
+        (SAMPLES[:-1], ROWS, rf"row 5 \({SAMPLES[3].key}\) is ok, but there is no sample"),
+        (SAMPLES[1:], ROWS, f"row 0 is ok with key {SAMPLES[0].key}, but its sample is {SAMPLES[1].key}"),
+        ([*SAMPLES, seeded_sample(99)], ROWS, f"sample {seeded_sample(99).key} comes after the last ok row"),
+        (SAMPLES, ROWS[:-1], f"sample {SAMPLES[3].key} comes after the last ok row"),
+        (SAMPLES, [*ROWS, ROWS[-1]], "row 5 follows row 5"),
+        (SAMPLES, [ROWS[1], ROWS[0], *ROWS[2:]], "row 0 follows row 1"),
+        (SAMPLES, [*ROWS, CHANGED(ROWS[0], row=6)], "rows 0 and 6 are both ok with key"),
+        (SAMPLES, [CHANGED(ROWS[0], status=""), *ROWS[1:]], "row 0 has no status"),
         ([], [], "a shard without rows"),
-    ]:
-        with pytest.raises(ValueError, match=rf"captions/images/00000\.parquet: .*{message}"):
-            local.commit("images", "00000", given, listed, {})
-        assert names(local.store) == []
-
-
-def test_regions_must_be_there_and_of_the_detector_of_the_stage(local):
-    samples, rows = shard_of(0, regions=True)
-    with pytest.raises(
-        ValueError, match=f"row 0 .* has regions of detector {DETECTOR}, but the stage is regions/other"
-    ):
-        local.commit("regions/other", "00000", samples, rows, {})
-    with pytest.raises(ValueError, match="row 0 .* has no regions"):
-        local.commit(REGIONS, "00000", *shard_of(0), {})
+    ],
+)
+def test_rows_and_samples_must_match_in_order(local, samples, rows, message):
+    with pytest.raises(ValueError, match=rf"captions/images/00000\.parquet: .*{message}"):
+        commit_shard(local, "images", "00000", samples, rows, {})
     assert names(local.store) == []
 
 
-@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": b"x"}, {"a": {1, 2}}])
-def test_meta_that_is_no_json_is_refused(local, meta):
-    with pytest.raises(ValueError, match="00000.parquet: meta cannot be written as JSON"):
-        local.commit("images", "00000", *shard_of(0), meta)
+@pytest.mark.parametrize(
+    ("stage", "shard", "regions", "meta", "message"),
+    [
+        ("regions/other", "00000", True, {}, f"row 0 .* has regions of detector {DETECTOR}, but the stage is"),
+        (REGIONS, "00000", False, {}, "row 0 .* has no regions"),
+        ("images", "00000", False, {"a": float("nan")}, "00000.parquet: meta cannot be written as JSON"),
+        ("images", "00000", False, {"a": b"x"}, "00000.parquet: meta cannot be written as JSON"),
+        ("image", "00000", False, {}, "'image' is not a stage"),
+        ("regions", "00000", False, {}, "'regions' is not a stage"),
+        ("regions/a/b", "00000", False, {}, "'regions/a/b' is not a stage"),
+        ("images", "0", False, {}, "'0' is not a shard"),
+        ("images", "000000", False, {}, "'000000' is not a shard"),
+    ],
+)
+def test_invalid_regions_meta_and_names_are_refused(local, stage, shard, regions, meta, message):
+    with pytest.raises(ValueError, match=message):
+        commit_shard(local, stage, shard, *shard_of(0, regions=regions), meta)
+    assert names(local.store) == []
 
 
-def test_names_that_do_not_belong_in_a_catalog_are_refused(local):
-    for stage, shard in [
-        ("image", "00000"),
-        ("regions", "00000"),
-        ("regions/a/b", "00000"),
-        ("images", "0"),
-        ("images", "000000"),
-    ]:
-        with pytest.raises(ValueError, match="is not a stage|is not a shard"):
-            local.commit(stage, shard, *shard_of(0), {})
-    for dataset in ("", "a/b", "runs"):
-        with pytest.raises(ValueError, match="cannot be a dataset"):
-            Catalog(local.store, dataset)
+@pytest.mark.parametrize("dataset", ["", "a/b", "runs"])
+def test_invalid_names_of_datasets_are_refused(local, dataset):
+    with pytest.raises(ValueError, match=f"'{dataset}' cannot be a dataset"):
+        Catalog(local.store, dataset)
 
 
-def test_pending_is_what_the_source_has_and_the_target_has_not(catalog):
+def test_pending_is_what_the_target_lacks(catalog):
     for number in (0, 1, 3):
         commit(catalog, number)
     assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
@@ -321,7 +300,7 @@ def test_pending_is_what_the_source_has_and_the_target_has_not(catalog):
     assert catalog.pending("images", REGIONS) == ["00002"]
 
 
-def test_a_target_made_from_another_source_names_both(catalog):
+def test_a_target_of_an_unknown_source_is_an_error(catalog):
     commit(catalog, 0)
     detect(catalog, 0)
     catalog.store.delete("captions/images/00000.parquet")
@@ -337,68 +316,36 @@ def test_a_target_made_from_another_source_names_both(catalog):
         catalog.pending("images", REGIONS)
 
 
-class CountingStore(LocalStore):
-    """A folder that notes what was asked of it."""
-
-    def __init__(self, root: str):
-        super().__init__(root)
-        self.lists, self.gets = [], []
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        self.lists.append(prefix)
-        return super().list(prefix)
-
-    def get(self, path: str) -> bytes:
-        self.gets.append(path)
-        return super().get(path)
-
-
-def test_what_is_pending_is_asked_of_manifests_alone_with_one_listing_a_stage(local):
+def test_pending_takes_one_listing_a_stage_and_reads_manifests_alone(local):
     for number in range(4):
         commit(local, number)
     detect(local, 2)
-    counting = CountingStore(local.store.root)
-    catalog = Catalog(counting, "captions")
-    assert catalog.pending("images", REGIONS) == ["00000", "00001", "00003"]
-    assert sorted(counting.lists) == ["captions/images/", f"captions/{REGIONS}/"]
-    assert sorted(counting.gets) == ["captions/images/00002.parquet", f"captions/{REGIONS}/00002.parquet"]
+    recorded = Recorded(local.store)
+    assert Catalog(recorded, "captions").pending("images", REGIONS) == ["00000", "00001", "00003"]
+    paths = [f"get captions/{stage}/00002.parquet" for stage in ("images", REGIONS)]
+    assert sorted(recorded.requests) == sorted([*paths, "list captions/images/", f"list captions/{REGIONS}/"])
 
 
-def test_headers_are_the_manifests_without_their_tables(catalog):
-    assert catalog.headers("images") == {}
+def test_headers_columns_and_counts_are_those_of_the_manifests(catalog):
+    assert catalog.headers("images") == catalog.counts("images") == {}
     for number in (2, 0):
         commit(catalog, number)
-    detect(catalog, 2)
-    for stage, shards in (("images", ["00000", "00002"]), (REGIONS, ["00002"])):
-        headers = catalog.headers(stage)
-        assert list(headers) == shards
-        for shard, header in headers.items():
-            manifest = vars(catalog.manifest(stage, shard))
-            assert vars(header) == {name: value for name, value in manifest.items() if name != "table"}
-            assert (header.ok_rows, header.as_source()) == (4, catalog.manifest(stage, shard).as_source())
+    commit_shard(catalog, "images", "00009", [], [Row(54, "k", "timeout")], {})
+    manifests = {shard: catalog.manifest("images", shard) for shard in ("00000", "00002", "00009")}
+    headers = catalog.headers("images")
+    assert list(headers) == list(manifests)
+    for shard, header in headers.items():
+        assert vars(header) == {name: value for name, value in vars(manifests[shard]).items() if name != "table"}
     assert list(catalog.headers("images", ["00002"])) == ["00002"]
     with pytest.raises(ObjectMissing, match="00001.parquet"):
         catalog.headers("images", ["00000", "00001"])
-
-
-def test_columns_come_shard_by_shard(catalog):
-    for number in (2, 0):
-        commit(catalog, number)
     tables = list(catalog.columns("images", ["row", "status"]))
-    expected = [catalog.manifest("images", shard).table.select(["row", "status"]) for shard in ("00000", "00002")]
-    assert [table.to_pydict() for table in tables] == [table.to_pydict() for table in expected]
-    assert [len(table) for table in catalog.columns("images", ["row"], ["00002"])] == [len(expected[1])]
+    assert tables == [manifest.table.select(["row", "status"]) for manifest in manifests.values()]
+    assert [len(table) for table in catalog.columns("images", ["row"], ["00002"])] == [6]
+    assert catalog.counts("images") == {"http_404": 4, "ok": 8, "timeout": 1}
 
 
-def test_counts_are_rows_by_status(local):
-    assert local.counts("images") == {}
-    for number in range(3):
-        commit(local, number)
-    local.commit("images", "00009", [], [Row(54, "k", "timeout")], {})
-    assert local.counts("images") == {"http_404": 6, "ok": 12, "timeout": 1}
-
-
-def test_a_tar_that_changed_or_went_is_named_before_the_first_sample(catalog):
+def test_a_damaged_or_missing_tar_is_named_before_the_first_sample(catalog):
     commit(catalog, 0)
     tar = catalog.manifest("images", "00000").tar
     data = bytearray(catalog.store.get(tar))
@@ -411,7 +358,7 @@ def test_a_tar_that_changed_or_went_is_named_before_the_first_sample(catalog):
         catalog.read("images", "00000")
 
 
-def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
+def test_invalid_manifests_are_named(local):
     with pytest.raises(ObjectMissing, match="captions/images/00000.parquet"):
         local.manifest("images", "00000")
     commit(local, 0)
@@ -424,9 +371,6 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
     for wrong, message in [
         (sealed_parquet(table, {}), "is not a manifest"),
         (rewritten(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
-        (unsealed(table, {**header, "version": 1}), "is of version 1, this code reads 3: use the code"),
-        (unsealed(table, header), "is damaged or not a manifest"),
-        (unsealed(table, {}), "is damaged or not a manifest"),
         (b'{"version": 1}', "is damaged or not a manifest"),
         (rewritten(table, {**header, "shard_version": 2}), "is of version 2, this code reads 1: use the code"),
         (rewritten(table.drop_columns(["detail"]), header), "has columns"),
@@ -437,7 +381,7 @@ def test_a_manifest_that_is_none_or_lies_elsewhere_is_named(local):
         assert "of version" not in message or "delete" not in str(error.value)
 
 
-def test_a_snapshot_that_is_damaged_is_written_again_by_who_pins_it(local):
+def test_pin_replaces_a_damaged_snapshot(local):
     commit(local, 0)
     path = f"captions/images/snapshots/{local.pin('images').id}.parquet"
     data = local.store.get(path)
@@ -448,49 +392,3 @@ def test_a_snapshot_that_is_damaged_is_written_again_by_who_pins_it(local):
 
 def rewritten(table, header: dict) -> bytes:
     return sealed_parquet(table, {"manifest": json.dumps(header)})
-
-
-def unsealed(table, header: dict) -> bytes:
-    """A manifest as version 1 was written: without a digest of its own."""
-    sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"manifest": json.dumps(header)} if header else {}), sink)
-    return sink.getvalue()
-
-
-def in_folder(folder: str, work: Callable, *arguments: object) -> None:
-    """For a process that will be killed: its temporary files go where pytest clears up."""
-    tempfile.tempdir = folder
-    work(*arguments)
-
-
-class DyingStore(LocalStore):
-    """A folder whose owner is killed at the given put: before it, or when its temporary file is half written."""
-
-    def __init__(self, root: str, puts: int, halfway: bool):
-        super().__init__(root)
-        self.puts, self.halfway = puts, halfway
-
-    def put(self, path: str, data: bytes | Path, *, if_absent: bool = False) -> bool:
-        self.puts -= 1
-        if self.puts == 0:
-            if self.halfway:
-                file = Path(self.where(path))
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.with_name(f".{file.name}.half").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().put(path, data, if_absent=if_absent)
-
-
-@pytest.mark.parametrize("puts", [1, 2])
-@pytest.mark.parametrize("halfway", [False, True])
-def test_a_writer_killed_before_its_manifest_is_as_if_it_had_never_been(local, tmp_path, puts, halfway):
-    dying = Catalog(DyingStore(local.store.root, puts, halfway), "captions")
-    child = multiprocessing.get_context("fork").Process(target=in_folder, args=(str(tmp_path), commit, dying, 0))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert local.shards("images") == []
-    assert len(names(local.store)) == puts - 1  # with the second put, the tar stands there alone
-    assert commit(local, 0) is True
-    assert len(names(local.store)) == 2
-    assert len(list(local.read("images", "00000"))) == 4

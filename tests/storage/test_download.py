@@ -1,54 +1,37 @@
-"""Rows -> Downloads against a real server that misbehaves: a status for every row, within its deadline."""
+"""Rows -> Downloads against real servers that misbehave: a status for every row, within its deadline."""
 
 import asyncio
 import gzip
-import ipaddress
+import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-import yarl
 from places import PROJECT
-from web import Answer, Web, draw, drip, encode, endless, in_turn, raw, send, silent
+from web import Answer, Web, downloaded, draw, drip, encode, endless, in_turn, raw, send, silent
 
-from storage.addresses import AddressGuard, is_public, parse_url
 from storage.catalog import Catalog
-from storage.download import (
-    FLAGS,
-    STATUSES,
-    CaptionRow,
-    Download,
-    DownloadSettings,
-    commit_images,
-    download,
-    download_async,
-    import_images,
-)
-from storage.fetch import Fetcher
-from storage.normalise import Refused
+from storage.download import STATUSES, CaptionRow, Download, Downloader, commit_images
+from storage.fetch import DownloadSettings
+from storage.normalise import FLAGS
 from storage.object_store import open_store
 from storage.sample import sample_key
+from storage.spool import Spool
 
 JPEG = encode(draw())
 PNG = encode(draw(), "PNG")
 
 
-@pytest.fixture(scope="module")
-def web() -> Iterator[Web]:
-    with Web() as server:
-        yield server
-
-
 def settings_for(*servers: Web, **changes: object) -> DownloadSettings:
     """Impatient settings that admit these servers and no other address."""
     hosts = tuple(server.host for server in servers)
-    patience = {"deadline": 5.0, "connect_timeout": 2.0, "read_timeout": 2.0, "retries": 0, "retry_delay": 0.02}
-    patience |= {"second_pass": 0.0, "per_host": 64, "breaker": 64}  # tests/storage/test_download_hosts.py has these
+    patience = {"deadline": 5.0, "read_timeout": 2.0, "retries": 0, "second_pass": 0.0, "breaker": 64}
     return DownloadSettings(allowed_hosts=hosts, **(patience | changes))
 
 
@@ -57,10 +40,12 @@ def rows_of(*urls: str) -> list[CaptionRow]:
 
 
 def one(url: str, settings: DownloadSettings) -> Download:
-    (result,) = download(rows_of(url), settings)
-    assert (result.sample is not None) == (result.status == "ok")
-    assert result.status in STATUSES
+    (result,) = downloaded(rows_of(url), settings)
     return result
+
+
+def statuses(urls: list[str], settings: DownloadSettings) -> list[str]:
+    return [item.status for item in downloaded(rows_of(*urls), settings)]
 
 
 def no_one_listens() -> int:
@@ -85,37 +70,23 @@ def chunked(*chunks: bytes, end: bool) -> Answer:
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "a jpeg": (send(JPEG, Content_Type="image/jpeg"), "ok"),
     "a png named jpg": (send(PNG, Content_Type="image/jpeg"), "ok"),
-    "a jpeg said to be html": (send(JPEG, Content_Type="text/html"), "ok"),
+    "a jpeg with the type html": (send(JPEG, Content_Type="text/html"), "ok"),
     "no announced length": (send(JPEG, length=-1), "ok"),
     "chunked": (chunked(JPEG[:100], JPEG[100:], end=True), "ok"),
-    "gzip, though not asked for": (send(gzip.compress(JPEG), Content_Encoding="gzip"), "ok"),
-    "400": (send(b"", 400), "http_400"),
-    "403": (send(b"", 403), "http_403"),
+    "gzip": (send(gzip.compress(JPEG), Content_Encoding="gzip"), "ok"),
     "404": (send(b"no", 404), "http_404"),
-    "410": (send(JPEG, 410), "http_410"),
     "429": (send(b"", 429), "http_429"),
-    "500": (send(b"", 500), "http_500"),
-    "503": (send(b"", 503), "http_503"),
     "599": (send(b"", 599), "http_599"),
     "no content": (send(b"", 204), "http_other"),
-    "a part that nobody asked for": (send(JPEG, 206), "http_other"),
     "not modified": (send(b"", 304), "http_other"),
     "status 999": (send(JPEG, 999), "http_other"),
     "redirect without location": (send(b"", 302), "http_other"),
     "redirect to a file": (send(b"", 302, Location="file:///etc/passwd"), "bad_url"),
     "redirect to nonsense": (send(b"", 302, Location="http://[::1"), "bad_url"),
-    "redirect with a user name": (send(b"", 302, Location="http://me:secret@example.com/"), "bad_url"),
     "redirect to a private address": (send(b"", 302, Location="http://10.0.0.1/"), "blocked_address"),
     "redirect to another port here": (send(b"", 301, Location="http://127.0.0.1:6379/"), "blocked_address"),
-    "redirect to another port elsewhere": (send(b"", 302, Location="http://8.8.8.8:6379/"), "blocked_address"),
-    "redirect to a private name": (send(b"", 307, Location="http://localhost/"), "blocked_address"),
-    "redirect to a cloud's metadata": (send(b"", 308, Location="http://169.254.169.254/latest"), "blocked_address"),
-    "redirect to what is no IPv6 address": (send(b"", 302, Location="http://[64:ff9b:0:0:0:1::127.0.0.1]/"), "bad_url"),
-    "redirect to a mapped address": (send(b"", 302, Location="http://[::ffff:127.0.0.1]/"), "blocked_address"),
-    "redirect to another scheme": (send(b"", 302, Location="gopher://127.0.0.1:6379/_INFO"), "bad_url"),
     "a length that is no number": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1e3\r\n\r\nx"), "bad_response"),
     "two lengths": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy"), "bad_response"),
-    "redirect to a number": (send(b"", 303, Location="http://2130706433/"), "blocked_address"),
     "an html page": (send(b"<html>gone</html>", Content_Type="image/jpeg"), "not_image"),
     "an empty body": (send(b""), "not_image"),
     "half a jpeg, announced as whole": (send(JPEG[: len(JPEG) // 2]), "truncated"),
@@ -124,12 +95,12 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "chunks without an end": (chunked(JPEG, end=False), "short_body"),
     "a reset in the body": (reset_in_body, "short_body"),
     "half a gzip stream": (send(gzip.compress(JPEG)[:-20], Content_Encoding="gzip"), "short_body"),
-    "said to be gzip": (send(JPEG, Content_Encoding="gzip"), "bad_response"),
+    "gzip that is none": (send(JPEG, Content_Encoding="gzip"), "bad_response"),
     "brotli": (send(JPEG, Content_Encoding="br"), "bad_response"),
     "not http": (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "bad_response"),
-    "chunks that are none": (raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "bad_response"),
+    "chunks without a length": (raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "bad_response"),
     "endless headers": (raw(b"HTTP/1.1 200 OK\r\n" + b"X-A: " + b"a" * 100_000 + b"\r\n\r\n"), "bad_response"),
-    "a status line that is no text": (raw(b"HTTP/1.1 404 \xff\xfe\r\nContent-Length: 0\r\n\r\n"), "http_404"),
+    "a status line of bytes": (raw(b"HTTP/1.1 404 \xff\xfe\r\nContent-Length: 0\r\n\r\n"), "http_404"),
     "hangs up at once": (raw(b""), "connect"),
     "one pixel": (send(encode(draw(1, 1), "GIF")), "bad_geometry"),
     "a banner": (send(encode(draw(900, 40))), "bad_geometry"),
@@ -148,66 +119,54 @@ def answered(web: Web) -> dict[str, Download]:
     """All of ANSWERS, downloaded at once: each must get its own status whatever its neighbours do."""
     urls = {name: web.put(f"/answer/{i}.jpg", answer) for i, (name, (answer, _)) in enumerate(ANSWERS.items())}
     settings = settings_for(web, deadline=3.0, read_timeout=2.0, min_rate=0, max_bytes=200_000, max_pixels=190_000)
-    begin = time.monotonic()
-    results = download(rows_of(*urls.values()), settings)
-    assert time.monotonic() - begin < 6
-    return dict(zip(urls, results, strict=True))
+    return dict(zip(urls, downloaded(rows_of(*urls.values()), settings), strict=True))
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_answer_ends_in_its_status(answered: dict[str, Download], name: str):
     result = answered[name]
     assert result.status == ANSWERS[name][1], result.detail
-    assert result.status in STATUSES
     assert (result.sample is not None) == (result.status == "ok")
     assert bool(result.detail) == (result.status != "ok")
     result.detail.encode()  # no lone surrogates: it goes into a Parquet file
 
 
 def test_the_sample_is_what_the_server_sent(answered: dict[str, Download]):
-    for name in ("a jpeg", "a jpeg said to be html", "no announced length", "chunked", "gzip, though not asked for"):
+    for name in ("a jpeg", "a jpeg with the type html", "no announced length", "chunked", "gzip"):
         assert answered[name].sample.image == JPEG, name
         assert answered[name].sample.flags == ()
     png = answered["a png named jpg"]
-    assert png.sample.flags == ("png",)
-    assert (png.sample.width, png.sample.height, png.sample.caption, png.sample.url) == (
-        96, 64, png.row.caption, png.row.url,
-    )  # fmt: skip
-    assert png.sample.key == sample_key(png.row.url, png.row.caption)
+    sample = png.sample
+    assert sample.flags == ("png",)
+    assert (sample.width, sample.height, sample.caption, sample.url) == (96, 64, png.row.caption, png.row.url)
+    assert sample.key == sample_key(png.row.url, png.row.caption)
 
 
-def test_silence_is_noticed_before_the_deadline_and_a_drip_at_the_deadline(answered: dict[str, Download]):
+def test_silence_ends_before_the_deadline_and_a_drip_at_the_deadline(answered: dict[str, Download]):
     assert "not done after 3 s" in answered["slow drip"].detail
     assert "not done" not in answered["silence"].detail
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "", "nonsense", "//example.test/protocol-relative.jpg", "/a.jpg", "ftp://example.com/a.jpg", "file:///etc/passwd",
-        "data:image/png;base64,AAAA", "http:", "http://", "http:///a.jpg", "http://:80/a.jpg", "https:example.com",
-        "http://user@example.com/", "http://user:secret@example.com/", "http://example.com:99999/", "http://example.com:x/",
-        "http://[::1/a.jpg", "http://[zz]/", "http://exa mple.com/", "http://example.com/a\nb.jpg", "http://example.com/\x00",
-        "http://example.com\\@10.0.0.1/", "http://[64:ff9b:0:0:0:1::127.0.0.1]/", "http://[:::1]/", "http://[127.0.0.1]/",
-        "http://127.0.0.1:80:80/", "http://127.0.0.1./", "http://08.8.8.8/",
-        "http://a..example.com/", f"http://{'a' * 64}.com/", "http://xn--\u2028.com/",
-    ],
-)  # fmt: skip
-def test_what_is_no_web_address_is_a_bad_url(url: str):
-    assert one(url, DownloadSettings(deadline=5)).status == "bad_url"
+def test_a_drip_under_the_least_rate_ends_long_before_the_deadline(web: Web):
+    step = len(JPEG) // 20
+    url = web.put("/drip.jpg", drip(JPEG, step, 0.05))  # done after a second
+    begin = time.monotonic()
+    settings = settings_for(web, read_timeout=0.3, min_rate=2 * 20 * step)
+    result = one(url, settings)
+    assert result.status == "timeout"
+    assert f"under {settings.min_rate}/s" in result.detail
+    assert time.monotonic() - begin < 0.9
+    assert one(url, settings_for(web, read_timeout=0.3, min_rate=20 * step // 3)).status == "ok"
 
 
-def test_a_name_that_does_not_exist_is_dns():
-    assert one("http://no-such-host.invalid/a.jpg", DownloadSettings(deadline=10)).status == "dns"
-
-
-def test_a_port_where_no_one_listens_is_connect():
+def test_a_port_without_a_listener_is_connect_and_a_name_without_an_address_is_dns(web: Web):
     port = no_one_listens()
-    settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0)
+    settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0, second_pass=0)
     assert one(f"http://127.0.0.1:{port}/", settings).status == "connect"
+    assert one("http://no-such-host.invalid/a.jpg", settings_for(web)).status == "dns"
 
 
-def test_a_host_that_accepts_nothing_is_a_timeout():
+def test_a_host_that_accepts_no_connection_is_a_timeout():
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -216,7 +175,7 @@ def test_a_host_that_accepts_nothing_is_a_timeout():
         for filler in fillers:  # the backlog is full: further handshakes are dropped
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
-        settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0, connect_timeout=0.3)
+        settings = DownloadSettings(allowed_hosts=(f"127.0.0.1:{port}",), retries=0, read_timeout=0.3, second_pass=0)
         begin = time.monotonic()
         assert one(f"http://127.0.0.1:{port}/", settings).status == "timeout"
         assert time.monotonic() - begin < 2
@@ -224,193 +183,43 @@ def test_a_host_that_accepts_nothing_is_a_timeout():
             filler.close()
 
 
-def test_plain_http_where_https_was_asked_for_is_tls(web: Web):
-    result = one(web.url("/answer/0.jpg").replace("http:", "https:"), settings_for(web))
-    assert result.status == "tls"
+def test_plain_http_behind_https_is_tls(web: Web):
+    assert one(web.url("/answer/0.jpg").replace("http:", "https:"), settings_for(web)).status == "tls"
 
 
-BLOCKED = [
-    "127.0.0.1", "127.8.8.8", "127.1", "2130706433", "0x7f000001", "0x7f.1", "0177.0.0.1", "017700000001", "0",
-    "0.0.0.0", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254", "100.64.0.1",
-    "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1", "203.0.113.1", "224.0.0.1", "240.0.0.1",
-    "255.255.255.255", "168.63.129.16", "192.88.99.1", "[::]", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]",
-    "[::127.0.0.1]", "[64:ff9b::127.0.0.1]", "[64:ff9b::a00:1]", "[64:ff9b:1::1]", "[2002:7f00:1::]",
-    "[2002:c0a8:101::1]", "[2001:0:1234::1]", "[2001:db8::1]", "[fe80::1]", "[fc00::1]", "[fd00:ec2::254]",
-    "[fec0::1]", "[ff02::1]", "[ff05::1]", "[2606:4700::5efe:10.0.0.1]", "[2606:4700::200:5efe:10.0.0.1]",
-    "[::ffff:0:127.0.0.1]", "[::ffff:0.0.0.0]", "[::ffff:169.254.169.254]", "[::ffff:100.64.0.1]",
-    "[64:ff9b::169.254.169.254]", "[64:ff9b:1::8.8.8.8]", "[2002:a9fe:a9fe::]", "[2001:10::1]", "[2001:2::1]",
-    "[100::1]", "[3fff::1]", "[5f00::1]", "[fe80::1%25lo]", "[::1%25lo]", "[::ffff:127.0.0.1%251]",
-    "[2606:4700::1111%25lo]", "[0:0:0:0:0:ffff:7f00:1]", "localhost", "LOCALHOST", "\uff11\uff12\uff17.0.0.1",
-    "127\u30020\u30020\u30021", "\u2460\u2461\u2466.0.0.1", "192.168.257", "0300.0250.0.1", "0xc0a80101",
-    "3232235777", "0x7f.0x0.0x0.0x1", "00000177.1", "4294967295", "100.100.100.200", "192.0.0.192", "239.255.255.250",
-]  # fmt: skip
+def test_names_without_an_answer_delay_neither_other_names_nor_the_end(web: Web, monkeypatch: pytest.MonkeyPatch):
+    released, system = threading.Event(), socket.getaddrinfo
 
+    def look_up(host: str, *arguments: object, **options: object) -> list:
+        if host.endswith(".example"):
+            released.wait(5)
+        return system(host, *arguments, **options)
 
-@pytest.mark.parametrize("host", BLOCKED)
-def test_addresses_that_are_not_public_are_refused_in_every_form(host: str):
-    for scheme in ("http", "https"):
-        result = one(f"{scheme}://{host}/a.jpg", DownloadSettings(deadline=5))
-        assert result.status == "blocked_address", result
-
-
-@pytest.mark.parametrize(
-    "host", ["%31%32%37.0.0.1", "127%2e0.0.1", "0x7f000001.", "127.0.0.1%00.example.com", "localhost."]
-)
-def test_names_that_look_like_addresses_lead_nowhere(web: Web, host: str):
-    settings = DownloadSettings(deadline=5, second_pass=0, allowed_hosts=(web.host,))
-    assert one(f"http://{host}/a.jpg", settings).status in ("dns", "blocked_address", "bad_url")
-    assert one(f"http://{host}:{web.server.server_port}/a.jpg", settings).status == "blocked_address"
-
-
-@pytest.mark.parametrize("host", ["example.com", "8.8.8.8", "[2606:4700::1111]"])
-@pytest.mark.parametrize("port", [22, 81, 8080, 6379])
-def test_other_ports_are_refused(host: str, port: int):
-    assert one(f"http://{host}:{port}/", DownloadSettings()).status == "blocked_address"
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-    "8.8.8.8", "1.1.1.1", "172.15.0.1", "172.32.0.1", "100.63.255.255", "100.128.0.1", "2606:4700::1111",
-    "2a00:1450::1", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8", "2002:808:808::1", "168.63.129.17",
-    ],
-)  # fmt: skip
-def test_public_addresses_are_admitted(address: str):
-    assert is_public(ipaddress.ip_address(address))
-    host = f"[{address}]" if ":" in address else address
-    assert AddressGuard(()).check_url(f"https://{host}/a.jpg").host == address
-
-
-def test_the_demo_server_is_refused_unless_it_is_allowed(web: Web):
-    url = web.put("/allowed.jpg", send(JPEG))
-    before = len(web.requests)
-    assert one(url, DownloadSettings()).status == "blocked_address"
-    assert one(url, DownloadSettings(allowed_hosts=("127.0.0.1:1", "localhost:80"))).status == "blocked_address"
-    assert len(web.requests) == before
-    assert one(url, settings_for(web)).status == "ok"
-
-
-def test_an_allowed_name_admits_its_address_and_no_other_name_does(web: Web):
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)  # no name server of this machine can be made to be silent
+    web.put("/lives.jpg", send(JPEG))
     port = web.server.server_port
-    url = f"http://localhost:{port}/allowed.jpg"
-    web.put("/allowed.jpg", send(JPEG))
-    settings = DownloadSettings(allowed_hosts=(f"LOCALHOST:{port}",), retries=0, concurrency=1)
-    assert one(url, settings).status == "ok"
-    # The address behind an allowed name is not itself allowed, not even after that name led there.
-    results = download(rows_of(url, web.url("/allowed.jpg"), f"http://localhost.:{port}/allowed.jpg"), settings)
-    assert [result.status for result in results] == ["ok", "blocked_address", "blocked_address"]
+    lives = f"http://localhost:{port}/lives.jpg"
+    rows = rows_of(*(f"http://dead{i}.example/" for i in range(12)), lives)
+    settings = DownloadSettings(deadline=1.5, retries=0, allowed_hosts=(f"localhost:{port}",))
+    started = time.monotonic()
+    try:
+        results = downloaded(rows, settings)
+    finally:
+        released.set()
+    assert time.monotonic() - started < 4
+    assert [result.status for result in results] == 12 * ["timeout"] + ["ok"]
 
 
-def fetch_with(lookup: Callable, url: str, settings: DownloadSettings) -> str:
-    async def fetch() -> str:
-        async with Fetcher(settings, lookup) as fetcher:
-            try:
-                with fetcher.budget.share() as share:
-                    await fetcher.fetch(url, share)
-            except Refused as refused:
-                return refused.status
-            return "ok"
-
-    return asyncio.run(fetch())
-
-
-@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::1"], ["2606:4700::1", "fe80::1%lo"]])
-def test_a_name_that_leads_to_a_private_address_is_refused(addresses: list[str]):
-    async def lookup(host: str, port: int) -> list[str]:
-        return addresses
-
-    assert fetch_with(lookup, "http://innocent.example/", DownloadSettings()) == "blocked_address"
-
-
-def test_an_allowed_port_of_loopback_is_not_opened_to_other_names(web: Web):
-    async def lookup(host: str, port: int) -> list[str]:
-        return ["127.0.0.1"]
-
-    url = f"http://rebound.example:{web.server.server_port}/allowed.jpg"
-    assert fetch_with(lookup, url, settings_for(web)) == "blocked_address"
-
-
-def test_every_connection_is_made_through_the_last_look(web: Web):
-    class Lax(AddressGuard):
-        """Forgets to look at what a name leads to."""
-
-        def check_url(self, url: str) -> yarl.URL:
-            return parse_url(url)
-
-        def check_address(self, *_: object) -> None:
-            pass
-
-        def open_socket(self, address_info: tuple) -> socket.socket:
-            return AddressGuard(()).open_socket(address_info)
-
-    async def lookup(host: str, port: int) -> list[str]:
-        return ["127.0.0.1"]
-
-    async def fetch(url: str) -> str:
-        fetcher = Fetcher(settings_for(web), lookup)
-        fetcher.guard = Lax(())
-        async with fetcher:
-            with pytest.raises(Refused) as refused, fetcher.budget.share() as share:
-                await fetcher.fetch(url, share)
-        return refused.value.status
-
-    before = len(web.requests)
-    for host in ("rebound.example", "127.0.0.1"):
-        assert asyncio.run(fetch(f"http://{host}:{web.server.server_port}/allowed.jpg")) == "blocked_address"
-    assert len(web.requests) == before
-
-
-def test_the_last_look_is_at_the_address_connected_to():
-    guard = AddressGuard(("127.0.0.1:8791",))
-    info = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-    guard.open_socket((*info, ("127.0.0.1", 8791))).close()
-    guard.open_socket((*info, ("8.8.8.8", 443))).close()
-    for address in (("127.0.0.1", 8792), ("10.0.0.1", 80)):
-        with pytest.raises(Refused, match="not a public address"):
-            guard.open_socket((*info, address))
-
-
-def test_proxies_of_the_environment_are_not_used(web: Web, monkeypatch: pytest.MonkeyPatch):
-    url = web.put("/allowed.jpg", send(JPEG))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{no_one_listens()}")
-    assert one(url, settings_for(web)).status == "ok"
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_redirects_are_followed_up_to_the_limit(web: Web):
     web.put("/hop/0", send(JPEG))
-    for hop in range(1, 5):
+    for hop in range(1, 7):
         to = f"/hop/{hop - 1}" if hop % 2 else web.url(f"/hop/{hop - 1}")
-        web.put(f"/hop/{hop}", send(b"elsewhere", [301, 302, 303, 307, 308][hop], Location=to))
-    assert one(web.url("/hop/3"), settings_for(web, max_redirects=3)).status == "ok"
-    assert one(web.url("/hop/4"), settings_for(web, max_redirects=3)).status == "too_many_redirects"
-    assert one(web.url("/hop/0"), settings_for(web, max_redirects=0)).status == "ok"
-    web.put("/circle", send(b"", 302, Location="/circle"))
-    assert one(web.url("/circle"), settings_for(web)).status == "too_many_redirects"
-
-
-def test_redirects_from_one_server_to_another_need_both_allowed(web: Web):
-    with Web() as other:
-        target = other.put("/a.jpg", send(JPEG))
-        url = web.put("/away", send(b"", 302, Location=target))
-        assert one(url, settings_for(web)).status == "blocked_address"
-        assert other.requests == []
-        assert one(url, settings_for(web, other)).status == "ok"
-
-
-def test_slow_redirects_share_one_deadline(web: Web):
-    def slow(to: str) -> Answer:
-        def answer(handler: BaseHTTPRequestHandler) -> None:
-            handler.server.stopping.wait(0.3)
-            send(b"", 302, Location=to)(handler)
-
-        return answer
-
-    for hop in range(5):
-        web.put(f"/slow/{hop}", slow(f"/slow/{hop + 1}"))
-    begin = time.monotonic()
-    assert one(web.url("/slow/0"), settings_for(web, deadline=0.7, max_redirects=9)).status == "timeout"
-    assert time.monotonic() - begin < 1.4
+        web.put(f"/hop/{hop}", send(b"elsewhere", [0, 301, 302, 303, 307, 308, 301][hop], Location=to))
+    urls = [web.url("/hop/5"), web.url("/hop/6"), web.put("/circle", send(b"", 302, Location="/circle"))]
+    assert statuses(urls, settings_for(web)) == ["ok", "too_many_redirects", "too_many_redirects"]
 
 
 def test_the_url_is_sent_as_the_list_has_it(web: Web):
@@ -429,7 +238,7 @@ def test_the_url_is_sent_as_the_list_has_it(web: Web):
         assert result.sample.url == result.row.url
 
 
-def test_servers_are_told_who_asks(web: Web):
+def test_requests_name_the_program_and_its_contact_and_send_no_cookies(web: Web):
     url = web.put("/who.jpg", in_turn(send(JPEG, Set_Cookie="id=1"), send(JPEG)))
     settings = settings_for(web, contact="https://example.org/about-our-crawl")
     one(url, settings)
@@ -441,46 +250,40 @@ def test_servers_are_told_who_asks(web: Web):
     assert DownloadSettings().user_agent == "vlbert-downloader/0.1"
 
 
-@pytest.mark.parametrize("passing", [send(b"", 503), send(b"", 500), send(b"", 429), raw(b"")])
-def test_what_passes_is_tried_again(web: Web, passing: Answer):
-    url = web.put("/flaky.jpg", in_turn(passing, passing, send(JPEG)))
-    before = web.asked("/flaky.jpg")
-    assert one(url, settings_for(web, retries=2)).status == "ok"
-    assert web.asked("/flaky.jpg") - before == 3
+@pytest.mark.parametrize(
+    "lasting",
+    [send(b"", 404), send(b"<html>"), send(JPEG[:-200]), send(b"x", length=10**12)],
+)
+def test_a_lasting_failure_is_not_requested_again(web: Web, lasting: Answer):
+    before = len(web.requests)
+    assert one(web.put("/lasting.jpg", lasting), settings_for(web, retries=2, second_pass=30)).status != "ok"
+    assert len(web.requests) - before == 1
 
 
-def test_tries_end_and_the_last_failure_counts(web: Web):
-    url = web.put("/broken.jpg", in_turn(send(b"", 503), send(b"", 502)))
-    before = web.asked("/broken.jpg")
-    result = one(url, settings_for(web, retries=2))
-    assert (result.status, web.asked("/broken.jpg") - before) == ("http_502", 3)
-    assert "3 attempts" in result.detail
+def test_a_body_that_is_cut_off_is_requested_once_more(web: Web):
+    url = web.put("/cut.jpg", in_turn(reset_in_body, send(JPEG)))
+    assert one(url, settings_for(web, second_pass=30)).status == "ok"
 
 
-def test_names_that_are_not_answered_hold_up_neither_living_ones_nor_the_end(web: Web, monkeypatch: pytest.MonkeyPatch):
-    released, system = threading.Event(), socket.getaddrinfo
+def test_an_answer_behind_the_answer_is_not_taken_for_that_of_the_next_row(web: Web):
+    wrong = encode(draw(seed=9))
 
-    def look_up(host: str, *arguments: object, **options: object) -> list:
-        if host.endswith(".example"):
-            released.wait(5)
-        return system(host, *arguments, **options)
+    def twice(handler: BaseHTTPRequestHandler) -> None:
+        send(JPEG)(handler)
+        send(wrong)(handler)
 
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)  # no name server of this machine can be made to be silent
-    web.put("/lives.jpg", send(JPEG))
-    port = web.server.server_port
-    lives = f"http://localhost:{port}/lives.jpg"
-    rows = rows_of(*(f"http://dead{i}.example/" for i in range(12)), lives)
-    settings = DownloadSettings(deadline=1.5, retries=0, allowed_hosts=(f"localhost:{port}",))
-    started = time.monotonic()
-    try:
-        results = download(rows, settings)
-    finally:
-        released.set()
-    assert time.monotonic() - started < 4
-    assert [result.status for result in results] == 12 * ["timeout"] + ["ok"]
+    def too_small_a_length(handler: BaseHTTPRequestHandler) -> None:
+        send(JPEG, length=len(JPEG))(handler)
+        handler.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    urls = [web.put(f"/behind/{i}.jpg", answer) for i, answer in enumerate(3 * [twice, too_small_a_length])]
+    results = downloaded(rows_of(*urls), settings_for(web, concurrency=1))
+    assert [item.status for item in results] == 6 * ["ok"]
+    assert {item.sample.image for item in results} == {JPEG}
+    assert all(headers["Connection"] == "close" for *_, headers in web.requests[-6:])
 
 
-def test_results_come_in_row_order_and_are_the_same_every_time(web: Web):
+def test_results_come_in_row_order_whatever_the_concurrency(web: Web):
     def after(seconds: float) -> Answer:
         def answer(handler: BaseHTTPRequestHandler) -> None:
             time.sleep(seconds)
@@ -489,134 +292,159 @@ def test_results_come_in_row_order_and_are_the_same_every_time(web: Web):
         return answer
 
     urls = [web.put(f"/order/{i}.jpg", after((7 * i % 10) / 50)) for i in range(10)]
-    urls[4] = web.url("/nowhere.jpg")
+    urls[4], urls[9] = web.url("/nowhere.jpg"), urls[0]
     rows = [CaptionRow(100 + 3 * i, f"c{i}", url) for i, url in enumerate(urls)]
-    results = download(rows, settings_for(web))
-    assert [result.row for result in results] == rows
-    assert [result.status for result in results] == ["ok"] * 4 + ["http_404"] + ["ok"] * 5
-    assert download(rows, settings_for(web, concurrency=1, decode_threads=1)) == results
+    for settings in (settings_for(web), settings_for(web, concurrency=1, decode_threads=1)):
+        results = downloaded(rows, settings)
+        assert [result.row for result in results] == rows
+        assert [result.status for result in results] == ["ok"] * 4 + ["http_404"] + ["ok"] * 5
+        assert [result.sample.caption for result in results if result.sample] == [f"c{i}" for i in range(10) if i != 4]
+    assert web.count_of("/order/0.jpg") == 2  # once each time, for both of its rows
 
 
-def test_the_second_of_two_equal_rows_is_a_duplicate(web: Web):
-    url, other = web.put("/same.jpg", send(JPEG)), web.put("/other.jpg", send(JPEG))
-    pairs = [("a", url), ("b", url), ("a", url), ("a", other), ("b", url), ("x", "nonsense"), ("x", "nonsense")]
-    before = web.asked("/same.jpg")
-    results = download([CaptionRow(i, *pair) for i, pair in enumerate(pairs)], settings_for(web))
-    expected = ["ok", "ok", "duplicate", "ok", "duplicate", "bad_url", "duplicate"]
-    assert [result.status for result in results] == expected
-    assert web.asked("/same.jpg") - before == 1
-    assert results[4].detail == "of row 1"
-    assert [result.sample.caption for result in results if result.sample] == ["a", "b", "a"]
-    assert len({result.sample.key for result in results if result.sample}) == 3
+def test_a_dead_port_is_tried_for_every_row_and_is_no_fault_of_another_port(web: Web):
+    with Web() as gone:
+        urls = [gone.url(f"/{i}.jpg") for i in range(50)]
+    urls += [web.put(f"/live/{i}.jpg", send(JPEG)) for i in range(5)]
+    settings = settings_for(web, gone, retries=2, breaker=2)
+    results = downloaded(rows_of(*urls), settings)
+    assert [item.status for item in results] == 50 * ["connect"] + 5 * ["ok"]
+    assert len([item for item in results if "attempts" in item.detail]) <= 6  # no more retries when it is known
 
 
-def test_progress_is_told_up_to_the_last_row(web: Web):
-    url = web.put("/same.jpg", send(JPEG))
-    rows = [CaptionRow(i, str(i % 3), u) for i, u in enumerate([url, url, url, url, web.url("/none"), "bad"])]
-    told = []
-    download(rows, settings_for(web), lambda *progress: told.append(progress))
-    assert len(told) == 3  # one for each distinct URL
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert told[-1] == (6, 6, {"ok": 3, "duplicate": 1, "http_404": 1, "bad_url": 1})
+# --- robots -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_rows_give_no_downloads():
-    assert download([], DownloadSettings()) == []
+def robots(*headers: str) -> Answer:
+    """An image without an end under these X-Robots-Tag headers."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        for header in headers:
+            handler.send_header("X-Robots-Tag", header)
+        handler.send_header("Content-Length", str(len(JPEG)))
+        handler.end_headers()
+        handler.wfile.write(JPEG)
+
+    return answer
 
 
-def test_it_works_inside_a_running_event_loop(web: Web):
-    rows = rows_of(web.put("/loop.jpg", send(JPEG)))
-
-    async def caller() -> tuple[list[Download], list[Download]]:
-        return download(rows, settings_for(web)), await download_async(rows, settings_for(web))
-
-    blocking, awaited = asyncio.run(caller())
-    assert blocking == awaited
-    assert blocking[0].status == "ok"
-
-
-def test_decoding_does_not_hold_up_the_event_loop(web: Web):
-    large = encode(draw(500, 400).resize((1500, 1200)), "PNG", compress_level=1)
-    urls = [web.put(f"/large/{i}.png", send(large)) for i in range(2)]
-    gaps = []
-
-    async def caller() -> list[Download]:
-        async def tick() -> None:
-            while True:
-                begin = time.monotonic()
-                await asyncio.sleep(0.01)
-                gaps.append(time.monotonic() - begin)
-
-        ticking = asyncio.create_task(tick())
-        results = await download_async(rows_of(*urls), settings_for(web, max_bytes=50_000_000))
-        ticking.cancel()
-        return results
-
-    begin = time.monotonic()
-    assert [result.status for result in asyncio.run(caller())] == ["ok", "ok"]
-    whole = time.monotonic() - begin
-    assert len(gaps) > 10
-    assert max(gaps) < whole / 2
+FORBIDDING = [
+    ["noai"], ["noimageai"], ["NoAI"], ["noindex, noai"], ["noindex,noimageai , nofollow"], ["noindex", "noai"],
+    ["vlbert-downloader: noai"], ["VLBERT-Downloader: noindex, noimageai"], ["*: noai"], ["max-snippet: 20, noai"],
+    ["vlbert-downloader/0.1: noai"], ["otherbot: noindex, vlbert-downloader: noai"], ["otherbot: noai", "noai"],
+    ["unavailable_after: 25 Jun 2030 15:00:00 GMT, noai"], ["max-image-preview:large; noai"], ["noindex;noai"],
+    ["noai:"], ["vlbert-downloader: noai:"], ["unavailable_after: 25 Jun 2030 15:00:00 GMT; noai"],
+    ["unavailable_after: Tue, 25 Jun 2030 15:00:00 GMT, noai"],
+]  # fmt: skip
+ALLOWING = [[], [""], ["noindex"], ["none"], ["all"], ["noaim"], ["x-noai: 1"], ["otherbot: noai"]]
+ALLOWING += [["otherbot: none, noai"]]
 
 
-def test_an_error_of_the_program_is_raised_and_leaves_nothing_running(web: Web):
+def test_x_robots_tag_forbids_training_with_its_own_directives_only(web: Web):
+    cases = FORBIDDING + ALLOWING
+    urls = [web.put(f"/robots/{i}.jpg", robots(*headers)) for i, headers in enumerate(cases)]
+    for headers, item in zip(cases, downloaded(rows_of(*urls), settings_for(web)), strict=True):
+        if headers in FORBIDDING:
+            assert (item.status, item.sample) == ("refused_by_robots", None), headers
+            assert re.search("noai|noimageai", item.detail, re.IGNORECASE)
+        else:
+            assert item.status == "ok", headers
+
+
+def test_a_forbidden_body_is_not_read_and_a_redirect_may_forbid_too(web: Web):
+    def forbidden(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("X-Robots-Tag", "noai")
+        handler.end_headers()
+        while True:
+            handler.wfile.write(bytes(65536))  # until the other side has hung up
+
+    url = web.put("/endless.jpg", forbidden)
+    redirect = web.put("/to", send(b"", 302, Location="/b.jpg", X_Robots_Tag="noai"))
+    web.put("/b.jpg", send(JPEG))
+    assert statuses([url, redirect], settings_for(web)) == 2 * ["refused_by_robots"]
+    assert web.count_of("/b.jpg") == 0
+
+
+# --- what is used of this machine -------------------------------------------------------------------------------------
+
+
+def test_more_hosts_than_open_files_are_fine_and_too_few_files_end_the_program():
+    code = (
+        "import resource, sys; from collections import Counter; from contextlib import ExitStack;"
+        "sys.path.append('tests'); from web import CaptionRow, DownloadSettings, downloaded;"
+        "hosts = [f'127.0.1.{i}:{sys.argv[1]}' for i in range(1, 151)];"
+        "rows = [CaptionRow(i, 'a', f'http://{host}/a.jpg') for i, host in enumerate(hosts)];"
+        "files = ExitStack(); used = [files.enter_context(open('/dev/null')) for _ in range(int(sys.argv[2]))];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100));"
+        "settings = DownloadSettings(allowed_hosts=tuple(hosts), concurrency=32, retries=0, second_pass=0);"
+        "print(Counter(item.status for item in downloaded(rows, settings)))"
+    )
+
+    def attempt(files: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", code, str(web.server.server_port), str(files)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+
+    with Web("0.0.0.0") as web:
+        web.put("/a.jpg", send(JPEG))
+        many, few = attempt(0), attempt(80)
+    assert many.stdout == "Counter({'ok': 150})\n", many.stderr
+    last = few.stderr.splitlines()[-1]
+    assert few.returncode == 1
+    assert last.startswith("OSError: [Errno 24]")
+    assert "raise `ulimit -n`, or lower concurrency" in last
+
+
+def test_an_error_of_the_program_names_its_url_and_leaves_nothing_running(web: Web, monkeypatch: pytest.MonkeyPatch):
     urls = [web.put("/a.jpg", send(JPEG)), web.put("/drip.jpg", drip(JPEG, 1, 0.1))]
 
     def broken(*_: object) -> None:
-        raise ZeroDivisionError("in the callback")
+        raise ZeroDivisionError
 
+    monkeypatch.setattr("storage.download.normalise", broken)
     begin = time.monotonic()
-    with pytest.raises(ZeroDivisionError, match="in the callback"):
-        download(rows_of(*urls), settings_for(web, deadline=30), broken)
+    with pytest.raises(ZeroDivisionError) as raised:
+        downloaded(rows_of(*urls), settings_for(web, deadline=30))
     assert time.monotonic() - begin < 3
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("decode", "download"))]
+    assert web.url("/a.jpg") in "".join(raised.value.__notes__)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]
 
 
-def test_local_images_are_imported_with_the_same_statuses(tmp_path: Path):
-    contents = {
-        "a.jpg": JPEG,
-        "b.png": PNG,
-        "c.jpg": JPEG[: len(JPEG) // 2],
-        "d.jpg": b"<html>",
-        "e.jpg": encode(draw(20, 20)),
-        "f.jpg": encode(draw(400, 400), quality=100),
-    }
-    for name, data in contents.items():
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "folder.jpg").mkdir()
-    files = [tmp_path / name for name in (*contents, "gone.jpg", "folder.jpg")] + [tmp_path / "a.jpg"]
-    told = []
-    results = import_images(files, DownloadSettings(max_bytes=100_000), lambda *progress: told.append(progress))
-    assert [result.status for result in results] == [
-        "ok", "ok", "truncated", "not_image", "bad_geometry", "too_big", "missing_file", "missing_file", "duplicate",
-    ]  # fmt: skip
-    first = results[0]
-    assert first.row == CaptionRow(0, "", "a.jpg")
-    assert (first.sample.image, first.sample.url, first.sample.key) == (JPEG, "a.jpg", sample_key("a.jpg", ""))
-    assert "gone.jpg" in results[6].detail
-    assert told[-1][:2] == (9, 9)
+def test_a_failed_row_keeps_no_bytes_of_its_body(web: Web):
+    urls = [web.put("/half.jpg", send(JPEG[:1000], length=2000)), web.put("/page.jpg", send(b"<html>"))]
+    outcomes = []
+
+    async def work() -> None:
+        with Spool() as spool:
+            async with Downloader(settings_for(web, second_pass=1)) as downloader:
+                await downloader.download(rows_of(*urls), spool, lambda url, outcome: outcomes.append(outcome))
+
+    asyncio.run(work())
+    # A traceback has frames, and these have the body.
+    assert [(item.__traceback__, item.__cause__, item.__context__) for item in outcomes] == 2 * [(None, None, None)]
 
 
 def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path: Path):
     good, png = web.put("/shard/a.jpg", send(JPEG)), web.put("/shard/b.png", send(PNG))
-    pairs = [("a", good), ("b", png), ("c", web.url("/gone.jpg")), ("a", good), ("d", "nonsense"), ("e", good)]
+    pairs = [("a", good), ("b", png), ("c", web.url("/gone.jpg")), ("f", good), ("d", "nonsense"), ("e", good)]
     rows = [CaptionRow(20 + i, *pair) for i, pair in enumerate(pairs)]
     catalog = Catalog(open_store(str(tmp_path / "one")), "captions")
-    assert commit_images(catalog, "00002", download(rows, settings_for(web)), settings_for(web), source="train.tsv")
+    assert commit_images(catalog, "00002", downloaded(rows, settings_for(web)), settings_for(web), source="train.tsv")
     manifest = catalog.manifest("images", "00002")
     table = manifest.table.to_pydict()
     assert table["row"] == [20, 21, 22, 23, 24, 25]
-    assert table["status"] == ["ok", "ok", "http_404", "duplicate", "bad_url", "ok"]
+    assert table["status"] == ["ok", "ok", "http_404", "ok", "bad_url", "ok"]
     assert table["key"] == [sample_key(url, caption) for caption, url in pairs]
     assert table["url"] == [url for _, url in pairs]
     samples = list(catalog.read("images", "00002"))
-    assert [(sample.caption, sample.url) for sample in samples] == [pairs[0], pairs[1], pairs[5]]
+    assert [(sample.caption, sample.url) for sample in samples] == [pairs[0], pairs[1], pairs[3], pairs[5]]
     assert samples[0].image == JPEG
     assert manifest.meta["source"] == {"list": "train.tsv", "rows": [20, 26]}
     assert manifest.meta["config"]["max_side"] == 1024
 
     again, settings = Catalog(open_store(str(tmp_path / "two")), "captions"), settings_for(web, concurrency=1)
-    commit_images(again, "00002", download(rows, settings), settings, source="train.tsv")
+    commit_images(again, "00002", downloaded(rows, settings), settings, source="train.tsv")
     files = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("one", "two")]
     assert files[0] == files[1]  # no timestamps, nothing that does not decide bytes
 
@@ -629,7 +457,6 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
         ({"per_host": 0}, "per_host"),
         ({"breaker": 0}, "breaker"),
         ({"second_pass": -1}, "second_pass"),
-        ({"max_bytes_in_flight": 1000}, "max_bytes_in_flight is 1000, under max_bytes 20971520.*raise"),
         ({"retries": -1}, "retries"),
         ({"allowed_hosts": ("127.0.0.1",)}, "host:port"),
         ({"allowed_hosts": ("*:80",)}, "host:port"),
@@ -639,7 +466,7 @@ def test_a_shard_is_committed_with_every_row_and_its_settings(web: Web, tmp_path
         ({"max_side": 0}, "max_side"),
     ],
 )
-def test_settings_check_themselves(settings: dict[str, object], message: str):
+def test_settings_are_refused_by_field(settings: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         DownloadSettings(**settings)
 

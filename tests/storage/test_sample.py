@@ -1,8 +1,9 @@
-"""A Sample survives its form as tar members to the last bit, and what is no Sample is refused by name."""
+"""storage.sample: samples as members of a tar, and what is refused."""
 
 import dataclasses
 import hashlib
 import io
+import pickle
 from collections.abc import Callable
 
 import msgpack
@@ -43,7 +44,7 @@ def few(**changes) -> Regions:
 
 
 @given(st.text(), st.text(), st.none() | st.integers(0, 7), st.booleans())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_a_sample_comes_back_from_its_members_exactly(caption: str, url: str, count: int | None, everything: bool):
     regions = None if count is None else seeded_regions(count, count, everything=everything)
     sample = dataclasses.replace(seeded_sample(1, regions), caption=caption, url=url)
@@ -53,18 +54,13 @@ def test_a_sample_comes_back_from_its_members_exactly(caption: str, url: str, co
     assert as_dict(from_members(sample.key, members)) == as_dict(sample)
 
 
-def test_arrays_that_are_strided_views_are_stored_in_order():
+def test_strided_arrays_are_stored_in_order():
     wide = np.arange(24, dtype=np.float32).reshape(3, 8)
     regions = Regions(wide[:, ::2], wide[:, 1], np.int32([1, 2, 3]), "d")
     back = unpack_regions(pack_regions(regions))
+    assert not back.boxes.flags.writeable
     assert back.boxes.tolist() == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     assert back.scores.tolist() == [1, 9, 17]
-
-
-def test_arrays_of_an_unpacked_sample_cannot_be_written_by_accident():
-    back = unpack_regions(pack_regions(few()))
-    with pytest.raises(ValueError, match="read-only"):
-        back.boxes[0, 0] = 1
 
 
 @pytest.mark.parametrize(
@@ -72,17 +68,14 @@ def test_arrays_of_an_unpacked_sample_cannot_be_written_by_accident():
     [
         {"boxes": np.zeros((2, 4))},
         {"boxes": np.zeros((2, 5), np.float32)},
-        {"boxes": np.zeros((2, 4), ">f4")},
         {"scores": np.zeros(3, np.float32)},
         {"labels": np.zeros(2, np.int64)},
         {"class_probs": np.zeros((3, 4), np.float16)},
-        {"class_probs": np.zeros(2, np.float16)},
-        {"features": np.zeros((2, 4), np.float32)},
         {"attributes": np.zeros((2, 1), np.int32)},
         {"scores": None},
     ],
 )
-def test_an_array_of_another_dtype_or_shape_is_refused_by_name(changes):
+def test_arrays_of_another_dtype_or_shape_are_refused(changes):
     with pytest.raises(ValueError, match=f"Regions.{next(iter(changes))} is"):
         few(**changes)
 
@@ -96,14 +89,11 @@ def test_background_first_reorders_columns_and_labels_alike():
     for own, first in zip(regions.labels, regions.labels_background_first(), strict=True):
         assert np.array_equal(regions.class_probs[:, own], probs[:, first])
     assert regions.num_classes == 3
-
-
-def test_num_classes_of_regions_without_a_distribution_names_the_detector():
     with pytest.raises(ValueError, match="detector d carry no class_probs"):
-        few(class_probs=None).num_classes  # noqa: B018
+        few(class_probs=None).class_probs_background_first()
 
 
-def test_take_selects_every_array_in_the_order_asked_for():
+def test_take_selects_from_every_array_in_order():
     regions = seeded_regions(3, 5, everything=True)
     taken = regions.take(np.array([4, 0]))
     for field in dataclasses.fields(Regions):
@@ -152,31 +142,20 @@ CORRUPT = {
     "json of another version": (metadata(version=2), "of version 2, this code reads 1"),
     "an unknown array": (packed(masks=["<f4", [0], b""]), r"unknown arrays \['masks'\]"),
     "scores of another byte order": (packed(scores=[">f4", [3], bytes(12)]), r"regions.scores .* '>f4'"),
-    "scores of another length": (packed(scores=["<f4", [2], bytes(12)]), "regions.scores .*reshape"),
-    "json of another type": (member("json", b"[]"), r"\.json"),
     "json torn": (member("json", b'{"version": 1'), r"\.json"),
-    "json nested deep": (member("json", b'{"caption":' + b"[" * 10**5), r"\.json"),
-    "json with one name twice": (member("json", b'{"version": 1, "version": 1}'), "'version'"),
-    "json of 400 digits": (member("json", b'{"version": ' + b"1" * 400 + b"}"), r"\.json"),
     "version of another type": (metadata(version=True), "version"),
-    "version as a fraction": (metadata(version=1.0), "version"),
     "caption as a number": (metadata(caption=3), "caption"),
     "caption absent": (metadata(caption=...), "caption"),
-    "caption null": (metadata(caption=None), "caption"),
     "url as a list": (metadata(url=["http://h/"]), "url"),
     "sha256 as a number": (metadata(sha256=0), "sha256"),
     "flags as a text": (metadata(flags="resized"), "flags"),
     "flags of numbers": (metadata(flags=[1]), "flags"),
     "an unknown field": (metadata(width_=1), "width_"),
-    "width 0": (metadata(width=0), "width"),
     "width 10^9": (metadata(width=10**9), "width"),
-    "width negative": (metadata(width=-16), "width"),
     "width as a fraction": (metadata(width=16.0), "width"),
-    "width as a text": (metadata(width="16"), "width"),
     "height true": (metadata(height=True), "height"),
     "height of another image": (metadata(height=9), "height"),
     "jpg empty": (member("jpg", b""), r"\.jpg"),
-    "jpg a PNG": (member("jpg", b"\x89PNG\r\n\x1a\n" + bytes(100)), r"\.jpg"),
     "jpg ends in its header": (member("jpg", JPEG[:20]), r"\.jpg"),
     "jpg ends in its size": (member("jpg", JPEG[: JPEG.index(b"\xff\xc0") + 7]), r"\.jpg"),
     "jpg without pixels": (member("jpg", size_in_header(0, 8)), r"\.jpg"),
@@ -188,41 +167,28 @@ CORRUPT = {
     "mp empty": (member("mp", b""), r"\.mp"),
     "mp of another type": (member("mp", msgpack.packb([1])), r"\.mp"),
     "mp torn": (lambda members: members | {"mp": members["mp"][:-1]}, r"\.mp"),
-    "mp with more behind": (lambda members: members | {"mp": members["mp"] + b"\0"}, r"\.mp"),
     "mp nested deep": (member("mp", b"\x91" * 10**5), r"\.mp"),
     "mp that asks for gigabytes": (member("mp", b"\xdd\x7f\xff\xff\xff" * 100), r"\.mp"),
-    "mp with a number as a key": (member("mp", msgpack.packb({1: 2})), r"\.mp"),
     "mp with bytes as a key": (member("mp", msgpack.packb({b"version": 1})), "version"),
     "mp with an ext": (packed(detector=msgpack.ExtType(5, b"x")), r"\.mp"),
-    "mp with a time": (packed(detector=msgpack.Timestamp(1)), r"\.mp"),
     "regions of another version": (packed(version=2), "version"),
     "version absent": (packed(version=...), "version"),
     "detector absent": (packed(detector=...), "detector"),
-    "detector as a number": (packed(detector=1), "detector"),
     "detector empty": (packed(detector=""), "detector"),
     "background absent": (packed(background=...), "background"),
     "background 99": (packed(background=99), "background"),
     "background negative": (packed(background=-1), "background"),
     "background as a fraction": (packed(background=0.0), "background"),
-    "background true": (packed(background=True), "background"),
     "background 2^63": (packed(background=2**63, class_probs=...), "background"),
     "boxes absent": (packed(boxes=...), "boxes"),
-    "labels absent": (packed(labels=...), "labels"),
-    "boxes as a number": (packed(boxes=1), "boxes"),
     "boxes without bytes": (packed(boxes=["<f4", [3, 4]]), "boxes"),
-    "boxes as a text": (packed(boxes=["<f4", [3, 4], "x" * 48]), "boxes"),
     "boxes of another dtype": (packed(boxes=["<f8", [3, 4], bytes(96)]), "boxes"),
-    "boxes of a dtype that is a list": (packed(boxes=[["<f4"], [3, 4], bytes(48)]), "boxes"),
     "boxes cut short": (packed(boxes=["<f4", [3, 4], bytes(47)]), "boxes"),
-    "boxes of fewer bytes than their shape": (packed(boxes=["<f4", [3, 4], bytes(44)]), "boxes"),
     "scores of a negative shape": (packed(scores=["<f4", [-1], bytes(12)]), "scores"),
     "boxes of a shape that overflows": (packed(boxes=["<f4", [2**62, 4], bytes(48)]), "boxes"),
-    "boxes of a shape over 64 bits": (packed(boxes=["<f4", [2**64 - 1, 4], bytes(48)]), "boxes"),
     "boxes of a shape of texts": (packed(boxes=["<f4", ["3", "4"], bytes(48)]), "boxes"),
     "boxes of no shape": (packed(boxes=["<f4", [], bytes(4)]), "boxes"),
     "scores of two sides": (packed(scores=["<f4", [3, 1], bytes(12)]), "scores"),
-    "boxes of a flat shape": (packed(boxes=["<f4", [12], bytes(48)]), "boxes"),
-    "scores of another number": (packed(scores=["<f4", [2], bytes(8)]), "scores"),
     "attributes alone": (packed(attribute_scores=...), "attribute_scores"),
     "class_probs without columns": (packed(class_probs=["<f2", [3, 0], b""]), "background"),
 }
@@ -234,9 +200,6 @@ WRONG = {
     "a box right of the image": (number("boxes", (1, 2), 16.01), r"boxes\[1\]"),
     "a box below the image": (number("boxes", (1, 3), 8.01), r"boxes\[1\]"),
     "a box that is no number": (number("boxes", (1, 0), np.nan), r"boxes\[1\]"),
-    "a box that ends nowhere": (number("boxes", (2, 3), np.nan), r"boxes\[2\]"),
-    "an infinite box": (number("boxes", (0, 3), np.inf), r"boxes\[0\]"),
-    "a box that begins at minus infinity": (number("boxes", (0, 0), -np.inf), r"boxes\[0\]"),
     "a box without width": (number("boxes", (1, slice(None)), [3, 1, 3, 2]), r"boxes\[1\]"),
     "a box upside down": (number("boxes", (1, slice(None)), [1, 3, 2, 2]), r"boxes\[1\]"),
     "a label out of class_probs": (number("labels", (2,), 6), r"labels\[2\]"),
@@ -246,7 +209,6 @@ WRONG = {
     "a negative score": (number("scores", (0,), -1e-30), r"scores\[0\]"),
     "a score that is no number": (number("scores", (2,), np.nan), r"scores\[2\]"),
     "a class_prob that is no number": (number("class_probs", (1, 4), np.nan), r"class_probs\[1, 4\]"),
-    "an infinite class_prob": (number("class_probs", (2, 5), np.inf), r"class_probs\[2, 5\]"),
     "a negative class_prob": (number("class_probs", (0, 0), -6e-8), r"class_probs\[0, 0\]"),
     "a class_prob over 1": (number("class_probs", (0, 0), 1.001), r"class_probs\[0, 0\]"),
     "a negative attribute": (number("attributes", (2,), -1), r"attributes\[2\]"),
@@ -266,7 +228,7 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize(("change", "named"), CORRUPT.values(), ids=CORRUPT)
-def test_members_that_are_no_sample_are_refused_and_the_field_is_named(change, named):
+def test_invalid_members_are_refused(change, named):
     members = change(to_members(whole()))
     with pytest.raises(BadSample, match=rf"^sample k: .*{named}") as refused:
         from_members("k", members)
@@ -276,7 +238,7 @@ def test_members_that_are_no_sample_are_refused_and_the_field_is_named(change, n
 
 
 @pytest.mark.parametrize(("change", "named"), WRONG.values(), ids=WRONG)
-def test_wrong_numbers_are_neither_read_nor_written_and_their_place_is_named(change, named):
+def test_wrong_numbers_are_neither_read_nor_written(change, named):
     sample = change(whole())
     for refuse in (check_sample, to_members):
         with pytest.raises(BadSample, match=rf"^sample {sample.key}: regions\.{named}"):
@@ -287,12 +249,12 @@ def test_wrong_numbers_are_neither_read_nor_written_and_their_place_is_named(cha
 
 
 @pytest.mark.parametrize(("named", "fields"), UNWRITABLE.items(), ids=UNWRITABLE)
-def test_what_could_not_be_read_is_not_written(named, fields):
+def test_invalid_samples_are_not_written(named, fields):
     with pytest.raises(BadSample, match=rf"sample {whole().key}: .*{named}"):
         to_members(dataclasses.replace(whole(), **fields))
 
 
-def test_numbers_at_their_limits_are_right():
+def test_numbers_at_their_limits_are_valid():
     sample = whole()
     boxes = np.float32([[0, 0, 16, 8], [-0.0, 7.99, 1e-30, 8], [15.99, 0, 16, 1e-30]])
     extreme = np.float16([[0, 65504, -65504]] * 3)
@@ -309,9 +271,7 @@ def test_numbers_at_their_limits_are_right():
     assert as_dict(from_members(sample.key, to_members(sample))) == as_dict(sample)
 
 
-def test_an_error_of_a_sample_comes_out_of_another_process_whole():
-    import pickle
-
+def test_a_bad_sample_survives_pickling_between_processes():
     bad = pickle.loads(pickle.dumps(BadSample("sample k: caption is 3", "k")))
     assert (str(bad), bad.key) == ("sample k: caption is 3", "k")
 
@@ -328,37 +288,25 @@ def test_the_size_of_a_jpeg_is_that_of_its_frame_header(mode, options):
 
 @st.composite
 def damaged(draw: st.DrawFn) -> Members:
-    """Members of a real sample, of which one has bytes flipped, cut off, cut out or put in."""
+    """Members of a valid sample; in one of them bytes are replaced, cut out or put in."""
     members = to_members(seeded_sample(2, seeded_regions(2, draw(st.integers(0, 4)), everything=draw(st.booleans()))))
     name = draw(st.sampled_from(sorted(members)))
     data = bytearray(members[name])
     for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, max(0, len(data) - 1)))
-        kind = draw(st.sampled_from(["flip", "set", "truncate", "cut", "insert"]))
-        if kind == "flip" and data:
-            data[at] ^= 1 << draw(st.integers(0, 7))
-        elif kind == "set" and data:
-            data[at] = draw(st.integers(0, 255))
-        elif kind == "truncate":
-            del data[at:]
-        elif kind == "cut":
-            del data[at : at + draw(st.integers(1, 8))]
-        else:
-            data[at:at] = draw(st.binary(min_size=1, max_size=8))
+        start = draw(st.integers(0, max(0, len(data) - 1)))
+        end = start + draw(st.sampled_from([0, 1, 8, len(data)]))
+        data[start:end] = draw(st.binary(max_size=8))
     return members | {name: bytes(data)}
 
 
 @given(damaged())
-@settings(max_examples=400, deadline=None, derandomize=True)
-def test_damaged_members_are_a_right_sample_or_refused_by_name(members):
+@settings(max_examples=200)
+def test_damaged_members_are_a_valid_sample_or_refused(members):
     try:
         sample = from_members("k", members)
-    except ValueError as error:
-        refused = error
-    else:
-        check_sample(sample)
-        assert as_dict(from_members("k", to_members(sample))) == as_dict(sample)
+    except BadSample as error:
+        message = str(error)
+        assert message.startswith("sample k: ")
+        assert message.isprintable()
         return
-    assert isinstance(refused, BadSample)
-    assert str(refused).startswith("sample k: ")
-    assert str(refused).isprintable()
+    assert as_dict(from_members("k", to_members(sample))) == as_dict(sample)

@@ -1,9 +1,12 @@
+"""storage.settings, and what every configuration checks of its fields."""
+
 import dataclasses
 import json
 import math
 import operator
 import re
 import typing
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -40,20 +43,22 @@ from vlbert.tasks.refcoco import RefCOCOSettings
 from vlbert.tasks.vcr import VCRSettings
 from vlbert.tasks.vqa import VQASettings
 
+MODEL_SIZES = ("hidden_size", "num_heads", "intermediate_size", "max_positions", "geometry_channels")
+MODEL_SIZES += ("visual_embedding_size", "region_classes")
+
 
 def test_overrides_reach_every_depth_and_keep_the_types():
     recipe = override(
         RECIPES["pretrain_vlbert_base"](),
         [
             "steps=1e3",
+            "model.hidden_size=96",  # and num_heads at once, which must divide it
+            "model.num_heads=8",
             "optimizer.learning_rate=3e-4",
             "model.regions.resnet.blocks=3,4,6,3",
             "task.words.whole_words=false",
             "task.max_elements=none",
             "model.geometry=corners",
-            "task.monitored_words=red,blue",
-            "optimizer.betas=0.9,0.98",
-            "optimizer.max_grad_norm=none",
             "optimizer.schedule=step",
             "optimizer.decay_at=20,30",
         ],
@@ -62,14 +67,12 @@ def test_overrides_reach_every_depth_and_keep_the_types():
     assert recipe.model.regions.resnet.blocks == (3, 4, 6, 3)
     assert recipe.task.words.whole_words is False
     assert recipe.task.max_elements is None
-    assert recipe.model.geometry == "corners"
-    assert recipe.task.monitored_words == ("red", "blue")
-    assert recipe.optimizer.betas == (0.9, 0.98)
-    assert (recipe.optimizer.max_grad_norm, recipe.optimizer.decay_at) == (None, (20, 30))
+    assert (recipe.model.geometry, recipe.model.hidden_size, recipe.model.num_heads) == ("corners", 96, 8)
+    assert recipe.optimizer.decay_at == (20, 30)
 
 
 @pytest.mark.parametrize(
-    ("assignment", "says"),
+    ("assignment", "named"),
     [
         ("optimiser.learning_rate=1", "Recipe has no field 'optimiser'"),
         ("optimizer.rate=1", "OptimizerConfig has no field 'rate'; it has kind, learning_rate"),
@@ -79,15 +82,9 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("model.geometry=polar", "one of centre, corners"),
         ("steps.more=1", "plain value"),
         ("model=small", "set its fields"),
-        *(
-            (f"model.{name}=0", f"ModelConfig.{name} is 0")
-            for name in ("hidden_size", "num_heads", "intermediate_size")
-        ),
-        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("max_positions", "geometry_channels")),
-        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in ("visual_embedding_size", "region_classes")),
-        *((f"model.dropout={value}", "ModelConfig.dropout is ") for value in ("1", "-0.1", "nan")),
+        *((f"model.{name}=0", f"ModelConfig.{name} is 0") for name in MODEL_SIZES),
+        *((f"model.dropout={value}", "ModelConfig.dropout is ") for value in ("1", "-0.1")),
         ("model.initializer_range=0", "ModelConfig.initializer_range is 0"),
-        ("optimizer.learning_rate=inf", "OptimizerConfig.learning_rate is inf; it must be finite"),
         ("optimizer.region_learning_rate=0", "OptimizerConfig.region_learning_rate is 0"),
         ("optimizer.schedule=step optimizer.decay_at=0,4", "OptimizerConfig.decay_at is (0, 4)"),
         ("data.batch=0", "DataConfig.batch is 0"),
@@ -96,7 +93,6 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("task.words.masked=1.5", "shares"),
         ("steps=0", "Recipe.steps is 0"),
         ("data.gradient_accumulation=0", "DataConfig.gradient_accumulation is 0"),
-        ("data.seed=-1", "DataConfig.seed is -1"),
         ("task.max_elements=2", "max_elements is 2"),
         ("optimizer.max_grad_norm=0", "OptimizerConfig.max_grad_norm is 0"),
         ("optimizer.betas=0.9", "two numbers"),
@@ -117,10 +113,9 @@ def test_overrides_reach_every_depth_and_keep_the_types():
         ("task.text_specials=true task.text_length=2", "text_length is 2; it must be at least 1, and 3 with"),
     ],
 )
-def test_a_wrong_override_is_named_with_the_way_out(assignment, says):
-    with pytest.raises(ValueError, match=".*") as error:
+def test_wrong_overrides_are_named(assignment, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
         override(RECIPES["pretrain_vlbert_base"](), assignment.split())
-    assert says in str(error.value)
 
 
 SETTINGS = [
@@ -150,7 +145,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"{type(config).__module__}.{type(config).__name__}")
-def test_no_number_is_negative_where_it_counts_and_none_is_infinite(config):
+def test_counts_are_not_negative_and_numbers_are_finite(config):
     """Every count of every configuration, and every float; the error names the field."""
     for field in dataclasses.fields(config):
         kinds = {typing.get_type_hints(type(config))[field.name]}
@@ -163,13 +158,8 @@ def test_no_number_is_negative_where_it_counts_and_none_is_infinite(config):
                 dataclasses.replace(config, **{field.name: given})
 
 
-def test_fields_that_belong_together_may_change_together():
-    recipe = override(RECIPES["pretrain_vlbert_base"](), ["model.hidden_size=96", "model.num_heads=8"])
-    assert (recipe.model.hidden_size, recipe.model.num_heads) == (96, 8)
-
-
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_recipes_are_named_as_their_function_and_survive_json(name):
+def test_recipes_have_the_name_of_their_function_and_round_trip(name):
     recipe = RECIPES[name]()
     assert recipe.name == name
     assert from_json(ModelConfig, to_json(recipe)["model"], "here") == recipe.model
@@ -177,7 +167,7 @@ def test_recipes_are_named_as_their_function_and_survive_json(name):
         check_complete(recipe)
 
 
-def test_a_configuration_may_be_older_and_not_newer():
+def test_a_configuration_may_lack_fields_but_not_have_others():
     values = to_json(ModelConfig())
     del values["num_heads"]
     assert from_json(ModelConfig, values, "config.json") == ModelConfig(), (
@@ -207,12 +197,15 @@ class Outer(Inner):
     folder: str | None = None  # of the files
     names: tuple[str, ...] = ("a",)  # in order
     sizes: tuple[float, ...] = ()  # in pixels
+    weights: Mapping[str, float | None] = dataclasses.field(default_factory=lambda: {"a": None})  # by name
+    votes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by name, too
     inner: Inner = Inner(count=7)  # another one
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 INNER = {"count": st.integers(), "share": NUMBERS}
 TEXT = st.text(max_size=5)
+NAMES = TEXT.filter(lambda text: text and not {",", ":"} & {*text})
 OUTER = st.builds(
     Outer,
     **INNER,
@@ -222,25 +215,43 @@ OUTER = st.builds(
     folder=st.none() | TEXT.filter(lambda text: text not in ("", "none", "None")),
     names=st.lists(TEXT.filter(lambda text: text and "," not in text)).map(tuple),
     sizes=st.lists(NUMBERS).map(tuple),
+    weights=st.dictionaries(NAMES, st.none() | NUMBERS),
+    votes=st.dictionaries(NAMES, st.integers()),
     inner=st.builds(Inner, **INNER),
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(OUTER, OUTER)
-def test_field_value_says_every_settings(config: Outer, base: Outer):
+def test_settings_round_trip_through_field_value_and_json(config: Outer, base: Outer):
     assert override(base, assignments_of(config, base)) == config
     assert from_assignments(Outer, assignments_of(config)) == config
     assert from_json(Outer, json.loads(json.dumps(to_json(config))), "here") == config
 
 
-@pytest.mark.parametrize("changes", [{"folder": "none"}, {"folder": ""}, {"names": ("a,b",)}, {"names": ("",)}])
-def test_a_value_that_field_value_cannot_say_is_refused(changes: dict):
+@pytest.mark.parametrize(
+    "changes", [{"folder": "none"}, {"folder": ""}, {"names": ("a,b",)}, {"names": ("",)}, {"weights": {"a,b": None}}]
+)
+def test_values_that_field_value_cannot_give_are_refused(changes: dict):
     with pytest.raises(ValueError, match=rf"Outer.{next(iter(changes))} is "):
         assignments_of(Outer(**changes))
 
 
-def test_words_come_from_docstrings_and_comments():
+@pytest.mark.parametrize(
+    ("assignment", "named"),
+    [
+        ("weights=a:1,b,a:2", "weights=a:1,b,a:2: a is there twice"),
+        ("weights=a:much", "'much' is no float"),
+        ("votes=a:1,b", "b has no value; write b:value"),
+        ("weights.a=1", "weights of Outer is a plain value"),
+    ],
+)
+def test_wrong_mappings_are_named(assignment, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        override(Outer(), [assignment])
+
+
+def test_help_is_taken_from_docstrings_and_comments():
     assert field_words(Outer) == {
         "count": "how many",
         "share": "of all, % from 0 to 1",
@@ -250,6 +261,8 @@ def test_words_come_from_docstrings_and_comments():
         "folder": "of the files",
         "names": "in order",
         "sizes": "in pixels",
+        "weights": "by name",
+        "votes": "by name, too",
         "inner": "another one",
     }
     listed = field_help(Outer(folder="x"), without=["count"])
@@ -258,6 +271,8 @@ def test_words_come_from_docstrings_and_comments():
         "inner.count=7  (int)",
         "strict=true  (true | false)",
         "sizes=  (float,...)",
+        "weights=a  (name[:float],...)",
+        "votes=  (name:int,...)",
     } <= {*listed.splitlines()}
     assert "\ncount" not in listed
 
@@ -269,9 +284,9 @@ def kinds_below(kind: type) -> set[type]:
 
 
 @pytest.mark.parametrize("kind", {type(config) for config in SETTINGS}, ids=lambda kind: kind.__qualname__)
-def test_every_field_of_every_settings_has_words(kind: type):
-    silent = [name for one in kinds_below(kind) for name, words in field_words(one).items() if not words]
-    assert not silent, f"{kind.__name__}: say what these are for: {silent}"
+def test_every_field_has_help(kind: type):
+    without = [name for one in kinds_below(kind) for name, words in field_words(one).items() if not words]
+    assert not without, f"{kind.__name__}: say what these are for: {without}"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +299,7 @@ def test_every_field_of_every_settings_has_words(kind: type):
         (run.main, [], DetectionConfig),
     ],
 )
-def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[str], config, capsys):
+def test_programs_list_every_field_in_their_help(main, arguments: list[str], config, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--help"])
     assert not ended.value.code
@@ -293,7 +308,7 @@ def test_help_lists_every_field_with_its_value_and_words(main, arguments: list[s
         assert line in printed
 
 
-def test_the_settings_that_the_detectors_page_names_are_fields():
+def test_settings_on_the_detector_page_are_fields():
     page = (PROJECT / "docs" / "detector.md").read_text()
     (table,) = re.findall(r"\| setting \|\n.*?\n(.*?)\n\n", page, re.DOTALL)
     cells = [row.split("|")[-2] for row in table.splitlines() if "of the file alone" not in row]

@@ -1,13 +1,14 @@
-"""Chunked order: neighbours stay together, and an epoch is still a permutation. (The rest is in test_data.py.)"""
+"""storage.shuffle: the chunked order of an epoch."""
 
 import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from storage.shuffle import shuffled
-from vlbert.data.loading import CAPTIONS, SnapshotSpan, drawn
+from storage.shuffle import interleaved, shuffled
+from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS
 
@@ -22,50 +23,46 @@ def taken_of(n: int, consumed: int, count: int) -> list[tuple[int, int]]:
 
 
 def cuts(order: list[int], n: int) -> list[int]:
-    """Places at which the next sample is not the neighbour (the first one follows the last)."""
-    return [place for place in range(1, len(order)) if order[place] != (order[place - 1] + 1) % n]
+    """Positions at which the next sample is not the neighbour (the first one follows the last)."""
+    return [i for i in range(1, len(order)) if order[i] != (order[i - 1] + 1) % n]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 63, 64, 65, 1000, 1025])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 64, 2000])
-def test_an_epoch_in_chunks_is_a_permutation_wherever_it_begins(n, chunk):
-    for epoch, begins in ((0, 0), (1, n), (2, 2 * n), (3, 12_345)):
-        assert sorted(epoch_of(epoch, n, chunk, begins)) == list(range(n))
+@given(st.integers(1, 1100), st.integers(1, 70), st.integers(0, 5), st.integers(0, 20_000))
+def test_every_epoch_is_a_permutation(n, chunk, epoch, begins):
+    assert sorted(epoch_of(epoch, n, chunk, begins)) == list(range(n))
 
 
-@pytest.mark.parametrize("n", [64, 65, 71, 1000])
-def test_chunks_begin_at_multiples_of_their_size_through_all_epochs(n):
-    for epoch in range(10):
-        order = epoch_of(epoch, n, 8, begins=epoch * n)
-        assert all((epoch * n + place) % 8 == 0 for place in cuts(order, n))
+@given(st.integers(9, 1000), st.integers(0, 5000))
+def test_chunks_begin_at_multiples_of_their_size_over_all_epochs(n, begins):
+    assert all((begins + i) % 8 == 0 for i in cuts(epoch_of(1, n, 8, begins), n))
 
 
-def test_batches_of_whole_chunks_cut_none_but_at_the_border_of_an_epoch():
+@given(st.integers(9, 300), st.integers(1, 300))
+def test_steps_of_any_size_take_every_sample_once_an_epoch(n, step):
+    taken = [pair for start in range(0, 3 * n, step) for pair in taken_of(n, start, step)][: 3 * n]
+    assert taken == taken_of(n, 0, 3 * n)
+    assert sorted(taken) == [(epoch, number) for epoch in range(3) for number in range(n)]
+
+
+def test_chunks_stay_together_within_each_snapshot():
+    spans = [SnapshotSpan(0, 0, 25, "a"), SnapshotSpan(1, 25, 41, "b")]
+    numbers = [number for *_, number in drawn(spans, 25, 41, SEED, chunk=8)]
+    assert sorted(numbers) == list(range(41))
+    assert all((25 + i) % 8 == 0 for i in cuts(numbers, 41)), "counted from the beginning of the run"
+
+
+def test_batches_of_whole_chunks_cut_only_at_epoch_boundaries():
     n, requests = 1001, []
     for step in range(100):
         taken = taken_of(n, step * 32, 32)
         runs = 1 + sum(after != (before[0], (before[1] + 1) % n) for before, after in itertools.pairwise(taken))
         requests.append(runs)
-    borders = {epoch * n // 32 for epoch in range(1, 4)}
-    assert all(runs <= 4 for step, runs in enumerate(requests) if step not in borders)
+    boundaries = {epoch * n // 32 for epoch in range(1, 4)}
+    assert all(runs <= 4 for step, runs in enumerate(requests) if step not in boundaries)
     assert all(runs <= 6 for runs in requests)
 
 
-def test_samples_over_several_epochs_are_taken_once_an_epoch_by_steps_of_any_size():
-    n = 101
-    for step in (1, 7, 8, 101, 250):
-        taken = [pair for start in range(0, 1010, step) for pair in taken_of(n, start, step)][:1010]
-        assert taken == taken_of(n, 0, 1010)
-        assert Counter(taken) == Counter((epoch, number) for epoch in range(10) for number in range(n))
-
-
-def test_an_epoch_that_begins_within_a_chunk_cuts_at_the_next_multiple():
-    for begins in range(8):
-        order = epoch_of(0, 1000, 8, begins)
-        assert {(begins + place) % 8 for place in cuts(order, 1000)} == {0}
-
-
-def test_whole_chunks_are_shuffled_and_every_epoch_cuts_elsewhere():
+def test_chunks_are_shuffled_and_cut_elsewhere_in_every_epoch():
     n, chunk = 4096, 8
     firsts, orders = [], []
     for epoch in range(20):
@@ -81,20 +78,64 @@ def test_whole_chunks_are_shuffled_and_every_epoch_cuts_elsewhere():
     assert epoch_of(0, n, chunk) != epoch_of(0, n, chunk, stream=1)
 
 
-def test_every_sample_is_left_over_in_some_epoch_and_none_in_most():
+def test_the_incomplete_chunk_moves_from_epoch_to_epoch():
     """25 samples in chunks of 8: one stands alone, and over the epochs it is another one."""
     alone = Counter(epoch_of(epoch, 25, 8)[-1] for epoch in range(2000))
     assert set(alone) == set(range(25))
     assert max(alone.values()) < 2 * 2000 / 25
 
 
-def test_chunks_of_one_are_the_full_shuffle():
-    assert epoch_of(3, 1000, 1, begins=77) == shuffled(np.arange(1000), SEED, STREAM, 3, 1000).tolist()
-
-
-def test_chunked_order_stays_what_it_is():
-    # Part of the contract with old checkpoints: the same on every machine, for ever.
-    assert epoch_of(1, 22, 4, begins=22) == GOLDEN
-
-
 GOLDEN = [11, 12, 17, 18, 19, 20, 13, 14, 15, 16, 3, 4, 5, 6, 21, 0, 1, 2, 7, 8, 9, 10]
+
+
+def test_the_order_of_an_epoch_never_changes():
+    # Checkpoints depend on it: the same on every machine.
+    assert epoch_of(1, 22, 4, begins=22) == GOLDEN
+    assert epoch_of(3, 22, 1, begins=77) == shuffled(np.arange(22), SEED, STREAM, 3, 22).tolist()
+
+
+# --- several sequences in one order -----------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(st.floats(0.01, 100) | st.integers(1, 50), min_size=1, max_size=6)
+
+
+def slots(consumed: int, count: int, weights: list[float]) -> list[tuple[int, int]]:
+    return list(zip(*(array.tolist() for array in interleaved(consumed, count, weights)), strict=True))
+
+
+@given(WEIGHTS, st.integers(0, 10**12), st.integers(1, 400), st.integers(0, 400))
+def test_a_window_of_the_interleaved_order_is_a_slice_of_a_larger_one(weights, consumed, count, skipped):
+    whole = slots(consumed, skipped + count, weights)
+    assert len(whole) == skipped + count
+    assert slots(consumed + skipped, count, weights) == whole[skipped:]
+
+
+@given(WEIGHTS)
+def test_each_sequence_is_drawn_in_order_and_as_often_as_its_share(weights):
+    whole = slots(0, 600, weights)
+    for number, weight in enumerate(weights):
+        draws = [(n, draw) for n, (sequence, draw) in enumerate(whole) if sequence == number]
+        assert [draw for _, draw in draws] == list(range(len(draws)))
+        share = weight / sum(weights)
+        # Before its draw k a sequence has had k of n slots; within the first 600 it is due 600 times its share.
+        assert all(abs(n * share - draw) <= len(weights) / 2 + 1 for n, draw in draws)
+        assert abs(600 * share - len(draws)) <= len(weights) / 2 + 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_weights_that_are_lengths_end_all_epochs_together(lengths, epoch):
+    """As slots: an epoch of all has each draw of each sequence's epoch."""
+    whole = slots(epoch * sum(lengths), sum(lengths), lengths)
+    expected = [(number, epoch * n + draw) for number, n in enumerate(lengths) for draw in range(n)]
+    assert sorted(whole) == expected
+
+
+@given(st.integers(0, 10**15), st.integers(1, 300), st.floats(0.001, 1000))
+def test_one_sequence_alone_is_drawn_in_every_slot(consumed, count, weight):
+    assert slots(consumed, count, [weight]) == [(0, n) for n in range(consumed, consumed + count)]
+
+
+def test_the_interleaved_order_never_changes():
+    # Checkpoints depend on it.
+    assert "".join("ab"[sequence] for sequence, _ in slots(0, 19, [3.0, 0.8])) == "aabaaaabaaabaaaabaa"
+    assert "".join("abc"[sequence] for sequence, _ in slots(0, 8, [2, 1, 1])) == "abcaabca"

@@ -1,22 +1,24 @@
-"""Images in a temporary file read back as written, from any thread."""
+"""Images of shards in progress read back as written: from a temporary file, and from the root."""
 
+import dataclasses
+import functools
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from places import PROJECT
 
+from storage.catalog import Catalog
+from storage.garbage import find_garbage
 from storage.normalise import NormalisedImage
-from storage.spool import Spool
+from storage.object_store import StorageUnreachable
+from storage.spool import PartialShard, Spool, remove_partial
 
 
 def image(number: int) -> NormalisedImage:
     return NormalisedImage(bytes([number]) * (1000 + 97 * number), number + 1, 7, f"sha {number}", ("png",))
 
 
-def test_what_many_threads_write_reads_back():
+def test_images_of_many_threads_read_back():
     with Spool() as spool, ThreadPoolExecutor(8) as threads:
         written = list(threads.map(spool.write, map(image, range(200))))
         for number, found in enumerate(written):
@@ -34,13 +36,57 @@ def test_a_spool_leaves_no_file_and_ends_with_its_block():
         spool.write(image(2))
 
 
-def test_a_full_disk_is_named_with_the_way_out():
-    code = (
-        "import resource, signal; from storage.normalise import NormalisedImage; from storage.spool import Spool;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000));"
-        "spool = Spool().__enter__(); spool.write(NormalisedImage(bytes(9000), 1, 1, '', ()))"
-    )
-    root = PROJECT
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 1
-    assert "set TMPDIR to a folder with more space" in done.stderr
+def partials(catalog: Catalog) -> list[str]:
+    """The objects of shards in progress."""
+    return [info.path for info in catalog.store.list("captions/images/partial/")]
+
+
+def test_a_shard_in_progress_is_saved_in_several_objects_and_read_back(catalog: Catalog, monkeypatch):
+    monkeypatch.setattr("storage.spool._OBJECT_BYTES", 1000)
+
+    def lost(*_: object) -> None:
+        raise StorageUnreachable("away")
+
+    shard = functools.partial(PartialShard, catalog.store, "captions", "00007")
+    images = {
+        f"http://x/{i}": NormalisedImage(bytes([i]) * 300, i, 2, f"{i:064}", ("png",) * (i % 2)) for i in range(10)
+    }
+    with Spool() as spool, Spool() as again:
+
+        def read_back(settings: str) -> dict[str, NormalisedImage]:
+            found = shard(settings).load(again)
+            names = [field.name for field in dataclasses.fields(NormalisedImage)]
+            return {url: NormalisedImage(*(getattr(saved, name) for name in names)) for url, saved in found.items()}
+
+        first, other, second = shard("a" * 12), shard("b" * 12), shard("a" * 12)
+        for url, image in images.items():
+            first.add(url, spool.write(image))
+        with monkeypatch.context() as away:
+            away.setattr(catalog.store, "put", lost)
+            with pytest.raises(StorageUnreachable):
+                first.save()
+        first.save()  # all of it, though the storage was away
+        first.save()  # nothing new
+        assert len(partials(catalog)) == 3
+        assert read_back("a" * 12) == images
+        assert read_back("b" * 12) == {}  # other settings make other bytes
+        damaged = partials(catalog)[0]
+        catalog.store.put(damaged, catalog.store.get(damaged)[:-1])
+        assert 0 < len(read_back("a" * 12)) < 10
+        for one in (other, second):
+            one.add("http://x/1", spool.write(images["http://x/1"]))
+            one.save()
+        assert len(partials(catalog)) >= 4
+        remove_partial(catalog.store, "captions", {"00001"})
+        assert len(partials(catalog)) >= 4
+        assert [one.what for one in find_garbage(catalog.store, grace=-1)] == len(partials(catalog)) * ["partial shard"]
+        assert find_garbage(catalog.store, grace=3600) == []
+        first.close()  # of whoever it was, and with whatever settings
+        assert partials(catalog) == []
+        first.add("http://x/2", spool.write(images["http://x/2"]))
+        first.save()
+        assert partials(catalog) == []
+        second.add("http://x/2", spool.write(images["http://x/2"]))
+        second.save()
+        remove_partial(catalog.store, "captions", {"00007"})
+        assert partials(catalog) == []

@@ -1,17 +1,27 @@
-"""What one update does to the weights, and how far: beside the authors' figures, and by hand."""
+"""Updates and learning rates beside the authors' figures, and by hand."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from places import SHARED
+from places import DATA, SHARED
 from safetensors.torch import load_file
-from tiny import tiny_recipe, tiny_root
+from tiny import TINY_MODEL, tiny_recipe, tiny_root
 from torch import nn
 
 from training.distributed import World
-from training.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer, set_learning_rate
+from training.optimizer import (
+    OptimizerConfig,
+    clip_gradients,
+    learning_rate_factor,
+    make_optimizer,
+    set_learning_rate,
+)
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 from vlbert.train import train
 
 COMPONENTS = SHARED / "parity" / "vlbert" / "components.npz"
@@ -44,14 +54,14 @@ def steps(start: np.ndarray, gradients: np.ndarray, config: OptimizerConfig) -> 
     return np.stack(after)
 
 
-def test_adamw_moves_the_weights_as_the_authors_does(components):
+def test_adamw_equals_the_authors(components):
     rate, epsilon, weight_decay = components["adamw/hyper_lr_eps_wd"]
     config = OptimizerConfig(learning_rate=rate, epsilon=epsilon, weight_decay=weight_decay, **CONSTANT)
     found = steps(components["adamw/in_p0"], components["adamw/in_grads"], config)
     np.testing.assert_allclose(found, components["adamw/out_traj"], rtol=1e-6, atol=5e-7)
 
 
-def test_bert_and_pytorch_differ_where_gradients_are_as_small_as_epsilon():
+def test_bert_adam_adds_epsilon_before_the_correction():
     gradients = np.array([[1.0, 1e-6]])
     settings = {"learning_rate": 0.1, "weight_decay": 0.0, "epsilon": 1e-6, **CONSTANT}
     # Step 1 of PyTorch: g / (|g| + epsilon); of BERT: g / (|g| + epsilon / sqrt(1 - 0.999)).
@@ -61,7 +71,7 @@ def test_bert_and_pytorch_differ_where_gradients_are_as_small_as_epsilon():
     np.testing.assert_allclose(as_bert, [[-0.1, -0.1 / (1 + 0.001**-0.5)]], rtol=1e-4)
 
 
-def test_adam_and_sgd_have_their_decay_in_the_gradient():
+def test_adam_and_sgd_decay_in_the_gradient():
     settings = {"learning_rate": 0.1, "weight_decay": 0.5, **CONSTANT}
     still = np.zeros((1, 2))
     start = np.array([2.0, -4.0])
@@ -83,7 +93,7 @@ def test_adam_and_sgd_have_their_decay_in_the_gradient():
         ("multistep_w10_m30_40", OptimizerConfig(warmup_steps=10, schedule="step", decay_at=(29, 39), decay=0.1)),
     ],
 )
-def test_the_learning_rate_has_the_authors_factor_in_every_update(components, figures, config):
+def test_learning_rates_equal_the_authors(components, figures, config):
     theirs = components[f"lr/{figures}"]
     ours = [learning_rate_factor(update, 50, config) for update in range(1, len(theirs) + 1)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
@@ -97,7 +107,7 @@ def test_the_learning_rate_has_the_authors_factor_in_every_update(components, fi
         ("constant", (), [0.5, 1, 1, 1, 1, 1, 1]),
     ],
 )
-def test_the_rate_rises_and_follows_its_schedule(schedule, decay_at, wanted):
+def test_schedules(schedule, decay_at, wanted):
     config = OptimizerConfig(kind="sgd", learning_rate=1.0, warmup_steps=2, schedule=schedule, decay_at=decay_at)
     optimizer = make_optimizer(nn.Linear(1, 1), config)
     rates = []
@@ -107,7 +117,7 @@ def test_the_rate_rises_and_follows_its_schedule(schedule, decay_at, wanted):
     assert rates == pytest.approx(wanted)
 
 
-def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rate():
+def test_the_first_and_last_step_learn_and_the_fast_rcnn_at_its_own_rate():
     model = one_weight(np.zeros(1))
     model.fast_rcnn = nn.Linear(1, 1)
     model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
@@ -124,15 +134,72 @@ def test_the_first_step_and_the_last_both_learn_and_the_fast_rcnn_at_its_own_rat
     assert 0 < optimizer.param_groups[0]["lr"] <= 8
 
 
-def test_gradients_are_clipped_to_a_norm_or_not_at_all(tmp_path):
+def test_gradients_are_clipped_to_max_grad_norm(tmp_path):
     root = tiny_root(tmp_path, samples=2, held_out=1)
     data = dataclasses.replace(tiny_recipe(root).data, held_out=None, batch=2, text_batch=0)
     words = {}
-    for clip in (None, 1e9, 1e-3):
+    for clip in (None, 1e-3):
         sgd = OptimizerConfig(kind="sgd", learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, max_grad_norm=clip)
         recipe = tiny_recipe(root, run=f"clip-{clip}", steps=1, data=data, optimizer=sgd)
         train(recipe, World(0, 1, torch.device("cpu")))
         weights = load_file(root / "runs" / f"clip-{clip}" / "step-0000001" / "model.safetensors")
         words[clip] = weights["vlbert.embedding.words.weight"]
-    assert torch.equal(words[None], words[1e9])
     assert not torch.equal(words[None], words[1e-3])
+
+
+VILBERT = DATA / "vilbert" / "components.npz"
+BERT_ADAM = {"bert_adam": False, "bias_correction": False, "max_grad_norm": 1.0, "clip_each": True}
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_vilberts_optimizer_clips_each_tensor_and_corrects_no_bias(schedule: str):
+    """Two tensors of 6 and 4 numbers; the second has a tenth of the rate and no decay."""
+    figures = np.load(VILBERT)
+    rate, warmup, total, decay = figures["bertadam/hyper"]
+    expected = figures[f"bertadam/warmup_{schedule}/parameters"]
+    gradients = torch.from_numpy(figures[f"bertadam/warmup_{schedule}/gradients"])
+    model = nn.Module()
+    model.first, model.second = (nn.Parameter(torch.from_numpy(part.copy())) for part in np.split(expected[0], [6]))
+    model.bert_parameters = ("second",)
+    config = OptimizerConfig(
+        learning_rate=rate,
+        bert_learning_rate=rate / 10,
+        weight_decay=decay,
+        warmup_steps=int(warmup * total),
+        schedule=schedule,
+        **BERT_ADAM,
+    )
+    optimizer = make_optimizer(model, config)
+    optimizer.param_groups[1]["decay"] = 0.0
+    factors = figures[f"lr/warmup_{schedule}"]
+    for step, (gradient, after) in enumerate(zip(gradients, expected[1:], strict=True)):
+        assert learning_rate_factor(step, int(total), config) == pytest.approx(factors[step])
+        model.first.grad, model.second.grad = (part.clone() for part in gradient.split([6, 4]))
+        norm = clip_gradients(model, config)
+        assert float(norm) == pytest.approx(float(gradient.norm()), rel=1e-5)
+        set_learning_rate(optimizer, step, int(total), config)
+        for group in optimizer.param_groups:  # theirs begins with an update of rate 0; ours with the one behind it
+            ours = learning_rate_factor(step + 1, int(total) + 1, config)
+            group["weight_decay"] *= group["lr"] and 1.0
+            group["lr"] *= factors[step] / ours
+        optimizer.step()
+        found = torch.cat([model.first, model.second]).detach().numpy()
+        np.testing.assert_allclose(found, after, rtol=2e-6, atol=2e-7)
+
+
+def test_weight_decay_is_of_all_of_matrices_or_of_vectors():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    for decayed, shapes in {"all": {1, 2}, "matrices": {2}, "vectors": {1}}.items():
+        optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.01, decayed=decayed))
+        found = {p.dim() for group in optimizer.param_groups for p in group["params"] if group["decay"]}
+        assert found == shapes
+
+
+def test_what_bert_gave_learns_at_its_own_rate():
+    model = TaskModel(VLBert(TINY_MODEL, 20), Pretraining(PretrainingSettings(), Vocabulary([*SPECIALS, "a"]), 3))
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-4, bert_learning_rate=1e-5))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    slow = {names[id(p)] for group in optimizer.param_groups if group["peak"] == 1e-5 for p in group["params"]}
+    assert "vlbert.embedding.words.weight" in slow
+    assert "vlbert.encoder.layers.1.query.bias" in slow
+    assert not [name for name in slow if "visual" in name or "fast_rcnn" in name or "region" in name]

@@ -1,7 +1,6 @@
-"""Which regions each word looks at: the numbers and the figure."""
+"""Attention of words and regions to each other: the numbers and the figure."""
 
 import dataclasses
-import io
 import re
 
 import numpy as np
@@ -14,14 +13,16 @@ from detectors.drawing import colour_of
 from vlbert.attention_figure import (
     MOST_REGIONS,
     Attention,
+    Map,
     attention_of,
-    chosen_heads,
-    draw_figure,
+    chosen_panels,
     numbered_boxes,
-    strengths,
-    thumbnails,
+    shown_regions,
+    strength,
+    title,
     write_attention,
 )
+from vlbert.config import ModelConfig
 from vlbert.data.batch import collate
 from vlbert.data.images import prepare_image
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
@@ -32,85 +33,158 @@ from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "square", "<", "/", "script", ">", "$"])
 
 
-def asked(text: str, regions: int = 2, beside: str | None = None) -> Prediction:
-    """What a random model sees; `beside`: a longer text in the same batch, behind it."""
+VILBERT = dataclasses.replace(
+    TINY_MODEL,
+    layers="TXVX",
+    embedding="separate",
+    region_hidden_size=48,
+    region_num_heads=3,
+    coattention_size=24,
+    coattention_num_heads=2,
+)
+
+
+def predicted(text: str, regions: int = 2, other: str | None = None, model: ModelConfig = TINY_MODEL) -> Prediction:
+    """A random model's prediction; `other`: a second text of the same batch, about another image."""
     task = Pretraining(PretrainingSettings(max_elements=None), WORDS, len(CLASSES))
     torch.manual_seed(0)
-    model = VLBert(TINY_MODEL, len(WORDS)).eval()
-    sample, other = tiny_sample(1, regions), tiny_sample(2, 3)
+    model = VLBert(model, len(WORDS)).eval()
+    sample, second = tiny_sample(1, 2), tiny_sample(2, 3)
+    sample = dataclasses.replace(sample, regions=sample.regions.take(np.arange(regions) % 2))
     examples = [
         task.example(
             of, prepare_image(of, TINY_MODEL.regions, flip=False), task.annotation_for(words), np.random.default_rng(0)
         )
-        for of, words in ((sample, text), (other, beside))
+        for of, words in ((sample, text), (second, other))
         if words
     ]
     batch = collate(examples)
     with torch.no_grad():
         encoded = model(batch, attentions=True)
-    pieces = [
-        [WORDS.tokens[i] for i in tokens[mask]] for tokens, mask in zip(batch.tokens, batch.text_mask, strict=True)
-    ]
-    return Prediction(
-        sample, [f"{n} thing" for n in range(1, regions + 1)], {"probabilities": [0.6, 0.4]}, batch, pieces, encoded
-    )
+    rows = zip(batch.tokens, batch.text_mask, strict=True)
+    tokens = [[WORDS.tokens[i] for i in row[mask]] for row, mask in rows]
+    names = [f"{n} thing" for n in range(1, regions + 1)]
+    return Prediction(sample, names, {"probabilities": [0.6, 0.4]}, batch, tokens, encoded)
 
 
-def planted(to_regions: np.ndarray) -> Attention:
-    """Maps [L, A, T, R] of words to regions; what is left goes to [END]."""
-    layers, heads, t, r = to_regions.shape
-    maps = np.zeros((layers, heads, t + r + 1, t + r + 1), np.float32)
-    maps[:, :, :t, t : t + r] = to_regions
-    maps[..., -1] = 1 - maps.sum(-1)
-    return Attention([f"w{i}" for i in range(t)], ["whole image", *map(str, range(1, r))], torch.from_numpy(maps))
+def planted(*weights: np.ndarray, sides: tuple[str, str] = ("words", "regions")) -> Attention:
+    """Maps [A, Q, K] of neighbouring layers; words w0, w1, ..."""
+    maps = [Map(layer, "J", *sides, one.astype(np.float32)) for layer, one in enumerate(weights)]
+    size = dict(zip(sides, weights[0].shape[1:], strict=True))
+    words, regions = size.get("words", 1), size.get("regions", 1)
+    return Attention([f"w{i}" for i in range(words)], ["whole image", *map(str, range(1, regions))], maps)
 
 
-def test_the_maps_are_the_models_without_padding():
-    alone, padded = (
-        attention_of(asked("a [MASK] square")),
-        attention_of(asked("a [MASK] square", beside="a " * 9 + "[MASK]")),
-    )
+MODELS = {"joint": TINY_MODEL, "co-attention": VILBERT}
+SIDES = {  # layer, letter, queries, keys, shape of a text of 5 tokens and an image of 2 regions
+    "joint": [(0, "J", "words", "regions", (4, 5, 3)), (1, "J", "words", "regions", (4, 5, 3))],
+    "co-attention": [
+        (0, "T", "words", "words", (4, 5, 5)),
+        (1, "X", "words", "regions", (2, 5, 3)),
+        (1, "X", "regions", "words", (2, 3, 5)),
+        (2, "V", "regions", "regions", (3, 3, 3)),
+        (3, "X", "words", "regions", (2, 5, 3)),
+        (3, "X", "regions", "words", (2, 3, 5)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_maps_are_the_models_without_padding(name):
+    plain = predicted("a [MASK] square", model=MODELS[name])
+    alone = attention_of(plain)
+    padded = attention_of(predicted("a [MASK] square", other="a " * 9 + "[MASK]", model=MODELS[name]))
     assert alone.words == ["[CLS]", "a", "[MASK]", "square", "[SEP]"]
     assert alone.regions == ["whole image", "1 thing", "2 thing"]
-    assert alone.maps.shape == (2, 4, 9, 9)
-    torch.testing.assert_close(alone.maps.sum(3), torch.ones(2, 4, 9))
-    torch.testing.assert_close(padded.maps, alone.maps, atol=1e-3, rtol=0)  # a larger batch pads the pictures, too
-    torch.testing.assert_close(torch.from_numpy(alone.to_regions()), alone.maps[:, :, :5, 5:8])
+    found = [(one.layer, one.letter, one.queries, one.keys, one.weights.shape) for one in alone.maps]
+    assert found == SIDES[name]
+    for one, other, models in zip(alone.maps, padded.maps, plain.encoded.attentions, strict=True):
+        np.testing.assert_allclose(other.weights, one.weights, atol=1e-3)  # a larger batch pads the images, too
+        expected = models.weights[0, :, :5, 5:8] if models.queries == "both" else models.weights[0]
+        np.testing.assert_array_equal(one.weights, expected.numpy())
+        if name == "co-attention":
+            np.testing.assert_allclose(one.weights.sum(2), 1, rtol=1e-5)
+
+
+def test_the_token_of_a_task_is_no_word():
+    with_token = dataclasses.replace(VILBERT, task_token=3)
+    attention = attention_of(predicted("a [MASK] square", model=with_token))
+    assert [one.weights.shape for one in attention.maps] == [shape for *_, shape in SIDES["co-attention"]]
+    assert (attention.maps[0].weights.sum(2) < 1).all(), "it has a share of its own"
+    np.testing.assert_allclose(attention.maps[1].weights.sum(2), 1, rtol=1e-5)
+
+
+def test_a_whole_image_that_the_model_does_not_read_is_not_shown():
+    for whole_image, expected in (("none", [1, 2]), ("mean", [0, 1, 2])):
+        model = dataclasses.replace(TINY_MODEL, embedding="separate", whole_image=whole_image)
+        attention = attention_of(predicted("a [MASK] square", model=model))
+        assert attention.reads_whole_image == (whole_image == "mean")
+        assert shown_regions(attention, [(0, 0), (1, 0)]).tolist() == expected
 
 
 def test_of_several_choices_the_maps_are_those_of_the_chosen_one():
-    both = asked("a [MASK] square", beside="red [MASK]")
+    both = predicted("a [MASK] square", other="red [MASK]")
     second = dataclasses.replace(both, row={"probabilities": [0.4, 0.6]})
     assert attention_of(both).words == ["[CLS]", "a", "[MASK]", "square", "[SEP]"]
     assert attention_of(second).words == ["[CLS]", "red", "[MASK]", "[SEP]"]
 
 
-def test_by_default_each_layer_shows_the_head_that_looks_most_at_regions():
-    looks = np.full((2, 3, 4, 3), 0.1, np.float32)
-    looks[0, 2, 1, 2] = 0.5
-    looks[1, 1, :, 0] = 0.8  # the whole image, which counts for nothing
-    looks[1, 0, 3, 1] = 0.3
-    assert chosen_heads(planted(looks), None) == [(0, 2), (1, 0)]
-    assert chosen_heads(planted(looks), "1.2, 0.0") == [(1, 2), (0, 0)]
+def test_by_default_each_layer_shows_the_head_with_most_attention_to_regions():
+    first, second = np.full((2, 3, 4, 3), 0.1)
+    first[2, 1, 2] = 0.5
+    second[1, :, 0] = 0.8  # the whole image, which counts for nothing
+    second[0, 3, 1] = 0.3
+    assert chosen_panels(planted(first, second), None) == [(0, 2), (1, 0)]
+    assert chosen_panels(planted(first, second), "1.2, 0.0") == [(1, 2), (0, 0)]
+
+
+def test_the_head_whose_regions_attend_to_words_is_not_the_one_that_reads_cls():
+    to_words = np.full((2, 3, 4), 0.1)
+    to_words[0, :, 0] = 0.9
+    to_words[1, 2, 2] = 0.2
+    attention = planted(to_words, sides=("regions", "words"))
+    attention.words[:] = ["[CLS]", "a", "square", "[SEP]"]
+    assert chosen_panels(attention, None) == [(0, 1)]
+
+
+def test_by_default_co_attention_is_shown_and_other_layers_by_their_number():
+    attention = attention_of(predicted("a [MASK] square", model=VILBERT))
+    assert [number for number, _ in chosen_panels(attention, None)] == [1, 2, 4, 5]
+    assert chosen_panels(attention, "1.1,2.2") == [(1, 1), (2, 1), (3, 2)], "layer 1 has two maps"
+    alone = dataclasses.replace(attention, maps=[attention.maps[0], attention.maps[3]])
+    assert [number for number, _ in chosen_panels(alone, None)] == [0, 1]
 
 
 @pytest.mark.parametrize("heads", ["1", "1.3.2", "-1.0", "x.y", "2.0", "0.3"])
-def test_heads_that_are_none_are_refused(heads):
+def test_heads_that_do_not_exist_are_refused(heads):
     with pytest.raises(ValueError, match=re.escape(f"--heads {heads}: ")):
-        chosen_heads(planted(np.full((2, 3, 4, 3), 0.1, np.float32)), heads)
+        chosen_panels(planted(*np.full((2, 3, 4, 3), 0.1)), heads)
 
 
 def test_strength_is_rescaled_over_all_heads_of_a_layer():
-    looks = np.linspace(0.1, 0.2, 2 * 2 * 3 * 2).reshape(2, 2, 3, 2).astype(np.float32)
-    shown = strengths(planted(looks), [(0, 0), (0, 1), (1, 1)])
-    assert shown.shape == (3, 3, 2)
+    first, second = planted(*np.linspace(0.1, 0.2, 2 * 2 * 3 * 2).reshape(2, 2, 3, 2)).maps
+    shown = [strength(first, 0), strength(first, 1), strength(second, 1)]
+    assert [one.shape for one in shown] == [(3, 2)] * 3
     assert (shown[0].min(), shown[1].max(), shown[2].max()) == pytest.approx((0, 1, 1))
     assert shown[0].max() < 0.5 < shown[1].min()
-    assert not strengths(planted(np.full((1, 1, 2, 2), 0.25, np.float32)), [(0, 0)]).any(), "all alike: no line"
+    assert not strength(planted(np.full((1, 2, 2), 0.25)).maps[0], 0).any(), "all alike: no line"
+
+
+def test_the_regions_that_receive_most_are_shown():
+    received = np.full((1, 3, MOST_REGIONS + 3), 0.01)
+    received[0, 1, 5] = 0.3
+    received[:, :, [2, 7]] = 0
+    shown = shown_regions(planted(received), [(0, 0)])
+    assert len(shown) == MOST_REGIONS
+    assert 5 in shown
+    assert not {2, 7} & {*shown.tolist()}
+    given = planted(received.transpose(0, 2, 1), sides=("regions", "words"))
+    assert 5 in shown_regions(given, [(0, 0)]), "where regions attend alone, those that do most"
+    assert not len(shown_regions(planted(np.full((1, 3, 3), 0.1), sides=("words", "words")), [(0, 0)]))
 
 
 def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
-    prediction = asked("a [MASK]", regions=2)
+    prediction = predicted("a [MASK]", regions=2)
     boxes = prediction.sample.regions.boxes
     (first, *_), (second, colour, name) = numbered_boxes(prediction, [0, 2, 1])
     np.testing.assert_array_equal(np.stack([first, second]), boxes)
@@ -118,44 +192,24 @@ def test_a_region_is_drawn_in_its_own_box_and_by_its_own_number():
     assert [name for _, _, name in numbered_boxes(prediction)] == ["2", "1"]
 
 
-def test_the_thumbnail_of_a_region_is_what_is_in_its_box():
-    pixels = np.full((64, 64, 3), 128, np.uint8)
-    pixels[8:24, 8:24], pixels[36:60, 36:60] = (255, 0, 0), (0, 0, 255)
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "JPEG", quality=100, subsampling=0)
-    prediction = asked("a [MASK]", regions=2)
-    regions = dataclasses.replace(
-        prediction.sample.regions, boxes=np.array([[8, 8, 24, 24], [36, 36, 60, 60]], np.float32)
-    )
-    sample = dataclasses.replace(prediction.sample, image=data.getvalue(), width=64, height=64, regions=regions)
-    whole, red, blue = thumbnails(dataclasses.replace(prediction, sample=sample), [0, 1, 2])
-    assert whole.shape == (64, 64, 3)
-    assert [of[len(of) // 2, len(of) // 2].argmax() for of in (red, blue)] == [0, 2]
-
-
-def test_many_words_and_regions_are_drawn_as_far_as_there_is_room(tmp_path):
-    prediction = asked("a $ red [MASK] $" + " square" * 50)
-    attention = attention_of(prediction)
-    sample = prediction.sample
-    many = dataclasses.replace(sample, regions=sample.regions.take(np.arange(30) % 2))
-    looks = np.random.default_rng(0).random((1, 1, len(attention.words), 31)).astype(np.float32) / 40
-    wide = dataclasses.replace(prediction, sample=many, names=[str(n) for n in range(1, 31)])
-    attention = dataclasses.replace(planted(looks), words=attention.words)
-    draw_figure(wide, attention, [(0, 0)], tmp_path / "figure.png")
+@pytest.mark.parametrize(("name", "heads"), [("joint", "0.0"), ("co-attention", None), ("co-attention", "0.0,2.1")])
+def test_the_figure_lies_beside_the_drawing_and_shows_what_there_is_room_for(tmp_path, name, heads):
+    many = predicted("a $ red [MASK] $" + " square" * 50, regions=30, model=MODELS[name])
     assert MOST_REGIONS < 31
-    with Image.open(tmp_path / "figure.png") as figure:
+    assert write_attention(many, tmp_path / "photo.png", heads) == tmp_path / "photo-attention.png"
+    with Image.open(tmp_path / "photo-attention.png") as figure:
         assert figure.size[0] > 500
         assert figure.size[1] < 2000
 
 
-def test_the_figure_lies_beside_the_drawing(tmp_path):
-    assert write_attention(asked("a [MASK]"), tmp_path / "photo.png") == tmp_path / "photo-attention.png"
-    with Image.open(tmp_path / "photo-attention.png") as figure:
-        figure.load()
+def test_a_figure_of_words_alone_shows_no_region(tmp_path):
+    prediction = predicted("a red [MASK]", model=VILBERT)
+    write_attention(prediction, tmp_path / "photo.png", "0.1")
+    assert title(attention_of(prediction), []) == "0 of 2 regions"
 
 
 def test_a_prediction_without_maps_is_refused():
-    prediction = asked("a [MASK]")
+    prediction = predicted("a [MASK]")
     blind = dataclasses.replace(prediction, encoded=dataclasses.replace(prediction.encoded, attentions=None))
     with pytest.raises(ValueError, match="attentions=True"):
         attention_of(blind)

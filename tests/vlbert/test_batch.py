@@ -7,18 +7,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from training.log import Unreadable
-from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder
+from vlbert.data.batch import Example, ImageInput, TextInput, collate, placeholder, select, with_texts
 
 
-def words(length: int, asked: list[int]) -> TextInput:
+def words(length: int, labelled: list[int]) -> TextInput:
     zeros = np.zeros(length, np.int64)
-    mask = np.isin(np.arange(length), asked)
+    mask = np.isin(np.arange(length), labelled)
     return TextInput(
-        np.arange(1, length + 1), zeros, zeros, {"word_label_mask": mask}, {"words": np.array(asked, np.int64)}
+        np.arange(1, length + 1), zeros, zeros, {"word_label_mask": mask}, {"words": np.array(labelled, np.int64)}
     )
 
 
-def picture(regions: int, height: int, width: int) -> ImageInput:
+def image_input(regions: int, height: int, width: int) -> ImageInput:
     boxes = np.arange(4 * regions, dtype=np.float32).reshape(regions, 4)
     masked = np.arange(regions) == 1
     pixels = torch.full((3, height, width), regions, dtype=torch.uint8)
@@ -26,17 +26,17 @@ def picture(regions: int, height: int, width: int) -> ImageInput:
 
 
 def precomputed(regions: int, channels: int = 2) -> ImageInput:
-    """As `picture`, of the same sizes: region r of a picture with n regions has features n + r / 10."""
+    """As `image_input`, of the same sizes: region r of an image with n regions has features n + r / 10."""
     features = np.float32(regions + np.arange(regions) / 10)[:, None].repeat(channels, axis=1)
-    return dataclasses.replace(picture(regions, 4, 6), pixels=None, features=features)
+    return dataclasses.replace(image_input(regions, 4, 6), pixels=None, features=features)
 
 
 def test_rows_keep_their_content_and_padding_is_marked():
     batch = collate(
         [
-            Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}),
+            Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}),
             Example("text", words(5, [0, 4])),
-            Example("b", words(2, []), picture(3, 5, 2)),
+            Example("b", words(2, []), image_input(3, 5, 2)),
         ]
     )
     assert batch.keys == ["a", "text", "b"]
@@ -45,16 +45,16 @@ def test_rows_keep_their_content_and_padding_is_marked():
     assert batch.tokens[0].tolist() == [1, 2, 3, 0, 0]
     assert batch.region_mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert batch.boxes[2, 2].tolist() == [8, 9, 10, 11]
-    assert batch.image_rows.tolist() == [2, 0], "the tall picture is of the first group"
+    assert batch.image_rows.tolist() == [2, 0], "the tall image is of the first group"
     assert batch.image_of.tolist() == [1, -1, 0]
     assert batch.region_classes.tolist() == [[0, 0, 0]] * 3
     assert (batch.features.numel(), batch.cells.numel()) == (0, 0)
     assert batch.image_sizes.tolist() == [[2, 5], [6, 4]], "(width, height)"
     assert [tuple(group.shape) for group in batch.pixels] == [(1, 3, 5, 2), (1, 3, 4, 6)]
     assert (batch.image(0).unique().tolist(), batch.image(1).unique().tolist()) == ([3], [2])
-    assert batch.label_masks["word_label_mask"].nonzero().tolist() == [[0, 1], [1, 0], [1, 4]]
+    assert batch.labelled["word_label_mask"].tolist() == [0 * 5 + 1, 1 * 5 + 0, 1 * 5 + 4]
     assert batch.labels["words"].tolist() == [1, 0, 4], "in the order of the rows, as the mask finds them"
-    assert batch.label_masks["region_label_mask"].nonzero().tolist() == [[0, 1], [2, 1]]
+    assert batch.labelled["region_label_mask"].tolist() == [0 * 3 + 1, 2 * 3 + 1]
 
 
 def test_a_batch_of_text_alone_has_no_images():
@@ -69,13 +69,13 @@ def test_a_batch_of_text_alone_has_no_images():
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5))
 @example([(8, 12), (12, 8), (9, 12), (12, 7), (7, 11)])
 @example([(12, 18), (13, 18), (12, 19)])  # two groups would save 7 %
-def test_images_are_in_two_groups_where_that_saves_a_tenth_of_the_padded_pixels(sizes):
+def test_images_form_two_groups_where_that_saves_a_tenth_of_the_pixels(sizes):
     """Sizes are (height, width). The groups are the best that there are, and pixels, sizes and rows stay together."""
 
     def padded(numbers) -> int:
         return len(numbers) * max(sizes[n][0] for n in numbers) * max(sizes[n][1] for n in numbers) if numbers else 0
 
-    batch = collate([Example(str(n), words(1, []), picture(n + 1, *size)) for n, size in enumerate(sizes)])
+    batch = collate([Example(str(n), words(1, []), image_input(n + 1, *size)) for n, size in enumerate(sizes)])
     found = sum(group.shape[0] * group.shape[2] * group.shape[3] for group in batch.pixels)
     one, tall_first = padded(range(len(sizes))), sorted(range(len(sizes)), key=lambda n: sizes[n][1] - sizes[n][0])
     best = min(padded(tall_first[:cut]) + padded(tall_first[cut:]) for cut in range(len(sizes)))
@@ -89,15 +89,9 @@ def test_images_are_in_two_groups_where_that_saves_a_tenth_of_the_padded_pixels(
     assert sum(int(group.sum()) for group in batch.pixels) == 3 * sum((n + 1) * h * w for n, (h, w) in enumerate(sizes))
 
 
-def test_images_without_pixels_stay_in_the_order_of_the_rows():
-    pictures = [dataclasses.replace(precomputed(2), size=size) for size in ((9, 6), (6, 9))]
-    batch = collate([Example(str(n), words(1, []), p) for n, p in enumerate(pictures)])
-    assert (batch.pixels, batch.image_rows.tolist()) == ((), [0, 1])
-
-
 def test_texts_about_one_image_are_rows_that_share_it():
-    choices = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
-    batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), picture(3, 5, 2))])
+    choices = Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}, more=(words(2, [0]), words(4, [3])))
+    batch = collate([Example("text", words(2, [])), choices, Example("b", words(1, []), image_input(3, 5, 2))])
     assert len(batch) == 5
     assert (batch.keys, batch.metadata) == (["text", "a", "b"], [{}, {"n": 1}, {}]), "one an example"
     assert batch.text_mask.sum(1).tolist() == [2, 3, 2, 4, 1]
@@ -106,8 +100,8 @@ def test_texts_about_one_image_are_rows_that_share_it():
     assert sum(len(group) for group in batch.pixels) == len(batch.image_sizes) == 2
     assert batch.region_mask.sum(1).tolist() == [0, 2, 2, 2, 3]
     assert torch.equal(batch.boxes[1], batch.boxes[3])
-    assert batch.label_masks["region_label_mask"].sum(1).tolist() == [0, 1, 1, 1, 1], (
-        "what a picture asks is asked of each text"
+    assert batch.sizes.labelled["region_label_mask"] == (0, 1, 1, 1, 1), (
+        "labels of an image are those of each of its texts"
     )
     assert batch.labels["words"].tolist() == [1, 0, 3]
 
@@ -124,32 +118,94 @@ def test_what_belongs_to_the_regions_of_an_image_stands_there_once_in_image_orde
     assert batch.pixels == ()
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(1, 6), st.sets(st.integers(0, 5))), min_size=1, max_size=3),
+            st.integers(0, 4),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+@example([([(3, {0, 2})], 2, True, True), ([(6, {5})], 0, True, False), ([(1, set()), (2, {1})], 4, False, False)])
+def test_index_lists_and_sizes_say_what_the_masks_say(rows):
+    """Of each example: length and labels of its texts, its regions, whether the image is tall, whether it counts."""
+    examples = []
+    for texts, regions, tall, counted in rows:
+        first, *more = (words(length, [i for i in labelled if i < length]) for length, labelled in texts)
+        image = image_input(regions, *((30, 5) if tall else (5, 30))) if regions else None
+        found = Example("e", first, image, more=tuple(more))
+        examples.append(found if counted else placeholder(found))
+    batch = collate(examples)
+    assert list(batch.sizes.tokens) == batch.text_mask.sum(1).tolist()
+    assert list(batch.sizes.regions) == batch.region_mask.sum(1).tolist()
+    assert [list(size) for size in batch.sizes.images] == batch.image_sizes.tolist()
+    images, numbers = batch.region_mask[batch.image_rows].nonzero(as_tuple=True)
+    assert [x.tolist() for x in batch.image_and_number()] == [images.tolist(), numbers.tolist()]
+    boxes = batch.boxes[batch.image_rows][batch.region_mask[batch.image_rows]]
+    torch.testing.assert_close(batch.of_real_regions(batch.boxes), boxes)
+    owners = [example for example in examples for _ in example.texts]
+    assert batch.counted.tolist() == [row for row, example in enumerate(owners) if example.counted]
+    texts, images = [text for example in examples for text in example.texts], [example.image for example in owners]
+    for name, parts, padded in (
+        ("word_label_mask", texts, batch.text_mask),
+        ("region_label_mask", images, batch.region_mask),
+    ):
+        mask = torch.zeros_like(padded)
+        for row, part in enumerate(parts):
+            if part is not None:
+                mask[row, : len(part.label_masks[name])] = torch.from_numpy(part.label_masks[name])
+        if any(part is not None for part in parts):
+            assert batch.labelled[name].tolist() == mask.flatten().nonzero()[:, 0].tolist()
+            assert list(batch.sizes.labelled[name]) == mask.sum(1).tolist()
+            numbered = torch.arange(mask.numel()).view(*mask.shape, 1)
+            assert select(numbered, batch.labelled[name])[:, 0].tolist() == numbered[..., 0][mask].tolist()
+    assert batch.tokens.flatten()[batch.labelled["word_label_mask"]].tolist() == [
+        1 + label for label in batch.labels["words"].tolist()
+    ], "each label's token"
+
+
 @pytest.mark.parametrize("name", ["pixels", "features", "cells"])
-def test_images_of_one_batch_all_have_it_or_none(name):
-    whole = dataclasses.replace(picture(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
+def test_all_images_of_a_batch_have_an_input_or_none(name):
+    whole = dataclasses.replace(image_input(2, 4, 6), features=np.ones((2, 2)), cells=np.ones((2, 3, 3)))
     without = dataclasses.replace(whole, **{name: None})
     with pytest.raises(ValueError, match=f"1 of 2 images of one batch have no {name}"):
         collate([Example("a", words(3, []), whole), Example("b", words(3, []), without)])
 
 
-def test_examples_that_ask_for_different_things_do_not_mix():
+def test_examples_with_different_label_masks_are_refused():
     other = TextInput(np.ones(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="carry different label_masks"):
         collate([Example("a", words(3, [1])), Example("b", other)])
 
 
-def test_a_placeholder_keeps_its_shapes_asks_nothing_and_is_not_counted():
-    example = Example("a", words(3, [1]), picture(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
+def test_a_placeholder_keeps_its_shapes_and_has_no_labels():
+    example = Example("a", words(3, [1]), image_input(2, 4, 6), {"n": 1}, more=(words(2, [0]),))
     missing = Unreadable(7, "b", "sample b is torn")
-    batch = collate([placeholder(example), Example("c", words(4, [0, 2]), picture(3, 5, 2))], [missing])
-    assert batch.counted.tolist() == [False, False, True]
+    batch = collate([placeholder(example), Example("c", words(4, [0, 2]), image_input(3, 5, 2))], [missing])
+    assert batch.counted.tolist() == [2]
     assert batch.unreadable == (missing,)
-    assert batch.label_masks["word_label_mask"].nonzero().tolist() == [[2, 0], [2, 2]]
+    assert batch.labelled["word_label_mask"].tolist() == [2 * 4 + 0, 2 * 4 + 2]
     assert batch.labels["words"].tolist() == [0, 2]
-    assert batch.label_masks["region_label_mask"].nonzero().tolist() == [[2, 1]]
-    assert batch.region_masked.sum(1).tolist() == [1, 1, 1], "what is hidden in it stays so"
+    assert batch.labelled["region_label_mask"].tolist() == [2 * 3 + 1]
+    assert batch.region_masked.sum(1).tolist() == [1, 1, 1], "what is masked in it stays so"
     whole = collate([example])
     assert batch.tokens[:2, :3].tolist() == whole.tokens.tolist()
-    assert whole.counted.all(), "the example itself is as it was"
+    assert whole.counted.tolist() == [0, 1], "the example itself is as it was"
     assert whole.labels["words"].tolist() == [1, 0]
     assert batch.to(torch.device("cpu")).unreadable == (missing,)
+
+
+def test_the_texts_of_a_ranking_are_rows_of_each_image():
+    batch = collate([Example("wide", words(3, [1]), precomputed(2)), Example("b", words(5, [0]), precomputed(4))])
+    batch = dataclasses.replace(batch, image_rows=batch.image_rows.flip(0), image_of=batch.image_of.flip(0))
+    found = with_texts(batch, [np.arange(1, 4), np.arange(1, 3)])
+    assert found.sizes.tokens == (3, 2, 3, 2)
+    assert list(found.sizes.tokens) == found.text_mask.sum(1).tolist()
+    assert found.sizes.regions == (4, 4, 2, 2)
+    assert list(found.sizes.regions) == found.region_mask.sum(1).tolist()
+    assert (found.sizes.images, found.counted.tolist()) == (batch.sizes.images, [0, 1, 2, 3])

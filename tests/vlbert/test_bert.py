@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import TINY_MODEL
+from tiny import TINY_MODEL, VILBERT
 from torch import nn
 from transformers import (
     BertConfig,
@@ -23,9 +23,9 @@ from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch, Example, TextInput, collate
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.model.bert import bert_vocabulary, init_from_bert
+from vlbert.model.heads import PairClassifier
 from vlbert.model.vlbert import VLBert
-from vlbert.tasks.pretraining import PretrainingHead
-from vlbert.tasks.vcr import VCRHead, VCRSettings
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 
 LETTERS = Vocabulary([*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")])
 # The image's term is silent at words, as it is when training begins.
@@ -57,7 +57,9 @@ def saved(folder: Path, kind: type[PreTrainedModel], config: BertConfig = BERT, 
 
 def ours(config: ModelConfig = SILENT, relationship: bool = False) -> tuple[VLBert, nn.Module]:
     torch.manual_seed(0)
-    return VLBert(config, len(LETTERS)).eval(), PretrainingHead(config, len(LETTERS), 8, relationship).eval()
+    return VLBert(config, len(LETTERS)).eval(), PretrainingHead(
+        config, PretrainingSettings(relationship=relationship), len(LETTERS), 8
+    ).eval()
 
 
 def texts() -> tuple[Batch, torch.Tensor, torch.Tensor]:
@@ -69,29 +71,54 @@ def texts() -> tuple[Batch, torch.Tensor, torch.Tensor]:
 
 
 def encode_without_end(vlbert: VLBert, batch: Batch) -> torch.Tensor:
-    """Our encoder on the text alone: [END], which BERT has not, is left out of what attention may look at."""
+    """Our encoder on the text alone: [END], which BERT has not, is left out of what attention sees."""
     embedded = vlbert.embedding(batch, vlbert.appearance(batch))
     embedded.region_mask[:, -1] = False
+    embedded = dataclasses.replace(embedded, region_lengths=[n - 1 for n in embedded.region_lengths])
     return vlbert.encoder(embedded).text
 
 
+def test_a_task_with_a_pooler_takes_berts(tmp_path):
+    theirs = saved(tmp_path, BertForPreTraining)
+    config = dataclasses.replace(SILENT, embedding="separate")
+    head = PairClassifier(config, 3, "linear", 0.0)
+    vlbert, _ = ours(config)
+    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, pooler from {tmp_path}"
+    assert torch.equal(head.pooler.dense.weight, theirs.bert.pooler.dense.weight)
+
+
 @torch.no_grad()
-def test_for_text_alone_it_is_bert_to_five_digits_with_its_word_logits(tmp_path):
+def test_the_text_layers_of_two_streams_equal_bert(tmp_path):
+    """ViLBERT's layers T; its pooler and its pair head are not BERT's."""
+    theirs = saved(tmp_path, BertForPreTraining)
+    config = dataclasses.replace(VILBERT, layers="TVT")
+    vlbert, head = ours(config, relationship=True)
+    before = {name: tensor.clone() for name, tensor in head.pooler.state_dict().items()}
+    assert init_from_bert(vlbert, head, str(tmp_path), LETTERS) == f"words and encoder, word classifier from {tmp_path}"
+    batch, tokens, segments = texts()
+    text = vlbert.encoder(vlbert.embedding(batch, vlbert.appearance(batch))).text
+    states = theirs.bert(tokens, token_type_ids=segments).last_hidden_state
+    assert float((text - states).abs().max()) < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.pooler.state_dict().items())
+
+
+@torch.no_grad()
+def test_on_text_alone_the_model_equals_bert(tmp_path):
     theirs = saved(tmp_path, BertForPreTraining)
     vlbert, head = ours(relationship=True)
-    said = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
-    assert said == f"words and encoder, word classifier, pooler, relationship from {tmp_path}"
+    reported = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    assert reported == f"words and encoder, word classifier, pooler, relationship from {tmp_path}"
     batch, tokens, segments = texts()
     text = encode_without_end(vlbert, batch)
     expected = theirs(tokens, token_type_ids=segments)
-    hidden = theirs.bert(tokens, token_type_ids=segments).last_hidden_state
-    assert float((text - hidden).abs().max()) < 1e-5
+    states = theirs.bert(tokens, token_type_ids=segments).last_hidden_state
+    assert float((text - states).abs().max()) < 1e-5
     assert float((head.words(vlbert, text[0]) - expected.prediction_logits[0]).abs().max()) < 1e-5
-    related = head.relationship(head.pooler(text))
+    related = head.relationship(head.pooler(text, text))
     assert float((related - expected.seq_relationship_logits).abs().max()) < 1e-5
-    # Of [END] alone the difference comes: as the model runs, it is one position more that words look at.
+    # Of [END] alone the difference comes: as the model runs, words attend to one position more.
     with_end = vlbert(batch).text
-    assert 1e-3 < float((with_end - hidden).abs().max()) < 1
+    assert 1e-3 < float((with_end - states).abs().max()) < 1
 
 
 @torch.no_grad()
@@ -105,34 +132,26 @@ def test_a_masked_language_model_gives_its_word_classifier(tmp_path):
 
 
 @torch.no_grad()
-def test_without_heads_the_words_begin_as_its_own_and_all_else_new(tmp_path):
+def test_a_bert_without_heads_leaves_them_new(tmp_path):
     theirs = saved(tmp_path, BertModel)
     vlbert, head = ours(relationship=True)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    said = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
-    assert said == (
-        f"words and encoder, pooler from {tmp_path}; it came without word classifier, relationship, which begins new"
+    reported = init_from_bert(vlbert, head, str(tmp_path), LETTERS)
+    assert reported == (
+        f"words and encoder, pooler from {tmp_path}; it has no word classifier, relationship: these start from "
+        "random weights"
     )
     batch, tokens, segments = texts()
     output = theirs(tokens, token_type_ids=segments)
     text = encode_without_end(vlbert, batch)
     assert float((text - output.last_hidden_state).abs().max()) < 1e-5
-    assert float((head.pooler(text) - output.pooler_output).abs().max()) < 1e-5
+    assert float((head.pooler(text, text) - output.pooler_output).abs().max()) < 1e-5
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, before[name]) == (not name.startswith("pooler.")), name
 
 
 @torch.no_grad()
-def test_a_pooler_goes_where_a_task_has_one(tmp_path):
-    theirs = saved(tmp_path, BertModel)
-    head = VCRHead(SILENT, VCRSettings())
-    said = init_from_bert(ours()[0], head, str(tmp_path), LETTERS)
-    assert said == f"words and encoder, pooler from {tmp_path}"
-    assert torch.equal(head.pooler.dense.weight, theirs.pooler.dense.weight)
-
-
-@torch.no_grad()
-def test_what_bert_has_not_keeps_its_initialisation(tmp_path):
+def test_what_bert_lacks_keeps_its_initialisation(tmp_path):
     short = BertConfig(**BERT.to_dict() | {"max_position_embeddings": 40, "type_vocab_size": 1})
     theirs = saved(tmp_path, BertModel, short)
     vlbert, head = ours()
@@ -149,16 +168,16 @@ def test_what_bert_has_not_keeps_its_initialisation(tmp_path):
         assert torch.equal(tensor, before[name]) != name.startswith(shared), name
 
 
-def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_its_own_and_it_says_so(tmp_path):
+def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_berts(tmp_path):
     saved(tmp_path, BertModel, words=False)
-    said = init_from_bert(*ours(), str(tmp_path), LETTERS)
-    assert said.endswith("; it came without a vocabulary: that of the run was taken to be its own")
+    reported = init_from_bert(*ours(), str(tmp_path), LETTERS)
+    assert reported.endswith("; it came without a vocabulary: that of the run was taken to be its own")
     with pytest.raises(ValueError, match="came without a vocabulary; give the vocab.txt .* vocabulary=FILE"):
         bert_vocabulary(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reported"),
     [
         ({"num_hidden_layers": 1}, "num_hidden_layers 1, the recipe's model has 2"),
         ({"num_attention_heads": 8}, "num_attention_heads 8, the recipe's model has 4"),
@@ -169,9 +188,9 @@ def test_without_a_tokenizer_the_runs_vocabulary_is_taken_for_its_own_and_it_say
         ({"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05, the recipe's model has 1e-12"),
     ],
 )
-def test_a_bert_of_another_shape_is_refused(tmp_path, change, said):
+def test_a_bert_of_another_shape_is_refused(tmp_path, change, reported):
     saved(tmp_path, BertModel, BertConfig(**BERT.to_dict() | change))
-    with pytest.raises(ValueError, match=f"is a BERT of another shape: it has {said}"):
+    with pytest.raises(ValueError, match=f"is a BERT of another shape: it has {reported}"):
         init_from_bert(*ours(), str(tmp_path), LETTERS)
 
 
@@ -182,8 +201,8 @@ def test_a_bert_of_another_vocabulary_is_refused(tmp_path):
         init_from_bert(*ours(), str(tmp_path), other)
 
 
-def test_a_bert_that_tells_capitals_apart_is_refused(tmp_path):
-    for kind, pieces, lower in (("told", LETTERS.tokens, False), ("seen", [*LETTERS.tokens[:-1], "Z"], True)):
+def test_a_cased_bert_is_refused(tmp_path):
+    for kind, pieces, lower in (("cased", LETTERS.tokens, False), ("capital", [*LETTERS.tokens[:-1], "Z"], True)):
         (tmp_path / kind).mkdir()
         BERT.save_pretrained(tmp_path / kind)
         (tmp_path / kind / "pieces.txt").write_text("".join(f"{piece}\n" for piece in pieces))
@@ -192,7 +211,7 @@ def test_a_bert_that_tells_capitals_apart_is_refused(tmp_path):
             bert_vocabulary(str(tmp_path / kind))
 
 
-def test_what_is_no_bert_is_refused(tmp_path):
+def test_files_that_are_no_bert_are_refused(tmp_path):
     folders = {name: tmp_path / name for name in ("empty", "gpt2", "torn", "page", "half")}
     for folder in folders.values():
         folder.mkdir()
@@ -214,8 +233,8 @@ def test_what_is_no_bert_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bert", "theirs"])
-def test_a_berts_own_code_is_not_run(tmp_path, monkeypatch, kind):
-    """Where transformers has no class of its own for a model, it asks, and we say no."""
+def test_code_beside_a_bert_is_not_run(tmp_path, monkeypatch, kind):
+    """transformers asks before it runs such code."""
     saved(tmp_path, BertForPreTraining)
     (tmp_path / "theirs.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\n"

@@ -19,7 +19,7 @@ def boxes(draw: st.DrawFn) -> list[float]:
 
 @FEW
 @given(st.lists(st.lists(st.tuples(boxes(), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=2))
-def test_masked_pixels_are_those_that_a_masked_box_of_the_same_image_touches(images):
+def test_masked_pixels_are_those_of_masked_boxes_of_the_same_image(images):
     found = masked_pixels(
         torch.tensor([[box for box, _ in image] for image in images]),
         torch.tensor([[masked for _, masked in image] for image in images]),
@@ -35,7 +35,7 @@ def test_masked_pixels_are_those_that_a_masked_box_of_the_same_image_touches(ima
 
 @FEW
 @given(boxes())
-def test_a_mirrored_box_names_the_mirrored_columns(box):
+def test_flipped_boxes_mask_the_flipped_columns(box):
     columns = np.floor(np.array([box], np.float32))
     mirrored = flip_horizontally(columns, WIDTH)
     np.testing.assert_array_equal(flip_horizontally(mirrored, WIDTH), columns)

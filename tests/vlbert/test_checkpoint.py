@@ -6,6 +6,7 @@ only when a format gets a new version; docs/formats.md describes them.
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -51,8 +52,16 @@ STATE = {
     "seed": 5,
     "samples_consumed": 384,
     "text_consumed": 0,
-    "data": None,
-    "held_out": None,
+    "data": [
+        {
+            "dataset": "captions",
+            "stage": "regions/00000000beef",
+            "random_init": False,
+            "weight": 128.0,
+            "snapshots": [{"epoch": 0, "consumed": 0, "examples": 128, "snapshot": "0123456789abcdef"}],
+        }
+    ],
+    "held_out": [],
     "text": None,
 }
 
@@ -129,26 +138,24 @@ def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
     assert not list(store.list("runs/run/step-0000001/"))
 
 
-@pytest.mark.parametrize("written", [as_json, sealed_json], ids=["before the digests", "sealed"])
-@pytest.mark.parametrize("version", [1, 2, CHECKPOINT_VERSION + 1])
-def test_a_checkpoint_of_another_version_is_refused_as_such_and_never_offered_for_removal(tmp_path, version, written):
+@pytest.mark.parametrize("version", [1, CHECKPOINT_VERSION + 1])
+def test_a_checkpoint_of_another_version_is_refused_and_never_offered_for_removal(tmp_path, version):
     store = open_store(str(tmp_path))
+    named = []
     for step in (100, 200):
-        state = {"version": version, "step": step, "files": {}}
-        store.put(f"runs/run/step-{step:07d}/state.json", written(state))
+        name = f"runs/run/step-{step:07d}/state.json"
+        store.put(name, sealed_json({"version": version, "step": step, "files": {}}))
+        where = store.where(name)
+        named.append(f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote")
     for read in (read_checkpoint, open_folder, read_state):
-        with pytest.raises(ValueError, match="state.json is of version") as error:
+        with pytest.raises(ValueError, match=re.escape(named[1])):
             read(store, "runs/run/step-0000200")
-        where = store.where("runs/run/step-0000200/state.json")
-        wanted = f"{where} is of version {version}, this code reads {CHECKPOINT_VERSION}: use the code that wrote it"
-        assert str(error.value) == wanted
-    assert [*verify(Inventory(store))] == [wanted.replace("200/", f"{step}/") for step in (100, 200)]
+    for line, start in zip(verify(Inventory(store)), named, strict=True):
+        assert line.startswith(start)
 
 
-@pytest.mark.parametrize(
-    "state", [{"version": CHECKPOINT_VERSION}, {"version": "2"}, {}, {"version": 2, "own_sha256": ""}]
-)
-def test_a_state_without_a_digest_and_without_another_version_is_damaged(tmp_path, state):
+@pytest.mark.parametrize("state", [{"version": CHECKPOINT_VERSION}, {}, {"version": 2, "own_sha256": ""}])
+def test_a_state_without_a_digest_is_damaged(tmp_path, state):
     store = open_store(str(tmp_path))
     store.put("runs/run/step-0000100/state.json", as_json({"step": 100, "files": {}} | state))
     with pytest.raises(ValueError, match="step-0000100/state.json is damaged: .* put it back from a copy"):

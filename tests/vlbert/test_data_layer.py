@@ -82,8 +82,8 @@ def sample(number: int) -> Sample:
     order = np.argsort(-arrays["classes"].max(axis=1), kind="stable")
     boxes, classes, features = (arrays[name][order] for name in ("boxes", "classes", "features"))
     jpeg = io.BytesIO()
-    picture = Image.open(DATA / "cc" / record["image"].replace(".zip@", "")).convert("RGB")
-    picture.save(jpeg, "JPEG", quality=100, subsampling=0)  # a sample is a JPEG; this one is within a level or two
+    image = Image.open(DATA / "cc" / record["image"].replace(".zip@", "")).convert("RGB")
+    image.save(jpeg, "JPEG", quality=100, subsampling=0)  # a sample is a JPEG; this one is within a level or two
     return Sample(
         key=f"record {number}",
         image=jpeg.getvalue(),
@@ -128,7 +128,7 @@ every_record = pytest.mark.parametrize(
 
 
 @every_record
-def test_words_are_masked_asked_for_and_cut_as_by_the_authors(kind, flip, number):
+def test_words_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
     theirs, words = of(kind, flip, number), example(kind, flip, number).text
     np.testing.assert_array_equal(words.tokens, theirs("text"))
     labels = np.full(len(words.tokens), -1)
@@ -139,24 +139,24 @@ def test_words_are_masked_asked_for_and_cut_as_by_the_authors(kind, flip, number
 
 
 @every_record
-def test_regions_are_masked_asked_for_placed_and_cut_as_by_the_authors(kind, flip, number):
-    theirs, picture = of(kind, flip, number), example(kind, flip, number).image
-    np.testing.assert_allclose(picture.boxes, theirs("boxes"), atol=1e-4)
-    np.testing.assert_array_equal(picture.masked, theirs("mvrc_ops") == 1)
-    asked = picture.label_masks["region_label_mask"]
-    np.testing.assert_array_equal(asked, theirs("mvrc_labels_sum") > 0.5)
-    classes = picture.labels["region_classes"]
-    np.testing.assert_array_equal(classes.argmax(axis=1), theirs("mvrc_labels_argmax")[asked])
+def test_regions_are_masked_labelled_and_truncated_as_by_the_authors(kind, flip, number):
+    theirs, image = of(kind, flip, number), example(kind, flip, number).image
+    np.testing.assert_allclose(image.boxes, theirs("boxes"), atol=1e-4)
+    np.testing.assert_array_equal(image.masked, theirs("mvrc_ops") == 1)
+    labelled = image.label_masks["region_label_mask"]
+    np.testing.assert_array_equal(labelled, theirs("mvrc_labels_sum") > 0.5)
+    classes = image.labels["region_classes"]
+    np.testing.assert_array_equal(classes.argmax(axis=1), theirs("mvrc_labels_argmax")[labelled])
     # Class distributions are kept as float16.
-    np.testing.assert_allclose(classes.max(axis=1), theirs("mvrc_labels_max")[asked], atol=5e-4)
-    np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[asked], atol=2e-3)
+    np.testing.assert_allclose(classes.max(axis=1), theirs("mvrc_labels_max")[labelled], atol=5e-4)
+    np.testing.assert_allclose(classes.sum(axis=1), theirs("mvrc_labels_sum")[labelled], atol=2e-3)
 
 
 @every_record
 def test_images_are_resized_as_by_the_authors(kind, flip, number):
     width, height, *ratios = of(kind, flip, number)("im_info")[:4]
-    picture, record = example(kind, flip, number).image, sample(number)
-    assert picture.size == (width, height)
+    image, record = example(kind, flip, number).image, sample(number)
+    assert image.size == (width, height)
     assert resized(record.height, record.width, 120, 200) == (height, width)
     assert [width / record.width, height / record.height] == pytest.approx(ratios)
 
@@ -172,7 +172,7 @@ def test_precomputed_features_follow_their_boxes(flip, number):
 
 @pytest.mark.parametrize("number", range(RECORDS))
 @pytest.mark.parametrize("flip", [0, 1])
-def test_the_whole_images_feature_is_the_mean_of_what_is_not_hidden(flip, number):
+def test_the_whole_images_feature_is_the_mean_of_unmasked_pixels(flip, number):
     found, theirs = example("prec", flip, number).image.features[0], of("prec", flip, number)
     np.testing.assert_allclose(found[:8], theirs("features_first8")[0], rtol=1e-3, atol=2e-4)
     assert found.sum() == pytest.approx(theirs("features_sum")[0], rel=1e-3)
@@ -185,12 +185,12 @@ def test_the_network_sees_the_authors_pixels(flip, number):
     theirs, batch = of("e2e", flip, number), collate([example("e2e", flip, number)])
     mine = FastRCNN(config("e2e")).network_input(batch)[0][0]
     assert list(mine.shape) == theirs("image_shape").tolist()
-    mine, picture = mine[:, ::4, ::4].numpy(), theirs("image_sub4")
-    hole = (picture == 0).all(axis=0)
+    mine, image = mine[:, ::4, ::4].numpy(), theirs("image_sub4")
+    hole = (image == 0).all(axis=0)
     assert hole.any()
     np.testing.assert_array_equal((mine == 0).all(axis=0), hole)
-    apart = np.abs(mine - picture)
-    assert apart.max() < 5, "a JPEG's few levels"
+    apart = np.abs(mine - image)
+    assert apart.max() < 5, "a few levels of a JPEG"
     assert apart.mean() < 0.6
 
 
@@ -215,27 +215,27 @@ def test_rows_of_the_text_corpus_are_the_authors(corpus, line):
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_words_of_vcr_and_their_tags_are_the_authors(number):
+def test_vcr_tokens_and_tags_are_the_authors(number):
     row = rows("vcr_tokens")[number]
     pieces, regions = VCR(VCRSettings(), vocabulary(), 1).tagged(row["vcr_tokens"], row["object_names"])
     ids, tags, _ = zip(*row["ids_tags_align"], strict=True)
     assert (tuple(pieces.tolist()), tuple(regions.tolist())) == (ids, tags)
 
 
-def test_an_object_covers_the_cells_that_the_authors_find():
+def test_an_object_covers_the_authors_cells():
     (row,) = rows("vcr_mask_poly")
     mask = instance_mask([np.array(row["vcr_mask_poly"])], np.array(row["box"][:4]), side=14)
     np.testing.assert_array_equal(mask, figures()["vcr_mask/0"])
 
 
-def test_answers_lose_their_punctuation_as_with_the_authors():
+def test_answers_lose_punctuation_as_by_the_authors():
     (row,) = rows("vqa_process_punctuation")
     pairs = [pair for pair in row["vqa_process_punctuation"] if pair[0] != "<unk>"]
     assert [[before, without_punctuation(before)] for before, _ in pairs] == pairs
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_answers_are_worth_what_the_authors_say(number, tmp_path):
+def test_answers_have_the_authors_scores(number, tmp_path):
     (row,) = rows("vqa_soft_target")
     (tmp_path / "answers_vqa.txt").write_text("\n".join(row["vocab"]) + "\n")
     task = VQA(VQASettings(str(tmp_path), answers=len(row["vocab"])), vocabulary(), 1)

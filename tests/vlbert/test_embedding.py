@@ -1,4 +1,4 @@
-"""What each rule of ModelConfig does to what the encoder reads, and to the features of regions."""
+"""What each field of ModelConfig does to the embedding and to the features of regions."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from vlbert.data.boxes import geometry_embedding
 from vlbert.model.embedding import VisualProjection
 from vlbert.model.heads import Classifier
 from vlbert.model.vlbert import VLBert
-from vlbert.tasks.pretraining import PretrainingHead
+from vlbert.tasks.pretraining import PretrainingHead, PretrainingSettings
 from vlbert.tasks.vcr import VCRHead, VCRSettings
 
 VOCABULARY = 40
@@ -25,7 +25,7 @@ PRECOMPUTED = dataclasses.replace(
 CHANNELS = PRECOMPUTED.regions.channels
 
 # The rows of `batch`: three words, the whole image, three regions, [END].
-WORDS, WHOLE, FIRST, HIDDEN, LAST, END = [0, 1, 2], 3, 4, 5, 6, 7
+WORDS, WHOLE, FIRST, MASKED, LAST, END = [0, 1, 2], 3, 4, 5, 6, 7
 
 
 def words(*tokens: int, token_region: tuple[int, ...] = ()) -> TextInput:
@@ -34,7 +34,7 @@ def words(*tokens: int, token_region: tuple[int, ...] = ()) -> TextInput:
 
 
 def image(seed: int = 0, **more: np.ndarray) -> ImageInput:
-    """The whole image and three regions, the second of them hidden; precomputed."""
+    """The whole image and three regions, the second of them masked; precomputed."""
     rng = np.random.default_rng(seed)
     low = rng.uniform(0, 30, (4, 2))
     boxes = np.concatenate([low, low + rng.uniform(5, 30, (4, 2))], axis=1).astype(np.float32)
@@ -67,47 +67,47 @@ AS_WORDS = {"special_tokens": "vocabulary", "masked_region_token": False}
 
 
 @pytest.mark.parametrize(
-    ("rules", "parameter", "index", "reads_it"),
+    ("rules", "parameter", "index", "read_at"),
     [
         ({}, "region_token", 0, [WHOLE, FIRST, LAST]),
-        ({}, "masked_region_token", 0, [HIDDEN]),
-        ({"masked_region_token": False}, "region_token", 0, [WHOLE, FIRST, HIDDEN, LAST]),
+        ({}, "masked_region_token", 0, [MASKED]),
+        ({"masked_region_token": False}, "region_token", 0, [WHOLE, FIRST, MASKED, LAST]),
         ({}, "end_token", 0, [END]),
-        (AS_WORDS, "words", VOCABULARY, [WHOLE, FIRST, HIDDEN, LAST]),
+        (AS_WORDS, "words", VOCABULARY, [WHOLE, FIRST, MASKED, LAST]),
         (AS_WORDS, "words", VOCABULARY + 1, [END]),
         (AS_WORDS, "words", 8, [1]),
         (OWN_BY_CLASS, "region_token", 0, [WHOLE]),
-        (OWN_BY_CLASS, "region_token", 1, []),  # that of the hidden region, which has its own token
+        (OWN_BY_CLASS, "region_token", 1, []),  # that of the masked region, which has its own token
         (OWN_BY_CLASS, "region_token", 2, [FIRST, LAST]),
-        (OWN_BY_CLASS | {"masked_region_token": False}, "region_token", 1, [HIDDEN]),
-        ({}, "masked_appearance", 0, [HIDDEN]),
+        (OWN_BY_CLASS | {"masked_region_token": False}, "region_token", 1, [MASKED]),
+        ({}, "masked_appearance", 0, [MASKED]),
         ({}, "text_visual.norm", None, WORDS),
         ({"end_visual_embedding": True}, "text_visual.norm", None, [*WORDS, END]),
-        ({}, "region_visual.norm", None, [WHOLE, FIRST, HIDDEN, LAST]),
-        ({}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST]),
-        ({"end_visual_embedding": True}, "visual", None, [*WORDS, WHOLE, FIRST, HIDDEN, LAST, END]),
+        ({}, "region_visual.norm", None, [WHOLE, FIRST, MASKED, LAST]),
+        ({}, "visual", None, [*WORDS, WHOLE, FIRST, MASKED, LAST]),
+        ({"end_visual_embedding": True}, "visual", None, [*WORDS, WHOLE, FIRST, MASKED, LAST, END]),
         ({}, "no_image_embedding", 0, []),
         ({}, "segments", 0, WORDS),
         ({}, "segments", 1, []),
-        ({}, "segments", 2, [WHOLE, FIRST, HIDDEN, LAST, END]),
+        ({}, "segments", 2, [WHOLE, FIRST, MASKED, LAST, END]),
     ],
 )
-def test_a_weight_is_read_where_the_rule_says_and_nowhere_else(rules, parameter, index, reads_it):
+def test_each_weight_is_read_only_where_its_rule_says(rules, parameter, index, read_at):
     model = make(**rules)
     before = embedded(model, batch())
     changed = model.embedding.get_submodule(parameter).weight.data
     (changed if index is None else changed[index]).add_(torch.randn(changed.shape[-1]))
     differs = (embedded(model, batch()) - before).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == reads_it
+    assert differs.nonzero().flatten().tolist() == read_at
 
 
-@pytest.mark.parametrize(("end_visual_embedding", "reads_it"), [(False, WORDS), (True, [*WORDS, 3])])
-def test_text_alone_carries_one_learned_vector(end_visual_embedding, reads_it):
+@pytest.mark.parametrize(("end_visual_embedding", "read_at"), [(False, WORDS), (True, [*WORDS, 3])])
+def test_text_without_image_carries_one_learned_vector(end_visual_embedding, read_at):
     model = make(end_visual_embedding=end_visual_embedding)
     before = embedded(model, text_alone())
     model.embedding.no_image_embedding.weight.data.normal_()
     differs = (embedded(model, text_alone()) - before).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == reads_it
+    assert differs.nonzero().flatten().tolist() == read_at
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_text_alone_carries_one_learned_vector(end_visual_embedding, reads_it):
         ({"visual_norm": "none"}, ["text_visual.norm", "text_visual.scale", "text_visual.to_hidden"]),
     ],
 )
-def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
+def test_unused_weights_do_not_exist(rules, absent):
     names = [name for name, _ in make(**rules).embedding.named_parameters()]
     assert not [name for name in names if any(name.startswith(gone) for gone in absent)]
 
@@ -134,7 +134,7 @@ def test_a_weight_that_no_rule_reads_is_not_there(rules, absent):
         {"regions": dataclasses.replace(TINY_MODEL.regions, masking="features")},
     ],
 )
-def test_every_weight_gets_a_gradient_whatever_the_rules_even_without_text_alone(rules):
+def test_every_weight_gets_a_gradient(rules):
     """DistributedDataParallel refuses a model with others."""
     model = make(**rules)
     shown = dataclasses.replace(image(), pixels=torch.zeros(3, 64, 96, dtype=torch.uint8))
@@ -145,26 +145,17 @@ def test_every_weight_gets_a_gradient_whatever_the_rules_even_without_text_alone
 
 def test_special_tokens_of_the_vocabulary_can_be_answers_too():
     model = make(**AS_WORDS)
-    head = PretrainingHead(model.config, VOCABULARY, 8, relationship=False)
+    head = PretrainingHead(model.config, PretrainingSettings(), VOCABULARY, 8)
     assert head.words(model, torch.zeros(5, 32)).shape == (5, VOCABULARY + 2)
     with pytest.raises(ValueError, match="special_tokens is 'vocabulary'; it must be own where regions"):
         ModelConfig(special_tokens="vocabulary")
 
 
-def test_a_region_by_class_lies_in_the_table_as_its_class_says():
-    model = make(**OWN_BY_CLASS)
-    swapped = dataclasses.replace(image(), classes=np.array([0, 1, 1, 2]))
-    differs = (embedded(model, batch(swapped)) - embedded(model, batch())).abs().amax(1) > 1e-4
-    assert differs.nonzero().flatten().tolist() == [FIRST]
-    indifferent = make()
-    assert torch.equal(embedded(indifferent, batch(swapped)), embedded(indifferent, batch()))
-
-
-def test_what_is_masked_is_a_learned_vector_that_starts_at_zero():
+def test_masked_features_become_a_learned_vector_that_starts_at_zero():
     model = make()
     assert not model.embedding.masked_appearance.weight.any()
     other = image()
-    other.features[2] = 9  # the hidden region
+    other.features[2] = 9  # the masked region
     assert torch.equal(embedded(model, batch(other)), embedded(model, batch()))
     other.features[3] = 9
     differs = (embedded(model, batch(other)) - embedded(model, batch())).abs().amax(1) > 1e-4
@@ -172,7 +163,7 @@ def test_what_is_masked_is_a_learned_vector_that_starts_at_zero():
 
 
 @pytest.mark.parametrize("features", [None, np.zeros((4, 7), np.float32)], ids=["none", "another width"])
-def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
+def test_wrong_features_are_refused(features):
     wrong = batch(dataclasses.replace(image(), features=features))
     found = "(0, 0)" if features is None else "(4, 7)"
     with pytest.raises(ValueError, match="keep_features=true, or set model.regions.features=end_to_end") as error:
@@ -181,10 +172,10 @@ def test_a_batch_without_the_features_that_the_model_takes_is_refused(features):
 
 
 @pytest.mark.parametrize(("channels", "width"), [(None, 32), (12, 12)])
-def test_visual_embeddings_may_have_a_width_of_their_own(channels, width):
+def test_visual_embeddings_have_their_own_width(channels, width):
     model = make(visual_embedding_size=channels)
-    looks = model.embedding.region_visual_embeddings(batch(), model.appearance(batch()))
-    assert looks.shape == (1, 4, width)
+    embeddings = model.embedding.region_visual_embeddings(batch(), model.appearance(batch()))
+    assert embeddings.shape == (1, 4, width)
     assert model.embedding.no_image_embedding.weight.shape == (1, width)
     projections = [model.embedding.text_visual.to_hidden, model.embedding.region_visual.to_hidden]
     assert [p is None for p in projections] == [channels is None] * 2
@@ -193,49 +184,49 @@ def test_visual_embeddings_may_have_a_width_of_their_own(channels, width):
 
 @pytest.mark.parametrize("channels", [32, 12])
 @pytest.mark.parametrize("norm", ["layer_norm", "scale", "none"])
-def test_a_visual_embedding_is_normed_or_scaled_or_added_as_it_is(norm, channels):
+def test_visual_norms(norm, channels):
     torch.manual_seed(0)
-    look = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
-    look.initialise()
+    projection = VisualProjection(dataclasses.replace(PRECOMPUTED, visual_norm=norm), channels, gain=0.25)
+    projection.initialise()
     given = torch.randn(3, channels)
-    brought = given if channels == 32 else look.to_hidden(given)
+    brought = given if channels == 32 else projection.to_hidden(given)
     normed = F.layer_norm(brought, (32,), eps=1e-12)
     expected = {"layer_norm": 0.25 * normed, "scale": 0.25 * brought, "none": brought}
-    torch.testing.assert_close(look(given), expected[norm])
+    torch.testing.assert_close(projection(given), expected[norm])
     learned = {"layer_norm": {"norm.weight", "norm.bias"}, "scale": {"scale"}, "none": set()}[norm]
-    assert {name for name, _ in look.named_parameters() if "to_hidden" not in name} == learned
+    assert {name for name, _ in projection.named_parameters() if "to_hidden" not in name} == learned
 
 
-def test_the_gains_of_words_and_of_regions_are_their_own():
+def test_words_and_regions_have_their_own_gains():
     embedding = make(visual_norm="scale", visual_gain_words=0.25, visual_gain_regions=0.75).embedding
     assert (embedding.text_visual.scale.item(), embedding.region_visual.scale.item()) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(("activation", "negative"), [("relu", False), ("none", True)])
-def test_visual_embeddings_are_rectified_or_not(activation, negative):
+def test_visual_activation(activation, negative):
     model = make(visual_activation=activation)
     assert bool((model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) < 0).any()) == negative
 
 
 @pytest.mark.parametrize("geometry", ["centre", "corners"])
-def test_geometry_stands_in_front_of_appearance(geometry):
+def test_geometry_comes_before_appearance(geometry):
     model = make(geometry=geometry, visual_activation="none")
     model.embedding.visual.weight.data.copy_(torch.eye(32, 32 + CHANNELS))
     model.embedding.visual.bias.data.zero_()
     given = batch()
-    looks = model.embedding.region_visual_embeddings(given, model.appearance(given))[0]
+    embeddings = model.embedding.region_visual_embeddings(given, model.appearance(given))[0]
     sizes = given.image_sizes.expand(4, 2)
-    torch.testing.assert_close(looks, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
+    torch.testing.assert_close(embeddings, geometry_embedding(given.boxes[0], sizes, 32, corners=geometry == "corners"))
 
 
 @pytest.mark.parametrize(("visual_dropout", "random"), [(True, True), (False, False)])
-def test_what_goes_into_a_visual_embedding_is_dropped_out_or_not(visual_dropout, random):
+def test_visual_dropout(visual_dropout, random):
     model = make(dropout=0.5, visual_dropout=visual_dropout).train()
     first, second = (model.embedding.region_visual_embeddings(batch(), model.appearance(batch())) for _ in range(2))
     assert torch.equal(first, second) != random
 
 
-def test_the_visual_layer_starts_by_pytorchs_rule_or_as_all():
+def test_visual_initialisation():
     bound = (32 + CHANNELS) ** -0.5
     layer = make(visual_initialisation="pytorch").embedding.visual
     assert float(layer.weight.detach().abs().max()) == pytest.approx(bound, rel=0.01)
@@ -246,7 +237,7 @@ def test_the_visual_layer_starts_by_pytorchs_rule_or_as_all():
 
 
 @pytest.mark.parametrize(("rule", "spread"), [("xavier", (2 / (32 + 900)) ** 0.5), ("normal", 0.25)])
-def test_heads_of_fine_tuning_start_by_glorots_rule_or_as_all(rule, spread):
+def test_head_initialisation(rule, spread):
     config = dataclasses.replace(PRECOMPUTED, head_initialisation=rule, initializer_range=0.25)
     torch.manual_seed(0)
     output = Classifier(config, 900, "words", dropout=0.1).output
@@ -258,12 +249,12 @@ def test_heads_of_fine_tuning_start_by_glorots_rule_or_as_all(rule, spread):
     assert float(pooled.std()) == pytest.approx(32**-0.5 if rule == "xavier" else 0.25, rel=0.1)
 
 
-def test_words_that_name_a_region_carry_its_visual_embedding_whichever_text_of_an_image_they_stand_in():
+def test_tied_words_carry_their_regions_visual_embedding():
     model = make()
     texts = words(7, 8, 9), words(7, 8, 9, token_region=(0, 3, 0))
     both = collate([Example("other", words(5), image(seed=1)), Example("a", texts[0], image(), more=texts[1:])])
     with torch.no_grad():
-        found, _ = model.embedding(both, model.appearance(both)).joined()
+        found, *_ = model.embedding(both, model.appearance(both)).joined()
     differs = (found[1] - found[2]).abs().amax(1) > 1e-4
     assert differs.nonzero().flatten().tolist() == [1]
     torch.testing.assert_close(found[1], embedded(model, batch()))

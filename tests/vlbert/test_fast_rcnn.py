@@ -1,4 +1,4 @@
-"""Appearance of regions from batches whose pictures are in groups of shape."""
+"""Features of regions from batches whose images form groups by shape."""
 
 import dataclasses
 
@@ -15,7 +15,6 @@ from vlbert.model.fast_rcnn import FastRCNN
 
 CONFIG = RegionConfig(resnet=ResNetConfig(blocks=(1, 1, 1, 1), width=8), roi_size=3, random_init=True)
 SIZES = [(96, 64), (64, 112), (90, 60), (48, 96), (96, 64)]  # width, height
-BY_MASKING = pytest.mark.parametrize("masking", ["pixels", "features"])
 
 
 def network(masking: str = "pixels", **changes: object) -> FastRCNN:
@@ -28,7 +27,7 @@ def network(masking: str = "pixels", **changes: object) -> FastRCNN:
 
 
 def examples() -> list[Example]:
-    """Pictures of two shapes among texts; each has regions, some of them hidden, and another box whose pixels are."""
+    """Images of two shapes among texts; each has regions, some of them masked, and another box whose pixels are."""
     generator = np.random.default_rng(0)
     zeros = np.zeros(3, np.int64)
     found = [Example("text", TextInput(zeros, zeros, zeros))]
@@ -37,7 +36,7 @@ def examples() -> list[Example]:
         sides = generator.uniform(0.2, 0.4, low.shape) * (width, height)
         boxes = np.concatenate([low, low + sides], axis=1).astype(np.float32)
         boxes[0] = 0, 0, width - 1, height - 1
-        picture = ImageInput(
+        image = ImageInput(
             boxes=boxes,
             masked=np.arange(len(boxes)) == 2,
             size=(width, height),
@@ -46,49 +45,58 @@ def examples() -> list[Example]:
             cells=generator.uniform(0, 1, (len(boxes), 3, 3)).astype(np.float32),
         )
         found.append(
-            Example(str(number), TextInput(zeros, zeros, zeros), picture, more=(TextInput(zeros, zeros, zeros),))
+            Example(str(number), TextInput(zeros, zeros, zeros), image, more=(TextInput(zeros, zeros, zeros),))
         )
     return found
 
 
 def of_each_row(seen: Tensor, batch: Batch) -> list[Tensor]:
-    """The regions of each row with a picture, from those of all pictures in picture order."""
-    pictures = seen.split(batch.region_mask[batch.image_rows].sum(1).tolist())
-    return [pictures[number] for number in batch.image_of.tolist() if number >= 0]
+    """The regions of each row with an image, from those of all images in their order."""
+    images = seen.split(batch.region_mask[batch.image_rows].sum(1).tolist())
+    return [images[number] for number in batch.image_of.tolist() if number >= 0]
 
 
-@BY_MASKING
-def test_a_region_visual_embeddings_the_same_in_a_group_and_alone(masking):
-    sight, given = network(masking).eval(), examples()
+@pytest.mark.parametrize("masking", ["pixels", "features"])
+def test_region_features_are_the_same_in_a_group_and_alone(masking):
+    fast_rcnn, given = network(masking).eval(), examples()
     batch = collate(given)
     assert [len(group) for group in batch.pixels] == [2, 3]
     with torch.no_grad():
-        inputs = sight.network_input(batch)
-        together = of_each_row(sight(batch), batch)
-        alone = [of_each_row(sight(one), one)[0] for one in (collate([e]) for e in given[1:]) for _ in range(2)]
-    pictures = [picture for group in inputs for picture in group]
+        inputs = fast_rcnn.network_input(batch)
+        together = of_each_row(fast_rcnn(batch), batch)
+        alone = [of_each_row(fast_rcnn(one), one)[0] for one in (collate([e]) for e in given[1:]) for _ in range(2)]
+    images = [image for group in inputs for image in group]
     for example in given[1:]:
         row = batch.keys.index(example.key) * 2 - 1
-        own = sight.network_input(collate([example]))[0][0]
-        seen = pictures[batch.image_of[row]]
+        own = fast_rcnn.network_input(collate([example]))[0][0]
+        seen = images[batch.image_of[row]]
         height, width = own.shape[1:]
-        assert torch.equal(seen[:, :height, :width], own), "with the same pixels hidden"
+        assert torch.equal(seen[:, :height, :width], own), "with the same pixels masked"
         assert not seen[:, height:].any()
         assert not seen[:, :, width:].any()
     same_size = [row for row, (width, height) in enumerate(np.repeat(SIZES, 2, axis=0).tolist()) if width == 96]
     for row, (found, expected) in enumerate(zip(together, alone, strict=True)):
         assert found.shape == expected.shape
-        # Cells near the border see where a picture ends among larger ones; the others must look as they do alone.
+        # Cells near the border see where an image ends among larger ones; the others are as they are alone.
         tolerance = 1e-5 if row in same_size else 0.35
         assert (found - expected).norm() <= tolerance * expected.norm(), row
         others = [other for n, other in enumerate(alone) if n // 2 != row // 2 and len(other) == len(found)]
         assert all((found - other).norm() > 2 * (found - expected).norm() for other in others)
 
 
-@BY_MASKING
-def test_one_tensor_of_a_batch_has_its_largest_height_and_width(masking):
-    """A region looks as it does where its picture stands alone in so many zeros: nothing else of the batch shows."""
-    given, groups, one = examples(), network(masking).eval(), network(masking, padding="batch").eval()
+def test_features_that_are_masked_leave_the_pixels_as_they_are():
+    batch = collate(examples())
+    plain = dataclasses.replace(
+        batch, region_masked=batch.region_masked & False, covered_mask=batch.covered_mask & False
+    )
+    for kind, differs in (("features", False), ("pixels", True)):
+        masked, unmasked = (network(kind).network_input(one) for one in (batch, plain))
+        assert differs == any(not torch.equal(*pair) for pair in zip(masked, unmasked, strict=True))
+
+
+def test_padding_batch_pads_to_the_largest_of_the_batch():
+    """A region's feature is that of its image alone in so many zeros."""
+    given, groups, one = examples(), network().eval(), network(padding="batch").eval()
     batch = collate(given)
     (pixels,) = one.network_input(batch)
     assert pixels.shape == (5, 3, 112, 96)
@@ -101,48 +109,47 @@ def test_one_tensor_of_a_batch_has_its_largest_height_and_width(masking):
             own = F.pad(own, (0, 96 - own.shape[3], 0, 112 - own.shape[2]))
             torch.testing.assert_close(together[row], groups.appearance([own], expected), rtol=1e-4, atol=1e-5)
     apart = [float((a - b).norm() / b.norm()) for a, b in zip(together, in_groups, strict=True)]
-    assert max(apart) > 0.01, "another padding, another look near the border"
+    assert max(apart) > 0.01, "near the border features depend on the padding"
 
 
-@BY_MASKING
-def test_in_a_fixed_padding_a_region_visual_embeddings_the_same_whatever_the_batch(masking):
-    sight = network(masking, padding="fixed", short_side=96, long_side=128).eval()
+def test_padding_fixed_is_independent_of_the_batch():
+    fast_rcnn = network(padding="fixed", short_side=96, long_side=128).eval()
     batch = collate(examples())
-    shapes = [tuple(group.shape[2:]) for group in sight.network_input(batch)]
-    assert set(shapes) == {(96, 128), (128, 96)}, "wide and upright pictures"
+    shapes = [tuple(group.shape[2:]) for group in fast_rcnn.network_input(batch)]
+    assert set(shapes) == {(96, 128), (128, 96)}, "wide and upright"
     with torch.no_grad():
-        together = of_each_row(sight(batch), batch)
+        together = of_each_row(fast_rcnn(batch), batch)
         for row, example in enumerate(e for e in examples()[1:] for _ in e.texts):
             alone = collate([example])
-            (own,) = network(masking).eval().network_input(alone)
+            (own,) = network().eval().network_input(alone)
             height, width = (128, 96) if example.image.size[1] > example.image.size[0] else (96, 128)
             own = F.pad(own, (0, width - own.shape[3], 0, height - own.shape[2]))
-            (found,) = sight.network_input(alone)
+            (found,) = fast_rcnn.network_input(alone)
             assert torch.equal(found, own)
-            torch.testing.assert_close(together[row], sight.appearance([own], alone), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(together[row], fast_rcnn.appearance([own], alone), rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_that_is_larger_than_its_fixed_padding_is_refused():
-    sight = network(padding="fixed", short_side=64, long_side=96)
+def test_an_image_larger_than_its_fixed_padding_is_refused():
+    fast_rcnn = network(padding="fixed", short_side=64, long_side=96)
     with pytest.raises(ValueError, match=r"sample text is 64 x 112 pixels, more than .*padding=fixed takes, 64 x 96"):
-        sight(collate(examples()))
+        fast_rcnn(collate(examples()))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_images_of_one_size_learn_the_same_in_one_tensor_and_in_two(kind):
+def test_gradients_are_the_same_in_one_tensor_and_in_two(kind):
     given = [example for example in examples() if example.image is None or example.image.size == (96, 64)]
     batch = collate(given)
     assert [tuple(group.shape) for group in batch.pixels] == [(2, 3, 64, 96)]
     apart = dataclasses.replace(batch, pixels=tuple(batch.pixels[0].split(1)))
-    sight = network()
+    fast_rcnn = network()
     found = []
     for one in (batch, apart):
-        sight.zero_grad()
+        fast_rcnn.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
-            seen = sight(one)
+            seen = fast_rcnn(one)
         weights = torch.arange(seen.numel(), dtype=torch.float32).view(seen.shape) % 7
         (seen.float() * weights).sum().backward()
-        gradients = [parameter.grad for parameter in sight.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in fast_rcnn.parameters() if parameter.requires_grad]
         found.append([seen.detach().float(), *gradients])
     for together, separate in zip(*found, strict=True):
         scale = together.abs().max()
@@ -162,10 +169,6 @@ def test_live_norms_take_statistics_of_all_images_at_once():
     made(batch)
     assert int(norm.num_batches_tracked) == 1
     torch.testing.assert_close(norm.running_mean, expected, rtol=1e-4, atol=1e-4)
-    alone = of_each_row(made.eval()(batch), batch)
-    for row, example in zip(alone[::2], (e for e in examples() if e.image), strict=True):
-        same = [e for e in examples() if e.key == example.key]
-        assert row.shape == made(collate(same)).shape
 
 
 def test_a_batch_without_pixels_is_refused_by_name():

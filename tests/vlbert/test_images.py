@@ -39,11 +39,11 @@ def test_boxes_grow_with_the_image():
     np.testing.assert_allclose(seen.place(np.array([[1, 2, 3, 4]])), [[2, 4, 6, 8]])
 
 
-def test_a_red_square_stays_under_its_box_when_the_image_is_mirrored():
-    picture = Image.new("RGB", (96, 64), (0, 0, 255))
-    picture.paste((255, 0, 0), (8, 16, 40, 48))
+def test_flipped_boxes_stay_on_their_pixels():
+    image = Image.new("RGB", (96, 64), (0, 0, 255))
+    image.paste((255, 0, 0), (8, 16, 40, 48))
     data = io.BytesIO()
-    picture.save(data, "JPEG", quality=95)
+    image.save(data, "JPEG", quality=95)
     sample = tiny_sample(0, regions=1)
     regions = Regions(np.array([[8, 16, 40, 48]], np.float32), np.ones(1, np.float32), np.ones(1, np.int32), "x", 0)
     sample = dataclasses.replace(sample, image=data.getvalue(), regions=regions)
@@ -62,7 +62,7 @@ def with_features(number: int, regions: int) -> Sample:
     return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
 
 
-def test_precomputed_the_whole_image_is_the_mean_of_what_is_not_hidden():
+def test_the_whole_image_is_the_mean_of_unmasked_precomputed_features():
     sample = with_features(1, regions=3)
     features = sample.regions.features.astype(np.float32)
     seen = prepare_image(dataclasses.replace(sample, image=b"never decoded"), PRECOMPUTED, flip=False)
@@ -71,25 +71,25 @@ def test_precomputed_the_whole_image_is_the_mean_of_what_is_not_hidden():
     assert everything.size == (96, 64)
     assert everything.features.dtype == np.float32
     np.testing.assert_allclose(everything.features, [features.mean(0), *features], rtol=1e-6)
-    # Regions 0 and 1 fit into the row, 0 is hidden: what did not fit still counts ...
+    # Regions 0 and 1 fit into the row, 0 is masked: what did not fit still counts ...
     part = seen.to_input(np.array([False, True, False, False]), count=2)
     np.testing.assert_allclose(part.features, [features[1:].mean(0), *features[:2]], atol=2e-5)
     assert (part.masked.tolist(), len(part.boxes), len(part.covered)) == ([False, True, False], 3, 0)
-    # ... and what did not fit and is hidden covers its pixels.
+    # ... and what did not fit and is masked covers its pixels.
     part = seen.to_input(np.array([False, True, False, True]), count=2)
     np.testing.assert_allclose(part.features[0], features[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(part.covered, everything.boxes[3:])
     assert np.isfinite(seen.to_input(np.array([False, True, True, True])).features).all()
 
 
-def test_mirroring_moves_precomputed_boxes_and_leaves_the_features():
+def test_flipping_moves_precomputed_boxes_and_keeps_features():
     straight, mirrored = (prepare_image(with_features(1, 2), PRECOMPUTED, flip).to_input() for flip in (False, True))
     np.testing.assert_array_equal(mirrored.features, straight.features)
     np.testing.assert_array_equal(mirrored.boxes[:, [2, 0]], 95 - straight.boxes[:, [0, 2]])
     np.testing.assert_array_equal(mirrored.boxes[:, 1::2], straight.boxes[:, 1::2])
 
 
-def test_boxes_of_a_task_stand_behind_those_of_the_detector():
+def test_boxes_of_a_task_follow_those_of_the_detector():
     seen = prepare_image(tiny_sample(1), LARGER, flip=True).with_boxes(np.array([[1.0, 2, 3, 4]]))
     np.testing.assert_array_equal(seen.to_input().boxes[3], [191 - 6, 4, 191 - 2, 8])
     with pytest.raises(ValueError, match="cannot join precomputed features"):

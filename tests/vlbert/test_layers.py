@@ -1,4 +1,4 @@
-"""The encoder computes real elements alone, and says what one that computes padding too would say."""
+"""The encoder computes no padding, and the same as one that does."""
 
 import pytest
 import torch
@@ -35,7 +35,8 @@ def encoder() -> Encoder:
 
 def encode(encoder: Encoder, x: Tensor, mask: Tensor, attentions: list[Tensor] | None = None) -> Tensor:
     """x [N, 13, C] of six words, six regions and [END] -> the same, encoded."""
-    return encoder(Streams(x[:, :6], x[:, 6:], mask[:, :6], mask[:, 6:]), attentions).joined()[0]
+    lengths = (part.sum(dim=1).tolist() for part in (mask[:, :6], mask[:, 6:]))
+    return encoder(Streams(x[:, :6], x[:, 6:], mask[:, :6], mask[:, 6:], *lengths), attentions).joined()[0]
 
 
 def some_rows(full: bool = False) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def some_rows(full: bool = False) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["ragged", "full"])
-def test_packed_is_unpacked_in_outputs_gradients_and_attention(encoder: Encoder, full: bool):
+def test_packed_rows_equal_padded_rows_in_outputs_gradients_and_attention(encoder: Encoder, full: bool):
     x, mask = some_rows(full)
     packed, padded = x.clone().requires_grad_(), x.clone().requires_grad_()
     maps = []
@@ -61,7 +62,7 @@ def test_packed_is_unpacked_in_outputs_gradients_and_attention(encoder: Encoder,
     theirs_back = torch.autograd.grad((theirs * weights).sum(), [padded, *encoder.parameters()])
     for found, expected in zip(mine_back, theirs_back, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
-    for found, expected in zip(maps, their_maps, strict=True):
+    for found, expected in zip((one.weights for one in maps), their_maps, strict=True):
         assert found.shape == (5, 4, 13, 13)
         real = mask[:, None, :].expand(5, 4, 13)
         torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-6)
@@ -69,7 +70,7 @@ def test_packed_is_unpacked_in_outputs_gradients_and_attention(encoder: Encoder,
         torch.testing.assert_close(found.sum(3), torch.ones(5, 4, 13))
 
 
-def test_nothing_that_stands_in_padding_is_seen_not_even_nan(encoder: Encoder):
+def test_padding_is_never_read_even_if_nan(encoder: Encoder):
     x, mask = some_rows()
     poisoned = x.masked_fill(~mask[:, :, None], torch.nan).requires_grad_()
     assert torch.equal(encode(encoder, poisoned, mask), encode(encoder, x, mask))
@@ -79,8 +80,8 @@ def test_nothing_that_stands_in_padding_is_seen_not_even_nan(encoder: Encoder):
     assert all(parameter.grad.isfinite().all() for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize("row", range(5))
-def test_a_row_that_is_no_number_spoils_no_other(encoder: Encoder, row: int):
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_nan_row_leaves_other_rows_alone(encoder: Encoder, row: int):
     x, mask = some_rows()
     sick = x.clone()
     sick[row] = torch.nan
@@ -90,16 +91,16 @@ def test_a_row_that_is_no_number_spoils_no_other(encoder: Encoder, row: int):
     assert found[row][mask[row]].isnan().all()
 
 
-def test_linear_layers_see_real_elements_alone_and_attention_rows_as_long_as_the_longest(encoder: Encoder):
+def test_linear_layers_compute_no_padding(encoder: Encoder):
     x, mask = some_rows()
     seen = []
     encoder.layers[0].intermediate.register_forward_hook(lambda *call: seen.append(call[2].shape))
     encode(encoder, x, mask)
     assert seen == [(int(mask.sum()), 40)]
-    assert Packing.of(mask).filled.shape == (5, int(mask.sum(dim=1).max()))
+    assert Packing.of(mask, mask.sum(dim=1).tolist(), torch.float32).filled.shape == (5, int(mask.sum(dim=1).max()))
 
 
-def test_dropout_is_drawn_in_training_alone(encoder: Encoder):
+def test_dropout_only_in_training(encoder: Encoder):
     x, mask = some_rows()
     assert torch.equal(encode(encoder, x, mask), encode(encoder, x, mask))
     encoder.train()

@@ -1,24 +1,30 @@
-"""Which sample is seen when: a pure function of seed and step, whatever the ranks and workers."""
+"""The order of samples is a function of seed and step alone, whatever the ranks and workers."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from loaded import ALONE, CPU, captions, rows_in_order, training_data
-from s3 import s3_server
-from tiny import TINY_MODEL, commit_samples, tiny_root, tiny_sample
+from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_root, tiny_sample
 
-from storage.catalog import Catalog, Row
+from storage import index_file
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.manifests import Row
 from storage.object_store import open_store
-from storage.reading import ShardSamples
 from storage.shuffle import mix, shuffled, take
 from training.distributed import World
-from training.loop import batches
+from training.loading import batches
 from vlbert.config import DataConfig
 from vlbert.data.batch import Batch
-from vlbert.data.loading import CAPTIONS, ValidationData, check_shares, generator
+from vlbert.data.loading import ValidationData, check_shares, generator
+from vlbert.data.order import CAPTIONS
 from vlbert.data.samples import open_samples, region_stage
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+STAGE = f"regions/{DETECTOR}"
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +37,11 @@ def rows_of(batch: Batch) -> dict[str, tuple]:
     return dict(rows_in_order(batch))
 
 
-def test_an_epoch_holds_every_sample_once_and_each_epoch_another_order(root):
+def test_each_epoch_holds_every_sample_once_in_another_order(root):
     data = training_data(root)  # 20 samples, 8 a step: the epoch ends in the middle of the third step
     keys = [key for step in range(5) for key in captions(data[step][0])]
     first, second = keys[:20], keys[20:40]
-    everything = {data.source.samples.sample(i).key for i in range(20)}
+    everything = {data.source().samples.sample(i).key for i in range(20)}
     assert set(first) == everything
     assert set(second) == everything
     assert first != second
@@ -45,41 +51,20 @@ def epoch_of(seed: int, stream: int, epoch: int, n: int) -> list[int]:
     return shuffled(np.arange(n), seed, stream, epoch, n).tolist()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 1025])
-def test_an_epoch_is_a_permutation_whatever_its_length(n):
-    assert sorted(epoch_of(0, CAPTIONS, 0, n)) == list(range(n))
-
-
-def test_order_depends_on_seed_epoch_and_stream():
-    orders = [epoch_of(*which, 1000) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))]
-    assert len({tuple(one) for one in orders}) == 4
-    for one in orders:  # a random permutation has one fixed point on average, and no drift
-        assert (np.array(one) == np.arange(1000)).sum() < 8
-        assert abs(np.corrcoef(one, np.arange(1000))[0, 1]) < 0.15
-        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.15
-    # Part of the contract with old checkpoints: the same on every machine, for ever.
-    assert epoch_of(0, CAPTIONS, 0, 12) == GOLDEN_ORDER
-    assert mix(1, 2, 3) == GOLDEN_MIX
-
-
-GOLDEN_ORDER = [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
-GOLDEN_MIX = 9812528628958509896
-
-
-def test_a_batch_late_in_a_long_epoch_is_found_at_once():
-    taken = take(consumed=10**10, count=256, seed=0, stream=CAPTIONS, n=3 * 10**9)
-    assert len(set(taken)) == 256
-    assert all(epoch == 3 and 0 <= number < 3 * 10**9 for epoch, number in taken)
+def test_the_order_of_an_epoch_never_changes():
+    # Checkpoints depend on it: the same on every machine.
+    assert epoch_of(0, CAPTIONS, 0, 12) == [7, 0, 6, 10, 1, 3, 11, 4, 2, 8, 5, 9]
+    assert mix(1, 2, 3) == 9812528628958509896
 
 
 def test_take_goes_over_the_boundary_of_an_epoch():
     taken = take(consumed=5, count=6, seed=3, stream=CAPTIONS, n=8)
-    assert [epoch for epoch, _ in taken] == [0, 0, 0, 1, 1, 1]
-    assert [number for _, number in taken] == [*epoch_of(3, CAPTIONS, 0, 8)[5:], *epoch_of(3, CAPTIONS, 1, 8)[:3]]
+    order = [(0, number) for number in epoch_of(3, CAPTIONS, 0, 8)] + [(1, n) for n in epoch_of(3, CAPTIONS, 1, 8)]
+    assert taken == order[5:11]
 
 
-@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_the_world_and_accumulation_only_deal_out_the_same_samples(root, size, gradient_accumulation):
+@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (1, 2), (2, 2)])
+def test_worlds_and_accumulation_share_the_same_samples(root, size, gradient_accumulation):
     whole = training_data(root)
     parts = [training_data(root, rank, size, gradient_accumulation=gradient_accumulation) for rank in range(size)]
     for step in (0, 2):  # 2: over the border of the epoch
@@ -107,21 +92,45 @@ def test_workers_change_nothing_and_keep_the_order(root):
     assert alone == with_workers == [rows_of(data[step][0]) for step in range(1, 5)]
 
 
-def test_randomness_is_the_samples_own():
+def test_an_index_from_a_file_of_the_machine_changes_nothing(root, tmp_path, monkeypatch):
+    expected = [rows_in_order(training_data(root)[step][0]) for step in range(1, 5)]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(index_file, "SMALLEST", 1)
+    for _ in range(2):  # the second one finds the file
+        data = training_data(root)
+        assert len(list(tmp_path.glob("*/*.index"))) == 1
+        assert [rows_in_order(parts[0]) for parts in batches(data, range(1, 5), 2, CPU)] == expected
+
+
+def test_examples_of_all_samples_take_no_memory():
+    class Many:
+        def __len__(self) -> int:
+            return 10**8
+
+    task = Pretraining(PretrainingSettings(), None, 1)
+    tracemalloc.start()
+    examples = task.examples(Many(), None)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(examples), examples.samples[10**8 - 1]) == (10**8, 10**8 - 1)
+    assert most < 1e6
+
+
+def test_each_sample_has_its_own_randomness():
     draws = [generator(*which).random() for which in ((0, 0, 0, "a"), (0, 0, 0, "b"), (0, 0, 1, "a"), (1, 0, 0, "a"))]
     assert len(set(draws)) == 4
     assert generator(0, 0, 0, "a").random() == draws[0]
     assert generator(0, 0, 0, "a", question=1).random() != draws[0]
 
 
-def test_a_batch_that_the_world_does_not_divide_is_refused():
+def test_a_batch_that_the_world_cannot_share_is_refused():
     with pytest.raises(ValueError, match="data.batch = 8 cannot be shared by 3 processes.*choose a multiple of 3"):
         check_shares(DataConfig(batch=8), world_size=3)
     with pytest.raises(ValueError, match="data.text_batch = 4 .*data.gradient_accumulation = 8"):
         check_shares(DataConfig(batch=8, text_batch=4, gradient_accumulation=8), world_size=1)
 
 
-def test_text_rows_stand_beside_the_captions(root):
+def test_text_rows_follow_the_captions(root):
     batch = training_data(root)[0][0]
     assert len(batch.keys) == 12
     assert [key.startswith("text-") for key in batch.keys] == [False] * 8 + [True] * 4
@@ -138,15 +147,15 @@ def test_every_line_of_text_comes_once_in_an_epoch_of_its_own(root):
 
 
 def validation(root, rank: int = 0, size: int = 1, limit: int | None = 7) -> list[list[Batch]]:
-    asked = training_data(root).source
+    source = training_data(root).source()
     world = World(rank, size, CPU)
-    data = ValidationData(asked.samples, asked.examples, asked.task, asked.config, TINY_MODEL.regions, world, limit)
+    data = ValidationData(source.samples, source.examples, source.task, source.config, TINY_MODEL.regions, world, limit)
     assert all(not unreadable for _, _, unreadable in data)
     return [batches for batches, _, _ in data]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_validation_asks_the_same_questions_in_every_world_and_in_the_same_order(root, size):
+def test_validation_examples_are_the_same_in_every_world(root, size):
     alone = [key for right, _ in validation(root) for key in right.keys]
     assert len(set(alone)) == len(alone) == 7
     assert [key for rank in range(size) for right, _ in validation(root, rank, size) for key in right.keys] == alone
@@ -156,13 +165,13 @@ def test_validation_asks_the_same_questions_in_every_world_and_in_the_same_order
     ] == shown
 
 
-def test_without_a_limit_every_question_is_asked_once(root):
-    asked = Counter(key for right, _ in validation(root, limit=None) for key in right.keys)
-    assert set(asked.values()) == {1}
-    assert len(asked) == 20
+def test_without_a_limit_validation_takes_every_example_once(root):
+    counts = Counter(key for right, _ in validation(root, limit=None) for key in right.keys)
+    assert set(counts.values()) == {1}
+    assert len(counts) == 20
 
 
-def test_shuffled_validation_gives_every_text_the_image_of_another(root):
+def test_shuffled_validation_pairs_every_text_with_another_image(root):
     image_of, others = {}, []
     for right, _ in validation(root):
         for i, key in enumerate(right.keys):
@@ -177,27 +186,19 @@ def test_shuffled_validation_gives_every_text_the_image_of_another(root):
     assert sorted(others) == sorted(image_of.values()), "each image is shown once"
 
 
-def test_samples_read_through_the_index_are_those_that_were_written(root):
+def test_a_run_pins_the_snapshot_that_it_reads(root):
     samples, pinned = open_samples(open_store(str(root)), "captions", None, None, ALONE)
-    assert len(samples) == 20
-    written = [tiny_sample(i, regions=1 + i % 3) for i in range(20)]
-    assert samples.urls == [sample.url for sample in written]
-    assert [samples.sample(i).image for i in range(20)] == [sample.image for sample in written]
-    assert pinned == {
-        "dataset": "captions",
-        "stage": "regions/00000000beef",
-        "random_init": False,
-        "snapshot": samples.index.snapshot.id,
-    }
-    assert samples.index.snapshot.shards == ("00000", "00001", "00002")
+    assert samples.urls == [tiny_sample(i).url for i in range(20)]
+    snapshot = samples.index.snapshot.id
+    assert pinned == {"dataset": "captions", "stage": STAGE, "random_init": False, "snapshot": snapshot}
 
 
-def test_new_shards_stay_outside_of_what_a_checkpoint_pinned(tmp_path):
+def test_new_shards_are_outside_a_pinned_snapshot(tmp_path):
     commit_samples(tmp_path, "captions", [tiny_sample(i) for i in range(8)])
     store = open_store(str(tmp_path))
     _, pinned = open_samples(store, "captions", None, None, ALONE)
     new = tiny_sample(99)
-    Catalog(store, "captions").commit("regions/00000000beef", "00001", [new], [Row(8, new.key, "ok", url=new.url)], {})
+    commit_shard(Catalog(store, "captions"), STAGE, "00001", [new], [Row(8, new.key, "ok", url=new.url)], {})
     assert len(open_samples(store, "captions", None, None, ALONE)[0]) == 9
     assert len(open_samples(store, "captions", None, pinned, ALONE)[0]) == 8
     (tmp_path / "captions" / "regions" / "00000000beef" / "00000.parquet").unlink()
@@ -226,17 +227,6 @@ def test_the_regions_of_one_detector_are_chosen_by_name(tmp_path):
     with pytest.raises(ValueError, match="holds no region shards; run the detection stage"):
         region_stage(store, "captions", None)
     commit_samples(tmp_path, "captions", [tiny_sample(0)])
-    assert region_stage(store, "captions", None) == "regions/00000000beef"
+    assert region_stage(store, "captions", None) == STAGE
     with pytest.raises(ValueError, match="no detector ffff, only 00000000beef"):
         region_stage(store, "captions", "ffff")
-
-
-def test_samples_come_from_a_bucket_too():
-    with s3_server("shards"):
-        store = open_store("s3://shards/root")
-        written = [tiny_sample(i) for i in range(3)]
-        rows = [Row(i, s.key, "ok", url=s.url) for i, s in enumerate(written)]
-        Catalog(store, "captions").commit("regions/00000000beef", "00000", written, rows, {"random_init": False})
-        samples, _ = open_samples(store, "captions", None, None, ALONE)
-        assert isinstance(samples, ShardSamples)
-        assert [samples.sample(i).key for i in range(3)] == [s.key for s in written]

@@ -27,7 +27,7 @@ from vlbert.data.images import resized
 from vlbert.data.vocabulary import SPECIALS, Vocabulary
 from vlbert.datasets.refcoco import overlap
 from vlbert.model.fast_rcnn import FastRCNN
-from vlbert.published import plain_name
+from vlbert.published_vlbert import PublishedVLBert
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
 
 HERE = DATA / "parity"
@@ -175,7 +175,7 @@ def _described(folder: Path, name: str, switches: dict) -> None:
     network = metadata["config"]["NETWORK"]
     for key, value in switches.items():
         (network["VLBERT"] if key.startswith("VLBERT.") else network)[key.removeprefix("VLBERT.")] = value
-    shapes = {plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in metadata["tensors"]}
+    shapes = {PublishedVLBert.plain_name(tensor["name"]): tuple(tensor["shape"]) for tensor in metadata["tensors"]}
     describe(VLBertCase(name, metadata, {}), shapes)
 
 

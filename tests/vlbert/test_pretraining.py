@@ -1,3 +1,5 @@
+"""Pre-training: masked inputs and their labels, losses, accuracies."""
+
 import dataclasses
 
 import numpy as np
@@ -27,22 +29,22 @@ def example(task: Pretraining, number: int = 1, regions: int = 2) -> Example:
     return task.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
 
 
-def test_what_is_asked_for_is_what_was_hidden():
-    sample, asked = tiny_sample(1), example(task())
+def test_labels_are_the_masked_words_and_the_classes_of_the_masked_regions():
+    sample, found = tiny_sample(1), example(task())
     inner = slice(1, -1)
-    assert asked.text.tokens[[0, -1]].tolist() == [WORDS.cls, WORDS.sep]
-    assert (asked.text.tokens[inner] == WORDS.mask).all()
-    assert WORDS.decode(asked.text.labels["words"]) == sample.caption
-    assert asked.text.label_masks["word_label_mask"].tolist() == [
+    assert found.text.tokens[[0, -1]].tolist() == [WORDS.cls, WORDS.sep]
+    assert (found.text.tokens[inner] == WORDS.mask).all()
+    assert WORDS.decode(found.text.labels["words"]) == sample.caption
+    assert found.text.label_masks["word_label_mask"].tolist() == [
         False,
-        *[True] * len(asked.text.labels["words"]),
+        *[True] * len(found.text.labels["words"]),
         False,
     ]
-    assert asked.image.masked.tolist() == [False, True, True]
-    np.testing.assert_array_equal(asked.image.labels["region_classes"].argmax(1), sample.regions.labels)
+    assert found.image.masked.tolist() == [False, True, True]
+    np.testing.assert_array_equal(found.image.labels["region_classes"].argmax(1), sample.regions.labels)
 
 
-def test_targets_are_background_first_whatever_the_detectors_order():
+def test_region_labels_are_background_first_in_any_order_of_the_detector():
     sample = tiny_sample(1)
     probs = sample.regions.class_probs
     last = dataclasses.replace(
@@ -52,12 +54,12 @@ def test_targets_are_background_first_whatever_the_detectors_order():
         labels=sample.regions.labels - 1,
     )
     rng = np.random.default_rng(0)
-    seen = prepare_image(sample, TINY_MODEL.regions, False)
-    theirs = task().example(dataclasses.replace(sample, regions=last), seen, None, rng)
+    image = prepare_image(sample, TINY_MODEL.regions, False)
+    theirs = task().example(dataclasses.replace(sample, regions=last), image, None, rng)
     np.testing.assert_array_equal(theirs.image.labels["region_classes"], example(task()).image.labels["region_classes"])
 
 
-def test_text_only_rows_have_neither_special_tokens_nor_a_picture():
+def test_text_only_rows_have_neither_special_tokens_nor_an_image():
     tokens = WORDS.encode("a red square and a blue circle")
     row = task().text_example("text-3", tokens, np.random.default_rng(0))
     assert row.image is None
@@ -65,7 +67,7 @@ def test_text_only_rows_have_neither_special_tokens_nor_a_picture():
     assert row.text.labels["words"].tolist() == tokens.tolist()
 
 
-def test_text_only_rows_may_stand_between_special_tokens_and_lose_their_end_to_them():
+def test_text_only_rows_may_have_special_tokens():
     tokens = WORDS.encode("a red square and a blue circle")
     tagged = task(dataclasses.replace(ALL, text_specials=True, text_length=7))
     row = tagged.text_example("text-3", tokens, np.random.default_rng(0)).text
@@ -76,24 +78,24 @@ def test_text_only_rows_may_stand_between_special_tokens_and_lose_their_end_to_t
         PretrainingSettings(text_specials=True, text_length=2)
 
 
-def test_a_masked_region_is_asked_for_as_the_detector_says_or_as_its_likeliest_class():
+def test_the_label_of_a_region_is_the_detectors_distribution_or_its_best_class():
     sample = tiny_sample(1)
     probs = np.full_like(sample.regions.class_probs, 0.05)
     probs[:, 0] = 0.5  # the background, likelier than any class
     probs[[0, 1], sample.regions.labels] = 0.2
     doubtful = dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, class_probs=probs))
-    seen = prepare_image(sample, TINY_MODEL.regions, False)
-    asked = {
+    image = prepare_image(sample, TINY_MODEL.regions, False)
+    found = {
         target: task(dataclasses.replace(ALL, region_target=target))
-        .example(doubtful, seen, None, np.random.default_rng(0))
+        .example(doubtful, image, None, np.random.default_rng(0))
         .image.labels["region_classes"]
         for target in ("distribution", "class")
     }
-    np.testing.assert_array_equal(asked["distribution"], probs.astype(np.float32))
-    np.testing.assert_array_equal(asked["class"], np.eye(9, dtype=np.float32)[sample.regions.labels])
+    np.testing.assert_array_equal(found["distribution"], probs.astype(np.float32))
+    np.testing.assert_array_equal(found["class"], np.eye(9, dtype=np.float32)[sample.regions.labels])
 
 
-def test_long_rows_lose_the_end_of_the_longer_half():
+def test_a_long_row_loses_the_end_of_its_longer_part():
     cut = example(task(dataclasses.replace(ALL, max_elements=8)), regions=2)
     # 7 words and 2 + 1 regions: words go until both fit into 8 with [CLS] and [SEP].
     assert len(cut.text.tokens) + len(cut.image.boxes) == 8
@@ -102,7 +104,7 @@ def test_long_rows_lose_the_end_of_the_longer_half():
     assert cut.text.labels["words"].tolist() == whole.text.labels["words"][: len(cut.text.tokens) - 2].tolist()
 
 
-def test_words_of_captions_and_of_text_alone_are_counted_apart():
+def test_words_of_captions_and_of_text_alone_have_losses_of_their_own():
     model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task()).eval()
     text = task().text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))
     batch = collate([example(task(), 1), text, example(task(), 2)])
@@ -117,18 +119,18 @@ def test_words_of_captions_and_of_text_alone_are_counted_apart():
 
 
 @pytest.mark.parametrize("losses_over", ["labels", "rows"])
-@pytest.mark.parametrize("pictures", [True, False], ids=["captions and text", "text alone"])
+@pytest.mark.parametrize("images", [True, False], ids=["captions and text", "text alone"])
 @pytest.mark.parametrize("words", [1.0, 0.0], ids=["words", "no words"])
 @pytest.mark.parametrize("regions", [1.0, 0.0], ids=["regions", "no regions"])
-def test_whatever_is_not_asked_has_a_loss_of_zero_and_harms_nothing(losses_over, pictures, words, regions):
-    asking = task(
+def test_what_has_no_label_has_a_loss_of_zero(losses_over, images, words, regions):
+    masking = task(
         PretrainingSettings(WordMasking(words), RegionMasking(regions), losses_over=losses_over, max_elements=None)
     )
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking)
-    rows = [asking.text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))]
-    losses = model(collate([*([example(asking, 1, 3)] if pictures else []), *rows, *rows]))
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), masking)
+    rows = [masking.text_example("text", WORDS.encode("a red square"), np.random.default_rng(0))]
+    losses = model(collate([*([example(masking, 1, 3)] if images else []), *rows, *rows]))
     losses = {name: loss for name, loss in losses.items() if loss[0].requires_grad}
-    expected = {"words": pictures and words, "text_words": words, "regions": pictures and regions}
+    expected = {"words": images and words, "text_words": words, "regions": images and regions}
     for name, (loss, count) in losses.items():
         assert (count > 0) == (float(loss.detach()) > 0) == bool(expected.pop(name)), name
     assert not expected
@@ -136,13 +138,13 @@ def test_whatever_is_not_asked_has_a_loss_of_zero_and_harms_nothing(losses_over,
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
+def test_a_loss_is_the_mean_of_labels_or_of_rows_with_a_label():
     settings = dataclasses.replace(ALL, losses_over="rows")
     text = task().text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
-    silent = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
-    batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(silent, 3), text])
+    unmasked = task(dataclasses.replace(ALL, words=WordMasking(0.0), regions=RegionMasking(0.0)))
+    batch = collate([example(task(), 1, 1), text, example(task(), 2, 3), example(unmasked, 3), text])
     words, regions = (torch.randn(len(batch.labels[name]), n) for name, n in (("words", 13), ("region_classes", 9)))
-    words[torch.arange(18), batch.labels["words"]] = torch.tensor([9.0, -9.0]).repeat(9)  # every second one is guessed
+    words[torch.arange(18), batch.labels["words"]] = torch.tensor([9.0, -9.0]).repeat(9)  # every second one is right
     head = Oracle(lambda _: words, lambda _: regions)
     each = F.cross_entropy(words, batch.labels["words"], reduction="none")
     each_region = F.cross_entropy(regions, batch.labels["region_classes"], reduction="none")
@@ -152,8 +154,8 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
     for name, all_of_it in (("words", captions), ("text_words", texts), ("regions", each_region)):
         total, count = losses["labels"][name]
         torch.testing.assert_close((total, count), (all_of_it.sum(), len(all_of_it)))
-    guessed = [losses["labels"][f"{name}_accuracy"] for name in ("words", "text_words")]
-    assert [(int(right), asked) for right, asked in guessed] == [(2 + 5, 14), (1 + 1, 4)]
+    counted = [losses["labels"][f"{name}_accuracy"] for name in ("words", "text_words")]
+    assert [(int(right), found) for right, found in counted] == [(2 + 5, 14), (1 + 1, 4)]
     by_row = {
         "words": [each[:3], each[5:16]],
         "text_words": [each[3:5], each[16:]],
@@ -167,12 +169,11 @@ def test_a_loss_is_the_mean_of_questions_or_of_rows_that_ask_something():
         torch.testing.assert_close(total / count, mean)
 
 
-def test_whether_caption_and_picture_belong_together_is_asked_of_rows_with_a_picture():
-    asking = task(dataclasses.replace(ALL, relationship=True))
-    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), asking).eval()
-    text = asking.text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
-    batch = collate([example(asking, 1), text, example(asking, 2)])
-    assert "relationship" not in model(batch), "no data asks it"
+def test_the_relationship_loss_is_over_rows_with_an_image():
+    masking = task(dataclasses.replace(ALL, relationship=True))
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), masking).eval()
+    text = masking.text_example("text", WORDS.encode("a red"), np.random.default_rng(0))
+    batch = collate([example(masking, 1), text, example(masking, 2)])
     batch.labels["related"] = torch.tensor([1, 0])
     at_cls = model.vlbert(batch).text[[0, 2], 0]
     logits = model.head.relationship(model.head.pooler.dense(at_cls).tanh())
@@ -182,43 +183,43 @@ def test_whether_caption_and_picture_belong_together_is_asked_of_rows_with_a_pic
 
 
 class Oracle(torch.nn.Module):
-    """A head that says what a function of the batch says."""
+    """A head whose logits are functions of the batch."""
 
     def __init__(self, words, regions):
         super().__init__()
-        self.say = words, regions
+        self.logits = words, regions
 
     def forward(self, vlbert, encoded, batch):
-        return self.say[0](batch), self.say[1](batch)
+        return self.logits[0](batch), self.logits[1](batch)
 
 
 def one_hot(ids: torch.Tensor, size: int) -> torch.Tensor:
     return F.one_hot(ids, size).float()
 
 
-def test_accuracy_counts_words_watched_words_and_hidden_regions():
+def test_accuracies_are_of_words_monitored_words_and_masked_regions():
     settings = dataclasses.replace(ALL, regions=RegionMasking(1.0, masked=0.5), monitored_words=("red", "square"))
     counting = task(settings)
     batch = collate([example(counting, number, 3) for number in range(30)])
     truth = batch.labels["words"]
     right_but_squares = torch.where(truth == WORDS.ids["square"], WORDS.ids["circle"], truth)
     classes = batch.labels["region_classes"].argmax(1)
-    masked = batch.region_masked[batch.label_masks["region_label_mask"]]
-    wrong_where_hidden = torch.where(masked, (classes + 1) % 9, classes)
-    head = Oracle(lambda batch: one_hot(right_but_squares, len(WORDS)), lambda batch: one_hot(wrong_where_hidden, 9))
+    masked = batch.region_masked.flatten()[batch.labelled["region_label_mask"]]
+    wrong_where_masked = torch.where(masked, (classes + 1) % 9, classes)
+    head = Oracle(lambda batch: one_hot(right_but_squares, len(WORDS)), lambda batch: one_hot(wrong_where_masked, 9))
     metrics = counting.metrics(counting.predictions(None, head, None, batch))
     squares, reds = (truth == WORDS.ids["square"]).sum().item(), (truth == WORDS.ids["red"]).sum().item()
     assert metrics["words_accuracy"] == pytest.approx(1 - squares / len(truth))
     assert metrics["monitored_accuracy"] == pytest.approx(reds / (reds + squares))
-    assert metrics["regions_accuracy"] == 0, "a region left in sight is no question of language"
+    assert metrics["regions_accuracy"] == 0, "unmasked regions do not count"
     assert 0 < int(masked.sum()) < len(masked)
     losses = counting.losses(None, head, None, batch)
-    right, asked = losses["words_accuracy"]
-    assert (int(right), asked) == (len(truth) - squares, len(truth))
-    right, asked = losses["regions_accuracy"]
-    assert (int(right), asked) == (int((~masked).sum()), len(masked)), "training looks at what it learns from"
+    right, found = losses["words_accuracy"]
+    assert (int(right), found) == (len(truth) - squares, len(truth))
+    right, found = losses["regions_accuracy"]
+    assert (int(right), found) == (int((~masked).sum()), len(masked)), "training counts all that have a label"
 
 
-def test_a_watched_word_that_the_vocabulary_lacks_is_named():
+def test_a_monitored_word_that_the_vocabulary_lacks_is_named():
     with pytest.raises(ValueError, match="monitored_words: purple are no whole tokens"):
         task(dataclasses.replace(ALL, monitored_words=("red", "purple")))

@@ -1,28 +1,59 @@
+"""Image-text retrieval: ranks, split files, what a batch is made of, its losses and its scores."""
+
+import dataclasses
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from retrieval_files import SPLIT_FILE, captions_of, image, retrieval_recipe, retrieval_root, write_retrieval
+from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT, tiny_sample, urls
 
-from vlbert.datasets.retrieval import folds, ranks, read_splits, recalls
+from storage.object_store import open_store
+from storage.sample import Sample
+from training.distributed import World
+from vlbert.config import ModelConfig
+from vlbert.data.batch import Batch, Example, collate, placeholder
+from vlbert.data.images import prepare_image
+from vlbert.data.loading import TrainingData, TrainingDataset
+from vlbert.data.samples import open_samples
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.datasets.retrieval import folds, ranks, read_splits
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.retrieval import Caption, HeldOutImage, Retrieval, RetrievalSettings
+
+ALONE = World(0, 1, torch.device("cpu"))
+WORDS = Vocabulary([*SPECIALS, "a", "and", "red", "green", "blue", "white", "square", "circle", "it", "##s", "##t"])
+SETTINGS = RetrievalSettings(caption_length=20)
 
 
-def test_ranks_count_what_stands_before_the_best_caption_and_the_right_image():
-    scores = np.array([[0.1, 0.9, 0.5, 0.8], [0.3, 0.2, 0.4, 0.6]])
-    found = ranks(scores, [0, 0, 1, 1])
-    assert found.captions_of_image.tolist() == [0, 0]
-    assert found.image_of_caption.tolist() == [1, 0, 1, 1]
-    found = ranks(scores, [1, 1, 0, 0])
-    assert found.captions_of_image.tolist() == [1, 2], "the best of its captions counts"
+def make_task(**changes: object) -> Retrieval:
+    return Retrieval(dataclasses.replace(SETTINGS, **changes), WORDS, len(CLASSES))
 
 
-def test_of_equal_scores_the_last_stands_first_as_a_stable_order_turned_round_has_it():
-    scores = np.random.default_rng(0).integers(0, 4, (20, 20)).astype(float)
-    turned = np.argsort(scores, axis=1, kind="stable")[:, ::-1]
-    places = [int(np.flatnonzero(row == i)[0]) for i, row in enumerate(turned)]
-    assert ranks(scores, range(20)).captions_of_image.tolist() == places
-    assert ranks(np.ones((3, 3)), [0, 1, 2]).captions_of_image.tolist() == [2, 1, 0]
-    assert ranks(np.ones((3, 3)), [0, 1, 2]).image_of_caption.tolist() == [2, 1, 0]
+# --- ranks and files --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_counts_the_better_ones_and_half_of_the_equals_rounded_up():
+    scores = np.array([[3, 2, 2, 1, 2, 3]])
+    found = [ranks(np.vstack([row, np.zeros(6)]), [0] * 5 + [1]).captions_of_image[0] for row in (scores, -scores)]
+    assert found == [1, 0]
+    assert ranks(np.ones((3, 3)), [0, 1, 2]).captions_of_image.tolist() == [1, 1, 1]
+    assert ranks(np.ones((4, 4)), [0, 1, 2, 3]).image_of_caption.tolist() == [2, 2, 2, 2]
+
+
+def test_the_order_of_images_and_captions_changes_no_rank():
+    rng = np.random.default_rng(0)
+    scores, image_of = rng.integers(0, 4, (6, 12)).astype(float), np.repeat(np.arange(6), 2)
+    found, images, captions = ranks(scores, image_of), rng.permutation(6), rng.permutation(12)
+    other = ranks(scores[images][:, captions], np.argsort(images)[image_of[captions]])
+    assert np.array_equal(other.captions_of_image, found.captions_of_image[images])
+    assert np.array_equal(other.image_of_caption, found.image_of_caption[captions])
 
 
 def test_images_may_have_different_numbers_of_captions():
@@ -30,54 +61,338 @@ def test_images_may_have_different_numbers_of_captions():
     assert ranks(scores, [0, 0, 0, 1]).image_of_caption.tolist() == [0] * 4
 
 
-def test_recalls_are_percent_and_ranks_are_counted_from_one_in_their_median_and_mean():
-    assert recalls(np.array([0, 0, 4, 5, 9, 10, 11, 99])) == {
-        "r1": 25.0,
-        "r5": 37.5,
-        "r10": 62.5,
-        "medr": 8.0,  # floor of 7, which is 8 from one
-        "meanr": 138 / 8 + 1,
-    }
-    assert recalls(np.array([0, 1]))["medr"] == 1.0, "halves are cut off, as in VSE++"
+def test_scores_that_do_not_fit_are_refused():
+    for call, named in (
+        (lambda: ranks(np.ones((2, 3)), [0, 0]), "do not fit"),
+        (lambda: ranks(np.ones((2, 3)), [0, 0, 0]), "do not fit"),
+        (lambda: ranks(np.ones((2, 3)), [0, 1, 2]), "do not fit"),
+        (lambda: ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1]), "1 of 6 scores are no finite numbers"),
+        (lambda: folds(np.ones((7, 14)), np.repeat(np.arange(7), 2), 8), "7 images are too few for 8 folds"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
 
 
-def test_folds_are_equal_parts_with_their_own_captions():
-    scores = np.random.default_rng(0).random((7, 14))
-    image_of = np.repeat(np.arange(7), 2)
-    first, second = folds(scores, image_of, 2)  # three images each, the seventh is in none
-    for fold, start in ((first, 0), (second, 3)):
-        alone = ranks(scores[start : start + 3, 2 * start : 2 * start + 6], [0, 0, 1, 1, 2, 2])
-        assert fold.captions_of_image.tolist() == alone.captions_of_image.tolist()
-        assert fold.image_of_caption.tolist() == alone.image_of_caption.tolist()
-    with pytest.raises(ValueError, match="7 images are too few for 8 folds"):
-        folds(scores, image_of, 8)
-
-
-def test_scores_that_fit_no_captions_or_are_no_numbers_are_refused():
-    for image_of in ([0, 0], [0, 0, 0], [0, 1, 2]):
-        with pytest.raises(ValueError, match="do not fit"):
-            ranks(np.ones((2, 3)), image_of)
-    with pytest.raises(ValueError, match="1 of 6 scores are no finite numbers"):
-        ranks(np.array([[1, 2, 3], [4, np.nan, 6]]), [0, 0, 1])
-
-
-def image(name: str, split: str, captions: int) -> dict:
-    return {"filename": name, "split": split, "sentences": [{"raw": f"{name} {i}"} for i in range(captions)]}
-
-
-def test_a_split_file_gives_the_first_five_captions_of_each_image(tmp_path: Path):
+def test_a_split_file_gives_the_first_captions_of_each_image(tmp_path: Path):
     file = tmp_path / "dataset_made.json"
-    file.write_text(json.dumps({"images": [image("a.jpg", "test", 6), image("b.jpg", "restval", 5)]}))
-    assert read_splits(file) == {
-        "test": {"a.jpg": [f"a.jpg {i}" for i in range(5)]},
-        "restval": {"b.jpg": [f"b.jpg {i}" for i in range(5)]},
-    }
-    for images, told in (
-        ([image("a.jpg", "test", 4)], "a.jpg has 4 captions, 5 are needed"),
-        ([image("a.jpg", "test", 5)] * 2, "a.jpg stands there twice"),
+    texts = [f"a {i}" for i in range(6)]
+    file.write_text(json.dumps({"images": [image("a.jpg", "test", texts), image("b.jpg", "restval", texts[:2])]}))
+    assert read_splits(file, 5) == {"test": {"a.jpg": texts[:5]}, "restval": {"b.jpg": texts[:2]}}
+    assert read_splits(file)["test"]["a.jpg"] == texts
+    for images, named in (
+        ([image("a.jpg", "test", texts)] * 2, "a.jpg stands there twice"),
         ([{"filename": "a.jpg"}], r"images\[0\]: KeyError"),
+        ([image("a.jpg", "test", [7])], r"images\[0\] has .* no text"),
         (None, "is no split file of Karpathy"),
     ):
         file.write_text(json.dumps({"images": images}))
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=named):
             read_splits(file)
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_has_one_example_a_caption_and_a_held_out_split_one_an_image(tmp_path: Path):
+    samples = [tiny_sample(i) for i in range(4)]
+    write_retrieval(tmp_path, samples, test=2)
+    task = make_task(folder=str(tmp_path))
+    training = task.examples(urls(samples), None)
+    assert training.samples.tolist() == [0, 0, 1, 1]
+    assert [one.text for one in training.annotations] == [*captions_of(samples[0]), *captions_of(samples[1])]
+    held_out = task.examples(urls(samples), "test")
+    assert held_out.samples.tolist() == [2, 3]
+    candidates = held_out.annotations[1].candidates
+    assert [text.tolist() for text in candidates.texts(0, 9)] == [
+        [WORDS.cls, *WORDS.encode(text), WORDS.sep] for sample in samples[2:] for text in captions_of(sample)
+    ]
+    assert held_out.annotations[1].first == 2
+    few = task.among(held_out, np.array([1]))
+    assert few.annotations[1].first == 0
+    assert len(few.annotations[1].candidates) == 2
+
+
+def test_images_without_captions_and_captions_beyond_five_are_left_out_by_name(tmp_path: Path):
+    samples = [tiny_sample(i) for i in range(4)]
+    names = [sample.url.rpartition("/")[2] for sample in samples]
+    for split in ("train", "val"):
+        images = [
+            image(name, split, captions)
+            for name, captions in zip(names, (["a"] * 7, [], ["", " "], ["a", "", "it"]), strict=True)
+        ]
+        (tmp_path / SPLIT_FILE).write_text(json.dumps({"images": images}))
+        found = make_task(folder=str(tmp_path)).examples(urls(samples), None if split == "train" else "val")
+        assert [line.split(":")[0] for line in found.skipped] == names
+        assert ["2 of its 7" in found.skipped[0], "1 of its 3" in found.skipped[3]] == [True, True]
+        assert all("no caption with words" in line for line in found.skipped[1:3])
+        assert found.samples.tolist() == ([0] * 5 + [3] * 2 if split == "train" else [0, 3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"images": []}, r"has no split 'train'; it has none"),
+        ({"images": [image("gone.jpg", "train", ["a"])]}, "1 of 1 images of train of .* no region shard, such as gone"),
+        ({"images": [image("000000.jpg", "train", [])]}, "none of the images of train of .* has a caption"),
+        (None, f"there is no .*{SPLIT_FILE}; fetch it, or set task.folder"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, changes: dict | None, named: str):
+    if changes is not None:
+        (tmp_path / SPLIT_FILE).write_text(json.dumps(changes))
+    with pytest.raises(ValueError, match=named):
+        make_task(folder=str(tmp_path)).examples(urls([tiny_sample(0)]), None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"margin": 1.5}, {"max_regions": 0}, {"wrong_images": 0}, {"captions": 0}, {"rows_at_once": 0}, {"fold": 0}],
+)
+def test_settings_that_cannot_be_are_named(changes: dict):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        dataclasses.replace(SETTINGS, **changes)
+
+
+def test_a_caption_that_the_model_has_no_room_for_is_refused():
+    with pytest.raises(ValueError, match=r"task.caption_length is 61, the model has room for 60"):
+        make_task(caption_length=61).head(TINY_MODEL)
+
+
+# --- batches and losses -----------------------------------------------------------------------------------------------
+
+
+def make_example(task: Retrieval, number: int, image_name: str = "") -> Example:
+    sample = tiny_sample(number)
+    annotation = Caption(image_name or f"{number}.jpg", sample.caption)
+    return task.example(
+        sample, prepare_image(sample, TINY_MODEL.regions, False), annotation, np.random.default_rng(number)
+    )
+
+
+def test_only_the_first_regions_are_read():
+    assert len(make_example(make_task(max_regions=1), 0).image.boxes) == 2
+    assert len(make_example(make_task(), 0).image.boxes) == 3
+
+
+def shown(batch: Batch) -> dict[tuple[int, int], tuple[list[int], int]]:
+    """(anchor, role) -> the tokens and a number of the image of each row."""
+    rows = zip(batch.labels["anchor"].tolist(), batch.labels["role"].tolist(), strict=True)
+    images = [int(batch.image(int(batch.image_of[row])).sum()) for row in range(len(batch))]
+    tokens = [batch.tokens[row][batch.text_mask[row]].tolist() for row in range(len(batch))]
+    return dict(zip(rows, zip(tokens, images, strict=True), strict=True))
+
+
+def test_each_pair_meets_the_captions_and_images_of_the_next_three():
+    task = make_task()
+    examples = [make_example(task, number) for number in range(7)]
+    batch = collate(task.together(examples[:4], examples[4:]))
+    assert (len(batch), len(batch.image_rows)) == (28, 7)
+    rows = shown(batch)
+    tokens, images = ([one.text.tokens.tolist() for one in examples], [int(e.image.pixels.sum()) for e in examples])
+    for anchor in range(4):
+        assert rows[anchor, 0] == (tokens[anchor], images[anchor])
+        for distance in range(1, 4):
+            assert rows[anchor, distance] == (tokens[anchor + distance], images[anchor])
+            assert rows[anchor, 3 + distance] == (tokens[anchor], images[anchor + distance])
+
+
+def test_a_neighbour_with_the_same_image_is_no_negative():
+    task = make_task(wrong_captions=2, wrong_images=1)
+    examples = [make_example(task, 0, "same.jpg"), make_example(task, 1, "same.jpg"), make_example(task, 2)]
+    assert {*shown(collate(task.together(examples[:1], examples[1:])))} == {(0, 0), (0, 2)}
+
+
+def scored(task: Retrieval, table: dict[tuple[int, int], float]) -> dict[str, tuple[torch.Tensor, int]]:
+    """The losses where (anchor, role) have these logits."""
+    labels = {name: torch.tensor([key[i] for key in table]) for i, name in enumerate(("anchor", "role"))}
+    labels["right"] = labels["role"][labels["role"] == 0]
+    batch = SimpleNamespace(counted=torch.arange(len(table)), labels=labels)
+    logits = torch.tensor([*table.values()], requires_grad=True)
+    losses = task.losses(None, lambda encoded: logits, None, batch)
+    sum(loss for loss, _ in losses.values() if loss.requires_grad).backward()
+    assert logits.grad.isfinite().all()
+    return losses
+
+
+def logits_of(probabilities: list[float]) -> list[float]:
+    return [float(np.log(p / (1 - p))) for p in probabilities]
+
+
+def test_the_hinge_is_that_of_the_hardest_of_three_each_way():
+    """The example of the paper's formula: 0.80; wrong captions 0.10, 0.65, 0.20; wrong images 0.70, 0.30, 0.90."""
+    values = logits_of([0.80, 0.10, 0.65, 0.20, 0.70, 0.30, 0.90])
+    first = {(0, role): value for role, value in enumerate(values)}
+    found = scored(make_task(), first)
+    assert found["pairs"][0].item() == pytest.approx(0.35)
+    assert (found["pairs"][1], found["accuracy"][0].item()) == (1, 0)
+    missing = scored(make_task(), first | {(1, 0): values[4], (1, 2): values[2]})  # a pair with one wrong caption
+    assert missing["pairs"][0].item() == pytest.approx(0.35 + 0.15)
+    assert (missing["pairs"][1], missing["accuracy"][0].item()) == (2, 1)
+
+
+def test_the_cross_entropy_is_over_the_pair_and_all_wrong_ones():
+    table = {(0, 0): 2.0, (0, 1): 1.0, (0, 2): -1.0, (0, 3): 0.5, (1, 0): 0.3, (1, 3): 0.3}
+    found = scored(make_task(loss="cross_entropy", wrong_captions=2, wrong_images=1), table)
+    first = -torch.tensor([2.0, 1.0, -1.0, 0.5]).log_softmax(0)[0].item()
+    assert found["pairs"][0].item() == pytest.approx(first + np.log(2), rel=1e-6)
+    assert found["accuracy"][0].item() == 1, "equal scores are no right answer"
+
+
+def test_a_placeholder_has_no_loss():
+    task = make_task()
+    torch.manual_seed(0)
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task)
+    losses = model(collate([placeholder(make_example(task, 0))]))
+    assert [count for _, count in losses.values()] == [0, 0]
+    losses["pairs"][0].backward()
+
+
+def test_pairs_are_the_same_in_every_world(tmp_path: Path):
+    folder = retrieval_root(tmp_path)
+    samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
+    task = make_task(folder=str(folder / "files"))
+    examples = task.examples(samples, None)
+
+    def rows_of(step: int, size: int, parts: int = 1) -> list[tuple]:
+        config = dataclasses.replace(retrieval_recipe(folder).data, gradient_accumulation=parts)
+        datasets, worlds = (
+            [TrainingDataset(samples, examples)],
+            [World(rank, size, torch.device("cpu")) for rank in range(size)],
+        )
+        batches = [
+            batch for world in worlds for batch in TrainingData(datasets, task, config, TINY_MODEL.regions, world)[step]
+        ]
+        found = [[(role, *what) for (_, role), what in shown(batch).items()] for batch in batches]
+        return sorted(str(row) for part in found for row in part)
+
+    for step in (0, 2):
+        assert rows_of(step, 1) == rows_of(step, 2) == rows_of(step, 4) == rows_of(step, 1, parts=2)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+MODELS = {"vlbert": TINY_MODEL, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT}
+
+
+def sample_of(number: int, config: ModelConfig) -> Sample:
+    sample = tiny_sample(number, regions=1 + number % 3)
+    if config.regions.features == "end_to_end":
+        return sample
+    features = np.random.default_rng(number).normal(size=(len(sample.regions), CHANNELS)).astype(np.float16)
+    return dataclasses.replace(sample, regions=dataclasses.replace(sample.regions, features=features))
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_scores_are_those_of_each_pair_by_itself_whatever_the_block(config: ModelConfig):
+    task = make_task(rows_at_once=7)
+    torch.manual_seed(0)
+    model = TaskModel(VLBert(config, len(WORDS)), task).eval()
+    samples = [sample_of(0, config), turned(sample_of(1, config)), sample_of(2, config)]  # batches put tall ones first
+    held_out = task.ranked([HeldOutImage(sample.url, tuple(captions_of(sample))) for sample in samples])
+    examples = [
+        task.example(sample, prepare_image(sample, config.regions, False), one, np.random.default_rng(0))
+        for sample, one in zip(samples, held_out, strict=True)
+    ]
+    with torch.no_grad():
+        found = [row["scores"] for row in model.predict(collate(examples))]
+        for example, scores in zip(examples, found, strict=True):
+            for text, score in zip(held_out[0].candidates.texts(0, 99), scores, strict=True):
+                pair = collate([dataclasses.replace(example, text=dataclasses.replace(example.text, **_tokens(text)))])
+                assert score == pytest.approx(model.head(model.vlbert(pair)).item(), abs=1e-5)
+    assert len({round(float(score), 4) for scores in found for score in scores}) > 9
+
+
+def turned(sample: Sample) -> Sample:
+    """The sample with its image and boxes turned over the diagonal: a tall one."""
+    file, boxes = io.BytesIO(), sample.regions.boxes[:, [1, 0, 3, 2]]
+    Image.open(io.BytesIO(sample.image)).transpose(Image.Transpose.TRANSPOSE).save(file, "JPEG")
+    regions = dataclasses.replace(sample.regions, boxes=boxes)
+    return dataclasses.replace(sample, image=file.getvalue(), width=sample.height, height=sample.width, regions=regions)
+
+
+def test_scores_are_not_rounded_to_the_precision_of_the_run():
+    task = make_task()
+    torch.manual_seed(0)
+    model = TaskModel(VLBert(TINY_MODEL, len(WORDS)), task).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        scores = model.head(model.vlbert(collate([make_example(task, number) for number in range(8)])))
+    assert scores.dtype == torch.float32
+    assert (scores != scores.bfloat16().float()).any()
+
+
+def _tokens(text: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": text, "segments": text * 0, "token_region": text * 0}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_pair_is_told_from_its_neighbours_in_a_few_steps(config: ModelConfig):
+    task = make_task(loss="cross_entropy")
+    torch.manual_seed(0)
+    model = TaskModel(VLBert(config, len(WORDS)), task).eval()  # without dropout
+    samples = [sample_of(number, config) for number in range(4)]
+    rng = np.random.default_rng(0)
+    examples = [
+        task.example(sample, prepare_image(sample, config.regions, False), Caption(sample.url, sample.caption), rng)
+        for sample in samples
+    ]
+    batch, optimizer = collate(task.together(examples, [])), torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        total, count = model(batch)["pairs"]
+        assert count == 4
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    assert all(parameter.grad is not None for parameter in model.head.parameters())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_images_that_cannot_be_read_take_their_captions_along():
+    """Images 0, 1, 2 have 2, 1 and 2 captions; 1 is missing."""
+    rows = [
+        {"key": "a", "image": "a.jpg", "captions": ("a1", "a2"), "first": 0, "images": 3},
+        {"key": "c", "image": "c.jpg", "captions": ("c1", "c2"), "first": 3, "images": 3},
+    ]
+    scores = np.array([[1, 4, 9, 3, 2], [5, 1, 9, 2, 4]], np.float32)
+    task = make_task()
+    found = task.assemble([row | {"scores": one} for row, one in zip(rows, scores, strict=True)])
+    assert [row["answer"] for row in found] == ["a2", "a1"]
+    assert [row["caption_rank"] for row in found] == [1, 2]
+    assert [row["image_ranks"] for row in found] == [[2, 1], [2, 1]]
+    assert [row["found_images"] for row in found] == [["c.jpg", "a.jpg"], ["a.jpg", "c.jpg"]]
+    assert [row["ground_truth"] for row in found] == ["a2", "c2"]
+    assert [row["score"] for row in found] == [(1 + 0.75) / 2, (0.5 + 0.75) / 2]
+    assert found[0]["probability"] == pytest.approx(1 / (1 + np.exp(-4.0)))
+    metrics = task.metrics(found)
+    assert (metrics["image_r1"], metrics["caption_r1"], metrics["image_r5"]) == (0.5, 0.5, 1.0)
+    assert (metrics["image_medr"], metrics["caption_meanr"], metrics["chance"]) == (1.0, 1.5, 0.5)
+
+
+def test_folds_are_ranked_by_themselves():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(7, 14)).astype(np.float32)
+    rows = [
+        {"key": "", "image": str(i), "captions": ("x", "y"), "first": 2 * i, "images": 7, "scores": scores[i]}
+        for i in range(7)
+    ]
+    task = make_task(fold=3)
+    found = task.assemble(rows)
+    parts = folds(scores, np.repeat(np.arange(7), 2), 2)
+    assert [row["fold"] for row in found] == [0, 0, 0, 1, 1, 1, None]
+    assert [row["caption_rank_fold"] for row in found[:6]] == [
+        1 + int(r) for part in parts for r in part.captions_of_image
+    ]
+    assert sum((row["image_ranks_fold"] for row in found[:6]), []) == [
+        1 + int(rank) for part in parts for rank in part.image_of_caption
+    ]
+    expected = np.mean([100 * (part.image_of_caption < 1).mean() for part in parts]) / 100
+    assert task.metrics(found)["image_r1_fold"] == pytest.approx(expected)
+    assert "image_r1_fold" not in make_task().metrics(make_task().assemble(rows))
+
+
+def test_the_papers_numbers_stand_beside_a_test_split():
+    assert make_task().reported("test")["image_r1"].startswith("71.5 Unicoder-VL, 48.4 Unicoder-VL zero-shot, 58.2 V")
+    assert make_task(file="dataset_coco.json").reported("test")["caption_r10_fold"].startswith("99.3 Unicoder-VL")
+    assert not make_task().reported("val")

@@ -1,4 +1,4 @@
-"""VCR's own files: read line by line, scored and written as the leaderboard has it."""
+"""VCR's official files: items, metadata, and the leaderboard's csv and score."""
 
 import json
 import re
@@ -6,27 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import PROJECT, SHARED
+from places import PROJECT
 from tiny import SIZE, tiny_sample
 from vcr_files import BOXES, ITEM, write_vcr
 
 from detectors.annotated import AnnotatedDetector
-from vlbert.datasets.vcr import (
-    COLUMNS,
-    OBJECTS,
-    hits,
-    instance_mask,
-    read_items,
-    read_scene,
-    read_submission,
-    submission,
-)
+from vlbert.datasets.vcr import COLUMNS, hits, instance_mask, read_items, read_scene, read_submission, submission
+from vlbert.tasks.vcr_text import read_questions
 
-CONFORMANCE = SHARED / "conformance" / "vcr"
-TASKS_PAGE = PROJECT / "docs" / "tasks.md"
-official = pytest.mark.skipif(
-    not CONFORMANCE.is_dir(), reason="the official formats' samples lie in ../shared, which is not here"
-)
 IDS = ["b", "a", "c"]  # in no order
 LABELS = [(0, 3), (2, 2), (1, 0)]  # answer, rationale
 EVEN = [0.25] * 4
@@ -41,9 +28,9 @@ def lines_of(*changes: dict) -> str:
         ITEM | {"annot_id": one, "answer_label": answer, "rationale_label": rationale}
         for one, (answer, rationale) in zip(IDS, LABELS, strict=True)
     ]
-    picture = {"img_fn": "movie/x.jpg", "metadata_fn": "movie/x.json"}
+    image = {"img_fn": "movie/x.jpg", "metadata_fn": "movie/x.json"}
     more = [*changes, *[{}] * (3 - len(changes))]
-    return "".join(json.dumps(item | picture | change) + "\n" for item, change in zip(items, more, strict=True))
+    return "".join(json.dumps(item | image | change) + "\n" for item, change in zip(items, more, strict=True))
 
 
 def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
@@ -56,65 +43,32 @@ def rows_of(table: dict[str, list[list[float]]]) -> list[dict]:
 
 
 @pytest.fixture
-def files(tmp_path) -> tuple[Path, Path]:
-    """A jsonl file with labels, and predictions of which the answers to b and a are right."""
-    items, given = tmp_path / "val.jsonl", tmp_path / "given.csv"
-    items.write_text(lines_of())
-    behind = [sure(0), sure(1), sure(2), sure(3)]
-    given.write_bytes(
-        submission(
-            tmp_path,
-            rows_of({"b": [sure(0), *behind], "a": [sure(2), *behind], "c": [sure(3), EVEN, EVEN, EVEN, sure(0)]}),
-        )
-    )
-    return items, given
+def items(tmp_path) -> Path:
+    (tmp_path / "val.jsonl").write_text(lines_of())
+    return tmp_path / "val.jsonl"
 
 
-@official
-def test_every_item_of_the_official_scorer_is_hit_or_missed_as_it_says():
-    expected = json.loads((CONFORMANCE / "expected.json").read_text())
-    found = hits(CONFORMANCE / "val.jsonl", CONFORMANCE / "leaderboard_submission.csv")
-    assert found == expected["per_example"]
-    for name, mean in (("answer_hit", "Q_A"), ("rationale_hit", "QA_R"), ("joint_hit", "Q_AR")):
-        assert np.mean([row[name] for row in found]) == expected[mean]
+@pytest.fixture
+def given(items) -> Path:
+    """Predictions of which the answers to b and a are right."""
+    every = [sure(0), sure(1), sure(2), sure(3)]
+    table = {"b": [sure(0), *every], "a": [sure(2), *every], "c": [sure(3), EVEN, EVEN, EVEN, sure(0)]}
+    file = items.with_name("given.csv")
+    file.write_bytes(submission(items.parent, rows_of(table)))
+    return file
 
 
-@official
-def test_the_official_files_are_read_whole():
-    ontology = json.loads((CONFORMANCE / "cocoontology.json").read_text())
-    assert [row["name"] for _, row in sorted(ontology.items(), key=lambda pair: int(pair[0]))] == OBJECTS
-    items = read_items(CONFORMANCE / "val.jsonl")
-    assert len(items) == 30
-    assert all(item.labels for item in items)
-    assert not any(item.labels for item in read_items(CONFORMANCE / "test_like.jsonl"))
-    for item in items:
-        scene = read_scene(item.metadata)
-        assert json.loads(item.line)["objects"] == scene.names
-        assert not scene.without_area
-        for polygons, box in zip(scene.polygons, scene.boxes, strict=True):
-            assert instance_mask(polygons, box, 14).any()
+# --- the leaderboard's csv --------------------------------------------------------------------------------------------
 
 
-@official
-def test_the_leaderboards_csv_is_read_and_written_byte_for_byte():
-    file = CONFORMANCE / "leaderboard_submission.csv"
-    table = read_submission(file)
-    rows = [
-        {"annot_id": one, "split": "val", "conditioned_on": i - 1, "probabilities": numbers}
-        for one, probabilities in table.items()
-        for i, numbers in enumerate(probabilities.tolist())
-    ]
-    assert submission(CONFORMANCE, rows[::-1]) == file.read_bytes()
-
-
-def test_the_rationale_behind_the_right_answer_counts_and_of_equals_the_first_wins(files):
-    found = [tuple(row.values()) for row in hits(*files)]
-    # b: its rationale 3 is given behind answer 3, and answer 0 is right. a: behind answer 2 stands 2. c: behind the
-    # right answer 1 all are equal, the first wins and is right; its answer is not.
+def test_the_rationale_for_the_right_answer_counts_and_of_equals_the_first_wins(items, given):
+    found = [tuple(row.values()) for row in hits(items, given)]
+    # b: its rationale 3 is given for answer 3, and answer 0 is right. a: 2 for answer 2. c: for the right answer 1 all
+    # are equal, the first wins and is right; its answer is not.
     assert found == [("b", True, False, False), ("a", True, True, True), ("c", False, True, False)]
 
 
-def test_the_csv_is_in_the_order_of_the_items_whatever_that_of_the_rows_and_numbers_come_back(files, tmp_path):
+def test_the_csv_has_the_order_of_the_items_and_exact_numbers(items, tmp_path):
     third = [1 / 3, 1 / 3, 1 / 3 - 1e-17, 1e-17]
     table = {"b": [third, EVEN, sure(0), EVEN, EVEN], "a": [EVEN] * 5, "c": [[1.0, 0, 0, 0]] * 5}
     text = submission(tmp_path, rows_of(table))
@@ -125,134 +79,142 @@ def test_the_csv_is_in_the_order_of_the_items_whatever_that_of_the_rows_and_numb
     assert len(COLUMNS) == 21
     assert [line.split(",")[0] for line in lines] == [*IDS, ""]
     (tmp_path / "again.csv").write_bytes(text)
-    again = read_submission(tmp_path / "again.csv")
-    assert {one: numbers.tolist() for one, numbers in again.items()} == table
-    assert list(again["b"][2]) == sure(0), "behind answer 1"
+    again = {one: numbers.tolist() for one, numbers in read_submission(tmp_path / "again.csv").items()}
+    assert again == table
 
 
-def test_columns_are_found_by_their_names(files, tmp_path):
-    lines = [line.split(",") for line in files[1].read_text().splitlines()]
-    turned = tmp_path / "turned.csv"
-    turned.write_text("\n".join(",".join(line[::-1]) for line in lines))
-    assert hits(files[0], turned) == hits(*files)
+def test_columns_may_have_any_order_ids_may_be_numbers_and_the_file_may_begin_with_a_mark(items, given):
+    expected = hits(items, given)
+    lines = [line.split(",") for line in given.read_text().splitlines()]
+    given.write_text("\n".join(",".join(line[::-1]) for line in lines))
+    assert hits(items, given) == expected
+    given.write_bytes(b"\xef\xbb\xbf" + given.read_bytes().replace(b",a\n", b",7\n"))
+    items.write_text(items.read_text().replace('"annot_id": "a"', '"annot_id": 7'))
+    assert hits(items, given) == [row | {"annot_id": row["annot_id"].replace("a", "7")} for row in expected]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         (lambda text: text.replace("answer_3", "answer_4", 1), "does not have the 21 columns of the leaderboard: ans"),
+        (lambda text: "", "does not have the 21 columns"),
         (lambda text: text[:-30], "line 4 is cut off, or holds what is no number"),
+        (lambda text: text.rstrip() + ",0.5\n", "line 4 has more than 21 values"),
         (lambda text: text.replace("0.7", "much", 1), "line 2 is cut off, or holds what is no number.*much"),
         (lambda text: text.replace("0.7", "nan", 1), "line 2, b: answer_0 to answer_3 are not finite"),
         (lambda text: text + text.splitlines()[1] + "\n", "line 5 has b a second time"),
         (lambda text: text.replace("\na,", "\nd,"), "1 ids of .*val.jsonl miss in .*csv, such as a;"),
-        (lambda text: "".join(text.splitlines(True)[:3]), "1 ids of .*val.jsonl miss in .*csv, such as c;"),
         (lambda text: text + "d" + text.splitlines()[1][1:], "1 ids of .*csv are not in .*val.jsonl, such as d;"),
         (lambda text: text.replace("\na,", "\n\xe9,").encode("latin1"), "given.csv is no text in UTF-8"),
-        (lambda text: text.rstrip() + ",0.5\n", "line 4 has more than 21 values"),
-        (lambda text: "", "does not have the 21 columns"),
     ],
 )
-def test_a_bad_csv_is_named(files, change, message):
-    changed = change(files[1].read_text())
-    files[1].write_bytes(changed if isinstance(changed, bytes) else changed.encode())
-    with pytest.raises(ValueError, match=message):
-        hits(*files)
+def test_a_wrong_csv_is_named(items, given, change, named):
+    changed = change(given.read_text())
+    given.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    with pytest.raises(ValueError, match=named):
+        hits(items, given)
 
 
-def test_a_csv_may_begin_with_the_mark_of_its_encoding_and_ids_may_be_numbers(files):
-    expected = hits(*files)
-    files[1].write_bytes(b"\xef\xbb\xbf" + files[1].read_bytes().replace(b"\na,", b"\n7,"))
-    files[0].write_text(files[0].read_text().replace('"annot_id": "a"', '"annot_id": 7'))
-    assert hits(*files) == [row | {"annot_id": row["annot_id"].replace("a", "7")} for row in expected]
+def test_a_row_that_is_no_distribution_is_scored_by_its_largest_number_with_a_warning(items, given):
+    expected = hits(items, given)
+    given.write_text(given.read_text().replace("0.7", "1.7"))
+    with pytest.warns(UserWarning, match="3 lines, the first: .* line 2, b: answer_0 to answer_3 are no probabilities"):
+        assert hits(items, given) == expected
 
 
-def test_what_is_no_distribution_is_warned_of_and_its_largest_number_counts(files):
-    expected = hits(*files)
-    files[1].write_text(files[1].read_text().replace("0.7", "1.7"))
-    with pytest.warns(
-        UserWarning, match="3 lines, the first: .* line 2, b: answer_0 to answer_3 are no probabilities: their sum is 2"
-    ):
-        assert hits(*files) == expected
+WHOLE = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5, "c": [EVEN] * 5})
+INCOMPLETE = [
+    ([row for row in WHOLE if row["annot_id"] != "b"], "1 ids of val miss in the predictions, such as b;"),
+    (WHOLE + rows_of({"d": [EVEN] * 5}), "1 ids of the predictions are not in val, such as d;"),
+    (WHOLE[:-5] + WHOLE[-4:], "1 of 3 items, such as b, lack probabilities of answers; .*every_answer=true"),
+    ([row for row in WHOLE if row["conditioned_on"] < 0], "3 of 3 items, such as b, lack probabilities of rationales;"),
+    (WHOLE + WHOLE, "15 predictions stand there twice, such as of c; name each run once"),
+    (
+        [row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in WHOLE],
+        "b: rationale_conditioned_on_a1_0 to .* their sum is 2, the least 0.5",
+    ),
+    ([row | {"probabilities": [np.nan] * 4} for row in WHOLE], "b: answer_0 to answer_3 are not finite"),
+]
 
 
-def test_what_the_leaderboard_would_not_take_is_not_written(tmp_path):
-    (tmp_path / "val.jsonl").write_text("".join(lines_of().splitlines(keepends=True)[:2]))
-    whole = rows_of({"b": [EVEN] * 5, "a": [EVEN] * 5})
-    with pytest.raises(ValueError, match="1 ids of val miss in the predictions, such as b;"):
-        submission(tmp_path, [row for row in whole if row["annot_id"] == "a"])
-    with pytest.raises(ValueError, match="1 ids of the predictions are not in val, such as c;"):
-        submission(tmp_path, whole + rows_of({"c": [EVEN] * 5}))
-    with pytest.raises(ValueError, match="1 of 2 items, such as b, lack probabilities of answers; .*every_answer=true"):
-        submission(tmp_path, [row for row in whole if (row["annot_id"], row["conditioned_on"]) != ("b", -1)])
-    with pytest.raises(ValueError, match="2 of 2 items, such as b, lack probabilities of rationales; "):
-        submission(tmp_path, [row for row in whole if row["conditioned_on"] < 0])
-    with pytest.raises(ValueError, match="10 predictions stand there twice, such as of a; name each run once"):
-        submission(tmp_path, whole + whole)
-    with pytest.raises(ValueError, match="b: rationale_conditioned_on_a1_0 to .* their sum is 2, the least 0.5"):
-        submission(
-            tmp_path, [row | {"probabilities": [0.5] * 4} if row["conditioned_on"] == 1 else row for row in whole]
-        )
-    with pytest.raises(ValueError, match="b: answer_0 to answer_3 are not finite"):
-        submission(tmp_path, [row | {"probabilities": [np.nan] * 4} for row in whole])
+@pytest.mark.parametrize(("rows", "named"), INCOMPLETE, ids=[named for _, named in INCOMPLETE])
+def test_predictions_that_the_leaderboard_refuses_are_named(items, rows, named):
+    with pytest.raises(ValueError, match=named):
+        submission(items.parent, rows)
 
 
-def test_a_file_without_labels_is_read_and_cannot_be_scored(files):
+# --- items ------------------------------------------------------------------------------------------------------------
+
+
+def test_items_without_labels_are_read_and_not_scored(items, given):
     bare = [{k: v for k, v in json.loads(line).items() if "label" not in k} for line in lines_of().splitlines()]
-    files[0].write_text("".join(json.dumps(item) + "\n" for item in bare))
-    assert [(item.annot_id, item.labels) for item in read_items(files[0])] == [(one, None) for one in IDS]
+    items.write_text("".join(json.dumps(item) + "\n" for item in bare))
+    assert [(item.annot_id, item.labels) for item in read_items(items)] == [(one, None) for one in IDS]
     with pytest.raises(ValueError, match="val.jsonl line 1 has no labels: only the leaderboard can score it"):
-        hits(*files)
+        hits(items, given)
+
+
+def second(**change: object) -> bytes:
+    return lines_of({}, change).encode()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("content", "named"),
     [
-        ({"annot_id": "b"}, "line 2 has the annot_id of line 1, b"),
-        ({"question": "Why is this?"}, "line 2 is no item of VCR: .*question is no list of words and objects"),
-        ({"rationale_label": None}, "answer_label is 2 and rationale_label None"),
-        ({"answer_label": 1.0}, "answer_label is 1.0 and"),
-        ({"answer_label": -1}, "answer_label is -1 and"),
-        ({"annot_id": None}, "its annot_id is None"),
-        ({"metadata_fn": "../other/x.json"}, "its metadata_fn, ../other/x.json, is not below vcr1images"),
-        ({"metadata_fn": "/x.json"}, "its metadata_fn, /x.json, is not below vcr1images"),
-        ({"answer_choices": [["no"], [[0.5]], ["the"], ["no"]]}, r"its answer_choices\[1\] mentions object 0.5 of 4"),
-    ],
-)
-def test_an_item_that_cannot_be_is_named(files, change, message):
-    files[0].write_text(lines_of({}, change))
-    with pytest.raises(ValueError, match=message):
-        read_items(files[0])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+        (second(annot_id="b"), "line 2 has the annot_id of line 1, b"),
+        (second(annot_id=None), "line 2 .*its annot_id is None"),
+        (second(question="Why is this?"), "line 2 is no item of VCR: .*question is no list of words and objects"),
+        (second(question=["Why", [4]]), "question mentions object 4 of 4"),
+        (second(question=["Why", [-1]]), "question mentions object -1 of 4"),
+        (
+            second(answer_choices=[["no"], [[0.5]], ["the"], ["no"]]),
+            r"its answer_choices\[1\] mentions object 0.5 of 4",
+        ),
+        (second(answer_choices=[["no"]] * 3), r"line 2 .*\(3, 4\) choices"),
+        (second(rationale_label=None), "answer_label is 2 and rationale_label None"),
+        (second(answer_label=1.0), "answer_label is 1.0 and"),
+        (second(answer_label=-1), "answer_label is -1 and"),
+        (second(answer_label=4), "answer_label is 4 and"),
+        (lines_of().replace('"answer_label"', '"label"', 1).encode(), "line 1 .*answer_label is None and rationale"),
+        (second(metadata_fn="../other/x.json"), "its metadata_fn, ../other/x.json, is not below vcr1images"),
+        (second(metadata_fn="/x.json"), "its metadata_fn, /x.json, is not below vcr1images"),
         (lines_of()[:-40].encode(), "line 3 is no item of VCR: .*; fetch the file again"),
         (lines_of().encode() + b"\n", "line 4 is no item of VCR"),
-        (
-            lines_of().replace("Why", "\u00e9").encode("latin-1"),
-            "line 1 is no item of VCR: UnicodeDecodeError: .utf-8. codec can",
-        ),
+        (lines_of().replace("Why", "\u00e9").encode("latin-1"), "line 1 is no item of VCR: UnicodeDecodeError"),
         (b"", "val.jsonl is empty; fetch it again"),
     ],
 )
-def test_a_torn_file_is_named(files, text, message):
-    files[0].write_bytes(text)
-    with pytest.raises(ValueError, match=message):
-        read_items(files[0])
+def test_a_wrong_item_is_named_by_its_line(items, content, named):
+    items.write_bytes(content)
+    with pytest.raises(ValueError, match=named):
+        read_items(items)
 
 
-def test_boxes_end_with_the_picture_and_one_without_area_is_a_pixel_and_named(tmp_path):
-    samples = [tiny_sample(i) for i in range(2)]
-    write_vcr(tmp_path, samples)
-    file = tmp_path / "vcr1images" / "movie" / "000000.json"
-    good = json.loads(file.read_text())
+def test_a_file_that_is_missing_or_unreadable_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no .*val.jsonl; set task.folder"):
+        read_items(tmp_path / "val.jsonl")
+    (tmp_path / "val.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^cannot read .*val\.jsonl: Input/output error"):
+        read_items(tmp_path / "val.jsonl")
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def metadata(tmp_path) -> Path:
+    """The metadata of one image."""
+    write_vcr(tmp_path, [tiny_sample(i) for i in range(2)])
+    return tmp_path / "vcr1images" / "movie" / "000000.json"
+
+
+def test_boxes_are_clipped_to_the_image_and_one_without_area_becomes_a_pixel(metadata):
+    good = json.loads(metadata.read_text())
     width, height = SIZE
 
     def boxes_of(*boxes: list) -> tuple[list, tuple]:
-        file.write_text(json.dumps(good | {"boxes": [*boxes, *good["boxes"][len(boxes) :]]}))
-        scene = read_scene(file)
+        metadata.write_text(json.dumps(good | {"boxes": [*boxes, *good["boxes"][len(boxes) :]]}))
+        scene = read_scene(metadata)
         assert scene.boxes[len(boxes) :].tolist() == BOXES[len(boxes) :]
         return scene.boxes[: len(boxes)].tolist(), scene.without_area
 
@@ -261,32 +223,58 @@ def test_boxes_end_with_the_picture_and_one_without_area_is_a_pixel_and_named(tm
     assert boxes_of([1, 2, 3, 4], [9, 9, 2, 12]) == ([[1, 2, 3, 4], [9, 9, 10, 10]], (1,))
     outside = [[width - 1, 5, width, 6], [0, 0, 1, 1]]
     assert boxes_of([width + 8, 5, width + 20, 6], [-9, -9, -3, -3]) == (outside, (0, 1))
-    for change, message in (
-        ({"boxes": [[0, 0, float("nan"), 9], *good["boxes"][1:]]}, "a box is not of finite numbers"),
-        ({"boxes": good["boxes"][1:]}, "4 names, 3 boxes and 4 segms"),
-        ({"segms": [[[[1, 2], [3]]], *good["segms"][1:]]}, "000000.json is not in the format of VCR's metadata"),
-        ({"segms": [[[1, 2, 3, 4]], *good["segms"][1:]]}, "a polygon is no list of finite x, y: .1, 2, 3, 4"),
-        ({"segms": [[[[1, 2], [None, 3]]], *good["segms"][1:]]}, "a polygon is no list of finite x, y"),
-        ({"width": 0}, "its image is 0 x 64 pixels"),
-        ({"width": float("nan")}, "its image is nan x 64 pixels"),
-    ):
-        file.write_text(json.dumps(good | change))
-        with pytest.raises(ValueError, match=message):
-            read_scene(file)
-    file.write_text(json.dumps(good | {"segms": [[[]], [], *good["segms"][2:]]}))
-    assert [len(of) for of in read_scene(file).polygons] == [0, 0, 1, 1], "an empty polygon is none"
+
+
+def test_an_object_in_two_parts_covers_both_and_one_without_polygons_its_box(metadata):
+    box = np.array([0.0, 0, 13, 13])  # inclusive: 14 x 14 pixels, a cell each
+    left, right = (np.array([[x, 0], [x + 3, 0], [x + 3, 13], [x, 13]], float) for x in (0, 7))
+    mask = instance_mask([left, right], box, 14)
+    assert mask[0].tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert instance_mask([], box, 14).all()
+    whole = np.array([[0, 0], [14, 0], [14, 14], [0, 14]], float)
+    assert instance_mask([whole], box, 14).sum() == 13 * 13, "as scikit-image 0.16; 0.26 has 14 * 14"
+    good = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(good | {"segms": [[[]], [], *good["segms"][2:]]}))
+    assert [len(of) for of in read_scene(metadata).polygons] == [0, 0, 1, 1], "an empty polygon is none"
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "named"),
+    [
+        ("names", lambda names: [*names[:3], "unicorn"], "an object of class unicorn"),
+        ("names", lambda names: [*names[:3], "dog"], "line 1 and .*000000.json list different objects"),
+        ("segms", lambda segms: segms[:3], "4 names, 4 boxes and 3 segms"),
+        ("segms", lambda segms: [[[[1, 2], [3]]], *segms[1:]], "is not in the format of VCR's metadata"),
+        ("segms", lambda segms: [[[1, 2, 3, 4]], *segms[1:]], "a polygon is no list of finite x, y: .1, 2, 3, 4"),
+        ("segms", lambda segms: [[[[1, 2], [None, 3]]], *segms[1:]], "a polygon is no list of finite x, y"),
+        ("boxes", lambda boxes: boxes[1:], "4 names, 3 boxes and 4 segms"),
+        ("boxes", lambda boxes: [*boxes[:3], [1, 2]], "is not in the format of VCR's metadata"),
+        ("boxes", lambda boxes: [[0, 0, float("nan"), 9], *boxes[1:]], "a box is not of finite numbers"),
+        ("width", lambda width: 0, "its image is 0 x 64 pixels"),
+        ("width", lambda width: float("nan"), "its image is nan x 64 pixels"),
+        (None, None, "is not JSON, or is torn"),
+    ],
+)
+def test_wrong_metadata_are_named(metadata, field, change, named):
+    (question,) = read_questions(metadata.parents[2], ["train"], True, "answer", False)
+    good = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(good | {field: change(good[field])} if field else good)[: None if field else 50])
+    with pytest.raises(ValueError, match=named) as error:
+        question.read(None)
+    assert "000000.json" in str(error.value)
+
+
+def test_missing_metadata_are_named(metadata):
+    metadata.unlink()
+    with pytest.raises(ValueError, match=r"1 metadata files are missing, such as .*000000.json; fetch vcr1images"):
+        read_questions(metadata.parents[2], ["train"], True, "answer", False)
 
 
 def test_the_program_of_the_manual_writes_a_file_for_the_annotated_detector(tmp_path, monkeypatch):
     write_vcr(tmp_path / "vcr", samples := [tiny_sample(i) for i in range(3)])
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", TASKS_PAGE.read_text(), re.S) if "vcr" in block]
+    page = (PROJECT / "docs" / "tasks.md").read_text()
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "vcr" in block]
     monkeypatch.chdir(tmp_path)
     exec(program, {})
     for sample, regions in zip(samples, AnnotatedDetector(tmp_path / "vcr-whole.json").detect(samples), strict=True):
         assert regions.boxes.tolist() == [[0, 0, sample.width, sample.height]]
-
-
-def test_a_file_whose_bytes_nobody_may_read_is_named(tmp_path):
-    (tmp_path / "val.jsonl").symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match=r"^cannot read .*val\.jsonl: Input/output error"):
-        read_items(tmp_path / "val.jsonl")

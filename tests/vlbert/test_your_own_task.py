@@ -21,7 +21,6 @@ from vlbert.config import Recipe
 from vlbert.tasks import TASKS
 from vlbert.tasks.base import Task, TaskSettings
 
-LINES = 60  # of code: a task is a small thing
 NEEDED = dict.fromkeys(["example", "head", "losses", "predictions", "metrics"], lambda self: None)  # methods
 
 
@@ -82,11 +81,6 @@ def trained(folder: Path) -> str:
     return ended.stdout
 
 
-def test_the_file_is_short(folder: Path):
-    lines = (folder / "colours.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) <= LINES
-
-
 def test_the_page_names_all_that_a_task_may_define():
     page = (PROJECT / "docs" / "your-own-task.md").read_text()
     names = [name for name in vars(Task) if not name.startswith("_") and name != "shuffles"]
@@ -109,12 +103,12 @@ def test_a_list_of_a_task_without_a_folder_that_differs_from_a_checkpoints_is_na
 
 
 @pytest.mark.slow
-def test_it_trains_and_learns_to_look(folder: Path, trained: str):
+def test_it_trains_and_learns_from_the_image(folder: Path, trained: str):
     lines = (folder / "root/runs/finetune_colours/metrics.jsonl").read_text().splitlines()
     (last,) = [line for line in map(json.loads, lines) if line["kind"] == "validation"]
     assert last["accuracy"] >= last["chance"] + 0.3
-    assert last["accuracy_grounding_gap"] >= 0.3, "only the picture tells the colour"
-    assert not {"chance_shuffled", "chance_grounding_gap"} & last.keys(), "it does not depend on pictures"
+    assert last["accuracy_grounding_gap"] >= 0.3, "only the image shows the colour"
+    assert not {"chance_shuffled", "chance_grounding_gap"} & last.keys(), "it does not depend on images"
     assert "on the real data: no number" in trained
 
 
@@ -127,11 +121,11 @@ def test_it_is_evaluated_from_its_folder(folder: Path, trained: str):
     )
     assert ended.returncode == 0, ended.stderr
     place = folder / "root/runs/finetune_colours/evaluations/held-out-step-0000060"
-    about = json.loads((place / "metrics.json").read_text())
+    summary = json.loads((place / "metrics.json").read_text())
     rows = pq.read_table(place / "predictions.parquet").to_pylist()
-    assert about["examples"] == {"all": 24, "predicted": 24, "unreadable": 0, "skipped": 0, "invalid": 0}
+    assert summary["examples"] == {"all": 24, "predicted": 24, "unreadable": 0, "skipped": 0, "invalid": 0}
     assert [row["key"] for row in rows] == [tiny_sample(1000 + i, regions=1).key for i in range(24)]
     assert {row["ground_truth"] for row in rows} <= set(COLOURS)
-    assert about["metrics"]["accuracy"] == sum(row["answer"] == row["ground_truth"] for row in rows) / 24
-    assert about["metrics"]["accuracy"] >= about["metrics"]["chance"] + 0.3
+    assert summary["metrics"]["accuracy"] == sum(row["answer"] == row["ground_truth"] for row in rows) / 24
+    assert summary["metrics"]["accuracy"] >= summary["metrics"]["chance"] + 0.3
     assert rows[0]["question"].startswith("a [MASK] ")

@@ -28,7 +28,7 @@ class TextInput:
     segments      int64 [t]  0 for the first sentence (A), 1 for the second (B); regions are C, which is 2
     token_region  int64 [t]  the region whose visual feature embedding the token carries (row of ImageInput.boxes; 0 is
                              the whole image)
-    label_masks   name -> [t, ...]  which tokens have a label, or a label of each; padded with zeros in a batch
+    label_masks   name -> bool [t]  which tokens have a label; a label of the whole text is one of its first token
     labels        name -> [m, ...]  labels of the masked tokens alone; concatenated in a batch, in row order
     """
 
@@ -52,6 +52,8 @@ class ImageInput:
     cells     float32 [r, S, S]  share of each of the cells of a region, as res5 gives them, that its object covers;
                                  None: all of it
     classes   int64 [r]          the object's class, for models with one [IMG] a class; None elsewhere
+    averaged_over                by what a model divides the sum of the regions' vectors, where its vector of the whole
+                                 image is their mean; None: by their number
     label_masks, labels          as in TextInput, by region
     """
 
@@ -63,6 +65,7 @@ class ImageInput:
     features: np.ndarray | None = None
     cells: np.ndarray | None = None
     classes: np.ndarray | None = None
+    averaged_over: int | None = None
     label_masks: dict[str, np.ndarray] = field(default_factory=dict)
     labels: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -87,9 +90,29 @@ class Example:
         return (self.text, *self.more)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a batch as numbers of the host. Shapes depend on them, and reading a shape from tensors would make
+    the host wait until a GPU has computed all before.
+
+    tokens     of each row
+    regions    of each row
+    labelled   name -> how many labels each row has; names as in label_masks
+    images     (width, height) of each image without its padding
+    """
+
+    tokens: tuple[int, ...]
+    regions: tuple[int, ...]
+    labelled: dict[str, tuple[int, ...]]
+    images: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The N texts of some examples, padded. Masks say what is real; no value in the data stands for "nothing".
+
+    What a model picks out of padded tensors it picks by the index lists here, which the loader makes: a mask would have
+    to be read first.
 
     keys           list of sample keys             metadata        list of dicts, both one an example
     tokens         int64 [N, T]                    boxes           float32 [N, R, 4]  pixels, row 0 the whole image
@@ -99,14 +122,19 @@ class Batch:
     pixels         uint8 [p, 3, H, W] of each group of images of similar shape; () where features are precomputed.
                    Images are numbered group by group, inside a group by row: this is image order
     image_sizes    int64 [P, 2]        (width, height) of each image without its padding
+    averaged_over  int64 [P]           see ImageInput.averaged_over; at least 1
     covered        float32 [P, h, 4]   see ImageInput.covered; covered_mask, bool [P, h], is False in the padding
     image_of       int64 [N]           the image of each row; -1: none. Rows of one image have the same regions
     image_rows     int64 [P]           the first row of each image
+    real_regions   int64 [K]           index in [P * R] of each real region of all images, in image order
     features       float [K, D]        of the real regions of all images, in image order; [0, 0] end to end
     cells          float32 [K, S, S]   likewise, see ImageInput.cells; [0, 0, 0] where objects cover their regions
-    counted        bool [N]            False in the rows of a placeholder, which have no labels
+    counted        int64 [n]           the rows that are not a placeholder's, which have no labels
+    labelled       name -> int64 [M]   index in [N * T] or [N * R] of what has a label, in row order; names as in
+                   label_masks
+    labels         name -> [M, ...]    in row order
+    sizes          see Sizes
     unreadable     the examples that are missing from the batch
-    label_masks    name -> [N, T, ...] or [N, R, ...]              labels    name -> [M, ...], in row order
     """
 
     keys: list[str]
@@ -121,15 +149,18 @@ class Batch:
     region_classes: Tensor
     pixels: tuple[Tensor, ...]
     image_sizes: Tensor
+    averaged_over: Tensor
     covered: Tensor
     covered_mask: Tensor
     image_of: Tensor
     image_rows: Tensor
+    real_regions: Tensor
     features: Tensor
     cells: Tensor
     counted: Tensor
-    label_masks: dict[str, Tensor]
+    labelled: dict[str, Tensor]
     labels: dict[str, Tensor]
+    sizes: Sizes
     unreadable: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
@@ -138,8 +169,17 @@ class Batch:
 
     def image(self, number: int) -> Tensor:
         """uint8 [3, h, w]: the pixels of an image without its padding."""
-        width, height = self.image_sizes[number].tolist()
+        width, height = self.sizes.images[number]
         return [image for group in self.pixels for image in group][number][:, :height, :width]
+
+    def of_real_regions(self, values: Tensor) -> Tensor:
+        """From what belongs to the regions of rows, [N, R, ...], that of the images' real regions: [K, ...], in image
+        order."""
+        return select(values.index_select(0, self.image_rows), self.real_regions)
+
+    def image_and_number(self) -> tuple[Tensor, Tensor]:
+        """Of each of the K real regions the image that it is in and its number there, 0 being the whole image."""
+        return self.real_regions // self.region_mask.shape[1], self.real_regions % self.region_mask.shape[1]
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`; pixels travel as uint8."""
@@ -160,15 +200,16 @@ class Batch:
         return Batch(**{f.name: changed(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
+def select(padded: Tensor, index: Tensor) -> Tensor:
+    """Elements of padded rows: [N, S, ...] and int64 [M], indices in [N * S] -> [M, ...]."""
+    return padded.flatten(0, 1).index_select(0, index)
+
+
 def placeholder(example: Example) -> Example:
     """An example with the shapes of `example` and without labels.
 
     A batch without an image would leave the image network without a gradient, which DDP refuses on a single rank.
     """
-
-    def unlabelled(part: TextInput | ImageInput) -> TextInput | ImageInput:
-        masks = {name: np.zeros_like(mask) for name, mask in part.label_masks.items()}
-        return dataclasses.replace(part, label_masks=masks, labels={name: of[:0] for name, of in part.labels.items()})
 
     return dataclasses.replace(
         example,
@@ -177,6 +218,12 @@ def placeholder(example: Example) -> Example:
         more=tuple(unlabelled(text) for text in example.more),
         counted=False,
     )
+
+
+def unlabelled(part: TextInput | ImageInput) -> TextInput | ImageInput:
+    """A text or an image that looks the same and has no labels."""
+    masks = {name: np.zeros_like(mask) for name, mask in part.label_masks.items()}
+    return dataclasses.replace(part, label_masks=masks, labels={name: of[:0] for name, of in part.labels.items()})
 
 
 def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) -> Batch:
@@ -190,8 +237,18 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     shown = [examples[owners[row]].image for row in rows]
     n, t, r = len(texts), max(len(w.tokens) for w in texts), max((len(p.boxes) for p in images), default=0)
     every_row, none = range(n), np.zeros(0, bool)
-    label_masks = _pad_all(texts, every_row, n, t) | _pad_all(shown, rows, n, r)
+    labelled = _labelled(texts, every_row, t) | _labelled(shown, rows, r)
     labels = _concatenate_all(texts) | _concatenate_all(shown)
+    regions = np.zeros(n, np.int64)
+    regions[rows] = [len(p.boxes) for p in shown]
+    sizes = Sizes(
+        tokens=tuple(len(w.tokens) for w in texts),
+        regions=tuple(regions.tolist()),
+        labelled={
+            name: tuple(np.bincount(index // width, minlength=n).tolist()) for name, (index, width) in labelled.items()
+        },
+        images=tuple(p.size for p in images),
+    )
     covered = [np.zeros((0, 4), np.float32) if p.covered is None else p.covered for p in images]
     h = max((len(boxes) for boxes in covered), default=0)
     classes = [np.zeros(len(p.boxes), np.int64) if p.classes is None else p.classes for p in shown]
@@ -207,17 +264,56 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
         region_masked=_pad([p.masked for p in shown], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
         pixels=_pad_pixels([[examples[i].image for i in group] for group in groups]),
-        image_sizes=torch.tensor([p.size for p in images], dtype=torch.int64).reshape(-1, 2),
+        image_sizes=torch.tensor(sizes.images, dtype=torch.int64).reshape(-1, 2),
+        averaged_over=torch.tensor(
+            [max(1, len(p.boxes) - 1 if p.averaged_over is None else p.averaged_over) for p in images],
+            dtype=torch.int64,
+        ),
         covered=_pad(covered, range(len(images)), len(images), h, like=np.zeros((0, 4), np.float32)),
         covered_mask=_pad([np.ones(len(c), bool) for c in covered], range(len(images)), len(images), h, like=none),
         image_of=torch.tensor([number.get(i, -1) for i in owners], dtype=torch.int64),
         image_rows=torch.tensor([owners.index(i) for i in number], dtype=torch.int64),
+        real_regions=torch.from_numpy(_indices([np.arange(len(p.boxes)) for p in images], range(len(images)), r)),
         features=_of_all_images(images, "features", axes=2),
         cells=_of_all_images(images, "cells", axes=3),
-        counted=torch.tensor([examples[i].counted for i in owners], dtype=torch.bool),
-        label_masks=label_masks,
+        counted=torch.tensor([row for row, i in enumerate(owners) if examples[i].counted], dtype=torch.int64),
+        labelled={name: torch.from_numpy(index) for name, (index, _) in labelled.items()},
         labels=labels,
+        sizes=sizes,
         unreadable=tuple(unreadable),
+    )
+
+
+def with_texts(batch: Batch, texts: Sequence[np.ndarray]) -> Batch:
+    """Each of the batch's P images with each of some texts, P * len(texts) rows, those of an image together, in image
+    order and without labels. texts: int64 [t] each, token ids of one sentence, special tokens included.
+
+    `keys` and `metadata` stay those of the batch's examples. Every row of the batch must have an image.
+    """
+    device, images = batch.tokens.device, len(batch.image_rows)
+    tokens = _pad(texts, range(len(texts)), len(texts), max(len(text) for text in texts)).to(device)
+    mask = _pad([np.ones(len(text), bool) for text in texts], range(len(texts)), len(texts), tokens.shape[1])
+    zeros = torch.zeros_like(tokens).repeat(images, 1)
+    rows = batch.image_rows.repeat_interleave(len(texts))
+    numbers = torch.arange(images, device=device)
+    regions = [batch.sizes.regions[row] for row in batch.image_rows.tolist() for _ in texts]
+    sizes = Sizes(tuple(len(text) for text in texts) * images, tuple(regions), {}, batch.sizes.images)
+    return dataclasses.replace(
+        batch,
+        tokens=tokens.repeat(images, 1),
+        text_mask=mask.to(device).repeat(images, 1),
+        segments=zeros,
+        token_region=zeros,
+        boxes=batch.boxes[rows],
+        region_mask=batch.region_mask[rows],
+        region_masked=batch.region_masked[rows],
+        region_classes=batch.region_classes[rows],
+        image_of=numbers.repeat_interleave(len(texts)),
+        image_rows=numbers * len(texts),
+        counted=torch.arange(len(rows), device=device),
+        labelled={},
+        labels={},
+        sizes=sizes,
     )
 
 
@@ -287,9 +383,19 @@ def _pad(
     return torch.from_numpy(padded)
 
 
-def _pad_all(parts: Sequence[TextInput | ImageInput], rows: Sequence[int], n: int, length: int) -> dict[str, Tensor]:
+def _indices(numbers: Sequence[np.ndarray], rows: Sequence[int], length: int) -> np.ndarray:
+    """int64 [M]: where the elements numbers[i] of row rows[i] lie among those of all rows, each of that length."""
+    found = [row * length + of_row for row, of_row in zip(rows, numbers, strict=True)]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _labelled(
+    parts: Sequence[TextInput | ImageInput], rows: Sequence[int], length: int
+) -> dict[str, tuple[np.ndarray, int]]:
+    """Name of each label mask -> the indices of what it marks among all rows, and the length of a row."""
     return {
-        name: _pad([part.label_masks[name] for part in parts], rows, n, length) for name in _names(parts, "label_masks")
+        name: (_indices([np.flatnonzero(part.label_masks[name]) for part in parts], rows, length), length)
+        for name in _names(parts, "label_masks")
     }
 
 

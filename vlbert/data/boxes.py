@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.ops import box_iou
 
 
 def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: bool) -> Tensor:
@@ -23,6 +24,23 @@ def geometry_embedding(boxes: Tensor, sizes: Tensor, channels: int, corners: boo
     wavelength = 1000 ** (torch.arange(n, device=boxes.device, dtype=boxes.dtype) / n)
     angle = position[:, :, None] / wavelength  # (K, 4, n)
     return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
+
+
+def box_location(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Five numbers a box, (x1/W, y1/H, x2/W, y2/H, its share of the image's area), as ViLBERT and Unicoder-VL take it.
+
+    boxes [K, 4] pixels, sizes [K, 2] (width, height) of the image each lies in -> [K, 5].
+    """
+    corners = boxes / sizes.to(boxes.dtype).repeat(1, 2)
+    x1, y1, x2, y2 = boxes.unbind(dim=1)
+    area = (x2 - x1) * (y2 - y1) / sizes.to(boxes.dtype).prod(dim=1)
+    return torch.cat([corners, area[:, None]], dim=1)
+
+
+def box_iou_with_borders(boxes: Tensor, others: Tensor) -> Tensor:
+    """Intersection over union of boxes [n, 4] and others [m, 4] that hold the pixels of both ends: [n, m]."""
+    boxes, others = (torch.cat([b[:, :2], b[:, 2:] + 1], dim=1) for b in (boxes, others))
+    return box_iou(boxes, others)
 
 
 def masked_pixels(boxes: Tensor, masked: Tensor, height: int, width: int) -> Tensor:

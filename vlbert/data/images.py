@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, resize
 from storage.sample import Sample
 from vlbert.config import RegionConfig
 from vlbert.data.batch import ImageInput
-from vlbert.data.boxes import flip_horizontally
+from vlbert.data.boxes import box_iou_with_borders, flip_horizontally
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,25 @@ class PreparedImage:
         if self.features is not None:
             raise ValueError("boxes cannot join precomputed features; train from pixels: model.regions.features")
         return dataclasses.replace(self, boxes=np.concatenate([self.boxes, self.place(boxes)]))
+
+    def matched(self, boxes: np.ndarray, others: bool) -> "PreparedImage":
+        """The image with other regions, for precomputed features: boxes [n, 4] in stored pixels, each with the features
+        of the own region that overlaps it most (Unicoder-VL, 4.2), or of the first where none does. others: behind them
+        own regions that no box took, as long as there are no more regions than before. ValueError where the image has
+        none.
+        """
+        if len(self.boxes) == 1:
+            raise ValueError("it has no region whose features an object could take; detect with selection.minimum=10")
+        placed, own = self.place(boxes), self.boxes[1:]
+        overlap = box_iou_with_borders(torch.from_numpy(placed), torch.from_numpy(own)).numpy()
+        taken = overlap.argmax(axis=1)
+        rest = np.setdiff1d(np.arange(len(own)), taken[overlap.max(axis=1) > 0])
+        rest = rest[: max(0, len(own) - len(placed))] if others else rest[:0]
+        return dataclasses.replace(
+            self,
+            boxes=np.concatenate([self.boxes[:1], placed, own[rest]]),
+            features=np.concatenate([self.features[taken], self.features[rest]]),
+        )
 
     def to_input(
         self, masked: np.ndarray | None = None, count: int | None = None, **more: np.ndarray | dict | None

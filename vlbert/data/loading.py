@@ -1,14 +1,15 @@
 """What a run trains on, in which order: every batch is a pure function of (seed, step), whatever the ranks and workers.
 
-The whole state of the data in a checkpoint is {snapshots, seed, samples consumed}: samples are numbered through all
-epochs, step s takes samples s*batch .. (s+1)*batch - 1, and spans say over which snapshot each epoch runs. A sample
-that cannot be read leaves its slot empty, with weight zero; no other sample replaces it.
+The whole state of the data in a checkpoint is {datasets with their weights and snapshots, seed, samples consumed}.
+Slots are numbered through all epochs, step s takes slots s*batch .. (s+1)*batch - 1, and vlbert/data/order.py says
+which example each of them is. A sample that cannot be read leaves its slot empty, with weight zero; no other sample
+replaces it.
 """
 
-import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,68 +17,18 @@ from torch.utils.data import Dataset
 
 from storage.reading import Samples
 from storage.sample import Sample
-from storage.shuffle import shuffled, take
+from storage.shuffle import interleaved, shuffled, take
 from training.distributed import World
 from training.log import Unreadable
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.batch import Batch, Example, collate, placeholder
 from vlbert.data.corpus import TextCorpus
 from vlbert.data.images import prepare_image
+from vlbert.data.order import CAPTIONS, TEXT, VALIDATION, SnapshotSpan, drawn, seed_of
 from vlbert.data.samples import MOST_UNREADABLE, spread
 from vlbert.tasks.base import Examples, Task
 
-CAPTIONS, TEXT, VALIDATION = 0, 1, 2  # streams of randomness that never meet; ANYWHERE is the fourth
-
-
-@dataclass(frozen=True)
-class SnapshotSpan:
-    """Epochs over one snapshot.
-
-    epoch      the first of them
-    consumed   samples of the run before it
-    examples   examples of each of these epochs
-    snapshot   id
-    """
-
-    epoch: int
-    consumed: int
-    examples: int
-    snapshot: str
-
-    def boundary(self, step: int, batch: int, every: int | None) -> int | None:
-        """The first sample of the epoch at which new shards may enter, if it lies in this step; else None.
-
-        Such boundaries lie at least `every` steps apart, in whole epochs.
-        """
-        if every is None:
-            return None
-        period = self.examples * -(-every * batch // self.examples)
-        first = self.consumed + max(1, -(-(step * batch - self.consumed) // period)) * period
-        return first if first < (step + 1) * batch else None
-
-    def followed_by(self, examples: int, snapshot: str, boundary: int) -> "SnapshotSpan":
-        """The span over another snapshot that begins at `boundary`, the first sample of an epoch of this one."""
-        epochs, rest = divmod(boundary - self.consumed, self.examples)
-        assert rest == 0, f"sample {boundary} is no boundary of an epoch of {self}"
-        return SnapshotSpan(self.epoch + epochs, boundary, examples, snapshot)
-
-
-Slot = tuple[int, int, int]  # index in a list of spans, epoch, question
-
-
-def drawn(spans: Sequence[SnapshotSpan], consumed: int, count: int, seed: int, chunk: int = 1) -> list[Slot]:
-    """The `count` slots after the first `consumed` ones; chunk as in storage.shuffle.shuffled."""
-    ends = [span.consumed for span in spans[1:]] + [consumed + count]
-    found = []
-    for index, (span, end) in enumerate(zip(spans, ends, strict=True)):
-        n, samples = span.examples, np.arange(max(consumed, span.consumed), min(consumed + count, end))
-        epochs, positions = np.divmod(samples - span.consumed, n)
-        for epoch in np.unique(epochs).tolist():
-            begins = span.consumed + epoch * n
-            numbers = shuffled(positions[epochs == epoch], seed, CAPTIONS, span.epoch + epoch, n, chunk, begins)
-            found += [(index, span.epoch + epoch, number) for number in numbers.tolist()]
-    assert len(found) == count, f"samples {consumed} to {consumed + count} lie before {spans[0]}"
-    return found
+Slot = tuple[int, int, int, int]  # number of the dataset, index in its spans, epoch, question
 
 
 def generator(seed: int, stream: int, epoch: int, key: str, question: int = 0) -> np.random.Generator:
@@ -149,44 +100,102 @@ class ExampleSource:
             return Unreadable(step, sample.key, reason)
 
 
+@dataclass(eq=False)
+class TrainingDataset:
+    """One dataset of a run: what is read of it now, and over which snapshots its epochs have run so far.
+
+    spans   the last of them is over `samples`; none given: the first epoch, nothing consumed
+    weight  its share of the run's slots, relative to those of the other datasets
+    pinned  what a checkpoint records of it beside these: `dataset`, `stage` and `random_init`
+    """
+
+    samples: Samples
+    examples: Examples
+    spans: list[SnapshotSpan] = field(default_factory=list)
+    weight: float = 1.0
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.spans = self.spans or [SnapshotSpan(0, 0, len(self.examples), "")]
+
+
 class TrainingData(Dataset):
     """data[step] is what this rank computes in that step: one Batch per part of the accumulation."""
 
     def __init__(
         self,
-        samples: Samples,
-        examples: Examples,
+        datasets: Sequence[TrainingDataset],
         task: Task,
         config: DataConfig,
         regions: RegionConfig,
         world: World,
         corpus: TextCorpus | None = None,
-        spans: Sequence[SnapshotSpan] = (),
     ):
-        """spans: those of a run so far, the last of them over `samples`; none: its first, nothing consumed."""
         check_shares(config, world.size)
-        self.corpus, self.config, self.rank, self.world_size = corpus, config, world.rank, world.size
-        self.spans = [*spans] or [SnapshotSpan(0, 0, len(examples), "")]
-        self.source = ExampleSource(samples, examples, task, config, regions, CAPTIONS)  # of the last span
-        self._sources = {len(self.spans) - 1: self.source}  # by index in `spans`
+        if config.batch <= task.neighbours:
+            raise ValueError(f"data.batch is {config.batch}; the task needs {task.neighbours + 1} examples at least")
+        self.datasets, self.task, self.corpus, self.config = datasets, task, corpus, config
+        self.rank, self.world_size = world.rank, world.size
+        self._weights = [dataset.weight for dataset in datasets]
+        self._sources = {}  # by number of the dataset and index in its spans
+        for number, dataset in enumerate(datasets):
+            ours = replace(config, seed=seed_of(config.seed, number))
+            source = ExampleSource(dataset.samples, dataset.examples, task, ours, regions, CAPTIONS)
+            self._sources[number, len(dataset.spans) - 1] = source
 
-    def boundary(self, step: int) -> int | None:
-        """The sample of this step at which new shards may enter, if any: see SnapshotSpan.boundary."""
-        return self.spans[-1].boundary(step, self.config.batch, self.config.new_shards_every)
+    def source(self, number: int = 0) -> ExampleSource:
+        """Reads the last snapshot of a dataset."""
+        return self._sources[number, len(self.datasets[number].spans) - 1]
 
-    def enter(self, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
-        """From sample `boundary` on, the first of an epoch, read another snapshot."""
-        before, self.source = self.source, dataclasses.replace(self.source, samples=samples, examples=examples)
-        self.spans.append(self.spans[-1].followed_by(len(examples), snapshot, boundary))
-        last = len(self.spans) - 1
-        self._sources = {last - 1: before, last: self.source}  # one step may need both
+    def boundaries(self, step: int) -> list[tuple[int, int]]:
+        """(number of a dataset, sample of it): where in this step new shards may enter. See SnapshotSpan.boundary."""
+        found, config = [], self.config
+        if config.new_shards_every is None:
+            return found
+        for number, start, stop, _ in self._parts_of(step):
+            span, share = self.datasets[number].spans[-1], self._weights[number] / sum(self._weights)
+            apart = math.ceil(config.new_shards_every * config.batch * share)
+            boundary = span.boundary(start, stop, apart)
+            # A span that begins in this step lasts beyond it: steps differ by a sample or two of a dataset.
+            if boundary is not None and span.consumed < start:
+                found.append((number, boundary))
+        return found
+
+    def enter(self, number: int, samples: Samples, examples: Examples, snapshot: str, boundary: int) -> None:
+        """From sample `boundary` of a dataset on, the first of an epoch, read another snapshot of it."""
+        dataset, before = self.datasets[number], self.source(number)
+        last = len(dataset.spans)
+        dataset.samples, dataset.examples = samples, examples
+        dataset.spans.append(dataset.spans[-1].followed_by(len(examples), snapshot, boundary))
+        kept = {place: source for place, source in self._sources.items() if place[0] != number}
+        # One step may need both.
+        both = {(number, last - 1): before, (number, last): replace(before, samples=samples, examples=examples)}
+        self._sources = kept | both
 
     def __getitem__(self, step: int) -> list[Batch]:
-        count = self.config.batch
-        pairs = self._shares(drawn(self.spans, step * count, count, self.config.seed, self.config.chunk))
+        everyone = self._slots(step)
+        shares = self._shares(list(enumerate(everyone)))
+        pairs = [[slot for _, slot in share] for share in shares]
+        behind = [everyone[share[-1][0] + 1 :] + everyone[: share[0][0]] for share in shares]  # of the whole step
         count, lines = self.config.text_batch, len(self.corpus) if self.corpus else 1
         texts = self._shares(take(step * count, count, self.config.seed, TEXT, lines))
-        return [self._batch(step, pair, text) for pair, text in zip(pairs, texts, strict=True)]
+        return [self._batch(step, *part) for part in zip(pairs, behind, texts, strict=True)]
+
+    def _parts_of(self, step: int) -> list[tuple[int, int, int, np.ndarray]]:
+        """By dataset that is in this step: its number, its samples from `start` to `stop`, and their places."""
+        count = self.config.batch
+        numbers, draws = interleaved(step * count, count, self._weights)
+        places = {number: np.flatnonzero(numbers == number) for number in range(len(self.datasets))}
+        return [(n, int(draws[at[0]]), int(draws[at[-1]]) + 1, at) for n, at in places.items() if len(at)]
+
+    def _slots(self, step: int) -> list[Slot]:
+        """What all ranks take in this step, in order."""
+        found: dict[int, Slot] = {}
+        for number, start, stop, places in self._parts_of(step):
+            seed, spans = self.source(number).config.seed, self.datasets[number].spans
+            slots = drawn(spans, start, stop - start, seed, self.config.chunk)
+            found |= {place: (number, *slot) for place, slot in zip(places.tolist(), slots, strict=True)}
+        return [found[place] for place in range(self.config.batch)]
 
     def _shares(self, everyone: list[Any]) -> list[list[Any]]:
         """What this rank takes of the slots of a step, one list per part."""
@@ -194,23 +203,43 @@ class TrainingData(Dataset):
         starts = [(part * self.world_size + self.rank) * size for part in range(self.config.gradient_accumulation)]
         return [everyone[start : start + size] for start in starts]
 
-    def _batch(self, step: int, pairs: list[Slot], texts: list[tuple[int, int]]) -> Batch:
-        found = []
-        for span, slots in itertools.groupby(pairs, key=lambda slot: slot[0]):
-            found += self._sources[span].read([(epoch, number) for _, epoch, number in slots], step + 1)
-        examples, unreadable = _parted(found)
+    def _read(self, step: int, slots: Sequence[Slot]) -> list[Example | Unreadable]:
+        """In their order; those of one snapshot are read together."""
+        places = defaultdict(list)
+        for place, slot in enumerate(slots):
+            places[slot[:2]].append(place)
+        found: dict[int, Example | Unreadable] = {}
+        for source, ours in places.items():
+            examples = self._sources[source].read([slots[place][2:] for place in ours], step + 1)
+            found |= dict(zip(ours, examples, strict=True))
+        return [found[place] for place in range(len(slots))]
+
+    def _following(self, step: int, slots: Sequence[Slot], count: int) -> list[Example]:
+        """The first `count` examples of these slots that can be read."""
+        found: list[Example] = []
+        for slot in slots:
+            if len(found) == count:
+                break
+            found += _parted(self._read(step, [slot]))[0]
+        return found
+
+    def _batch(self, step: int, pairs: list[Slot], behind: list[Slot], texts: list[tuple[int, int]]) -> Batch:
+        examples, unreadable = _parted(self._read(step, pairs))
+        if examples and self.task.neighbours:
+            examples = self.task.together(examples, self._following(step, behind, self.task.neighbours))
         if not examples:  # a batch without any image would not train the image network: see `placeholder`
-            span, epoch, number = pairs[-1]
-            others = spread(len(self._sources[span].examples), self.config.seed, epoch, number)
-            examples.append(placeholder(self._sources[span].first_readable((epoch, other) for other in others)))
+            *snapshot, epoch, number = pairs[-1]
+            source = self._sources[*snapshot]
+            others = spread(len(source.examples), source.config.seed, epoch, number)
+            examples.append(placeholder(source.first_readable((epoch, other) for other in others)))
         return collate([*examples, *self._texts(texts)], unreadable)
 
     def _texts(self, slots: list[tuple[int, int]]) -> Iterator[Example]:
         if slots:
-            settings, lines = self.source.task.settings, np.array([line for _, line in slots])
+            settings, lines = self.task.settings, np.array([line for _, line in slots])
             for (epoch, line), tokens in zip(slots, self.corpus.passages(lines, settings.text_length), strict=True):
                 key = f"text-{line}"
-                yield self.source.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
+                yield self.task.text_example(key, tokens, generator(self.config.seed, TEXT, epoch, key))
 
 
 class ValidationData(Dataset):
@@ -241,6 +270,8 @@ class ValidationData(Dataset):
         if together:  # whole batches
             share = -(-share // together) * together
         self.start, self.stop = min(count, world.rank * share), min(count, (world.rank + 1) * share)
+        if count < len(examples):
+            examples = task.among(examples, self.numbers)
         self.source = ExampleSource(samples, examples, task, config, regions, VALIDATION)
 
     def __len__(self) -> int:
@@ -258,13 +289,14 @@ class ValidationData(Dataset):
         numbers = [number for number in numbers if number not in unreadable]
         if not examples:
             return [], numbers, unreadable
-        if not self.source.task.shuffles:
+        task = self.source.task
+        if not task.shuffles:
             return [collate(examples)], numbers, unreadable
         count = len(self.numbers)
         following = ((0, int(self.numbers[index % count])) for index in range(stop, stop + count))
         after = self.source.first_readable(following)
-        images = [example.image for example in [*examples[1:], after]]
-        others = [dataclasses.replace(e, image=image) for e, image in zip(examples, images, strict=True)]
+        following = [*examples[1:], after]
+        others = [task.with_other_image(one, other) for one, other in zip(examples, following, strict=True)]
         return [collate(examples), collate(others)], numbers, unreadable
 
 

@@ -85,6 +85,6 @@ def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.nda
         urls = ", ".join(samples.urls[i] for i in numbers[repeated[0]][:3])
         raise ValueError(
             f"{len(repeated)} of {len(wanted)} images of {source} are in several samples, such as {repeated[0]}, from "
-            f"{urls}; name a dataset that holds each once: data.dataset, data.held_out"
+            f"{urls}; name a dataset that holds each once: data.datasets, data.held_out"
         )
     return np.array([numbers[image][0] for image in images], np.int64)

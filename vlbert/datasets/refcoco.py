@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,7 @@ Convention = Literal["mattnet", "published", "plain"]
 
 # How MAttNet's evaluation, VL-BERT's published code and plain geometry measure overlaps. They differ at the threshold:
 # where one box is half the other, `published` gives a little more than 0.50, and `plain` counts a miss.
-CONVENTIONS = ("mattnet", "published", "plain")
+CONVENTIONS = get_args(Convention)
 # Table 3 of the paper, % of expressions: track -> split -> text. It does not say which convention it uses.
 REPORTED = {
     "ground_truth": {
@@ -53,15 +53,6 @@ class Expression:
 
 
 Expressions = dict[str, dict[str, list[Expression]]]  # split -> image file -> its expressions
-
-
-@dataclass(frozen=True)
-class Detections:
-    """Boxes float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image, by image file; and how many were dropped."""
-
-    boxes: dict[str, np.ndarray]
-    of_other_images: int  # boxes of images that instances.json does not hold
-    without_area: int  # boxes without an area inside their image
 
 
 def overlap(convention: Convention, boxes: np.ndarray, box: np.ndarray | Sequence[float]) -> np.ndarray:
@@ -201,10 +192,14 @@ def read_expressions(folder: Path, refs: str = FILES[0]) -> Expressions:
     return {split: dict(by_file) for split, by_file in expressions.items()}
 
 
-def read_detections(file: Path, instances: Path) -> Detections:
-    """MAttNet's file of detected boxes, a list of {box, image_id, ...}; instances.json knows the images."""
+def read_detections(file: Path, instances: Path) -> dict[str, np.ndarray]:
+    """Image file -> boxes float64 [n, 4], x1 y1 x2 y2 in pixels of the shipped image, of MAttNet's file, a list of
+    {box, image_id, ...}.
+
+    Boxes of images that instances.json does not hold, and boxes without an area inside their image, are dropped.
+    """
     images, _ = _read_instances(instances)
-    found, unknown, empty = defaultdict(list), 0, 0
+    found = defaultdict(list)
     for number, row in enumerate(read_json(file, "task.detections", list)):
         try:
             image, box = images.get(row["image_id"]), _corners(row["box"])
@@ -212,13 +207,9 @@ def read_detections(file: Path, instances: Path) -> Detections:
             raise ValueError(
                 f"{file}: detection {number} is not in MAttNet's format, {{box, image_id}}: {error!r}; fetch it again"
             ) from error
-        if image is None:
-            unknown += 1
-        elif _invalid_reason(box, image):
-            empty += 1
-        else:
+        if image and not _invalid_reason(box, image):
             found[image["file_name"]].append(np.clip(box, 0, [image["width"], image["height"]] * 2))
-    return Detections({name: np.array(boxes) for name, boxes in found.items()}, unknown, empty)
+    return {name: np.array(boxes) for name, boxes in found.items()}
 
 
 def read_plain_pickle(file: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Image-text retrieval: Recall@K as VSE++ counts it, up to ties, and Karpathy's split files.
+"""Image-text retrieval: ranks, Recall@K and folds, and Karpathy's split files of Flickr30k and COCO.
 
 Ranks are from 0: how many others stand before the right one. A ValueError names the file.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from vlbert.datasets.files import read_json
 
-CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO and Flickr30k have more
+CAPTIONS = 5  # of an image, as in all reported numbers; a few images of COCO have more
 RECALLS = (1, 5, 10)
 
 
@@ -39,12 +39,13 @@ def ranks(scores: np.ndarray, image_of: Sequence[int]) -> Ranks:
 
 
 def _rank(scores: np.ndarray, index: int) -> int:
-    """How many stand before this one; of equal scores the last stands first.
+    """How many stand before this one: all that are better and half of its equals, rounded up.
 
-    VSE++ reverses numpy's ascending order, which gives this where the sort is stable. numpy promises no order among
-    equal scores, so ranks of ties may differ from VSE++'s.
+    So a model that gives one score to everything finds nothing, and the order of the files changes no rank. VSE++ and
+    ViLBERT sort instead, where the order of equals is that of numpy's sort.
     """
-    return int((scores > scores[index]).sum() + (scores[index + 1 :] == scores[index]).sum())
+    better, equal = int((scores > scores[index]).sum()), int((scores == scores[index]).sum()) - 1
+    return better + -(-equal // 2)
 
 
 def recalls(ranks: np.ndarray) -> dict[str, float]:
@@ -65,11 +66,13 @@ def folds(scores: np.ndarray, image_of: Sequence[int], count: int) -> list[Ranks
     return found
 
 
-def read_splits(file: Path, captions: int = CAPTIONS) -> dict[str, dict[str, list[str]]]:
-    """split -> image file -> its first captions, of Karpathy's dataset_*.json. COCO's `restval` is a split of its
-    own."""
+def read_splits(file: Path, captions: int | None = None) -> dict[str, dict[str, list[str]]]:
+    """split -> image file -> its captions, of Karpathy's dataset_*.json; COCO's `restval` is a split of its own.
+
+    captions: the first so many of an image; None: all. An image may have fewer, or none.
+    """
     found = defaultdict(dict)
-    images = read_json(file, "the split file").get("images")
+    images = read_json(file, "task.folder and task.file").get("images")
     for number, image in enumerate(images if isinstance(images, list) else [None]):
         try:
             texts = [sentence["raw"] for sentence in image["sentences"]][:captions]
@@ -78,9 +81,42 @@ def read_splits(file: Path, captions: int = CAPTIONS) -> dict[str, dict[str, lis
             raise ValueError(
                 f"{file} is no split file of Karpathy, images[{number}]: {error!r}; fetch it again"
             ) from error
-        if len(texts) < captions:
-            raise ValueError(f"{file}: {name} has {len(texts)} captions, {captions} are needed")
+        if not all(isinstance(text, str) for text in (name, split, *texts)):
+            raise ValueError(f"{file}: images[{number}] has a filename, split or caption that is no text")
         if name in found[split]:
             raise ValueError(f"{file}: {name} stands there twice")
         found[split][name] = texts
     return dict(found)
+
+
+# % on the test split, R@1, R@5, R@10, from table 1 of Unicoder-VL and table 1 of ViLBERT: data set -> metric without
+# its R -> model -> numbers. "caption" is image -> caption, "image" caption -> image, "_fold" a mean of five folds.
+_REPORTED = {
+    "flickr30k": {
+        "caption": {"Unicoder-VL": (86.2, 96.3, 99.0), "Unicoder-VL zero-shot": (64.3, 85.8, 92.3)},
+        "image": {
+            "Unicoder-VL": (71.5, 90.9, 94.9),
+            "Unicoder-VL zero-shot": (48.4, 76.0, 85.2),
+            "ViLBERT": (58.20, 84.90, 91.52),
+            "ViLBERT zero-shot": (31.86, 61.12, 72.80),
+        },
+    },
+    "coco": {
+        "caption": {"Unicoder-VL": (62.3, 87.1, 92.8)},
+        "image": {"Unicoder-VL": (46.7, 76.0, 85.3)},
+        "caption_fold": {"Unicoder-VL": (84.3, 97.3, 99.3), "Unicoder-VL zero-shot": (54.4, 82.8, 90.6)},
+        "image_fold": {"Unicoder-VL": (69.7, 93.5, 97.2), "Unicoder-VL zero-shot": (43.4, 76.0, 87.0)},
+    },
+}
+
+
+def reported(file: str, split: str) -> dict[str, str]:
+    """What the papers report on a split of a split file, in %: metric of the task -> text."""
+    tables = [table for name, table in _REPORTED.items() if name in file and split == "test"]
+    found = {}
+    for way, models in (item for table in tables for item in table.items()):
+        kind, _, fold = way.partition("_")
+        for place, k in enumerate(RECALLS):
+            name = f"{kind}_r{k}" + (f"_{fold}" if fold else "")
+            found[name] = ", ".join(f"{numbers[place]} {model}" for model, numbers in models.items())
+    return found

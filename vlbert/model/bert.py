@@ -78,7 +78,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
     positions = min(vlbert.config.max_positions, config.max_position_embeddings)
     _copy(embedding.positions.weight[:positions], theirs["bert.embeddings.position_embeddings.weight"][:positions])
     _copy_module(embedding.norm, theirs, "bert.embeddings.LayerNorm")
-    for number, layer in enumerate(vlbert.encoder.layers):
+    for number, layer in enumerate(_text_layers(vlbert)):
         for part, their_part in _LAYER.items():
             _copy_module(getattr(layer, part), theirs, f"bert.encoder.layer.{number}.{their_part}")
 
@@ -95,7 +95,7 @@ def init_from_bert(vlbert: VLBert, head: nn.Module, name: str, vocabulary: Vocab
             lacking.append(words)
     message = f"{', '.join(taken)} from {name}"
     if lacking:
-        message += f"; it came without {', '.join(lacking)}, which begins new"
+        message += f"; it has no {', '.join(lacking)}: these start from random weights"
     if own is None:
         message += "; it came without a vocabulary: that of the run was taken to be its own"
     return message
@@ -110,11 +110,17 @@ def _head_parts(head: nn.Module, vocab_size: int) -> dict[str, list[tuple[nn.Mod
             (head.word_transform.norm, "cls.predictions.transform.LayerNorm"),
             (head.word_bias[:vocab_size], "cls.predictions.bias"),
         ]
-    if getattr(head, "pooler", None) is not None:
-        parts["pooler"] = [(head.pooler.dense, "bert.pooler.dense")]
-    if getattr(head, "relationship", None) is not None:
-        parts["relationship"] = [(head.relationship, "cls.seq_relationship")]
+    pooler = getattr(head, "pooler", None)
+    if pooler is not None and pooler.kind == "tanh":  # of the others BERT has none
+        parts["pooler"] = [(pooler.dense, "bert.pooler.dense")]
+        if getattr(head, "relationship", None) is not None:
+            parts["relationship"] = [(head.relationship, "cls.seq_relationship")]
     return parts
+
+
+def _text_layers(vlbert: VLBert) -> list[nn.Module]:
+    """The layers that BERT may give: all J, or all T."""
+    return [layer for letter, layer in zip(vlbert.config.layers, vlbert.encoder.layers, strict=True) if letter in "JT"]
 
 
 def _read(name: str) -> tuple["BertConfig", dict[str, Tensor]]:
@@ -142,7 +148,7 @@ def _check(vlbert: VLBert, config: "BertConfig", name: str) -> None:
     ours = vlbert.config
     wanted = {
         "hidden_size": ours.hidden_size,
-        "num_hidden_layers": len(vlbert.encoder.layers),
+        "num_hidden_layers": len(_text_layers(vlbert)),
         "num_attention_heads": ours.num_heads,
         "intermediate_size": ours.intermediate_size,
         "vocab_size": vlbert.vocab_size,

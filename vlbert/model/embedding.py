@@ -1,12 +1,15 @@
-"""What the encoder reads at each word, at each region and at [END] (paper 3.2, figure 1)."""
+"""What the encoder reads at each word, at each region and at [END].
+
+`VisualLinguisticEmbedding` is VL-BERT's (paper 3.2, figure 1), `SeparateEmbedding` ViLBERT's and Unicoder-VL's.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlbert.config import ModelConfig
+from vlbert.config import TASK_TOKENS, ModelConfig
 from vlbert.data.batch import Batch
-from vlbert.data.boxes import geometry_embedding
+from vlbert.data.boxes import box_location, geometry_embedding
 from vlbert.model.layers import LAYER_NORM_EPS, Streams
 
 REGION_SEGMENT = 2  # segment C; A and B are 0 and 1
@@ -21,6 +24,8 @@ class VisualLinguisticEmbedding(nn.Module):
 
     Besides the shape letters of vlbert/data/batch.py: L is the width of a visual feature embedding.
     """
+
+    positions_behind_text = 2  # of the regions, and of [END]
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
@@ -85,7 +90,8 @@ class VisualLinguisticEmbedding(nn.Module):
         # One draw of dropout for both streams: checkpoints and numbers of earlier runs rest on its order.
         both = self.dropout(self.norm(torch.cat([text, regions, end], dim=1)))
         text, regions = both.split([text.shape[1], regions.shape[1] + 1], dim=1)
-        return Streams(text, regions, batch.text_mask, F.pad(batch.region_mask, (0, 1), value=True))
+        region_mask, lengths = F.pad(batch.region_mask, (0, 1), value=True), [n + 1 for n in batch.sizes.regions]
+        return Streams(text, regions, batch.text_mask, region_mask, batch.sizes.tokens, lengths)
 
     def _special_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The tokens of regions, [N, R, C], and of [END], [C]."""
@@ -102,15 +108,13 @@ class VisualLinguisticEmbedding(nn.Module):
 
         A fully connected layer over the geometry embedding and the appearance feature, side by side (paper 3.2).
         """
-        mask = batch.region_mask[batch.image_rows]  # (P, R)
         if not len(appearance):
             return appearance.new_zeros(*batch.region_mask.shape, self.visual.out_features)
-        images, _ = mask.nonzero(as_tuple=True)  # (K,)
+        images, _ = batch.image_and_number()  # (K,)
         if self.config.regions.masks_features:
-            masked = batch.region_masked[batch.image_rows][mask][:, None]
-            appearance = torch.where(masked, self.masked_appearance.weight[0].to(appearance.dtype), appearance)
+            appearance = replace_masked(appearance, batch, self.masked_appearance.weight[0])
         geometry = geometry_embedding(
-            batch.boxes[batch.image_rows][mask],
+            batch.of_real_regions(batch.boxes),
             batch.image_sizes[images],
             self.config.geometry_channels,
             corners=self.config.geometry == "corners",
@@ -118,10 +122,27 @@ class VisualLinguisticEmbedding(nn.Module):
         features = self.visual(self.visual_dropout(torch.cat([geometry.to(appearance.dtype), appearance], dim=1)))
         if self.config.visual_activation == "relu":
             features = features.relu()
-        # One more image, without regions, for the rows that have none: -1 finds it at the end.
-        of_images = features.new_zeros(len(mask) + 1, mask.shape[1], features.shape[1])
-        of_images = of_images.masked_scatter(F.pad(mask, (0, 0, 0, 1))[:, :, None], features)
-        return of_images.index_select(0, batch.image_of % len(of_images))
+        return of_rows(features, batch)
+
+
+def replace_masked(appearance: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+    """The appearance features [K, D] with `vector` [D] in the place of those of masked regions."""
+    masked = batch.of_real_regions(batch.region_masked)  # (K,)
+    return torch.where(masked[:, None], vector.to(appearance.dtype), appearance)
+
+
+def of_rows(features: Tensor, batch: Batch) -> Tensor:
+    """What belongs to the real regions of all images, [K, L], by row: [N, R, L], zero in the padding."""
+    # One more image, without regions, for the rows that have none: -1 finds it at the end.
+    of_images = _of_images(features, batch, len(batch.image_rows) + 1)
+    return of_images.index_select(0, batch.image_of % len(of_images))
+
+
+def _of_images(features: Tensor, batch: Batch, images: int) -> Tensor:
+    """The same by image: [images, R, L], of which the batch has the first P; zero in the padding."""
+    width, channels = batch.region_mask.shape[1], features.shape[1]
+    padded = features.new_zeros(images * width, channels).index_copy(0, batch.real_regions, features)
+    return padded.view(images, width, channels)
 
 
 class VisualProjection(nn.Module):
@@ -145,3 +166,76 @@ class VisualProjection(nn.Module):
         if self.scale is not None:
             return visual * self.scale
         return visual if self.norm is None else self.norm(visual)
+
+
+class SeparateEmbedding(nn.Module):
+    """Text: token + position + segment embedding. Regions: a linear layer of the appearance feature + one of the
+    location, five numbers. Each with a LayerNorm and dropout of its own (ViLBERT 2.1, Unicoder-VL 3.1).
+    """
+
+    positions_behind_text = 0  # regions have none
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        hidden_size, region_size = config.hidden_size, config.regions_stream.hidden_size
+        self.words = nn.Embedding(config.word_rows(vocab_size), hidden_size)
+        self.positions = nn.Embedding(config.max_positions, hidden_size)
+        self.segments = nn.Embedding(2, hidden_size)
+        self.tasks = nn.Embedding(TASK_TOKENS, hidden_size) if config.task_token is not None else None
+        self.norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS)
+        self.visual = nn.Linear(config.regions.channels, region_size)
+        self.location = nn.Linear(5, region_size)
+        self.region_segments = nn.Embedding(2, region_size) if config.region_segment else None
+        self.region_norm = nn.LayerNorm(region_size, eps=LAYER_NORM_EPS)
+        self.dropout = nn.Dropout(config.dropout)
+        self.register_buffer("whole_image_location", torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]), persistent=False)
+        if config.regions.masks_features and config.regions.masked_features == "learned":
+            self.masked_appearance = nn.Embedding(1, config.regions.channels)
+
+    def initialise(self) -> None:
+        """What differs from the general initialisation; call it after that one."""
+        if hasattr(self, "masked_appearance"):
+            nn.init.zeros_(self.masked_appearance.weight)
+
+    def forward(self, batch: Batch, appearance: Tensor) -> Streams:
+        """appearance [K, D] of the images' regions -> text [N, T, C], with a task token [N, T + 1, C]; regions
+        [N, R, C'].
+        """
+        regions = of_rows(self._regions(batch, appearance), batch)
+        text, text_mask = self.words(batch.tokens) + self.segments(batch.segments), batch.text_mask
+        text_lengths, region_lengths = batch.sizes.tokens, batch.sizes.regions
+        text = text + self.positions(torch.arange(batch.tokens.shape[1], device=text.device))
+        if self.config.mentioned_regions and regions.shape[1]:  # (Unicoder-VL, 4.2)
+            mentioned = batch.token_region[:, :, None]
+            text = text + regions.gather(1, mentioned.expand(-1, -1, text.shape[2])) * (mentioned > 0)
+        if self.tasks is not None:  # behind [CLS]; it has no position and moves none
+            task = self.tasks.weight[self.config.task_token].expand(len(batch), 1, -1)
+            text = torch.cat([text[:, :1], task, text[:, 1:]], dim=1)
+            text_mask, text_lengths = F.pad(text_mask, (1, 0), value=True), [n + 1 for n in text_lengths]
+        region_mask = batch.region_mask
+        if self.config.whole_image == "none":
+            region_mask = region_mask & (torch.arange(region_mask.shape[1], device=region_mask.device) > 0)
+            region_lengths = [max(0, n - 1) for n in region_lengths]
+        regions = self.dropout(self.region_norm(regions))
+        return Streams(self.dropout(self.norm(text)), regions, text_mask, region_mask, text_lengths, region_lengths)
+
+    def _regions(self, batch: Batch, appearance: Tensor) -> Tensor:
+        """The K real regions of the images, before LayerNorm: [K, C']."""
+        if not len(appearance):
+            return appearance.new_zeros(0, self.visual.out_features)
+        images, numbers = batch.image_and_number()  # (K,)
+        whole_image = (numbers == 0)[:, None]
+        if self.config.regions.masks_features:
+            learned = self.config.regions.masked_features == "learned"
+            vector = self.masked_appearance.weight[0] if learned else appearance.new_zeros(appearance.shape[1])
+            appearance = replace_masked(appearance, batch, vector)
+        if self.config.whole_image == "mean":
+            regions = appearance.float().masked_fill(whole_image, 0.0)
+            mean = _of_images(regions, batch, len(batch.image_rows)).sum(dim=1) / batch.averaged_over[:, None]
+            appearance = torch.where(whole_image, mean[images].to(appearance.dtype), appearance)
+        location = box_location(batch.of_real_regions(batch.boxes), batch.image_sizes[images])
+        location = torch.where(whole_image, self.whole_image_location.to(location.dtype), location)
+        regions = self.visual(appearance) + self.location(location)
+        return regions if self.region_segments is None else regions + self.region_segments.weight[1]

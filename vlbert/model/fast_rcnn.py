@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detectors.resnet import Res5, ResNetC4, computed_in
+from detectors.resnet import Res5, ResNetC4
 from detectors.roi_align import roi_align
+from training.precision import computed_in
 from vlbert.config import RegionConfig
 from vlbert.data.batch import Batch
 from vlbert.data.boxes import masked_pixels
@@ -38,9 +39,8 @@ class FastRCNN(nn.Module):
     def appearance(self, pixels: Sequence[Tensor], batch: Batch) -> Tensor:
         """The same from pixels that are normalised already: float [p, 3, H, W] of each group -> [K, D]."""
         maps = [self.backbone(group) for group in pixels]  # (p, C4, H/16, W/16) each
-        mask = batch.region_mask[batch.image_rows]  # (P, R)
-        images, _ = mask.nonzero(as_tuple=True)  # (K,)
-        boxes = batch.boxes[batch.image_rows][mask]  # (K, 4)
+        images, _ = batch.image_and_number()  # (K,)
+        boxes = batch.of_real_regions(batch.boxes)  # (K, 4)
         rois = torch.cat([images[:, None].to(boxes.dtype), boxes], dim=1)  # (K, 5)
         # At once in the type that res5 computes in: nothing larger is kept while it does, 5 GB for 128 images.
         cells = roi_align(maps, rois, self.config.roi_size, 1 / STRIDE).to(computed_in(self.pixel_mean))
@@ -75,7 +75,7 @@ class FastRCNN(nn.Module):
     def _fixed(self, batch: Batch) -> list[Tensor]:
         """The pixels of the batch, neighbours of one orientation in one tensor of a fixed size; image order stays."""
         short, long = self.config.short_side, self.config.long_side
-        sizes, groups, first = batch.image_sizes.tolist(), [], 0
+        sizes, groups, first = batch.sizes.images, [], 0
         for group in batch.pixels:
             own, first = sizes[first : first + len(group)], first + len(group)
             begin = 0
@@ -95,8 +95,11 @@ class FastRCNN(nn.Module):
 
     def _normalised(self, pixels: Tensor, numbers: Tensor, batch: Batch) -> Tensor:
         """One group of images, given with their numbers [p]."""
-        pixels = (pixels.flip(1).float() - self.pixel_mean) / self.config.pixel_std
         height, width = pixels.shape[2:]
+        # The layout is changed while a pixel is a byte.
+        pixels = pixels.flip(1).contiguous(memory_format=torch.channels_last).float() - self.pixel_mean
+        if self.config.pixel_std != 1:
+            pixels = pixels / self.config.pixel_std
         if self.config.masking == "pixels":
             rows = batch.image_rows[numbers]
             boxes = torch.cat([batch.boxes[rows], batch.covered[numbers]], dim=1)
@@ -109,8 +112,7 @@ class FastRCNN(nn.Module):
         sizes = batch.image_sizes[numbers]  # (p, 2)
         inside_x = torch.arange(width, device=pixels.device) < sizes[:, :1]  # (p, W)
         inside_y = torch.arange(height, device=pixels.device) < sizes[:, 1:]  # (p, H)
-        pixels = pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])
-        return pixels.contiguous(memory_format=torch.channels_last)
+        return pixels * (inside_y[:, None, :, None] & inside_x[:, None, None, :])
 
 
 def _padded(pixels: Tensor, height: int, width: int) -> Tensor:

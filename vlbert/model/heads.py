@@ -2,24 +2,38 @@
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlbert.config import ModelConfig
 from vlbert.model.layers import LAYER_NORM_EPS
 
-ClassifierKind = Literal["linear", "two_layers", "words", "regions"]
+ClassifierKind = Literal["linear", "two_layers", "words", "regions", "regions_norm", "weight_norm", "gelu_norm"]
 
 
 class Pooler(nn.Module):
-    """BERT's summary of a row: tanh of a linear layer at [CLS], [N, T, C] -> [N, C]."""
+    """A row as one vector, as ModelConfig.pooler says.
 
-    def __init__(self, hidden_size: int):
+    kind  ModelConfig.pooler
+    size  its width P: that of the text or, for the product, of co-attention
+    """
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.kind, product = config.pooler, config.pooler == "product"
+        self.size = config.coattention.hidden_size if product else config.hidden_size
+        self.dense = None if config.pooler == "none" else nn.Linear(config.hidden_size, self.size)
+        self.region_dense = nn.Linear(config.regions_stream.hidden_size, self.size) if product else None
+        self.dropout = nn.Dropout(config.dropout if product else 0.0)
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.dense(text[:, 0]).tanh()
+    def forward(self, text: Tensor, regions: Tensor) -> Tensor:
+        """text [N, T, C], regions [N, R, C'] -> [N, P]."""
+        if self.dense is None:
+            return text[:, 0]
+        if self.region_dense is None:
+            return self.dense(text[:, 0]).tanh()
+        return self.dropout(self.dense(text[:, 0]).relu() * self.region_dense(regions[:, 0]).relu())
 
 
 class HeadTransform(nn.Module):
@@ -36,27 +50,80 @@ class HeadTransform(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Logits [..., outputs] from vectors [..., C], the head of a fine-tuned task.
+    """Logits [..., outputs] from vectors [..., inputs], the head of a fine-tuned task.
 
-    kind: "linear"; "two_layers", with ReLU between them; "words" or "regions", a linear layer behind the transform that
-    pre-training has before its classifier of words or regions, from which it may start. Dropout before each layer.
+    kind     "linear"; "two_layers", with ReLU between them; "words", "regions" or "regions_norm", a linear layer behind
+             the transform that pre-training has before its classifier of words or regions, from which it may start:
+             "regions_norm" where that is PretrainingSettings.region_head=transform_norm. ViLBERT's two:
+             "weight_norm", two weight-normed layers with ReLU and dropout between them, and "gelu_norm", two layers
+             with GELU and LayerNorm between them; the first is twice as wide as what comes in
+    dropout  before each layer; of "weight_norm" before the second alone
+    width    of the first layer of "two_layers"
+    inputs   None: the width of the text
     """
 
-    def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
+    def __init__(
+        self,
+        config: ModelConfig,
+        outputs: int,
+        kind: ClassifierKind,
+        dropout: float,
+        width: int = 1024,
+        inputs: int | None = None,
+    ):
         super().__init__()
-        self.transform = HeadTransform(config.hidden_size, kind == "words") if kind in ("words", "regions") else None
-        self.first = nn.Linear(config.hidden_size, width) if kind == "two_layers" else None
-        self.output = nn.Linear(width if kind == "two_layers" else config.hidden_size, outputs)
+        inputs = config.hidden_size if inputs is None else inputs
+        vilbert = kind in ("weight_norm", "gelu_norm")
+        width = {"two_layers": width, "weight_norm": 2 * inputs, "gelu_norm": 2 * inputs}.get(kind, inputs)
+        linear = WeightNormLinear if kind == "weight_norm" else nn.Linear
+        self.transform = None
+        if kind in ("words", "regions", "regions_norm"):
+            self.transform = HeadTransform(inputs, normed=kind != "regions")
+        self.first = linear(inputs, width) if kind == "two_layers" or vilbert else None
+        self.activation = F.gelu if kind == "gelu_norm" else F.relu
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS) if kind == "gelu_norm" else None
+        self.output = linear(width, outputs)
         self.dropout = nn.Dropout(dropout)
-        self.init_from = {"transform": f"{kind.removesuffix('s')}_transform"} if self.transform else {}
+        self.first_dropout = nn.Dropout(0.0 if vilbert else dropout)
+        source = "word_transform" if kind == "words" else "region_transform"
+        self.init_from = {"transform": source} if self.transform else {}
         initialise_head(self, config)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.transform is not None:
             x = self.transform(x)
         if self.first is not None:
-            x = self.first(self.dropout(x)).relu()
+            x = self.activation(self.first(self.first_dropout(x)))
+        if self.norm is not None:
+            x = self.norm(x)
         return self.output(self.dropout(x))
+
+
+class PairClassifier(nn.Module):
+    """Logits [N, outputs] of whole rows, text and image together: a pooler, then a Classifier."""
+
+    def __init__(self, config: ModelConfig, outputs: int, kind: ClassifierKind, dropout: float, width: int = 1024):
+        super().__init__()
+        self.pooler = Pooler(config)
+        initialise_head(self.pooler, config)
+        self.classifier = Classifier(config, outputs, kind, dropout, width, inputs=self.pooler.size)
+
+    def forward(self, text: Tensor, regions: Tensor) -> Tensor:
+        """text [N, T, C], regions [N, R, C'] -> [N, outputs]."""
+        return self.classifier(self.pooler(text, regions))
+
+
+class WeightNormLinear(nn.Module):
+    """A linear layer of weight g v / |v|, with one number g for the whole matrix and |v| its Frobenius norm."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.direction = nn.Linear(inputs, outputs)
+        self.gain = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.direction.weight
+        return F.linear(x, self.gain * weight / weight.norm(), self.direction.bias)
 
 
 def initialise(module: nn.Module, standard_deviation: float) -> None:
@@ -77,6 +144,9 @@ def initialise_head(head: nn.Module, config: ModelConfig) -> None:
         for part in head.modules():
             if isinstance(part, nn.Linear):
                 nn.init.xavier_uniform_(part.weight)
+    for part in head.modules():
+        if isinstance(part, WeightNormLinear):
+            part.gain.data.copy_(part.direction.weight.detach().norm())
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:

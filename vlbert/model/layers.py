@@ -1,20 +1,25 @@
-"""BERT's encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4).
+"""The encoder: post-norm layers of multi-head attention and feed-forward (paper 3.1, equations 1 to 4; ViLBERT 2.2).
 
 Padding is not computed: layers read the real elements alone, packed one behind the other, row by row. Shape letters,
 besides those of vlbert/data/batch.py:
 
     S  elements of a padded row                       L  real elements, over all rows
     s  real elements of the longest row               E  elements of a padded row of the regions' stream
+    A  width of queries, keys and values              C'  width of the regions' stream; C with layers J
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlbert.config import ModelConfig
+from training.precision import computed_in
+from vlbert.config import ModelConfig, StreamSize
 
 LAYER_NORM_EPS = 1e-12
 
@@ -24,17 +29,44 @@ class Streams:
     """Text and regions apart, each padded: what the encoder reads and what it returns.
 
     text     float [N, T, C]    text_mask    bool [N, T]  which elements are real
-    regions  float [N, E, C]    region_mask  bool [N, E]  likewise; VL-BERT's [END] is the last element, E = R + 1
+    regions  float [N, E, C']   region_mask  bool [N, E]  likewise; with VL-BERT's [END], the last element, E = R + 1
+    text_lengths, region_lengths  how many elements of each row are real, N numbers of the host (Sizes in
+                                  vlbert/data/batch.py)
     """
 
     text: Tensor
     regions: Tensor
     text_mask: Tensor
     region_mask: Tensor
+    text_lengths: Sequence[int]
+    region_lengths: Sequence[int]
 
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """Both as one stream, in each row the text and then the regions: float [N, T + E, C], mask bool [N, T + E]."""
-        return torch.cat([self.text, self.regions], dim=1), torch.cat([self.text_mask, self.region_mask], dim=1)
+    def joined(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Both as one stream, in each row the text and then the regions: float [N, T + E, C], mask bool [N, T + E], and
+        how many elements of each row are real."""
+        return (
+            torch.cat([self.text, self.regions], dim=1),
+            torch.cat([self.text_mask, self.region_mask], dim=1),
+            [sum(both) for both in zip(self.text_lengths, self.region_lengths, strict=True)],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMap:
+    """How much the elements of one stream attend to those of another in one layer.
+
+    layer    number of the layer, from 0, and its letter
+    queries  whose elements attend: "both" is the text and then the regions
+    keys     to whose
+    weights  float [N, heads, elements of queries, elements of keys]. A row sums to 1, padding receives 0. Where a row
+             of the batch has no key, all is 0
+    """
+
+    layer: int
+    letter: str
+    queries: Literal["both", "text", "regions"]
+    keys: Literal["both", "text", "regions"]
+    weights: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +77,33 @@ class Packing:
     chosen     int64 [L]    index of each real element in [N * S]
     positions  int64 [L]    index of each in [N * s]: in rows without gaps, as attention takes them
     filled     bool [N, s]  which positions of those rows hold an element
-    full       whether all do
+    key_mask   [N, 1, 1, s]  what attention adds before its softmax: 0 where it may read, elsewhere -inf; None: it may
+               read all. A row without any element has zeros to read, since a softmax over nothing is NaN
     """
 
     real: Tensor
     chosen: Tensor
     positions: Tensor
     filled: Tensor
-    full: bool
+    key_mask: Tensor | None
 
     @classmethod
-    def of(cls, real: Tensor) -> "Packing":
-        chosen = real.flatten().nonzero()[:, 0]
-        lengths = real.sum(dim=1)
-        longest = int(lengths.max())
-        filled = torch.arange(longest, device=real.device) < lengths[:, None]
-        return cls(real, chosen, filled.flatten().nonzero()[:, 0], filled, len(chosen) == filled.numel())
+    def of(cls, real: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> "Packing":
+        """lengths: how many elements of each row are real. The host knows them, so nothing waits for the device.
+        dtype: what attention computes in."""
+        count, longest = sum(lengths), max(1, *lengths)
+        filled = torch.arange(longest, device=real.device) < real.sum(dim=1, keepdim=True)
+        key_mask = None
+        if count < filled.numel():
+            closed = ~filled & filled.any(dim=1, keepdim=True)
+            key_mask = torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)[:, None, None, :]
+        chosen, positions = (mask.flatten().nonzero_static(size=count)[:, 0] for mask in (real, filled))
+        return cls(real, chosen, positions, filled, key_mask)
+
+    @property
+    def full(self) -> bool:
+        """Whether all rows are as long as the longest."""
+        return self.key_mask is None
 
     def pack(self, x: Tensor) -> Tensor:
         """[N, S, C] -> [L, C]."""
@@ -68,68 +111,125 @@ class Packing:
 
     def unpack(self, x: Tensor) -> Tensor:
         """[L, C] -> [N, S, C], zero in the padding."""
-        return x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x).view(*self.real.shape, -1)
+        return (
+            x.new_zeros(self.real.numel(), x.shape[1]).index_copy(0, self.chosen, x).view(*self.real.shape, x.shape[1])
+        )
 
     def rows(self, x: Tensor) -> Tensor:
         """[L, C] -> [N, s, C], zero behind the end of a row."""
         if not self.full:
             x = x.new_zeros(self.filled.numel(), x.shape[1]).index_copy(0, self.positions, x)
-        return x.view(*self.filled.shape, -1)
+        return x.view(*self.filled.shape, x.shape[1])
 
     def from_rows(self, x: Tensor) -> Tensor:
         """[N, s, C] -> [L, C]."""
         return x.flatten(0, 1) if self.full else x.flatten(0, 1).index_select(0, self.positions)
 
-    def widen(self, maps: Tensor) -> Tensor:
-        """Attention maps [N, heads, s, s] -> [N, heads, S, S].
+    def widen(self, maps: Tensor, keys: "Packing") -> Tensor:
+        """Attention maps [N, heads, s, s'] of these queries to those keys -> [N, heads, S, S'].
 
-        Padding receives 0. A query in the padding has the row of the element before it, so that every row sums to 1.
+        Padding receives 0. A query in the padding has the row of the element before it.
         """
-        position = (self.real.cumsum(dim=1) - 1).clamp(min=0)  # (N, S)
-        wide = maps.take_along_dim(position[:, None, :, None], dim=2).take_along_dim(position[:, None, None, :], dim=3)
-        return wide.masked_fill(~self.real[:, None, None, :], 0.0)
+        query, key = ((real.cumsum(dim=1) - 1).clamp(min=0) for real in (self.real, keys.real))  # (N, S), (N, S')
+        wide = maps.take_along_dim(query[:, None, :, None], dim=2).take_along_dim(key[:, None, None, :], dim=3)
+        return wide.masked_fill(~keys.real[:, None, None, :], 0.0)
 
 
-class JointLayer(nn.Module):
-    """Letter J: every element attends to every real element of its row, words and regions alike."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Packing,
+    keys: Packing,
+    dropout: float,
+    maps: list[Tensor] | None = None,
+) -> Tensor:
+    """Multi-head attention to elements of the same row -> [L, A], zero where a row has no key.
 
-    def __init__(self, config: ModelConfig):
+    query    [N, heads, s, A/heads], by the packing `queries`
+    key      [N, heads, s', A/heads], by the packing `keys`, and value likewise
+    maps     where given, how much each element attends to each is added to it: [N, heads, s, s']
+    """
+    mask = keys.key_mask
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    if maps is not None:
+        scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
+        maps.append((scores if mask is None else scores + mask).softmax(dim=3))
+    return queries.from_rows(attended.transpose(1, 2).flatten(2))
+
+
+class StreamLayer(nn.Module):
+    """What a layer does to one stream: projections before the attention, and all that comes behind it."""
+
+    def __init__(self, size: StreamSize, attention_size: int, num_heads: int, dropout: float):
         super().__init__()
-        self.num_heads = config.num_heads
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
-        self.attention_output = nn.Linear(config.hidden_size, config.hidden_size)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
-        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.output_norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
-        self.dropout = nn.Dropout(config.dropout)
+        self.num_heads = num_heads
+        self.query = nn.Linear(size.hidden_size, attention_size)
+        self.key = nn.Linear(size.hidden_size, attention_size)
+        self.value = nn.Linear(size.hidden_size, attention_size)
+        self.attention_output = nn.Linear(attention_size, size.hidden_size)
+        self.attention_norm = nn.LayerNorm(size.hidden_size, eps=LAYER_NORM_EPS)
+        self.intermediate = nn.Linear(size.hidden_size, size.intermediate_size)
+        self.output = nn.Linear(size.intermediate_size, size.hidden_size)
+        self.output_norm = nn.LayerNorm(size.hidden_size, eps=LAYER_NORM_EPS)
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, packing: Packing, attentions: list[Tensor] | None = None) -> Tensor:
-        """x [L, C] -> [L, C].
+    @property
+    def attention_dropout(self) -> float:
+        return self.dropout.p if self.training else 0.0
 
-        Where a list is given, how much each element attends to each is added to it: [N, heads, s, s]; that of a real
-        element sums to 1.
-        """
+    def projected(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """x [L, C] -> queries, keys and values, [N, heads, s, A/heads] each: one product for all three."""
+        parts = (self.query, self.key, self.value)
+        weight, bias = torch.cat([one.weight for one in parts]), torch.cat([one.bias for one in parts])
+        rows = packing.rows(F.linear(x, weight, bias))  # (N, s, 3 A)
+        return rows.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-        def split(projected: Tensor) -> Tensor:
-            return packing.rows(projected).unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # (N, heads, s, C/heads)
-
-        query, key, value = split(self.query(x)), split(self.key(x)), split(self.value(x))
-        to = None if packing.full else packing.filled[:, None, None, :]
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=to, dropout_p=self.dropout.p if self.training else 0.0
-        )
-        if attentions is not None:
-            scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
-            attentions.append((scores if to is None else scores.masked_fill(~to, -torch.inf)).softmax(dim=3))
-        attended = packing.from_rows(attended.transpose(1, 2).flatten(2))
+    def behind_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [L, C] and what its elements read [L, A] -> [L, C]."""
         x = self.attention_norm(x + self.dropout(self.attention_output(attended)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
 
 
-LAYERS = {"J": JointLayer}  # by letter of ModelConfig.layers
+class SelfAttentionLayer(StreamLayer):
+    """Letters J, T and V: every element attends to every real element of its row, of both streams, of the text, or of
+    the regions."""
+
+    def __init__(self, size: StreamSize, dropout: float):
+        super().__init__(size, size.hidden_size, size.num_heads, dropout)
+
+    def forward(self, x: Tensor, packing: Packing, maps: list[Tensor] | None = None) -> Tensor:
+        """x [L, C] -> [L, C]; maps as in `attend`."""
+        attended = attend(*self.projected(x, packing), packing, packing, self.attention_dropout, maps)
+        return self.behind_attention(x, attended)
+
+
+class CoAttentionLayer(nn.Module):
+    """Letter X: each word attends to the regions of its row and each region to the words, both as they come in
+    (ViLBERT 2.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, heads = config.coattention.hidden_size, config.coattention.num_heads
+        self.text = StreamLayer(config.text_stream, size, heads, config.dropout)
+        self.regions = StreamLayer(config.regions_stream, size, heads, config.dropout)
+
+    def forward(
+        self, text: Tensor, regions: Tensor, of_text: Packing, of_regions: Packing, maps: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """text [L, C], regions [L', C'] -> the same. maps: as in `attend`, of the words and then of the regions."""
+        rate = self.text.attention_dropout
+        words, boxes = self.text.projected(text, of_text), self.regions.projected(regions, of_regions)
+        by_words = attend(words[0], *boxes[1:], of_text, of_regions, rate, maps)
+        by_regions = attend(boxes[0], *words[1:], of_regions, of_text, rate, maps)
+        return self.text.behind_attention(text, by_words), self.regions.behind_attention(regions, by_regions)
+
+
+def make_layer(letter: str, config: ModelConfig) -> SelfAttentionLayer | CoAttentionLayer:
+    """The layer that a letter of ModelConfig.layers stands for."""
+    if letter == "X":
+        return CoAttentionLayer(config)
+    return SelfAttentionLayer(config.regions_stream if letter == "V" else config.text_stream, config.dropout)
 
 
 class Encoder(nn.Module):
@@ -137,21 +237,49 @@ class Encoder(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.layers = nn.ModuleList(LAYERS[letter](config) for letter in config.layers)
+        self.letters = config.layers
+        self.layers = nn.ModuleList(make_layer(letter, config) for letter in config.layers)
 
-    def forward(self, streams: Streams, attentions: list[Tensor] | None = None) -> Streams:
+    def forward(self, streams: Streams, attentions: list[AttentionMap] | None = None) -> Streams:
         """The same streams after all layers, zero in the padding.
 
-        Where a list is given, the attention map of each layer is added to it: [N, heads, T + E, T + E], rows sum to 1.
+        Where a list is given, the attention maps of each layer are added to it; X has two, of the text and of the
+        regions.
         """
-        x, mask = streams.joined()  # as J reads them
-        packing = Packing.of(mask)
+        for joint, numbers in groupby(range(len(self.layers)), lambda number: self.letters[number] == "J"):
+            streams = (self._joint if joint else self._apart)(streams, numbers, attentions)
+        return streams
+
+    def _joint(self, streams: Streams, numbers: Iterable[int], attentions: list[AttentionMap] | None) -> Streams:
+        """Neighbouring layers J, which read both streams as one."""
+        x, mask, lengths = streams.joined()
+        packing = Packing.of(mask, lengths, computed_in(x))
         packed = packing.pack(x)
-        maps: list[Tensor] | None = None if attentions is None else []
-        for layer in self.layers:
-            packed = layer(packed, packing, maps)
-        if attentions is not None:
-            attentions += map(packing.widen, maps)
-        lengths = [streams.text.shape[1], streams.regions.shape[1]]
-        text, regions = packing.unpack(packed).split(lengths, dim=1)
+        for number in numbers:
+            maps = None if attentions is None else []
+            packed = self.layers[number](packed, packing, maps)
+            if attentions is not None:
+                attentions.append(AttentionMap(number, "J", "both", "both", packing.widen(maps[0], packing)))
+        text, regions = packing.unpack(packed).split([streams.text.shape[1], streams.regions.shape[1]], dim=1)
         return dataclasses.replace(streams, text=text, regions=regions)
+
+    def _apart(self, streams: Streams, numbers: Iterable[int], attentions: list[AttentionMap] | None) -> Streams:
+        """Neighbouring layers T, V and X, which read each stream by itself."""
+        of = {
+            "text": Packing.of(streams.text_mask, streams.text_lengths, computed_in(streams.text)),
+            "regions": Packing.of(streams.region_mask, streams.region_lengths, computed_in(streams.regions)),
+        }
+        x = {name: packing.pack(getattr(streams, name)) for name, packing in of.items()}
+        for number in numbers:
+            letter, layer = self.letters[number], self.layers[number]
+            maps = None if attentions is None else []
+            if letter == "X":
+                x["text"], x["regions"] = layer(x["text"], x["regions"], of["text"], of["regions"], maps)
+                pairs = [("text", "regions"), ("regions", "text")]
+            else:
+                name = "text" if letter == "T" else "regions"
+                x[name] = layer(x[name], of[name], maps)
+                pairs = [(name, name)]
+            for (queries, keys), weights in zip(pairs, maps or [], strict=False):
+                attentions.append(AttentionMap(number, letter, queries, keys, of[queries].widen(weights, of[keys])))
+        return dataclasses.replace(streams, **{name: packing.unpack(x[name]) for name, packing in of.items()})

@@ -1,9 +1,10 @@
 """VLBert: a batch of captions and images in, contextual vectors of words and regions out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelHubMixin, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from vlbert.checkpoint import CONFIG, MODEL, VOCABULARY, load_model, model_files
 from vlbert.config import ModelConfig
 from vlbert.data.batch import Batch
 from vlbert.data.vocabulary import Vocabulary
-from vlbert.model.embedding import VisualLinguisticEmbedding
+from vlbert.model.embedding import SeparateEmbedding, VisualLinguisticEmbedding
 from vlbert.model.fast_rcnn import FastRCNN
 from vlbert.model.heads import initialise
-from vlbert.model.layers import Encoder
+from vlbert.model.layers import AttentionMap, Encoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +24,16 @@ class Encoded:
     """The contextual vectors of a batch. Those of padding mean nothing; the masks are the batch's.
 
     text        float [N, T, C]
-    regions     float [N, R, C]
+    regions     float [N, R, C']           C' is C unless the model gives regions another width
     appearance  float [K, D]         the appearance feature of the real regions of all images, in image order
-    attentions  a float [N, heads, T + R + 1, T + R + 1] a layer, where wanted: the attention weights of each word,
-                region and [END], in this order; a row sums to 1, and padding receives 0
+    attentions  where wanted: the attention maps of each layer, over the words and the regions; VL-BERT's [END] is
+                the last region. A task's token is left out, so that the rows of others may sum to less than 1
     """
 
     text: Tensor
     regions: Tensor
     appearance: Tensor
-    attentions: tuple[Tensor, ...] | None = None
+    attentions: tuple[AttentionMap, ...] | None = None
 
 
 class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
@@ -49,30 +50,36 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         self.vocab_size = vocab_size
         self.vocabulary = vocabulary
         self.fast_rcnn = FastRCNN(config.regions) if config.regions.features == "end_to_end" else None
-        self.embedding = VisualLinguisticEmbedding(config, vocab_size)
+        embedding = SeparateEmbedding if config.embedding == "separate" else VisualLinguisticEmbedding
+        self.embedding = embedding(config, vocab_size)
         self.encoder = Encoder(config)
         initialise(self.embedding, config.initializer_range)
         initialise(self.encoder, config.initializer_range)
         self.embedding.initialise()
 
-    def forward(self, batch: Batch, attentions: bool = False) -> Encoded:
+    def forward(self, batch: Batch, attentions: bool = False, appearance: Tensor | None = None) -> Encoded:
         """Batch (see vlbert/data/batch.py) -> Encoded, with attention maps if `attentions`.
+
+        appearance: what `appearance` returned for the same images, where it is known already.
 
         ValueError where a row is longer than the position table, or the batch brings no features and the model takes
         precomputed ones.
         """
-        if batch.tokens.shape[1] + 2 > self.config.max_positions:
-            row = int(batch.text_mask.sum(dim=1).argmax())
+        needed = batch.tokens.shape[1] + self.embedding.positions_behind_text
+        if needed > self.config.max_positions:
+            row = batch.sizes.tokens.index(max(batch.sizes.tokens))
             raise ValueError(
-                f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} tokens, regions and "
-                f"[END] need {batch.tokens.shape[1] + 2} positions, the model has max_positions = "
-                f"{self.config.max_positions}"
+                f"row {row} of the batch with sample {batch.keys[0]}: {batch.tokens.shape[1]} tokens and their image "
+                f"need {needed} positions, the model has max_positions = {self.config.max_positions}"
             )
-        appearance = self.appearance(batch)
-        maps: list[Tensor] | None = [] if attentions else None
+        appearance = self.appearance(batch) if appearance is None else appearance
+        maps: list[AttentionMap] | None = [] if attentions else None
         encoded = self.encoder(self.embedding(batch, appearance), maps)
-        regions = encoded.regions[:, : batch.region_mask.shape[1]]  # without [END]
-        return Encoded(encoded.text, regions, appearance, tuple(maps) if attentions else None)
+        text, regions = encoded.text, encoded.regions[:, : batch.region_mask.shape[1]]  # without [END]
+        if self.config.task_token is not None:
+            text = _without_task(text, 1)
+            maps = maps and [_without_task_of(one) for one in maps]
+        return Encoded(text, regions, appearance, tuple(maps) if attentions else None)
 
     def appearance(self, batch: Batch) -> Tensor:
         """The appearance features of the K real regions of the batch's images, in image order: [K, D]."""
@@ -80,13 +87,13 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
             return self.embedding.words.weight.new_zeros(0, self.config.regions.channels)
         if self.fast_rcnn is not None:
             return self.fast_rcnn(batch)
-        wanted = (int(batch.region_mask[batch.image_rows].sum()), self.config.regions.channels)
+        wanted = (len(batch.real_regions), self.config.regions.channels)
         if tuple(batch.features.shape) != wanted:
             raise ValueError(
                 f"the batch with sample {batch.keys[0]} has features {tuple(batch.features.shape)}, the model takes "
                 f"{wanted} precomputed ones; detect with keep_features=true, or set model.regions.features=end_to_end"
             )
-        return batch.features.to(self.embedding.visual.weight.dtype)
+        return batch.features.to(self.embedding.words.weight.dtype)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         tensors = {f"vlbert.{name}": tensor for name, tensor in self.state_dict().items()}
@@ -124,6 +131,16 @@ class VLBert(nn.Module, ModelHubMixin, library_name="vlbert"):
         model = cls(saved.model_config, saved.vocab_size, saved.vocabulary)
         load_model(model, saved.part("vlbert."), saved.where)
         return model.eval()
+
+
+def _without_task(x: Tensor, axis: int) -> Tensor:
+    """x without the task's token, which stands behind [CLS]."""
+    return torch.cat([x.narrow(axis, 0, 1), x.narrow(axis, 2, x.shape[axis] - 2)], dim=axis)
+
+
+def _without_task_of(one: AttentionMap) -> AttentionMap:
+    weights = one.weights if one.queries == "regions" else _without_task(one.weights, 2)
+    return replace(one, weights=weights if one.keys == "regions" else _without_task(weights, 3))
 
 
 def download_model(name: str, **options: Any) -> Path:

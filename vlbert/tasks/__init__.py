@@ -28,10 +28,18 @@ def settings_named(name: str) -> type[TaskSettings] | None:
 def _tasks() -> dict[type[TaskSettings], type[Task]]:
     from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
     from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+    from vlbert.tasks.retrieval import Retrieval, RetrievalSettings
     from vlbert.tasks.vcr import VCR, VCRSettings
     from vlbert.tasks.vqa import VQA, VQASettings
 
-    return {PretrainingSettings: Pretraining, RefCOCOSettings: RefCOCO, VCRSettings: VCR, VQASettings: VQA} | TASKS
+    ours = {
+        PretrainingSettings: Pretraining,
+        RefCOCOSettings: RefCOCO,
+        RetrievalSettings: Retrieval,
+        VCRSettings: VCR,
+        VQASettings: VQA,
+    }
+    return ours | TASKS
 
 
 TASKS: dict[type[TaskSettings], type[Task]] = {}  # add your own: the type of its settings -> the task

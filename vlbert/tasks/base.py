@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +24,13 @@ from vlbert.model.vlbert import Encoded, VLBert
 class Examples:
     """The examples of one epoch: example i is about sample `samples[i]` and has annotation `annotations[i]`.
 
-    samples      int64 [n]
+    samples      n numbers; a range where each sample is one example, because an array of them takes memory
     annotations  what Task.example takes beside the sample; None: the sample is all
     skipped      a line for each example of the files that is not here: which, and why
     invalid      a line for each that is here although something is wrong with it: which, and what
     """
 
-    samples: np.ndarray
+    samples: range | np.ndarray
     annotations: Sequence[Any] | None = None
     skipped: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def invalid_reason(text: str, field: str, limit: int, vocabulary: Vocabulary) ->
 
 class TaskSettings:
     """Base class of a task's settings, a frozen dataclass. A task with files of its own has a field `folder` that holds
-    them. A task with splits has the fields `train_on` and `validate_on`; without splits, `data.dataset` and
+    them. A task with splits has the fields `train_on` and `validate_on`; without splits, `data.datasets` and
     `data.held_out` say what is read."""
 
     folder: str = ""
@@ -99,6 +99,9 @@ class Task(ABC):
     saved: tuple[str, ...] = ()  # attributes, lists, that give the head's outputs their meaning, as VQA's `answers`:
     #                              they are saved with each checkpoint, and loaded from there
     evaluation: Mapping[str, Any] = MappingProxyType({})  # fields of the settings that vlbert.evaluate changes
+    evaluated_at_once: int = 64  # examples of a batch of vlbert.evaluate at most
+    zero_shot: str = ""  # the part of pre-training's head without which a pre-trained model cannot be evaluated on the
+    #                      task as it is; "": none can
 
     def __init__(self, settings: Any, vocabulary: Vocabulary, num_classes: int):
         """num_classes: of the detector, without the background."""
@@ -118,7 +121,7 @@ class Task(ABC):
 
     def examples(self, samples: Samples, split: str | None) -> Examples:
         """The examples of a split; None: all that training learns from. By default one of each sample."""
-        return Examples(np.arange(len(samples)))
+        return Examples(range(len(samples)))
 
     def annotation_for(
         self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
@@ -136,9 +139,31 @@ class Task(ABC):
     def head(self, config: ModelConfig) -> nn.Module:
         """The parameters that the task adds."""
 
+    @property
+    def neighbours(self) -> int:
+        """How many examples behind its own `together` needs."""
+        return 0
+
+    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+        """What a batch is made of, given its examples and the `neighbours` behind them. In training the order is that
+        of the whole step, whatever the ranks, and the step's first examples follow its last. By default the examples.
+        """
+        return list(examples)
+
+    def with_other_image(self, example: Example, other: Example) -> Example:
+        """The example with the image of another one."""
+        return replace(example, image=other.image)
+
     def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
         """Part of the head -> the part of pre-training's head that it starts from."""
         return head.init_from if isinstance(head, Classifier) else {}
+
+    def from_pretraining(
+        self, part: str, tensors: dict[str, Tensor], settings: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """The tensors of a part of the head, given those of the part of pre-training's head that it starts from, and
+        the fields of the pre-training's settings. By default the same."""
+        return tensors
 
     def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:  # noqa: B027  none is needed
         """Prepares a new run after its weights are loaded; `init_from`: type of the settings of the run that they come
@@ -167,6 +192,19 @@ class Task(ABC):
         Entries of `ranking` and `boxes` may have `region`, the number of a region: from 1; 0 is none of them.
         """
 
+    def predict(self, vlbert: VLBert, head: nn.Module, batch: Batch) -> list[dict]:
+        """The rows of a batch in a validation or evaluation: its `predictions`."""
+        return self.predictions(vlbert, head, vlbert(batch), batch)
+
+    def among(self, examples: Examples, numbers: np.ndarray) -> Examples:
+        """The examples of a validation that asks only those of `numbers`, int64 [n], of the same length. By default
+        the same; where examples depend on one another, each on those alone."""
+        return examples
+
+    def assemble(self, rows: Sequence[dict]) -> list[dict]:
+        """What `predict` returned for all examples of a split, as rows of predictions. By default the same."""
+        return list(rows)
+
     @abstractmethod
     def metrics(self, rows: Sequence[dict]) -> dict[str, float]:
         """Metrics over the predictions of a whole split; none where no ground truth is known."""
@@ -186,18 +224,32 @@ def accuracy(right: Tensor) -> tuple[Tensor, int]:
 
 
 class TaskModel(nn.Module):
-    """VL-BERT with the head of a task: what DDP wraps and a checkpoint holds."""
+    """VL-BERT with the head of a task: what DDP wraps and a checkpoint holds.
+
+    bert_parameters  beginnings of the names of what a BERT may have given it (OptimizerConfig.bert_learning_rate)
+    """
 
     def __init__(self, vlbert: VLBert, task: Task):
         super().__init__()
         self.vlbert = vlbert
         self.task = task
         self.head = task.head(vlbert.config)
+        texts = [number for number, letter in enumerate(vlbert.config.layers) if letter in "JT"]
+        self.bert_parameters = (
+            *(f"vlbert.embedding.{name}." for name in ("words", "positions", "segments", "norm")),
+            *(f"vlbert.encoder.layers.{number}." for number in texts),
+        )
 
     def forward(self, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """The task's losses: name -> (sum, count)."""
-        return self.task.losses(self.vlbert, self.head, self.vlbert(batch), batch)
+        encoded = self.vlbert(batch)
+        losses = self.task.losses(self.vlbert, self.head, encoded, batch)
+        if self.vlbert.config.layers[-1] == "J":
+            return losses
+        # A task may read one stream alone. DDP refuses parameters without a gradient, so those of the other get zeros.
+        unread = 0.0 * (encoded.text.sum() + encoded.regions.sum())
+        return {name: (loss + unread if loss.requires_grad else loss, n) for name, (loss, n) in losses.items()}
 
     def predict(self, batch: Batch) -> list[dict]:
-        """The task's predictions, one dict a row."""
-        return self.task.predictions(self.vlbert, self.head, self.vlbert(batch), batch)
+        """Task.predict: one dict an example."""
+        return self.task.predict(self.vlbert, self.head, batch)

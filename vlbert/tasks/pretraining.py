@@ -9,7 +9,7 @@ of the text-only corpus and 70 % of masked regions for the base model.
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,17 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, TextInput
+from vlbert.data.batch import Batch, Example, TextInput, select, unlabelled
+from vlbert.data.boxes import box_iou_with_borders
 from vlbert.data.images import PreparedImage
 from vlbert.data.masking import RegionMasking, WordMasking, mask_regions, mask_words
 from vlbert.data.vocabulary import Vocabulary
 from vlbert.model.heads import HeadTransform, Pooler, initialise
 from vlbert.model.vlbert import Encoded, VLBert
-from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy
+from vlbert.tasks.base import Task, TaskSettings, accuracy
 
+OVERLAPPING = 0.4  # IoU with a labelled region above which 12-in-1's code leaves a region out of the mean
 ROW_EPSILON = 1e-4  # what the published code adds to counts where it takes means of rows
 MAX_GUESSES = 5  # of each masked token and region, in a prediction
 
@@ -37,22 +38,41 @@ class PretrainingSettings(TaskSettings):
     words: WordMasking = WordMasking()  # which words are masked, and how
     regions: RegionMasking = RegionMasking()  # which regions are masked, and how
     max_elements: int | None = 64  # tokens and regions of a row; beyond it the longer of the two loses its end
+    max_regions: int | None = None  # regions of a row, the first of the sample; none: all
     caption_length: int = 508  # tokens of a caption at most: of BERT's 512 positions, four are used otherwise
     text_length: int = 64  # tokens of a text-only row
     text_specials: bool = False  # a text-only row is [CLS] text [SEP], else its bare words
     region_target: Literal["distribution", "class"] = "distribution"  # the label of a masked region: the detector's
     #                                                                    distribution over classes, or its best class
+    # Of that label. kl: the KL divergence, as ViLBERT reports it; its gradient is that of cross_entropy
+    region_loss: Literal["cross_entropy", "kl"] = "cross_entropy"
+    # ModelConfig.whole_image=mean divides the sum of the regions' vectors by their number, or by max_regions less those
+    # that overlap a labelled region (12-in-1's code)
+    mean_over: Literal["regions", "not_overlapping"] = "regions"
     losses_over: Literal["labels", "rows"] = "labels"  # a loss is the mean over all labels, or over the rows' means
-    # A head that predicts whether caption and image belong together. Our data does not train it (the paper found that
-    # it hurts, table 4): it is for checkpoints that have one.
+    # A head that predicts whether caption and image belong together. VL-BERT's paper found that it hurts (table 4);
+    # ViLBERT and Unicoder-VL train it. It learns where some pairs are mismatched.
     relationship: bool = False
+    mismatched: float = 0.0  # probability that a caption gets the image of another pair, the next one in the order
+    mismatched_labels: bool = False  # words and regions of such a pair have labels too; they are masked either way
+    related_class: int = 1  # the class of that head that says that they do: 1, or 0 as in ViLBERT's files
+    # Before the classifier of regions. transform: a linear layer and GELU; transform_norm: with LayerNorm, as at words
+    region_head: Literal["transform", "transform_norm", "linear"] = "transform"
     monitored_words: tuple[str, ...] = ()  # words with an accuracy of their own: those that only the image tells
 
     def __post_init__(self):
         if self.max_elements is not None and self.max_elements < 3:
             raise ValueError(f"max_elements is {self.max_elements}; [CLS], [SEP] and the whole image alone are 3")
+        if self.max_regions is not None and self.max_regions < 1:
+            raise ValueError(f"max_regions is {self.max_regions}; it must be at least 1, or none")
+        if self.mean_over == "not_overlapping" and self.max_regions is None:
+            raise ValueError("mean_over is not_overlapping; it needs max_regions, the number of regions in its mean")
         if self.caption_length < 1:
             raise ValueError(f"caption_length is {self.caption_length}; it must be at least 1")
+        if not 0 <= self.mismatched <= 1 or (self.mismatched and not self.relationship):
+            raise ValueError(f"mismatched is {self.mismatched}; it is a probability, and 0 without relationship")
+        if self.related_class not in (0, 1):
+            raise ValueError(f"related_class is {self.related_class}; it must be 0 or 1")
         if self.text_length < (3 if self.text_specials else 1):
             raise ValueError(f"text_length is {self.text_length}; it must be at least 1, and 3 with text_specials")
 
@@ -84,10 +104,38 @@ class Pretraining(Task):
         monitored = [vocabulary.ids[word] for word in settings.monitored_words]
         self.monitored = torch.tensor(monitored, dtype=torch.int64)
 
-    def examples(self, samples: Samples, split: str | None) -> Examples:
+    @property
+    def neighbours(self) -> int:
+        return 1 if self.settings.mismatched else 0
+
+    def together(self, examples: Sequence[Example], following: Sequence[Example]) -> list[Example]:
+        """Each example that was drawn to be mismatched, with the image of the next one."""
+        others = [*examples[1:], *following[:1], *examples[:1]]
+        pairs = zip(examples, others, strict=False)
+        return [self._mismatched(*pair) if pair[0].metadata["mismatched"] else pair[0] for pair in pairs]
+
+    def _mismatched(self, example: Example, other: Example) -> Example:
+        """With the image of another pair, as training learns from it: without labels but whether the two belong
+        together, unless mismatched_labels."""
+        found = self.with_other_image(example, other)
+        if found is example or self.settings.mismatched_labels:
+            return found
+        text = unlabelled(found.text)
+        text = replace(
+            text,
+            label_masks=text.label_masks | {"related": found.text.label_masks["related"]},
+            labels=text.labels | {"related": found.text.labels["related"]},
+        )
+        return replace(found, text=text, image=unlabelled(found.image))
+
+    def with_other_image(self, example: Example, other: Example) -> Example:
+        """The caption with the image of another pair; the same where that is the image of this caption."""
+        if other.metadata["url"] == example.metadata["url"]:
+            return example
+        text = example.text
         if self.settings.relationship:
-            raise ValueError("task.relationship is on, and no data has labels for it: set task.relationship=false")
-        return super().examples(samples, split)
+            text = replace(text, labels=text.labels | {"related": np.array([1 - self.settings.related_class])})
+        return replace(example, text=text, image=other.image)
 
     def annotation_for(
         self, text: str, choices: Sequence[str] = (), answer: str = "", mask_regions: Sequence[int] = ()
@@ -108,8 +156,10 @@ class Pretraining(Task):
                 f"the regions of sample {sample.key} are of {sample.regions.num_classes} classes, those of others of "
                 f"{self.num_classes}"
             )
+        mismatched = annotation is None and self.settings.mismatched > 0 and rng.random() < self.settings.mismatched
         text = self.vocabulary.encode(sample.caption if annotation is None else annotation.text)
-        tokens, count = self._truncate(text, len(sample.regions))
+        readable = len(sample.regions) if self.settings.max_regions is None else self.settings.max_regions
+        tokens, count = self._truncate(text, min(readable, len(sample.regions)))
         regions = sample.regions.take(np.arange(count))
         if annotation is not None:
             check_fits(annotation, len(text), len(tokens), count, len(sample.regions))
@@ -119,6 +169,7 @@ class Pretraining(Task):
             masked_tokens, token_labels = mask_words(tokens, self.vocabulary, self.settings.words, rng)
             # Of all regions, as published: those that do not fit in mask their pixels, too.
             masked_regions, region_labels = mask_regions(len(sample.regions), self.settings.regions, rng)
+            masked_regions[1 + readable :] = False
         region_labels = region_labels[: 1 + count]
         classes = regions.class_probs_background_first()[region_labels[1:]]
         if self.settings.region_target == "class":  # the best foreground class: a region is one because of it
@@ -129,15 +180,30 @@ class Pretraining(Task):
                 [self.vocabulary.cls, *masked_tokens, self.vocabulary.sep],
                 label_mask=np.concatenate([[False], token_labels, [False]]),
                 labels=tokens[token_labels],
+                related=[self.settings.related_class],
             ),
             image.to_input(
                 masked_regions,
                 count,
                 label_masks={"region_label_mask": region_labels},
                 labels={"region_classes": classes},
+                averaged_over=self._averaged_over(regions.boxes, region_labels[1:]),
             ),
-            {"from_user": annotation is not None, "scale": image.scale},
+            {
+                "from_user": annotation is not None,
+                "scale": image.scale,
+                "url": sample.url,
+                "mismatched": mismatched,
+            },
         )
+
+    def _averaged_over(self, boxes: np.ndarray, labelled: np.ndarray) -> int | None:
+        """ImageInput.averaged_over, as `mean_over` says; boxes [r, 4], labelled bool [r]."""
+        if self.settings.mean_over == "regions":
+            return None
+        boxes = torch.from_numpy(boxes)
+        overlapping = (box_iou_with_borders(boxes, boxes)[torch.from_numpy(labelled)] > OVERLAPPING).any(dim=0)
+        return self.settings.max_regions - int(overlapping.sum())
 
     def text_example(self, key: str, tokens: np.ndarray, rng: np.random.Generator) -> Example:
         """A row of the text-only corpus."""
@@ -150,14 +216,20 @@ class Pretraining(Task):
         row = [self.vocabulary.cls, *masked, self.vocabulary.sep]
         return Example(key, self._text_input(row, np.pad(label_mask, 1), tokens[label_mask]))
 
-    def _text_input(self, tokens: Sequence[int], label_mask: np.ndarray, labels: np.ndarray) -> TextInput:
+    def _text_input(
+        self, tokens: Sequence[int], label_mask: np.ndarray, labels: np.ndarray, related: Sequence[int] = ()
+    ) -> TextInput:
         zeros = np.zeros(len(tokens), np.int64)
+        of_pair, at_first = {}, {}
+        if self.settings.relationship:
+            of_pair = {"related": np.array(related, np.int64)}
+            at_first = {"related": np.arange(len(tokens)) < len(of_pair["related"])}
         return TextInput(
             np.array(tokens, np.int64),
             segments=zeros,
             token_region=zeros,
-            label_masks={"word_label_mask": label_mask},
-            labels={"words": labels},
+            label_masks={"word_label_mask": label_mask} | at_first,
+            labels={"words": labels} | of_pair,
         )
 
     def _truncate(self, tokens: np.ndarray, regions: int) -> tuple[np.ndarray, int]:
@@ -176,44 +248,48 @@ class Pretraining(Task):
         return tokens[: text - 2], boxes - 1
 
     def head(self, config: ModelConfig) -> nn.Module:
-        return PretrainingHead(config, len(self.vocabulary), self.num_classes, self.settings.relationship)
+        return PretrainingHead(config, self.settings, len(self.vocabulary), self.num_classes)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         words, regions = head(vlbert, encoded, batch)
         word_losses = F.cross_entropy(words.float(), batch.labels["words"], reduction="none")  # (M,)
         word_right = words.argmax(1) == batch.labels["words"]
-        word_row, _ = batch.label_masks["word_label_mask"].nonzero(as_tuple=True)
-        with_image = batch.image_of[word_row] >= 0
-        region_classes, region_label_mask = self._regions(batch, regions)
+        region_classes, labelled_regions = self._regions(batch, regions)
         region_losses = F.cross_entropy(regions.float(), region_classes, reduction="none")  # soft labels
-        region_row, _ = region_label_mask.nonzero(as_tuple=True)
-        losses = {
-            "words": self._total(word_losses[with_image], word_row[with_image], len(batch)),
-            "text_words": self._total(word_losses[~with_image], word_row[~with_image], len(batch)),
-            "regions": self._total(region_losses, region_row, len(batch)),
-            "words_accuracy": accuracy(word_right[with_image]),
-            "text_words_accuracy": accuracy(word_right[~with_image]),
-            "regions_accuracy": accuracy(regions.argmax(1) == region_classes.argmax(1)),  # unmasked ones, too
-        }
-        if self.settings.relationship and "related" in batch.labels:
-            related = F.cross_entropy(head.related(encoded, batch).float(), batch.labels["related"], reduction="sum")
-            losses["relationship"] = (related, len(batch.labels["related"]))
+        if self.settings.region_loss == "kl":
+            region_losses = region_losses + torch.xlogy(region_classes, region_classes).sum(1)
+        losses, length = {}, batch.tokens.shape[1]
+        word_row = batch.labelled["word_label_mask"] // length
+        for name, with_image in (("words", True), ("text_words", False)):
+            of_rows = zip(batch.sizes.labelled["word_label_mask"], batch.sizes.regions, strict=True)
+            counts = [count if (regions > 0) == with_image else 0 for count, regions in of_rows]
+            chosen = ((batch.image_of[word_row] >= 0) == with_image).nonzero_static(size=sum(counts))[:, 0]
+            losses[name] = self._total(word_losses.index_select(0, chosen), word_row[chosen], counts)
+            losses[f"{name}_accuracy"] = accuracy(word_right[chosen])
+        counts = batch.sizes.labelled.get("region_label_mask", (0,) * len(batch))
+        losses["regions"] = self._total(region_losses, labelled_regions // batch.boxes.shape[1], counts)
+        losses["regions_accuracy"] = accuracy(regions.argmax(1) == region_classes.argmax(1))  # unmasked ones, too
+        if self.settings.relationship:
+            related = head.related(encoded, batch.labelled["related"] // length).float()
+            labels = batch.labels["related"]
+            losses["relationship"] = (F.cross_entropy(related, labels, reduction="sum"), len(labels))
+            losses["relationship_accuracy"] = accuracy(related.argmax(1) == labels)
         return losses
 
     def _regions(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The labels of regions, [M', 1 + classes], and which regions have one, bool [N, R]; none without images."""
-        if "region_label_mask" in batch.label_masks:
-            return batch.labels["region_classes"], batch.label_masks["region_label_mask"]
-        return logits.new_zeros(logits.shape).float(), batch.region_mask
+        """The labels of regions, [M', 1 + classes], and the indices of these in [N * R]; none without images."""
+        if "region_label_mask" in batch.labelled:
+            return batch.labels["region_classes"], batch.labelled["region_label_mask"]
+        return logits.new_zeros(logits.shape).float(), batch.real_regions
 
-    def _total(self, losses: Tensor, row: Tensor, rows: int) -> tuple[Tensor, int]:
-        """Sum and count of the losses [M], or of the means of the rows that have a label."""
+    def _total(self, losses: Tensor, row: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
+        """Sum and count of the losses [M], or of the means of the rows that have a label. row [M]: that of each loss;
+        counts: the losses of each row."""
         if self.settings.losses_over == "labels":
             return losses.sum(), len(losses)
-        counts = torch.bincount(row, minlength=rows)
-        means = losses.new_zeros(rows).index_add(0, row, losses) / (counts + ROW_EPSILON)
-        labelled = int((counts > 0).sum())
-        return means.sum() * labelled / (labelled + ROW_EPSILON), labelled
+        sums, numbers = (losses.new_zeros(len(counts)).index_add(0, row, x) for x in (losses, torch.ones_like(losses)))
+        labelled = sum(count > 0 for count in counts)
+        return (sums / (numbers + ROW_EPSILON)).sum() * labelled / (labelled + ROW_EPSILON), labelled
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """More columns:
@@ -227,12 +303,11 @@ class Pretraining(Task):
         words, regions = head(vlbert, encoded, batch)
         right = words.argmax(1) == batch.labels["words"]
         monitored = torch.isin(batch.labels["words"], self.monitored.to(right.device))
-        region_classes, region_label_mask = self._regions(batch, regions)
+        region_classes, labelled_regions = self._regions(batch, regions)
         region_right = regions.argmax(1) == region_classes.argmax(1)
-        masked = batch.region_masked[region_label_mask]
-        word_rows, region_rows = (
-            mask.nonzero()[:, 0].tolist() for mask in (batch.label_masks["word_label_mask"], region_label_mask)
-        )
+        masked = select(batch.region_masked, labelled_regions)
+        word_rows = (batch.labelled["word_label_mask"] // batch.tokens.shape[1]).tolist()
+        region_rows = (labelled_regions // batch.boxes.shape[1]).tolist()
         kinds = ("words", "words_right", "monitored", "monitored_right", "regions", "regions_right")
         counts = [Counter(dict.fromkeys(kinds, 0)) for _ in range(len(batch))]
         from_user = [metadata.get("from_user", False) for metadata in batch.metadata]
@@ -243,20 +318,22 @@ class Pretraining(Task):
         for row, is_right, is_masked in zip(region_rows, region_right.tolist(), masked.tolist(), strict=True):
             if not from_user[row]:
                 counts[row].update(regions=int(is_masked), regions_right=int(is_masked and is_right))
-        guessed = self._guessed(words, regions, region_classes, region_label_mask, batch)
+        guessed = self._guessed(words, regions, region_classes, labelled_regions, batch)
         return [{"key": k} | one | dict(count) for k, one, count in zip(batch.keys, guessed, counts, strict=True)]
 
     def _guessed(
-        self, words: Tensor, regions: Tensor, region_classes: Tensor, region_label_mask: Tensor, batch: Batch
+        self, words: Tensor, regions: Tensor, region_classes: Tensor, labelled_regions: Tensor, batch: Batch
     ) -> Iterator[dict]:
         """The columns of each row of the batch, without key and counts."""
         word_guesses = _likeliest(words[:, : len(self.vocabulary)])
-        word_row, positions = (found.tolist() for found in batch.label_masks["word_label_mask"].nonzero(as_tuple=True))
-        masked = batch.region_masked[region_label_mask]
+        labelled_words, length, width = batch.labelled["word_label_mask"], batch.tokens.shape[1], batch.boxes.shape[1]
+        word_row, positions = (labelled_words // length).tolist(), (labelled_words % length).tolist()
+        masked = select(batch.region_masked, labelled_regions)
         region_guesses = _likeliest(regions[masked])
-        region_row, region_number = (found[masked].tolist() for found in region_label_mask.nonzero(as_tuple=True))
+        labelled_regions = labelled_regions[masked]
+        region_row, region_number = (labelled_regions // width).tolist(), (labelled_regions % width).tolist()
         detected = region_classes[masked].argmax(1).tolist()
-        labels, tokens, lengths = batch.labels["words"].tolist(), batch.tokens.tolist(), batch.text_mask.sum(1).tolist()
+        labels, tokens, lengths = batch.labels["words"].tolist(), batch.tokens.tolist(), batch.sizes.tokens
         boxes = batch.boxes.cpu().numpy()
         of_tokens, of_regions = ([[] for _ in tokens] for _ in range(2))
         for row, position, label, guesses in zip(word_row, positions, labels, word_guesses, strict=True):
@@ -326,7 +403,7 @@ def check_fits(own: MaskedInput, tokens: int, fitting: int, count: int, regions:
         )
     absent = [number for number in own.regions if not 1 <= number <= count]
     if absent:
-        beside = f", of which the first {count} fit beside the text" if count < regions else ""
+        beside = f", of which the model reads the first {count}" if count < regions else ""
         raise ValueError(f"there is no region {absent[0]} to mask: the image has {regions}, from 1{beside}")
 
 
@@ -348,30 +425,36 @@ def _combined(guesses: Sequence[list[_Guess]]) -> list[tuple[tuple[int, ...], fl
 class PretrainingHead(nn.Module):
     """Classifiers of masked words and masked regions, computed only where there are labels."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, num_classes: int, relationship: bool):
+    def __init__(self, config: ModelConfig, settings: PretrainingSettings, vocab_size: int, num_classes: int):
         super().__init__()
+        region_size = config.regions_stream.hidden_size
+        self.related_class = settings.related_class
         self.word_transform = HeadTransform(config.hidden_size, normed=True)
         self.word_bias = nn.Parameter(torch.zeros(config.word_rows(vocab_size)))
-        self.region_transform = HeadTransform(config.hidden_size, normed=False)
-        self.region_classifier = nn.Linear(config.hidden_size, 1 + num_classes)  # background first
-        self.pooler = Pooler(config.hidden_size) if relationship else None
-        self.relationship = nn.Linear(config.hidden_size, 2) if relationship else None
+        self.region_transform = (
+            HeadTransform(region_size, normed=settings.region_head == "transform_norm")
+            if settings.region_head != "linear"
+            else None
+        )
+        self.region_classifier = nn.Linear(region_size, 1 + num_classes)  # background first
+        self.pooler = Pooler(config) if settings.relationship else None
+        self.relationship = nn.Linear(self.pooler.size, 2) if settings.relationship else None
         initialise(self, config.initializer_range)
 
     def forward(self, vlbert: VLBert, encoded: Encoded, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits of the tokens [M, V] and of the regions [M', 1 + classes] that have a label."""
-        region_label_mask = batch.label_masks.get("region_label_mask")
-        regions = encoded.regions[region_label_mask] if region_label_mask is not None else encoded.text[:0, 0]
-        return self.words(vlbert, encoded.text[batch.label_masks["word_label_mask"]]), self.regions(regions)
+        words, regions = batch.labelled["word_label_mask"], batch.labelled.get("region_label_mask", batch.real_regions)
+        return self.words(vlbert, select(encoded.text, words)), self.regions(select(encoded.regions, regions))
 
     def words(self, vlbert: VLBert, text: Tensor) -> Tensor:
         """[M, C] -> logits [M, V], tied to the word embeddings."""
         return F.linear(self.word_transform(text), vlbert.embedding.words.weight, self.word_bias)
 
     def regions(self, regions: Tensor) -> Tensor:
-        """[M', C] -> logits [M', 1 + classes]."""
-        return self.region_classifier(self.region_transform(regions))
+        """[M', C'] -> logits [M', 1 + classes]."""
+        return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))
 
-    def related(self, encoded: Encoded, batch: Batch) -> Tensor:
-        """Logits [rows with an image, 2]: column 1 says that caption and image belong together."""
-        return self.relationship(self.pooler(encoded.text)[batch.image_of >= 0])
+    def related(self, encoded: Encoded, rows: Tensor) -> Tensor:
+        """Logits of some rows with an image, int64 [M]: [M, 2]. Column `related_class` says that caption and image
+        belong together."""
+        return self.relationship(self.pooler(encoded.text.index_select(0, rows), encoded.regions.index_select(0, rows)))

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, TextInput
+from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import refcoco
-from vlbert.datasets.refcoco import Box, Convention, Detections, Expression, Expressions, overlap
-from vlbert.model.heads import Classifier
+from vlbert.datasets.refcoco import Box, Convention, Expression, Expressions, overlap
+from vlbert.model.heads import Classifier, ClassifierKind
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
@@ -41,6 +41,12 @@ class RefCOCOSettings(TaskSettings):
     adds_ground_truth: bool = False  # train on the boxes of all annotated objects beside the detected ones
     iou: Convention = "published"  # how overlaps are measured, in training and in the metric that is named after it
     whole_image_competes: bool = False  # may the whole image be the answer?
+    # What a candidate is asked for. binary: whether it overlaps the answer by more than half; iou: by how much, where
+    # that is more than half (ViLBERT's code)
+    target: Literal["binary", "iou"] = "binary"
+    loss_over: Literal["regions", "rows"] = "regions"  # the loss is a mean over candidates, or of the rows' sums
+    classifier: ClassifierKind = "regions"  # regions: with the transform of pre-training's region classifier
+    classifier_dropout: float = 0.0  # probability
     expression_length: int = 60  # tokens; longer expressions are invalid
 
     @property
@@ -50,6 +56,8 @@ class RefCOCOSettings(TaskSettings):
     def __post_init__(self):
         if self.regions == "ground_truth" and (self.detections or self.adds_ground_truth):
             raise ValueError("detections and adds_ground_truth are for regions=detected; regions is ground_truth")
+        if not 0 <= self.classifier_dropout < 1:
+            raise ValueError(f"classifier_dropout is {self.classifier_dropout}; it must be in [0, 1)")
         if self.expression_length < 1:
             raise ValueError(f"expression_length is {self.expression_length}; it must be at least 1")
 
@@ -88,7 +96,7 @@ class RefCOCO(Task):
         return refcoco.read_expressions(self.folder)
 
     @functools.cached_property
-    def detections(self) -> Detections | None:
+    def detections(self) -> dict[str, np.ndarray] | None:
         file = self.settings.detections
         return refcoco.read_detections(self.folder / file, self.folder / refcoco.FILES[1]) if file else None
 
@@ -111,7 +119,7 @@ class RefCOCO(Task):
         if self.settings.regions == "ground_truth":
             regions = expression.objects
         elif self.detections:
-            regions = self.detections.boxes.get(image, np.zeros((0, 4)))
+            regions = self.detections.get(image, np.zeros((0, 4)))
             reason = reason or ("" if len(regions) else f"{self.settings.detections} has no box of {image}")
         return Query(expression, regions, held_out, split, reason)
 
@@ -129,7 +137,7 @@ class RefCOCO(Task):
         return Query(Expression(sentence_id=-1, ref_id=-1, text=text), regions=None, held_out=True)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Query, rng: np.random.Generator) -> Example:
-        """The regions are the query's. Labels, by region: whether it is a candidate, and whether it is right."""
+        """The regions are the query's. Labels: the targets of those that are candidates."""
         one, regions, valid = annotation.expression, annotation.regions, not annotation.invalid_reason
         shipped = one.image_size or (sample.width, sample.height)
         to_stored = np.array([sample.width / shipped[0], sample.height / shipped[1]] * 2)
@@ -143,16 +151,19 @@ class RefCOCO(Task):
             image, regions = image.with_boxes(objects * to_stored), np.concatenate([regions, objects])
         candidate = np.full(len(image.boxes), valid)
         candidate[0] &= self.settings.whole_image_competes
-        right = np.zeros(len(image.boxes), bool)
+        target = np.zeros(len(image.boxes), np.float32)
         if one.box:
-            target = image.place(np.array([one.box]) * to_stored)[0]
-            right = candidate & (overlap(self.settings.iou, image.boxes, target) > 0.5)
+            answer = image.place(np.array([one.box]) * to_stored)[0]
+            iou = overlap(self.settings.iou, image.boxes, answer)
+            target = np.where(candidate & (iou > 0.5), iou if self.settings.target == "iou" else 1.0, 0.0)
         text = "" if not valid else swap_sides(one.text) if image.flipped else one.text
         boxes = np.concatenate([[[0, 0, shipped[0] - 1, shipped[1] - 1]], regions])  # float64, as those of the files
         return Example(
             sample.key,
             self.text_input(self.vocabulary.encode(text)),
-            image.to_input(label_masks={"candidate": candidate, "right": right}),
+            image.to_input(
+                label_masks={"candidate": candidate}, labels={"target": target[candidate].astype(np.float32)}
+            ),
             {"expression": one, "split": annotation.split, "boxes": boxes, "to_stored": to_stored},
         )
 
@@ -170,27 +181,42 @@ class RefCOCO(Task):
                 "precomputed features belong to the shards' own regions: set model.regions.features=end_to_end, or "
                 "task.regions=detected task.detections=none task.adds_ground_truth=false"
             )
-        return Classifier(config, outputs=1, kind="regions", dropout=0.0)
+        if settings.whole_image_competes and config.whole_image == "none":
+            raise ValueError("the model does not read the whole image: set task.whole_image_competes=false")
+        inputs = config.regions_stream.hidden_size
+        return Classifier(config, 1, settings.classifier, settings.classifier_dropout, inputs=inputs)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
-        candidate, right = batch.label_masks["candidate"], batch.label_masks["right"]
-        scores = head(encoded.regions[candidate])[:, 0].float()
-        ranked = torch.full(candidate.shape, -torch.inf, device=candidate.device)
-        ranked[candidate] = scores.detach()
-        found = (right & candidate).gather(1, ranked.argmax(1, keepdim=True))[:, 0]
-        loss = F.binary_cross_entropy_with_logits(scores, right[candidate].float(), reduction="sum")
-        return {"regions": (loss, len(scores)), "accuracy": accuracy(found[batch.counted])}
+        scores, targets = self.scores(head, encoded, batch), batch.labels["target"]
+        right = self.by_region(targets, batch, 0.0).gather(
+            1, self.by_region(scores.detach(), batch, -torch.inf).argmax(1, keepdim=True)
+        )
+        loss = F.binary_cross_entropy_with_logits(scores, targets, reduction="sum")
+        terms = len(scores) if self.settings.loss_over == "regions" else len(batch.counted)
+        return {"regions": (loss, terms), "accuracy": accuracy(right[batch.counted, 0] > 0)}
+
+    def scores(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
+        """The logits of the candidates: [M]."""
+        return head(select(encoded.regions, batch.labelled["candidate"]))[:, 0].float()
+
+    def by_region(self, values: Tensor, batch: Batch, others: float) -> Tensor:
+        """The values of the candidates [M] as [N, R], with `others` at regions that are none."""
+        filled = values.new_full((batch.region_mask.numel(),), others)
+        return filled.index_copy(0, batch.labelled["candidate"], values).view(batch.region_mask.shape)
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """More columns: those of score_choice in vlbert/datasets/refcoco.py, and region, the index of the chosen
         region, -1 for the whole image or none. Regions are named from 1; each has a probability of its own."""
-        candidate = batch.label_masks["candidate"]
         # Only candidates can win: no padding and, unless it competes, not the whole image. The first wins a tie.
-        scores = torch.full(candidate.shape, -torch.inf, device=candidate.device)
-        scores[candidate] = head(encoded.regions[candidate])[:, 0].float()
+        scores = self.by_region(self.scores(head, encoded, batch), batch, -torch.inf)
         orders = scores.argsort(dim=1, descending=True, stable=True)[:, :MAX_RANKED].tolist()
         columns = zip(
-            batch.keys, batch.metadata, orders, scores.sigmoid().tolist(), candidate.sum(1).tolist(), strict=True
+            batch.keys,
+            batch.metadata,
+            orders,
+            scores.sigmoid().tolist(),
+            batch.sizes.labelled["candidate"],
+            strict=True,
         )
         return [self._row(*row) for row in columns]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, ImageInput, TextInput
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, select, unlabelled
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import vcr
 from vlbert.datasets.vcr import CHOICES, CLASSES, Scene, Text
@@ -68,6 +68,8 @@ class VCRSettings(TaskSettings):
     classifier_width: int = 1024  # of its layer in between, for two_layers
     region_loss: Literal["contextual", "appearance", "none"] = "contextual"  # also predict each region's class from the
     #                                                            encoder's output, or from the Fast R-CNN's feature
+    detected_regions: bool = False  # with precomputed features: the detected regions that no object took stand behind
+    #                                 the objects
     copies_segment: bool = True  # from a pre-trained model, which has only seen segment A, B starts as A
 
     @property
@@ -84,13 +86,17 @@ class VCRSettings(TaskSettings):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2")
+        if self.detected_regions and (self.region_loss != "none" or self.masked_regions):
+            raise ValueError(
+                "detected_regions is true; their class is no object's: set region_loss=none masked_regions=0"
+            )
         if not 0 <= self.masked_regions <= 1:
             raise ValueError(f"masked_regions is {self.masked_regions}; it must be a share, in [0, 1]")
 
 
 class VCR(Task):
     """The regions are the annotated objects of the metadata, whose numbers the texts mention and which have polygons.
-    The regions of the region shard are not used."""
+    Of the region shard only precomputed features are used: an object has those of the region that overlaps it most."""
 
     paper = f"table 1, val: {'; '.join(f'{metric} {found}' for metric, found in vcr.REPORTED['val'].items())}"
     joins = True
@@ -120,7 +126,8 @@ class VCR(Task):
         return user_question(self.settings.subtask, text, choices, answer)
 
     def example(self, sample: Sample, image: PreparedImage, annotation: Question, rng: np.random.Generator) -> Example:
-        """One row a choice. Labels: whether the choice is right; where regions are masked, which."""
+        """One row a choice. Labels: whether the choice is right, and which regions are to be predicted; none where the
+        right choice is unknown."""
         settings, question = self.settings, annotation
         scene, context, choices = question.read(sample)
         names = scene.names
@@ -136,10 +143,13 @@ class VCR(Task):
         rows = truncate(tagged_context, tagged_choices, settings.max_tokens, shared=settings.truncation == "shared")
         texts = [self.text_input(*row, right=number == question.label) for number, row in enumerate(rows)]
         boxes = scene.boxes * ([sample.width / scene.size[0], sample.height / scene.size[1]] * 2)  # in stored pixels
+        regions = self._image_input(scene, boxes, image, None if question.held_out else rng)
+        if question.label is None:
+            texts, regions = [unlabelled(text) for text in texts], unlabelled(regions)
         return Example(
             sample.key,
             texts[0],
-            self._image_input(scene, boxes, image, None if question.held_out else rng),
+            regions,
             question.columns(scene, context, choices, boxes),
             more=tuple(texts[1:]),
         )
@@ -152,35 +162,46 @@ class VCR(Task):
         return tokens, regions * (self.settings.mention_visual_embedding == "object")
 
     def text_input(self, question: TaggedText, choice: TaggedText, right: bool) -> TextInput:
-        """[CLS] question [SEP] choice [SEP], and whether it is the right choice."""
+        """[CLS] question [SEP] choice [SEP], and whether it is the right choice, a label of [CLS]."""
         words, zero = self.vocabulary, np.zeros(1, np.int64)
         tokens = [[words.cls], question[0], [words.sep], choice[0], [words.sep]]
         token_region = [zero, question[1], zero, choice[1], zero]
         segments = np.repeat([0, 1], [len(question[0]) + 2, len(choice[0]) + 1])
         tokens, token_region = (np.concatenate(parts).astype(np.int64) for parts in (tokens, token_region))
-        return TextInput(tokens, segments.astype(np.int64), token_region, labels={"right": np.array([right])})
+        label_masks, labels = {"choice": np.arange(len(tokens)) == 0}, {"right": np.array([right])}
+        return TextInput(tokens, segments.astype(np.int64), token_region, label_masks, labels)
 
     def _image_input(
         self, scene: Scene, boxes: np.ndarray, image: PreparedImage, rng: np.random.Generator | None
     ) -> ImageInput:
         """The image with the objects' boxes [r, 4] as its regions, some of them masked by rng."""
-        image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
-        more = {"classes": np.array([0, *scene.classes], np.int64)}
+        if image.features is None:
+            image = replace(image, boxes=image.boxes[:1]).with_boxes(boxes)
+        else:
+            image = image.matched(boxes, self.settings.detected_regions)
+        classes = np.zeros(len(image.boxes), np.int64)
+        classes[1 : 1 + len(boxes)] = scene.classes
+        more = {"classes": classes}
         if self.settings.instance_masks:
             side = self.settings.mask_size
             masks = np.concatenate([np.ones((1, side, side), np.float32), scene.masks(side)])
             more["cells"] = np.ascontiguousarray(masks[:, :, ::-1]) if image.flipped else masks
-        if not self.settings.masked_regions:
-            return image.to_input(**more)
         masked = np.zeros(len(image.boxes), bool)
+        if not self.settings.masked_regions:
+            return image.to_input(masked, label_masks={"region_label_mask": ~masked}, **more)
         if rng is not None:
             masked[1:] = rng.random(len(boxes)) < self.settings.masked_regions
         return image.to_input(masked, label_masks={"region_label_mask": masked}, **more)
 
     def head(self, config: ModelConfig) -> nn.Module:
         regions, side = config.regions, self.settings.mask_size
-        if regions.features != "end_to_end":
-            raise ValueError("VCR's regions are its own, no detector's: set model.regions.features=end_to_end")
+        if regions.features == "precomputed" and (self.settings.instance_masks or self.settings.masked_regions):
+            raise ValueError(
+                "precomputed features have no cells to leave out and no pixels to mask: set task.instance_masks=false "
+                "task.masked_regions=0, or model.regions.features=end_to_end"
+            )
+        if regions.features == "end_to_end" and self.settings.detected_regions:
+            raise ValueError("task.detected_regions is for precomputed features; set it to false")
         cells = regions.roi_size if regions.resnet.res5_dilated else (regions.roi_size + 1) // 2
         if self.settings.instance_masks and side != cells:
             raise ValueError(
@@ -192,7 +213,8 @@ class VCR(Task):
         return VCRHead(config, self.settings)
 
     def pretrained_parts(self, head: nn.Module) -> dict[str, str]:
-        return {"region_transform": "region_transform"} if self.settings.region_loss == "contextual" else {}
+        parts = {"pooler": "pooler"} if self.settings.pooled else {}
+        return parts | ({"region_transform": "region_transform"} if self.settings.region_loss == "contextual" else {})
 
     @torch.no_grad()
     def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
@@ -203,16 +225,13 @@ class VCR(Task):
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
         """[questions, choices]."""
-        return head.scores(encoded.text).float().view(len(batch.keys), -1)
+        return head.scores(encoded.text, encoded.regions).float().view(len(batch.keys), -1)
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         """Over questions whose right choice is known."""
-        logits = self.logits(head, encoded, batch)
-        counted = batch.counted.clone()
+        rows = batch.labelled["choice"] // batch.tokens.shape[1]
+        logits = self.logits(head, encoded, batch).flatten().index_select(0, rows).view(-1, CHOICES)
         right = batch.labels["right"].view(-1, CHOICES)
-        known = right.any(1)
-        counted[batch.counted] = known.repeat_interleave(CHOICES)
-        logits, right = logits[counted.view(logits.shape)[:, 0]], right[known]
         if self.settings.loss == "sigmoid":
             answers = F.binary_cross_entropy_with_logits(logits, right.float(), reduction="sum"), logits.numel()
         else:
@@ -220,15 +239,17 @@ class VCR(Task):
         monitored = {"accuracy": accuracy(right.gather(1, logits.argmax(1, keepdim=True))[:, 0])}
         if self.settings.region_loss == "none":
             return {"answers": answers} | monitored
-        classes, real = batch.region_classes, batch.region_mask
-        label_mask = batch.label_masks.get("region_label_mask", real) & counted[:, None]
+        index = batch.labelled["region_label_mask"]
         if self.settings.region_loss == "appearance":  # once an image, not once a choice
-            label_mask, real, classes = (x[batch.image_rows] for x in (label_mask, real, classes))
-            vectors = encoded.appearance[label_mask[real]]
+            labelled = torch.zeros_like(batch.region_mask).flatten().index_fill(0, index, True)
+            labelled = batch.of_real_regions(labelled.view(batch.region_mask.shape))  # (K,)
+            chosen = labelled.nonzero_static(size=len(index) // CHOICES)[:, 0]
+            vectors = encoded.appearance.index_select(0, chosen)
+            classes = batch.of_real_regions(batch.region_classes).index_select(0, chosen)
         else:
-            vectors = encoded.regions[label_mask]
-        regions = F.cross_entropy(head.classes(vectors).float(), classes[label_mask], reduction="sum")
-        return {"answers": answers, "regions": (regions, int(label_mask.sum()))} | monitored
+            vectors, classes = select(encoded.regions, index), select(batch.region_classes, index)
+        regions = F.cross_entropy(head.classes(vectors).float(), classes, reduction="sum")
+        return {"answers": answers, "regions": (regions, len(classes))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:
         """More columns: probabilities of the choices in their order, and those of Question.columns."""
@@ -261,17 +282,21 @@ class VCRHead(nn.Module):
     def __init__(self, config: ModelConfig, settings: VCRSettings):
         super().__init__()
         contextual = settings.region_loss == "contextual"
-        self.pooler = Pooler(config.hidden_size) if settings.pooled else None
-        self.region_transform = HeadTransform(config.hidden_size, normed=False) if contextual else None
-        inputs = config.regions.channels if settings.region_loss == "appearance" else config.hidden_size
+        self.pooler = Pooler(config) if settings.pooled else None
+        region_size = config.regions_stream.hidden_size
+        self.region_transform = HeadTransform(region_size, normed=False) if contextual else None
+        inputs = config.regions.channels if settings.region_loss == "appearance" else region_size
         self.region_classifier = nn.Linear(inputs, CLASSES) if settings.region_loss != "none" else None
         initialise_head(self, config)
-        self.score = Classifier(config, 1, settings.classifier, dropout=config.dropout, width=settings.classifier_width)
+        pair_size = config.hidden_size if self.pooler is None else self.pooler.size
+        has_dropout = self.pooler is not None and self.pooler.kind == "product"
+        dropout = 0.0 if has_dropout else config.dropout
+        self.score = Classifier(config, 1, settings.classifier, dropout, settings.classifier_width, inputs=pair_size)
 
-    def scores(self, text: Tensor) -> Tensor:
-        """text [N, T, C] -> [N, 1]."""
-        return self.score(text[:, 0] if self.pooler is None else self.pooler(text))
+    def scores(self, text: Tensor, regions: Tensor) -> Tensor:
+        """text [N, T, C], regions [N, R, C'] -> [N, 1]."""
+        return self.score(text[:, 0] if self.pooler is None else self.pooler(text, regions))
 
     def classes(self, regions: Tensor) -> Tensor:
-        """[K, C] -> logits [K, CLASSES]."""
+        """[K, C'] -> logits [K, CLASSES]."""
         return self.region_classifier(regions if self.region_transform is None else self.region_transform(regions))

@@ -7,7 +7,7 @@ The paper (table 2): VL-BERT base 71.16 test-dev; large 71.79 test-dev, 72.22 te
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from storage.reading import Samples
 from storage.sample import Sample
 from vlbert.config import ModelConfig
-from vlbert.data.batch import Batch, Example, TextInput
+from vlbert.data.batch import Batch, Example, TextInput, select
 from vlbert.data.images import PreparedImage, swap_sides
 from vlbert.datasets import vqa
 from vlbert.datasets.vqa import Question
-from vlbert.model.heads import Classifier, ClassifierKind
+from vlbert.model.heads import Classifier, ClassifierKind, PairClassifier
 from vlbert.model.vlbert import Encoded, VLBert
 from vlbert.tasks.base import Examples, Task, TaskSettings, accuracy, invalid_reason, make_examples
 
@@ -42,7 +42,10 @@ class VQASettings(TaskSettings):
     # Tokens, at most what BERT's 512 positions leave. Training skips longer questions; evaluation cuts off their end.
     question_length: int = 512 - OTHER_TOKENS
     loss: Literal["bce", "cross_entropy"] = "bce"  # of each answer, to its soft score; or of the best answer alone
-    classifier: ClassifierKind = "words"  # at [MASK]; words: with the transform of pre-training's word classifier
+    # mask: the answer is read at a [MASK] behind the question; pair: at the row's pooled vector (ModelConfig.pooler)
+    reads: Literal["mask", "pair"] = "mask"
+    classifier: ClassifierKind = "words"  # words: with the transform of pre-training's word classifier
+    classifier_dropout: float | None = None  # probability; None: the model's
     answers_from_words: bool = True  # an answer's weights start as the mean embedding of its tokens
 
     @property
@@ -53,6 +56,10 @@ class VQASettings(TaskSettings):
         for name, value in (("answers", self.answers), ("question_length", self.question_length)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout < 1:
+            raise ValueError(f"classifier_dropout is {self.classifier_dropout}; it must be in [0, 1), or none")
+        if self.reads == "pair" and self.answers_from_words:
+            raise ValueError("answers_from_words is true; it must be false where reads is pair")
 
 
 class VQA(Task):
@@ -116,16 +123,23 @@ class VQA(Task):
         )
 
     def text_input(self, question: np.ndarray, scores: np.ndarray) -> TextInput:
-        """[CLS] question [SEP] [MASK] [SEP]; the label, at [MASK], is the soft score of each answer."""
+        """[CLS] question [SEP] [MASK] [SEP] or, to be read as a pair, [CLS] question [SEP]. The label is the soft score
+        of each answer; the label mask says where the answer is read: at [MASK], or at [CLS]. A second label is the best
+        class, where there is one among ours."""
         words = self.vocabulary
-        tokens = np.array([words.cls, *question, words.sep, words.mask, words.sep], np.int64)
+        tokens = [words.cls, *question, words.sep]
+        if self.settings.reads == "mask":
+            tokens += [words.mask, words.sep]
         position, mask = np.arange(len(tokens)), len(question) + 2
         return TextInput(
-            tokens,
+            np.array(tokens, np.int64),
             segments=(position >= mask).astype(np.int64),
             token_region=np.zeros(len(tokens), np.int64),
-            label_masks={"answer": position == mask},
-            labels={"scores": scores[None].astype(np.float32)},
+            label_masks={"answer": position == (mask if self.settings.reads == "mask" else 0)},
+            labels={
+                "scores": scores[None].astype(np.float32),
+                "class": np.array([scores.argmax()] if scores.any() else [], np.int64),
+            },
         )
 
     def scores(self, answers: Sequence[str]) -> np.ndarray:
@@ -142,7 +156,12 @@ class VQA(Task):
             raise ValueError(
                 f"task.question_length is {self.settings.question_length}, the model has room for {room}: set that"
             )
-        return Classifier(config, self.settings.answers, self.settings.classifier, dropout=config.dropout)
+        kind = Classifier if self.settings.reads == "mask" else PairClassifier
+        given = self.settings.classifier_dropout
+        return kind(config, self.settings.answers, self.settings.classifier, config.dropout if given is None else given)
+
+    def pretrained_parts(self, head: nn.Module) -> Mapping[str, str]:
+        return {"pooler": "pooler"} if isinstance(head, PairClassifier) else super().pretrained_parts(head)
 
     @torch.no_grad()
     def begin(self, vlbert: VLBert, head: nn.Module, init_from: str | None) -> None:
@@ -150,10 +169,11 @@ class VQA(Task):
         random weights."""
         if not self.settings.answers_from_words:
             return
-        if head.output.in_features != vlbert.config.hidden_size:
+        inputs = getattr(head.output, "in_features", None)  # none of a weight-normed layer
+        if inputs != vlbert.config.hidden_size:
             raise ValueError(
-                f"task.classifier={self.settings.classifier} takes {head.output.in_features} channels, words have "
-                f"{vlbert.config.hidden_size}: its answers cannot start from words; set task.answers_from_words=false"
+                f"task.classifier={self.settings.classifier} has no weights as wide as words, which have "
+                f"{vlbert.config.hidden_size} channels: set task.answers_from_words=false"
             )
         embedding = vlbert.embedding.words.weight
         for row, answer in enumerate(self.answers):
@@ -163,8 +183,11 @@ class VQA(Task):
         head.output.bias.zero_()
 
     def logits(self, head: nn.Module, encoded: Encoded, batch: Batch) -> Tensor:
-        """[N, answers], read at [MASK]."""
-        return head(encoded.text[batch.label_masks["answer"]]).float()
+        """[N, answers]."""
+        answers = batch.labelled["answer"]
+        if self.settings.reads == "pair":
+            return head(encoded.text, encoded.regions).index_select(0, answers // batch.tokens.shape[1]).float()
+        return head(select(encoded.text, answers)).float()
 
     def losses(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> dict[str, tuple[Tensor, int]]:
         logits, scores = self.logits(head, encoded, batch), batch.labels["scores"]
@@ -172,8 +195,10 @@ class VQA(Task):
         if self.settings.loss == "bce":
             loss = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:
-            logits, scores = (x[scores.amax(dim=1) > 0] for x in (logits, scores))  # others: no answer among ours
-            loss = F.cross_entropy(logits, scores.argmax(1), reduction="sum")
+            classes = batch.labels["class"]
+            answered = (scores.amax(dim=1) > 0).nonzero_static(size=len(classes))[:, 0]  # others: no answer among ours
+            logits = logits.index_select(0, answered)
+            loss = F.cross_entropy(logits, classes, reduction="sum")
         return {"answers": (loss, len(logits))} | monitored
 
     def predictions(self, vlbert: VLBert, head: nn.Module, encoded: Encoded, batch: Batch) -> list[dict]:

@@ -1,0 +1,139 @@
+"""What the demo runs: prefect.yaml with the parameters of the demo data."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from demo.data import ROWS_PER_SHARD, VISUAL_WORDS, DemoData
+from demo.task_files import ANSWERS
+from demo.tasks import DEMO_TASKS, OF_DEMO, STARTS, run_of
+from detectors.config import DetectionConfig, NetworkOverrides
+from detectors.select import SelectionSettings
+from flows.settings import (
+    CompareSettings,
+    Dataset,
+    FinetuneSettings,
+    PretrainSettings,
+    Processes,
+    TrainDetectorSettings,
+)
+from storage.download import DownloadSettings
+
+PIPELINE, TRAIN_DETECTOR = "pretrain-vlbert/default", "train-detector/default"
+PRETRAIN_RUN, DETECTOR_RUN = "pretrain", "detector"
+COMPARE_ROOT = Path("compare-root")  # of `make compare`: regions with features
+SHIPPED_DETECTOR = Path(__file__).parent / "detector.safetensors"  # how it was made: docs/train-detector.md
+
+
+def write_deployments(file: Path, parameters: dict, data: DemoData) -> None:
+    """The project's prefect.yaml with the parameters of the flow `pretrain-vlbert`, and the schedule paused."""
+    project = yaml.safe_load((Path(__file__).parents[1] / "prefect.yaml").read_text())
+    root, work, pretraining = (parameters[name] for name in ("root", "work", "pretraining"))
+    first, finetuning = parameters["datasets"][0], parameters["finetunings"][0]
+    own = {
+        "pretrain_vlbert": parameters,
+        "collect_flow": {"root": root, "dataset": {name: first[name] for name in first if name != "detector"}},
+        "detect_flow": {"root": root, "detector": first["detector"], "datasets": [first["name"]]},
+        "pretrain_flow": {"root": root, "work": work, "settings": pretraining},
+        "finetune_flow": {"root": root, "work": work, "settings": finetuning | {"pretraining": pretraining["run"]}},
+        "compare_flow": {"root": str(COMPARE_ROOT), "settings": as_json(CompareSettings, CompareSettings())},
+        "train_detector_flow": {"root": root, "settings": as_json(TrainDetectorSettings, training_of_detector(data))},
+    }
+    for deployment in project["deployments"]:
+        # Copied, so that the file repeats what two of them have in common, where it would refer to it.
+        deployment["parameters"] = copy.deepcopy(own[deployment["entrypoint"].rpartition(".")[2]])
+        for schedule in deployment.get("schedules", ()):
+            schedule["active"] = False
+    file.write_text(yaml.safe_dump({name: project[name] for name in ("name", "deployments")}, sort_keys=False))
+
+
+def training_of_detector(data: DemoData) -> TrainDetectorSettings:
+    return TrainDetectorSettings(
+        recipe="detector_demo",
+        run=DETECTOR_RUN,
+        annotations=str(data.annotations),
+        images=(str(data.images),),
+        held_out_last=data.settings.held_out_scenes,
+    )
+
+
+def flow_parameters(
+    root: Path,
+    data: DemoData,
+    seed: int,
+    processes: int,
+    weights: Path = SHIPPED_DETECTOR,
+    suffix: str = "",
+    tasks: Sequence[str] = OF_DEMO,
+) -> dict:
+    """The parameters of the flow `pretrain-vlbert`. weights: of the detector; suffix: of the names of the runs."""
+    detector = detection_of_demo(weights)
+    datasets = [Dataset(name, **source, detector=detector) for name, source in sources_of(data).items()]
+    overrides = (f"data.seed={seed}", f"model.regions.weights={weights}")
+    pretraining = PretrainSettings(
+        recipe="pretrain_vlbert_demo",
+        run=PRETRAIN_RUN + suffix,
+        held_out=("held-out",),
+        text=(str(data.text),),
+        vocabulary_size=500,
+        vocabulary_captions=(str(data.train_tsv),),
+        monitored_words=VISUAL_WORDS,
+        overrides=overrides,
+        processes=Processes(processes),
+    )
+    folders = {"refcoco": data.refcoco, "vqa": data.vqa, "vcr": data.vcr, "retrieval": data.retrieval}
+    answers = len((data.vqa / ANSWERS).read_text(encoding="utf-8").splitlines())
+    finetunings = [
+        FinetuneSettings(
+            task=task.task,
+            recipe=task.recipe,
+            run=run_of(name, start) + suffix,
+            folder=str(folders[task.task]),
+            dataset="coco",
+            checkpoint=checkpoint,
+            overrides=(*overrides, *task.overrides, *([f"task.answers={answers}"] * (name == "vqa"))),
+            processes=Processes(processes),
+        )
+        for name, task in ((name, DEMO_TASKS[name]) for name in tasks)
+        for start, checkpoint in STARTS.items()
+    ]
+    return {
+        "root": str(root),
+        "work": str(root / "work"),
+        "datasets": as_json(list[Dataset], datasets),
+        "pretraining": as_json(PretrainSettings, pretraining),
+        "finetunings": as_json(list[FinetuneSettings], finetunings),
+    }
+
+
+def detection_of_demo(weights: Path, keep_features: bool = False) -> DetectionConfig:
+    # A scene holds five objects at most: more proposals repeat them. The proposals' own boxes ground words better than
+    # regressed ones (docs/grounding.md).
+    return DetectionConfig(
+        weights=str(weights),
+        network=NetworkOverrides(post_nms=30),
+        selection=SelectionSettings(minimum=3),
+        boxes="proposals",
+        keep_features=keep_features,
+        batch=8,
+    )
+
+
+def sources_of(data: DemoData) -> dict[str, dict[str, Any]]:
+    """By dataset, the fields of CollectSettings."""
+    download = DownloadSettings(deadline=3.0, allowed_hosts=(f"127.0.0.1:{data.port}",))
+    common = {"download": download, "rows_per_shard": ROWS_PER_SHARD}
+    return {
+        "captions": {"captions": str(data.train_tsv)} | common,
+        "held-out": {"captions": str(data.held_out_tsv)} | common,
+        "coco": {"images": str(data.task_images)} | common,
+    }
+
+
+def as_json(kind: type, value: object) -> Any:
+    """As parameters travel."""
+    return TypeAdapter(kind).dump_python(value, mode="json")

@@ -1,0 +1,301 @@
+"""The images are built, and what docker/ says runs in them: compose.yaml as a user starts it, Kubernetes' Jobs."""
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from containers import BASE, Engine, engine
+from places import PROJECT
+from web import draw, encode, send
+
+from demo.serve import free_port
+from detectors.annotated import annotated_id
+from detectors.config import DetectionConfig
+from flows.settings import quiet_prefect
+from storage.catalog import Catalog
+from storage.collection_plan import CollectSettings
+from storage.object_store import open_store
+from storage.settings import from_assignments, override
+from vlbert.recipes import RECIPES
+
+pytestmark = [pytest.mark.far, pytest.mark.timeout(600)]
+
+DOCKER = PROJECT / "docker"
+USER = 1000
+PASSWORD = "operator:of-a-test"
+SECRETS = ("POSTGRES_PASSWORD", "PREFECT_API_AUTH_STRING")
+MANIFESTS = sorted(path for path in (DOCKER / "kubernetes").iterdir() if "kind:" in path.read_text())
+# Debian's Postgres in place of the image postgres:17, which a registry has: with the same variables, volume and check.
+DATABASE = """
+bin=$(echo /usr/lib/postgresql/*/bin); export PGDATA=/run/postgresql/data
+printf %s "$POSTGRES_PASSWORD" > /run/postgresql/password
+$bin/initdb --auth scram-sha-256 --username "$POSTGRES_USER" --pwfile /run/postgresql/password
+echo "CREATE DATABASE $POSTGRES_USER" | $bin/postgres --single postgres
+echo 'host all all all scram-sha-256' >> $PGDATA/pg_hba.conf
+exec $bin/postgres -c listen_addresses='*' -c unix_socket_directories=/run/postgresql
+"""
+
+
+def program(name: str) -> Path:
+    """One that a package of the extra `dev` has installed."""
+    if name == "docker-compose":  # its wrapper among the others ends with 0 whatever happened
+        return Path(find_spec("compose").origin).with_name(name)
+    return Path(sys.executable).parent / name
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory) -> Engine:
+    """An engine with the image `vlbert-server`."""
+    with engine(tmp_path_factory.mktemp("containers") / "engine") as made:
+        made.build("server", "vlbert-server")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """What a user puts into the folder /data: images, a list of them, their annotations; it is user 1000's."""
+    folder = tmp_path_factory.mktemp("data")
+    images, annotations = [], []
+    for number in range(12):
+        (folder / f"{number}.jpg").write_bytes(encode(draw(seed=number)))
+        images.append({"id": number, "file_name": f"{number}.jpg", "width": 96, "height": 64})
+        annotations.append({"image_id": number, "category_id": 1, "bbox": [8, 8, 40, 30]})
+    coco = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "slope"}]}
+    (folder / "coco.json").write_text(json.dumps(coco))
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, USER, USER)
+    for parent in (folder, *folder.parents):  # pytest's folders are closed to others
+        parent.chmod(parent.stat().st_mode | 0o011)
+    return folder
+
+
+def captions(url: str) -> str:
+    return "".join(f"slopes and noise {number}\t{url}/{number}.jpg\n" for number in range(12))
+
+
+def keys(catalog: Catalog, stage: str) -> list[str]:
+    """Of the samples of a stage."""
+    return sorted(sample.key for shard in catalog.shards(stage) for sample in catalog.read(stage, shard))
+
+
+# --- the image --------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_of_the_server_is_small_and_keeps_no_setting_of_the_machine_that_built_it(containers):
+    (image,) = json.loads(containers.run("podman", "image", "inspect", "vlbert-server"))
+    assert image["Size"] <= 0.9e9
+    assert image["User"] == str(USER)
+    history = containers.run("podman", "history", "--no-trunc", "vlbert-server")
+    inside = containers.run(
+        "podman", "run", "--rm", "vlbert-server", "sh", "-c", "ls -A; env; cat /etc/pip.conf || true"
+    )
+    for setting in (containers.folder / "pip.conf").read_text().splitlines()[1:]:
+        value = setting.partition(" = ")[2]
+        assert value not in history or value.isdigit(), setting
+        assert value not in inside or value.isdigit(), setting
+    assert {"flows", "storage", "vlbert"} <= set(inside.splitlines())
+    assert not {"tests", ".venv", ".git", "prefect.yaml"} & set(inside.splitlines())
+
+
+def test_nothing_of_the_image_can_be_changed_by_its_user(containers):
+    script = "touch /srv/vlbert/x /opt/venv/x /etc/x; touch /scratch/x && id -u"
+    answer = containers.run("podman", "run", "--rm", "vlbert-server", "sh", "-c", script)
+    assert answer.split() == [str(USER)]
+
+
+# --- compose ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The services of docker/compose.yaml, and what a user types on the same machine."""
+
+    url: str
+    home: Path
+
+    def prefect(self, *command: str) -> subprocess.CompletedProcess:
+        variables = {"PREFECT_API_URL": f"{self.url}/api", "PREFECT_API_AUTH_STRING": PASSWORD}
+        return subprocess.run(
+            [sys.executable, "-m", "prefect", *command],
+            env=os.environ | quiet_prefect(self.home) | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def composed(containers: Engine, data: Path, tmp_path_factory) -> Iterator[Composed]:
+    """docker compose up, by podman. The worker is of the server's image: no flow that is run here needs PyTorch."""
+    folder = tmp_path_factory.mktemp("compose")
+    (data / "captions.tsv").write_text(captions("http://images:8000"))
+    (data / "prefect.yaml").write_text(yaml.safe_dump(deployments()))
+    debian = {"volumes": ["/usr:/usr:ro", "/etc/passwd:/etc/passwd:ro"], "tmpfs": ["/run/postgresql"]}
+    override = {
+        "database": debian | {"image": BASE, "user": str(pwd.getpwnam("postgres").pw_uid), "entrypoint": ["sh", "-ec"]},
+        "worker": {"image": "vlbert-server"},
+        "images": {"image": "vlbert-server", "init": True, "working_dir": "/data", "volumes": [f"{data}:/data:ro"]},
+    }
+    override["database"]["command"] = [DATABASE.replace("$", "$$")]
+    override["images"]["command"] = ["python", "-m", "http.server", "8000"]
+    # There may be no GPU.
+    text = yaml.safe_dump({"services": override}).replace("  worker:\n", "  worker:\n    deploy: !reset null\n")
+    (folder / "override.yaml").write_text(text)
+    port = free_port(0)
+    with containers.docker() as variables:
+        variables |= {"POSTGRES_PASSWORD": "of-a-test", "PREFECT_API_AUTH_STRING": PASSWORD}
+        variables |= {"VLBERT_DATA": str(data), "PORT": str(port)}
+        files = ["--file", DOCKER / "compose.yaml", "--file", folder / "override.yaml"]
+        compose = [program("docker-compose"), *files]
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                up = pool.submit(containers.run, *compose, "up", "--no-build", "--detach", seconds=240, **variables)
+                # The end of a container that podman has seen is "stopped" until this is called, and compose waits for
+                # "exited".
+                seen = ["podman", "container", "cleanup", "vlbert-deploy-1"]
+                checks = [["podman", "healthcheck", "run", f"vlbert-{service}-1"] for service in ("database", "server")]
+                while not up.done():
+                    for command in (*checks, seen):
+                        with suppress(AssertionError):  # not there yet, not well yet, or not at its end
+                            containers.run(*command)
+                    time.sleep(1)
+                up.result()
+            yield Composed(f"http://127.0.0.1:{port}", folder / "prefect")
+        finally:
+            containers.run(*compose, "down", "--volumes", "--timeout", "20", seconds=120, **variables)
+
+
+def deployments() -> dict:
+    """The project's prefect.yaml with the data of these tests, named as a user does: relative to the file's folder."""
+    project = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
+    detector = {"backend": "annotated", "annotations": "coco.json"}
+    dataset = {"name": "captions", "captions": "captions.tsv", "rows_per_shard": 4}
+    own = {"collect_flow": {"dataset": dataset | {"download": {"allowed_hosts": ["images:8000"]}}}}
+    own["detect_flow"] = {"detector": detector}
+    for deployment in project["deployments"]:
+        deployment["parameters"] |= own.get(deployment["entrypoint"].rpartition(".")[2], {})
+        for schedule in deployment.get("schedules", ()):
+            schedule["active"] = False
+    return {name: project[name] for name in ("name", "deployments")}
+
+
+def test_compose_up_and_a_run_of_a_deployment_are_all_that_a_user_types(composed, data):
+    for deployment in ("collect-captions/default", "detect-regions/default"):
+        done = composed.prefect("deployment", "run", deployment, "--watch")
+        assert done.returncode == 0, done.stdout + done.stderr
+    catalog = Catalog(open_store(str(data / "vl-root")), "captions")
+    assert len(catalog.shards("images")) == 3
+    assert len(keys(catalog, "images")) == 12
+    assert keys(catalog, f"regions/{annotated_id(data / 'coco.json')}") == keys(catalog, "images")
+    assert {path.stat().st_uid for path in (data / "vl-root").rglob("*")} == {USER}
+
+
+def test_the_server_that_compose_starts_has_all_deployments_and_its_alarms_and_a_password(composed):
+    name, password = PASSWORD.split(":")
+    with httpx.Client(base_url=composed.url, trust_env=False, timeout=60) as user:
+        assert user.post("/api/deployments/count", json={}).status_code == httpx.codes.UNAUTHORIZED
+        user.auth = (name, password)
+        assert user.post("/api/deployments/count", json={}).json() == len(deployments()["deployments"])
+        assert user.post("/api/automations/count").json() >= 2
+        page = user.get("/")
+        assert page.status_code == httpx.codes.OK
+        assert "<html" in page.text
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def pod(job: str) -> dict:
+    """The pod's specification of a Job."""
+    found = [one for file in MANIFESTS for one in yaml.safe_load_all(file.read_text())]
+    return next(one for one in found if one["kind"] == "Job" and one["metadata"]["name"] == job)["spec"]["template"][
+        "spec"
+    ]
+
+
+def as_podman(pod: dict, data: Path) -> list[str]:
+    """The options of `podman run`, and the command, that make the same of a pod's only container."""
+    (container,) = pod["containers"]
+    claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+    options = ["--user", str(pod["securityContext"]["runAsUser"])]
+    if container["securityContext"]["readOnlyRootFilesystem"]:
+        options += ["--read-only", "--read-only-tmpfs=false"]
+    options += [f"--cap-drop={name}" for name in container["securityContext"]["capabilities"]["drop"]]
+    for mount in container["volumeMounts"]:
+        how = "ro" if mount.get("readOnly") else "rw"
+        claim = mount["name"] in claims
+        options += ["--volume", f"{data}:{mount['mountPath']}:{how}"] if claim else ["--tmpfs", mount["mountPath"]]
+    return [*options, container["image"], *container["command"]]
+
+
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)
+def test_two_pods_of_the_collection_share_a_list(containers, data, s3, web):
+    for number in range(12):
+        web.put(f"/{number}.jpg", send((data / f"{number}.jpg").read_bytes()))
+    (data / "captions.tsv").write_text(captions(web.url("")))
+    variables = [f"--env={name}" for name in os.environ if name.startswith("AWS_")]
+    run = ["podman", "run", "--rm", "--network=host", *variables, *as_podman(pod("collect"), data)]
+    run += ["rows_per_shard=2", "shards_per_task=1", f"download.allowed_hosts={web.host}"]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(containers.run, *run, seconds=120) for _ in range(2)]:
+            done.result()
+    catalog = Catalog(open_store("s3://bucket/vl-root"), "captions")
+    assert len(keys(catalog, "images")) == 12
+    assert [len(catalog.revisions("images", shard)) for shard in catalog.shards("images")] == [1] * 6
+    assert [web.count_of(f"/{number}.jpg") for number in range(12)] == [1] * 12
+
+
+# --- what docker/ says, against schemas -------------------------------------------------------------------------------
+
+
+def checked(name: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if key not in SECRETS} | variables
+    return subprocess.run([program(name), *map(str, arguments)], env=environment, capture_output=True, text=True)
+
+
+def test_the_dockerfile_has_no_fault_that_hadolint_knows():
+    done = checked("hadolint", DOCKER / "Dockerfile")
+    assert done.returncode == 0, done.stdout
+
+
+def test_compose_yaml_is_valid_and_asks_for_its_secrets():
+    file = DOCKER / "compose.yaml"
+    done = checked("check-jsonschema", "--builtin-schema", "vendor.compose-spec", file)
+    assert done.returncode == 0, done.stdout
+    secrets = dict.fromkeys(SECRETS, "name:password")
+    whole = checked("docker-compose", "--file", file, "config", "--format", "json", **secrets)
+    assert whole.returncode == 0, whole.stderr
+    for secret in SECRETS:
+        lacking = checked("docker-compose", "--file", file, "config", **(secrets | {secret: ""}))
+        assert lacking.returncode != 0
+        assert secret in lacking.stderr
+    for name, service in json.loads(whole.stdout)["services"].items():
+        assert name == "database" or (service["read_only"] and service["init"] and service["cap_drop"] == ["ALL"]), name
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_a_manifest_of_kubernetes_is_valid(file):
+    done = checked("kubernetes-validate", "--strict", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" passed for ") == len(list(yaml.safe_load_all(file.read_text())))
+
+
+def test_the_programs_in_the_manifests_know_their_arguments():
+    recipe, *fields = pod("pretrain")["containers"][0]["args"]
+    override(RECIPES[recipe](), fields)
+    for job, kind, given in (("detect", DetectionConfig, {}), ("collect", CollectSettings, {"name": "captions"})):
+        _, _, _, root, dataset, *fields = pod(job)["containers"][0]["command"]
+        assert (root, dataset) == ("s3://bucket/vl-root", "captions")
+        from_assignments(kind, fields, **given)

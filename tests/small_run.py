@@ -1,0 +1,104 @@
+"""A training of a small network that runs in milliseconds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from storage.object_store import ObjectStore
+from training.distributed import World
+from training.loop import Run, train_steps
+from training.optimizer import OptimizerConfig
+from training.writer import Writer
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+class Network(nn.Module):
+    """With a norm that learns its statistics, as the demo's detector has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+        y = self.layers(rows[:, :3])
+        return {"size": ((rows[:, 3:] * y**2).sum(), len(y)), "positive": ((y > 0).sum(), len(y))}
+
+
+def parts_of(number: int, bad: Iterable[int] = (), spikes: Iterable[int] = ()) -> list[torch.Tensor]:
+    """Two parts of a step; in the steps of `bad` the second holds a value that is no number, in those of `spikes` each
+    row counts a million times."""
+    parts = list(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(number)))
+    for part in parts:
+        part[:, 3] = 1e6 if number in spikes else 1.0
+    if number in bad:
+        parts[1][2, 1] = torch.nan
+    return parts
+
+
+@dataclass(eq=False, kw_only=True)
+class SmallRun(Run):
+    """A run over these parts."""
+
+    parts: list[list[torch.Tensor]]
+    on_validate: Callable[[], tuple[dict[str, float], list[dict]]] | None
+    on_save: Callable[[Writer, int, dict], None]
+    samples_per_step = 10
+
+    def batches(self) -> list[list[torch.Tensor]]:
+        return self.parts
+
+    def prepare(self, step: int) -> None:
+        pass  # the rate stays as it is
+
+    def losses(self, model: nn.Module, part: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+        return model(part)
+
+    def keys(self, part: torch.Tensor) -> list[str]:
+        return [f"{float(row[0]):.3f}" for row in part]
+
+    @property
+    def validate(self) -> Callable[[], tuple[dict[str, float], list[dict]]] | None:
+        return self.on_validate
+
+    def save(self, done: int, validation: dict, loop_state: dict) -> None:
+        self.on_save(self.writer, done, loop_state)
+
+
+def run_small(
+    store: ObjectStore,
+    steps: Sequence[int],
+    bad: Iterable[int] = (),
+    spikes: Iterable[int] = (),
+    resumed: dict | None = None,
+    rate: float = 0.1,
+    validate: Callable[[], tuple[dict[str, float], list[dict]]] | None = None,
+    save: Callable[[Writer, int, dict], None] = lambda writer, done, state: None,
+    world: World = ALONE,
+    kind: type[SmallRun] = SmallRun,
+    **changes: Any,
+) -> tuple[Network, torch.optim.Optimizer]:
+    """Network after steps with these numbers, those of `bad` poisoned."""
+    settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
+    settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0)}
+    network = Network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    with Writer(store) as writer:
+        run = kind(
+            recipe=SimpleNamespace(run_name="run", **settings | changes),
+            world=world,
+            model=network,
+            optimizer=optimizer,
+            writer=writer,
+            loop_state=resumed,
+            parts=[parts_of(number, bad, spikes) for number in steps],
+            on_validate=validate,
+            on_save=save,
+        )
+        train_steps(run)
+    return network, optimizer

@@ -1,0 +1,451 @@
+"""The training loop: skipped steps, SIGTERM and Ctrl-C, the heartbeat, and what the log measures."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import PROJECT
+from programs import ended, launched
+from safetensors.torch import load_file
+from small_run import Network, parts_of, run_small
+from tiny import tiny_recipe, tiny_root
+from torch import nn
+from writing import wait_for
+
+import training.loop
+import training.writer
+from benchmarks.killed_training import CLOCKED, check_stopped
+from storage.object_store import LocalStore, ObjectStore, StorageUnreachable, open_store
+from storage.runs import open_folder
+from training.distributed import World
+from training.loading import batches
+from training.log import read_heartbeat, read_metrics
+from training.metrics import Since, Step
+from training.skipping import WINDOW, Skipping
+from training.stopping import Stop, Stopped
+from training.writer import Writer
+from vlbert.data.batch import Batch
+from vlbert.train import train
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def step(loss: float, norm: float = 1.0, **losses: float) -> Step:
+    return Step({f"loss_{name}": (value, 1.0) for name, value in losses.items()}, loss, norm, 0.0, False)
+
+
+# --- which steps are skipped ------------------------------------------------------------------------------------------
+
+
+def test_a_spike_is_measured_against_the_last_hundred_steps_taken():
+    skipping = Skipping(5.0)
+    assert [skipping.why(step(1.0 if n else 50.0)) for n in range(WINDOW - 1)] == [None] * (WINDOW - 1)
+    assert skipping.why(step(1000.0)) is None, "99 came before it"
+    mean = (50 + 98 + 1000) / 100
+    for _ in range(2):  # a skipped step is no part of the mean
+        assert "57.5" in skipping.why(step(5 * mean + 0.1))
+    assert skipping.why(step(5 * mean - 0.1)) is None
+    assert Skipping(None, skipping.state).why(step(1e9)) is None
+
+
+def test_a_loss_or_gradient_that_is_not_finite_is_skipped_and_named():
+    skipping = Skipping(None)
+    assert "regions (inf)" in skipping.why(step(math.nan, math.nan, words=1.0, regions=math.inf))
+    assert "gradient (nan)" in skipping.why(step(1.0, math.nan, words=1.0))
+    assert skipping.in_a_row == 2
+    assert skipping.why(step(1.0, words=1.0)) is None
+    assert skipping.in_a_row == 0
+
+
+@pytest.mark.parametrize("cut", [50, 120, 131])
+def test_a_resumed_run_skips_as_an_uninterrupted_one(cut):
+    losses = [1.0 + (n * 7 % 13) / 10 for n in range(130)] + [3.3, 9.9, 3.1]
+    whole = Skipping(2.0)
+    reasons = [whole.why(step(loss)) for loss in losses]
+    assert sum(map(bool, reasons)) == 2
+    before = Skipping(2.0)
+    first = [before.why(step(loss)) for loss in losses[:cut]]
+    after = Skipping(2.0, json.loads(json.dumps(before.state)))
+    assert first + [after.why(step(loss)) for loss in losses[cut:]] == reasons
+    assert after.state == whole.state
+
+
+# --- a small run ------------------------------------------------------------------------------------------------------
+
+
+def lines_of(store: ObjectStore, name: str) -> list[dict]:
+    path = f"runs/run/{name}"
+    return [json.loads(line) for line in store.get(path).splitlines()] if store.exists(path) else []
+
+
+def test_a_skipped_step_changes_nothing_and_is_logged_with_its_samples(tmp_path, capsys):
+    skipped, without = (open_store(str(tmp_path / name)) for name in ("skipped", "without"))
+    network, optimizer = run_small(skipped, [0, 1, 2, 3, 4], bad=[2])
+    as_if, other = run_small(without, [0, 1, 3, 4])
+    # The statistics of the norm, and how many batches they are of, too.
+    torch.testing.assert_close(network.state_dict(), as_if.state_dict(), rtol=0, atol=0)
+    moments = zip(optimizer.state.values(), other.state.values(), strict=True)
+    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
+
+    (line,) = lines_of(skipped, "skipped.jsonl")
+    assert line["keys"] == [f"{float(row[0]):.3f}" for part in parts_of(2) for row in part]
+    assert (line["step"], line["loss"], line["gradient_norm"], line["losses"]) == (3, None, None, {"size": None})
+    assert "size (nan)" in line["why"]
+    assert not lines_of(without, "skipped.jsonl")
+    logged = lines_of(skipped, "metrics.jsonl")
+    assert [one.get("skipped") for one in logged] == [None, 1, None]
+    assert all(math.isfinite(value) for one in logged for value in one.values() if isinstance(value, float))
+    assert "skipped 1" in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    store = open_store(str(tmp_path))
+    run_small(store, range(6), bad=[1, 3])  # one at a time
+    with pytest.raises(FloatingPointError) as error:
+        run_small(store, range(6), bad=[1, 3, 4])
+    for words in (
+        "2 steps in a row",
+        "size (nan)",
+        f"{tmp_path}/runs/run/skipped.jsonl",
+        "no checkpoint",
+        "spike=none",
+    ):
+        assert words in str(error.value)
+    assert [line["step"] for line in lines_of(store, "skipped.jsonl")] == [2, 4, 5]
+    beat = read_heartbeat(store, "run")
+    assert (beat["state"], beat["step"], beat["reason"]) == ("failed", 5, str(error.value))
+
+
+class SlowFolder(LocalStore):
+    """A folder that takes its time for the last file of a checkpoint or, `full`, does not take it."""
+
+    full = False
+
+    def put(self, path: str, data: Any, **how: Any) -> Any:
+        if path.endswith("state.json"):
+            time.sleep(0.3)
+            if self.full:
+                raise StorageUnreachable("no space left")
+        return super().put(path, data, **how)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_that_fails_waits_for_its_checkpoint_and_names_it(tmp_path, monkeypatch, full):
+    monkeypatch.setattr(training.loop, "WAIT_WHEN_STOPPED", 0.1 if full else 20)
+    monkeypatch.setattr(training.writer, "WAIT_WHEN_STOPPED", 0.1)
+    folder = SlowFolder(str(tmp_path))
+    folder.full = full
+
+    def save(writer: Writer, done: int, state: dict) -> None:
+        writer.checkpoint(f"runs/run/step-{done:07d}", {"state.json": b"{}"}, lambda: None)
+
+    with pytest.raises(FloatingPointError) as error:
+        run_small(folder, range(6), bad=[2, 3], save=save, save_every=2)
+    named = "no checkpoint was saved. " if full else f"the last good checkpoint is {tmp_path}/runs/run/step-0000002. "
+    assert named in str(error.value)
+
+
+def test_a_measure_without_gradient_changes_no_weight(tmp_path):
+    store = open_store(str(tmp_path))
+    network, _ = run_small(store, range(4), log_every=4)
+    (line,) = lines_of(store, "metrics.jsonl")
+    assert 0 < line["positive"] < 1
+    assert "loss_positive" not in line
+    assert 0 < line["gradient_norm"] <= line["gradient_norm_max"]
+    assert 0 <= line["data_wait"] <= 1
+    assert line["memory_gb"] > 0.01
+
+    class Unmeasured(Network):
+        def forward(self, rows: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
+            return {"size": super().forward(rows)["size"]}
+
+    plain = Unmeasured()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for number in range(4):
+        for part in parts_of(number):
+            (loss, count) = plain(part)["size"]
+            (loss / count / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(network.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_paused_time_is_in_no_rate():
+    since = Since()
+    since.add(dataclasses.replace(step(1.0, words=2.0), waited=0.01), taken=True)
+    with since.paused():
+        time.sleep(0.3)
+    time.sleep(0.05)
+    line = since.line(ALONE.device)
+    assert 0.05 <= line.seconds < 0.3
+    assert line.data_wait == pytest.approx(0.01 / line.seconds)
+    assert line.losses == {"words": 2.0}
+    assert since.line(ALONE.device).losses == {}
+
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture
+def before() -> Iterator[list[int]]:
+    """The signals that came to the handler that was there before a training."""
+    came: list[int] = []
+    defaults = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in REQUESTS}
+    yield came
+    for number, default in defaults.items():
+        signal.signal(number, default)
+
+
+# --- in a whole run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_root(tmp_path_factory.mktemp("left-alone"))
+
+
+def unclocked(root: Path, run: str) -> list[dict]:
+    lines = (root / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
+
+
+def assert_equal_runs(root: Path, one: str, other: str, last: int) -> None:
+    """To the bit: what they logged, their weights, moments and the state of their loops."""
+    assert unclocked(root, one) == unclocked(root, other)
+    folders = [root / "runs" / run / f"step-{last:07d}" for run in (one, other)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = (folder / name for folder in folders)
+        assert first.read_bytes() == second.read_bytes(), name
+    states = [open_folder(LocalStore(str(root)), f"runs/{run}/{folders[0].name}").state for run in (one, other)]
+    for state in states:
+        del state["files"]["config.json"]  # it names the run
+    assert states[0] == states[1]
+
+
+def test_a_stopped_training_saves_after_its_step_and_goes_on_to_the_bit(root, capsys, before):
+    recipe = tiny_recipe(root, steps=8, log_every=3, save_every=6, validate_every=4)
+    train(dataclasses.replace(recipe, run="unstopped"), ALONE)
+
+    def stop(step: int, parts: Sequence[Batch]) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = dataclasses.replace(recipe, run="stopped")
+    folder = root / "runs" / "stopped" / "step-0000005"
+    with pytest.raises(Stopped, match=f"after step 5 of 8; the next start goes on from {folder}") as error:
+        train(stopped, ALONE, stop)
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended first
+    assert before == []
+    store = open_store(str(root))
+    beat = read_heartbeat(store, "stopped")
+    assert (beat["state"], beat["step"], beat["steps"], beat["checkpoint"]) == ("stopped", 5, 8, str(folder))
+    assert beat["reason"] == str(error.value)
+    train(stopped, ALONE)
+    assert_equal_runs(root, "unstopped", "stopped", 8)
+    assert [line["step"] for line in read_metrics(store, "stopped", "training")] == [3, 6, 8]
+    beat = read_heartbeat(store, "stopped")
+    assert (beat["state"], beat["step"], beat["processes"], beat["pid"]) == ("done", 8, 1, os.getpid())
+    assert (beat["resumed_from"], beat["reason"], beat["seconds_left"]) == (str(folder), None, 0)
+    assert beat["losses"].keys() == {"words", "text_words", "regions"}
+    last = open_folder(store, "runs/stopped/step-0000008").state
+    assert beat["snapshot"] == last["data"][0]["snapshots"][-1]["snapshot"]
+    assert len([line for line in capsys.readouterr().out.splitlines() if " samples/s " in line]) == 3 + 3
+
+
+# --- SIGTERM and Ctrl-C -----------------------------------------------------------------------------------------------
+
+
+def test_sigterm_during_a_validation_stops_the_run_after_it(tmp_path, before):
+    store, saved = open_store(str(tmp_path)), []
+
+    def validate() -> tuple[dict[str, float], list[dict]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: (read_heartbeat(store, "run") or {}).get("state") == "validating")  # a thread writes it
+        return {"accuracy": 1.0}, []
+
+    with pytest.raises(Stopped, match="after step 2 of 6"):
+        run_small(
+            store, range(6), validate=validate, save=lambda writer, done, state: saved.append(done), validate_every=2
+        )
+    assert saved == [2]
+    assert [line["kind"] for line in lines_of(store, "metrics.jsonl")] == ["training", "validation"]
+    assert read_heartbeat(store, "run")["state"] == "stopped"
+
+
+@pytest.mark.parametrize("number", REQUESTS)
+def test_repeated_signals_of_one_request_pass_over_a_stopped_training(before, monkeypatch, number):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launcher that sends it again")
+
+    def signalled() -> None:
+        os.kill(os.getpid(), number)
+
+    with Stop() as stop:
+        assert not stop.requested
+        signalled()
+        signalled()
+        assert stop.requested
+    signalled()  # after a training that was stopped in its last step
+    with pytest.raises(Stopped), Stop():  # another rank was signalled
+        raise Stopped
+    signalled()
+    assert before == []
+
+
+@pytest.mark.parametrize("number", REQUESTS)
+def test_signals_are_the_callers_again_after_a_training_that_did_not_stop(before, number):
+    with Stop():
+        pass
+    os.kill(os.getpid(), number)
+    assert before == [number]
+
+    def one_of_a_dead_rank() -> None:
+        with Stop():
+            os.kill(os.getpid(), number)  # torchrun's
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        one_of_a_dead_rank()
+    os.kill(os.getpid(), number)
+    assert before == [number, number]
+
+
+def test_an_ignored_ctrl_c_stays_ignored(before):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts `program &` in a script
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
+# A request in a step, while the writer ends, when another rank has ended, and when Python clears up.
+SIGNALLED_TO_THE_END = """
+import atexit, os, signal, sys
+from training.program import run_in_world
+from training.stopping import Stop, Stopped
+
+def signalled(kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+    kill(pid, number)
+
+class Last:
+    def __del__(self, signalled=signalled):
+        signalled()
+
+def work(world):
+    try:
+        with Stop():
+            signalled()
+            raise Stopped("after step 5 of 9")
+    finally:
+        signalled()
+
+last = Last()
+atexit.register(signalled)
+run_in_world("program recipe", work)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", REQUESTS)
+def test_a_stopped_run_ends_with_its_own_status_however_often_it_is_signalled(number):
+    environment = os.environ | {"PYTHONPATH": str(PROJECT), "TORCHELASTIC_RUN_ID": "one"}
+    program = [sys.executable, "-c", HEED_CTRL_C + SIGNALLED_TO_THE_END, str(int(number))]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("stopping: ")]
+    assert (ended.returncode, lines) == (75, ["program recipe: stopped: after step 5 of 9"])
+
+
+# Else it is ignored where pytest itself runs in the background of a script.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+TWICE = """
+import os, signal, time
+from training.stopping import Stop
+
+with Stop():
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)  # as for a writer
+"""
+
+
+def test_a_second_ctrl_c_waits_for_nothing():
+    program = [sys.executable, "-c", f"{HEED_CTRL_C}\n{TWICE}"]
+    ended = subprocess.run(
+        program, env=os.environ | {"PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, timeout=40
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.count("Ctrl-C again ends at once") == 1
+
+
+class Numbers(torch.utils.data.Dataset):
+    """The numbers, and who loads them."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, os.getpid()
+
+
+def test_a_loading_process_ignores_signals_of_others():
+    ahead = batches(Numbers(), range(40), 2, torch.device("cpu"))
+    _, worker = next(ahead)
+    for name in ("-TERM", "-INT"):
+        subprocess.run(["kill", name, str(worker)], check=True)  # from another process, as a launcher does
+    time.sleep(0.2)
+    found = list(ahead)
+    assert [number for number, _ in found] == list(range(1, 40))
+    assert len({pid for _, pid in found}) == 2
+
+
+RANK = """
+import dataclasses, sys
+from pathlib import Path
+from tiny import TINY_MODEL, tiny_recipe
+from training import distributed
+from vlbert.train import train
+
+world = distributed.start()
+
+def poison(step, parts):
+    if step == 2 and world.rank == world.size - 1:
+        parts[-1].labels["region_classes"][-1] = float("nan")
+
+recipe = tiny_recipe(Path(sys.argv[1]), run=sys.argv[2], model=dataclasses.replace(TINY_MODEL, dropout=0.0))
+train(recipe, world, poison)
+distributed.stop(world)
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_what_one_cannot_learn_from(root, tmp_path):
+    for run, processes in (("one", 1), ("two", 2)):
+        status, _, errors = ended(launched(tmp_path, RANK, root, run, processes=processes))
+        assert status == 0, errors
+    one, two = (json.loads((root / "runs" / run / "skipped.jsonl").read_text()) for run in ("one", "two"))
+    assert (one["step"], one["why"]) == (two["step"], two["why"]) == (3, "the loss of regions (nan) is not finite")
+    assert sorted(one["keys"]) == sorted(two["keys"])
+    assert len(one["keys"]) == 8 + 4
+    weights = [load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in ("one", "two")]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rank"), [(1, None), (2, 1)])
+def test_a_stopped_torchrun_goes_on_to_the_bit(tmp_path, size, rank):
+    """Signalled is the launcher, which signals its ranks, or one rank alone."""
+    lines: list[str] = []
+    assert check_stopped(tmp_path, 7, size, rank, lines.append) == []
+    assert sum(" told to stop in step " in line for line in lines) == 1

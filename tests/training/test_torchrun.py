@@ -1,0 +1,572 @@
+"""Trainings of several processes under a real torchrun: equal numbers, deaths, hangs, restarts, signals."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import PROJECT
+from programs import command_line, ended, launched, losses
+from safetensors.torch import load_file
+from tiny import TINY_MODEL, as_overrides, tiny_recipe, tiny_root
+from torch.distributed import run
+from writing import wait_for
+
+from demo.serve import free_port
+from detectors.weights.files import write_weights
+from flows.settings import Processes
+from flows.supervisor import ChildFailed, ChildTimedOut
+from flows.torchrun import OnHeartbeat, TrainingStopped, torchrun
+from storage.object_store import open_store
+from training.distributed import World
+from training.launch import meet
+from training.program import STOPPED as SAVED_STATUS
+from vlbert.model.vlbert import VLBert
+from vlbert.recipes import RECIPES
+from vlbert.train import train
+
+TOGETHER = 180.0  # seconds within which all have ended, where one has; 35 on a quiet machine
+
+# A rank that computes with the others until, at its tenth step, what is named happens to the one that is named.
+RANK = """
+import os, sys, time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from training.program import run_in_world
+from training.stopping import Stop
+
+def happen(what):
+    if what == "kill -9": os.kill(os.getpid(), 9)
+    if what == "a bug": raise RuntimeError("a fault of my own")
+    if what == "bad data": raise ValueError("row 7 of file x is no number")
+    if what == "hang": time.sleep(600)
+
+def work(world):
+    model = DistributedDataParallel(nn.Linear(200, 200))
+    with Stop():  # as in training: SIGTERM by itself ends no rank
+        os.write(1, b"begun\\n")  # at once, for the ranks share the pipe
+        for step in range(10**6):
+            if step == 10 and world.rank == int(sys.argv[2]):
+                happen(sys.argv[1])
+            model(torch.randn(4, 200)).sum().backward()
+            time.sleep(0.01)
+
+run_in_world("rank.py", work, timedelta(seconds=float(sys.argv[3])))
+"""
+
+
+def children(pid: int) -> set[int]:
+    """The processes that this one started and that have not ended."""
+    return {int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def descendants(pid: int) -> set[int]:
+    below = children(pid)
+    return below.union(*map(descendants, below))
+
+
+# --- one dies ---------------------------------------------------------------------------------------------------------
+
+DEATHS = {
+    "kill -9": r"torchrun: failed \(exitcode: -9\) local_rank: \d",
+    "a bug": r"\[rank\d\]: RuntimeError: a fault of my own",
+    "bad data": r"rank.py: (rank 1: )?row 7 of file x is no number",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("death", "rank"),
+    [("a bug", 1), ("kill -9", 0), ("bad data", 1)],
+)
+def test_a_rank_that_dies_ends_all_and_its_error_comes_first(tmp_path, death, rank):
+    began = time.monotonic()
+    status, _, errors = ended(launched(tmp_path, RANK, death, rank, 600), TOGETHER)
+    assert time.monotonic() - began < TOGETHER
+    assert status == 1
+    # torchrun's own lines begin with a letter and a date, then its program's place.
+    lines = [re.sub(r"^[WE]\d{4} .*\] (?=failed)", "torchrun: ", line) for line in errors.splitlines()]
+    shown = [line for line in lines if not re.match(r"[WE]\d{4} |\[rank\d\]: (Traceback|  )", line)]
+    assert re.match(DEATHS[death], shown[0]), shown
+    others = [line for line in lines if f"rank{1 - rank}" in line or "another rank" in line]
+    assert len(others) <= 1, shown
+    assert re.search(rf"Root Cause.*\n.*\n.*\n.*\n  rank      : {rank} ", errors), errors
+    if death == "bad data":  # by the file that torchrun names in TORCHELASTIC_ERROR_FILE
+        assert re.search(r"\n  traceback : rank 1: row 7 of file x is no number\n", errors), errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path):
+    """torchrun kills it 30 s after it asked it to end."""
+    status, _, errors = ended(launched(tmp_path, RANK, "hang", 1, 5), 5 + TOGETHER)
+    assert status == 1
+    lines = [line for line in errors.splitlines() if line.startswith("rank.py: ")]
+    assert lines == ["rank.py: another rank is gone or hangs (Timed out); its error stands above, or there"]
+    assert "[rank" not in errors, "no traceback of a rank"
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_torchrun_end_with_it(tmp_path):
+    process = launched(tmp_path, RANK, "nothing", -1, 600)
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+    finally:
+        process.kill()
+    wait_for(lambda: not any(lives(rank) for rank in ranks))
+
+
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+# A rank of a training of the tiny recipe without dropout. As it begins a step it may kill itself, once in all.
+TRAINING = """
+import dataclasses, os, sys, time
+from pathlib import Path
+
+from tiny import TINY_MODEL, tiny_recipe
+
+from training.program import run_in_world
+from vlbert.config import Recipe
+from vlbert.train import train
+
+root, name, rank, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # at once, for the ranks share the pipe
+
+say(f"LOCAL_RANK {os.environ['LOCAL_RANK']} RANK {os.environ['RANK']}")
+
+def observe(at, parts):
+    for part in parts:
+        texts = sum(key.startswith("text-") for key in part.keys)
+        say(f"RANK {os.environ['RANK']} takes {len(part.keys) - texts} images and {texts} texts")
+    killed = Path("killed")
+    if (at, int(os.environ["RANK"])) == (step, rank) and not killed.exists():
+        while not list(root.glob(f"runs/{name}/step-*/state.json")):  # it is written meanwhile
+            time.sleep(0.01)
+        killed.touch()
+        os.kill(os.getpid(), 9)
+
+still = dataclasses.replace(TINY_MODEL, dropout=0.0)  # it would be drawn anew on every rank
+recipe = tiny_recipe(root, run=name, model=still, save_every=2)
+run_in_world("rank.py", lambda world: train(recipe, world, observe))
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_root(tmp_path_factory.mktemp("many"))
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> list[tuple]:
+    """The losses of one process."""
+    still = dataclasses.replace(TINY_MODEL, dropout=0.0)
+    train(tiny_recipe(root, run="alone", model=still), World(0, 1, torch.device("cpu")))
+    return losses(root, "alone")
+
+
+RESTART = ("--standalone", "--max-restarts=1")
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.slow
+def test_restarts_that_torchrun_cannot_do_are_refused(tmp_path):
+    status, _, errors = ended(launched(tmp_path, RANK, "a bug", 0, 600, options=RESTART))
+    assert status == 1
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it" in errors
+    assert "a fault of my own" not in errors
+
+
+@pytest.mark.slow
+def test_a_training_whose_rank_was_killed_goes_on_to_the_bit(root, tmp_path):
+    whole, name = "whole", "killed"
+    status, _, errors = ended(launched(tmp_path, TRAINING, root, whole, -1, -1))
+    assert status == 0, errors
+    status, printed, errors = ended(launched(tmp_path, TRAINING, root, name, 0, 3, options=RESTART, **OWN_STORE))
+    assert status == 0, errors
+    assert (tmp_path / "killed").exists()
+    assert f"{name} goes on from {root}/runs/{name}/step-0000002" in printed
+    assert losses(root, name) == losses(root, whole)
+    before, after = (load_file(root / "runs" / run / "step-0000006" / "model.safetensors") for run in (whole, name))
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+
+
+def two_nodes(folder: Path, program: str, *arguments: object, restarts: int = 0) -> list[subprocess.Popen]:
+    """Two torchruns that meet as two machines do, with two ranks each."""
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port(0)}", "--rdzv-id=tiny"]
+    options.append(f"--max-restarts={restarts}")
+    return [launched(folder, program, *arguments, options=options, **OWN_STORE) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_processes_compute_what_one_process_computes(root, alone, tmp_path):
+    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes", -1, -1)]
+    assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
+    lines = [line for _, words, _ in nodes for line in words.splitlines()]
+    ranks = sorted(re.findall(r"LOCAL_RANK (\d) RANK (\d)", "\n".join(lines)))
+    assert [local for local, _ in ranks] == ["0", "0", "1", "1"]
+    assert sorted(rank for _, rank in ranks) == ["0", "1", "2", "3"]
+    assert len([line for line in lines if line.startswith("step 6/6  saved")]) == 1, "one process of all writes"
+    taken = re.findall(r"RANK \d takes \d+ images and \d+ texts", "\n".join(lines))
+    assert sorted(taken) == sorted(f"RANK {rank} takes 2 images and 1 texts" for rank in range(4) for _ in range(6))
+    np.testing.assert_allclose(np.array(losses(root, "nodes")), np.array(alone), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_nodes_start_again_together_when_a_rank_of_one_was_killed(root, alone, tmp_path):
+    nodes = [ended(node) for node in two_nodes(tmp_path, TRAINING, root, "nodes again", 2, 3, restarts=2)]
+    assert [status for status, _, _ in nodes] == [0, 0], nodes[0][2] + nodes[1][2]
+    assert (tmp_path / "killed").exists()
+    assert "nodes again goes on from" in nodes[0][1] + nodes[1][1]
+    np.testing.assert_allclose(np.array(losses(root, "nodes again")), np.array(alone), rtol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_when_a_node_is_gone_the_other_ends(tmp_path, which):
+    """Its processes end with its torchrun; those of the other node say one line each."""
+    nodes = two_nodes(tmp_path, RANK, "nothing", -1, 600)
+    try:
+        for node in nodes:
+            assert [node.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        nodes[which].kill()
+        status, _, errors = ended(nodes[1 - which], TOGETHER)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert status == 1
+    assert errors.count("another rank is gone or hangs") <= 2
+    assert "[rank" not in errors, "no traceback of a rank"
+
+
+def nodes_in(
+    folders: Sequence[Path], *arguments: str, join_timeout: int = int(TOGETHER)
+) -> list[subprocess.CompletedProcess]:
+    """What `training.launch` of vlbert.train does on nodes, of two, with two ranks each and a folder of their own."""
+    command = [sys.executable, "-m", "training.launch", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += [
+        f"--rdzv-endpoint=localhost:{free_port(0)}",
+        "--rdzv-id=tiny",
+        f"--rdzv-conf=join_timeout={join_timeout}",
+    ]
+    command += ["-m", "vlbert.train", *arguments]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PROJECT), "."])}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command, cwd=folder, env=variables, **output) for folder in folders]
+    try:
+        return [subprocess.CompletedProcess(command, *ended(node, TOGETHER)) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+@pytest.fixture
+def with_and_without(tmp_path) -> tuple[Path, Path]:
+    """Two nodes' working directories."""
+    folders = tmp_path / "with", tmp_path / "without"
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "fields", "recipe", "named"),
+    [
+        ("detector", ["model.regions.random_init=false", "model.regions.weights=detector"], None, "regions.weights="),
+        ("corpus", ["data.text_corpus=corpus"], None, "data.text_corpus=corpus"),
+        ("bert", ["bert=bert", "vocabulary=none"], None, "bert=bert"),
+        ("root", ["data.root=root"], None, "data.root=root"),
+        ("mine.py", [], "mine:recipe", "mine cannot be imported"),
+    ],
+)
+def test_a_node_that_lacks_a_file_is_named_once_and_all_nodes_end(root, with_and_without, file, fields, recipe, named):
+    there, _ = with_and_without
+    if recipe:
+        (there / file).write_text("from vlbert.recipes.demo import pretrain_vlbert_demo as recipe")
+    else:
+        (there / file).mkdir()
+    given, *arguments = command_line(root, "lacking", *fields)
+    nodes = nodes_in(with_and_without, recipe or given, *arguments)
+    assert [node.returncode for node in nodes] == [1, 1]
+    lines = [line for node in nodes for line in node.stderr.splitlines() if line]
+    assert len(lines) == 1, lines
+    lacking = 1 if nodes[0].stderr.strip() else 0  # node 0 tells
+    assert named in lines[0]
+    assert f"on node {lacking} ({socket.gethostname()})" in lines[0]
+    assert f"node {1 - lacking}" not in lines[0]
+
+
+@pytest.mark.slow
+def test_a_node_whose_other_does_not_come_ends_with_one_line(tmp_path):
+    (node,) = nodes_in([tmp_path], "pretrain_vlbert_demo", join_timeout=2)
+    assert node.returncode == 1
+    (line,) = node.stderr.splitlines()
+    assert "another node did not come" in line
+
+
+@pytest.mark.slow
+def test_a_node_without_the_first_weights_may_resume_a_run(root, with_and_without, monkeypatch):
+    there, _ = with_and_without
+    monkeypatch.chdir(there)
+    network = VLBert(TINY_MODEL, 100).fast_rcnn
+    parts = {"backbone.": network.backbone, "roi_heads.res5.": network.res5}
+    tensors = {prefix + name: one for prefix, part in parts.items() for name, one in part.state_dict().items()}
+    write_weights(Path("detector"), tensors, {})
+    regions = dataclasses.replace(TINY_MODEL.regions, random_init=False, weights="detector")
+    changes = {"run": "left", "model": dataclasses.replace(TINY_MODEL, regions=regions), "save_every": 1}
+    train(tiny_recipe(root, steps=1, **changes), World(0, 1, torch.device("cpu")))
+    nodes = nodes_in(with_and_without, *command_line(root, "left", steps=2, model=changes["model"]))
+    assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
+    assert [step for step, *_ in losses(root, "left")] == [1, 2]
+
+
+# Counts what crosses between ranks for the gradients of three steps, of two parts each.
+COUNTING = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from small_run import SmallRun, run_small
+from storage.object_store import open_store
+from training.program import run_in_world
+
+crossed = []
+
+def counted(state, bucket):
+    crossed.append(bucket.buffer().numel())
+    return allreduce_hook(state, bucket)
+
+class Counting(SmallRun):
+    def losses(self, parallel, part):
+        if not parallel._comm_hooks:
+            parallel.register_comm_hook(None, counted)
+        return parallel(part)
+
+def work(world):
+    network, _ = run_small(open_store(__file__ + ".root"), range(3), world=world, kind=Counting)
+    if world.first:
+        print(crossed, sum(p.numel() for p in network.parameters()), flush=True)
+
+run_in_world("rank.py", work)
+"""
+
+
+@pytest.mark.slow
+def test_gradients_cross_between_ranks_once_a_step(tmp_path):
+    status, printed, errors = ended(launched(tmp_path, COUNTING))
+    assert status == 0, errors
+    assert printed.splitlines()[-1] == "[29, 29, 29] 29"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "named", "lines"),
+    [
+        (["data.rot=1"], "data.rot=1: DataConfig has no field 'rot'", 1),
+        (["data.text_batch=0", "model.regions.random_init=true", "data.root={root}"], "{root}", 2),
+    ],
+)
+def test_the_launcher_ends_with_the_ranks_own_line_and_status(tmp_path, given, named, lines):
+    root = str(tmp_path / "empty")
+    command = [sys.executable, "-m", "training.launch", "--standalone", "--nproc-per-node=2", "-m", "vlbert.train"]
+    command += ["pretrain_vlbert_demo", *(one.format(root=root) for one in given)]
+    variables = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT, env=variables)
+    assert ended.returncode == 1
+    if lines == 2:  # of a rank that knows its world
+        assert root in (tmp_path / "error").read_text()
+    shown = [line for line in ended.stderr.splitlines() if "torch/distributed/run.py" not in line]
+    assert 1 <= len(shown) <= lines, ended.stderr
+    assert all(line.startswith("torchrun -m vlbert.train pretrain_vlbert_demo: ") for line in shown)
+    assert named.format(root=root) in shown[-1]
+
+
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "named"),
+    [
+        (["--nnodes=2"], {}, ["--nnodes=2", "srun", "--rdzv-endpoint", "PET_RDZV_ENDPOINT"]),
+        (["--nnodes=1:2"], {"SLURM_STEP_NUM_NODES": "1"}, ["--nnodes=1:2"]),
+        (["--nnodes=3"], STEP, ["--nnodes=3", "2 nodes"]),
+        ([], STEP | {"SLURM_STEP_NUM_TASKS": "8"}, ["8 tasks on 2 nodes", "--ntasks-per-node=1"]),
+    ],
+)
+def test_nodes_that_could_not_meet_are_refused(given, variables, named):
+    with pytest.raises(ValueError) as refused:
+        meet(run.parse_args([*given, "program"]), variables)
+    assert all(word in str(refused.value) for word in named), refused.value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--standalone"], ["--nnodes=1"], ["--nnodes=2", "--rdzv-endpoint=h:1"], ["--nnodes=2", "--master-addr=h"]],
+)
+def test_what_torchrun_is_told_about_its_nodes_stays_inside_a_step_of_slurm(given):
+    options, told = (run.parse_args([*given, "program"]) for _ in range(2))
+    meet(options, STEP)
+    assert options == told
+
+
+# --- a flow around them -----------------------------------------------------------------------------------------------
+
+
+def trained_by_a_flow(root: Path, run: str, monitor: OnHeartbeat, processes: Processes, **changes) -> list[str]:
+    """The lines that a flow would log."""
+    logged, workers = [], dataclasses.replace(tiny_recipe(root).data, workers=1)
+    recipe = tiny_recipe(root, run=run, data=workers, **changes)
+    overrides = as_overrides(recipe, RECIPES["pretrain_vlbert_demo"]())
+    arguments = ["pretrain_vlbert_demo", *overrides]
+    torchrun("vlbert.train", arguments, str(root), run, processes, logged.append, monitor)
+    return logged
+
+
+@pytest.mark.slow
+def test_a_signalled_training_saves_and_its_flow_goes_on(root):
+    """Every process is signalled, as by systemd and SLURM: torchrun, ranks, and what loads for them."""
+    others = set(children(os.getpid()))
+
+    def stop(beat: Mapping[str, Any]) -> None:
+        (supervisor,) = set(children(os.getpid())) - others
+        if beat["step"] >= 3 and beat["state"] != "stopped":
+            for pid in sorted(descendants(supervisor)):
+                os.kill(pid, signal.SIGTERM)
+
+    processes = Processes(count=2, threads=1)
+    with pytest.raises(TrainingStopped, match="did not fail, it was told to stop .*goes on from") as stopped:
+        trained_by_a_flow(root, "signalled", stop, processes, steps=2000)
+    assert stopped.value.__cause__.returncode == SAVED_STATUS, "of torchrun, though it got the signal too"
+    place = str(stopped.value).rpartition(" ")[2]
+    assert Path(place, "state.json").exists()
+    step = int(place.rpartition("-")[2])
+    assert 3 <= step < 2000
+    logged = trained_by_a_flow(root, "signalled", lambda beat: None, processes, steps=step + 1)
+    assert any(f"goes on from {place}" in line for line in logged)
+
+
+@pytest.mark.slow
+def test_a_silent_training_is_ended_by_its_flow(root):
+    never, began = dict.fromkeys(("steps", "log_every", "save_every", "validate_every"), 10**6), []
+    others = set(children(os.getpid()))
+
+    def hang(beat: Mapping[str, Any]) -> None:
+        began.append(time.monotonic())
+        if began[-1] - began[0] > 31:  # without output
+            for pid in sorted(descendants(*(set(children(os.getpid())) - others))):
+                os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(ChildTimedOut, match="it was silent for 30 s"):
+        trained_by_a_flow(root, "silent", hang, Processes(silence=30), **never)
+    assert began[-1] - began[0] > 31, "heartbeats are signs of life"
+
+
+def in_place_of_torchrun(folder: Path, program: str) -> None:
+    """Have `python -m training.launch`, started in the folder, run this."""
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").touch()
+    (folder / "training" / "launch.py").write_text(program)
+
+
+# In place of torchrun: each line of `lives` is a heartbeat, what the last rank left as its error, and the exit status.
+LIVES = """
+import json, os, sys
+for beat, error, status in json.load(open("lives")):
+    if beat:
+        os.makedirs("root/runs/tiny", exist_ok=True)
+        open("root/runs/tiny/heartbeat.json", "w").write(json.dumps(beat))
+    if error:
+        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(error)
+print("of torchrun", flush=True)
+sys.exit(status)
+"""
+TIME = "2100-01-01T00:00:{:02}+00:00"  # after the start of any test
+BEAT = {
+    "time": TIME.format(0),
+    "step": 5,
+    "steps": 9,
+    "losses": None,
+    "seconds": 1.0,
+    "seconds_left": None,
+    "reason": None,
+}
+STOPPED = BEAT | {"state": "stopped", "reason": "after step 5 of 9"}
+AGAIN = BEAT | {"state": "training", "time": TIME.format(1)}
+FAILED = BEAT | {"state": "failed", "reason": "out of memory", "time": TIME.format(1)}
+
+
+@pytest.mark.parametrize(
+    ("before", "lives", "raised", "words"),
+    [
+        (None, [(STOPPED, None, 75)], TrainingStopped, "after step 5 of 9"),
+        (None, [(STOPPED, None, 128 + signal.SIGTERM)], TrainingStopped, "after step 5 of 9"),
+        (None, [(STOPPED, None, 75), (AGAIN, None, 75), (STOPPED, None, 75)], TrainingStopped, "step 5"),
+        (None, [(STOPPED, None, 1)], ChildFailed, "of torchrun"),
+        (None, [(STOPPED, None, 75), (AGAIN, None, 75)], ChildFailed, "of torchrun"),
+        (None, [(STOPPED, None, 75), (FAILED, "out of memory", 1)], ChildFailed, "  | out of memory"),
+        (STOPPED, [(None, None, 75)], ChildFailed, "of torchrun"),  # of an earlier training
+        (None, [(None, "no such recipe", 1)], ChildFailed, "  | no such recipe"),
+    ],
+)
+def test_a_flow_knows_a_stopped_training_from_a_failed_one(tmp_path, monkeypatch, before, lives, raised, words):
+    in_place_of_torchrun(tmp_path, LIVES)
+    monkeypatch.chdir(tmp_path)
+    Path("lives").write_text(json.dumps(lives))
+    if before:
+        open_store("root").put("runs/tiny/heartbeat.json", json.dumps(before).encode())
+    with pytest.raises(RuntimeError) as ended:
+        torchrun("a.program", [], "root", "tiny", Processes(), lambda line: None)
+    assert ended.type is raised
+    assert words in str(ended.value).splitlines()[-1]
+
+
+# In place of torchrun: asked to end, it takes half a second.
+SLOW_TO_END = """
+import signal, sys, time
+
+def end(*_):
+    time.sleep(0.5)
+    sys.exit("saved")
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_torchrun_gets_its_restarts_and_its_grace_to_save(tmp_path, monkeypatch):
+    in_place_of_torchrun(tmp_path, SLOW_TO_END)
+    monkeypatch.chdir(tmp_path)
+    for grace, printed in ((0.1, ["ready"]), (20, ["ready", "saved"])):
+        processes = Processes(restarts=3, grace=grace, timeout=3)
+        with pytest.raises(ChildTimedOut) as failed:
+            torchrun("no.program", [], "root", "run", processes, lambda line: None)
+        assert failed.value.tail == printed
+        assert "--max-restarts=3" in failed.value.command
+
+
+def test_torchrun_waits_for_the_grace_rounded_up_and_no_less_than_its_default():
+    assert Processes(grace=119.5).environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
+    assert Processes().environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "30"

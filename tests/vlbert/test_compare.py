@@ -1,0 +1,626 @@
+"""Comparisons: intervals by hand, what is trained and what is not repeated, what fails, and the page."""
+
+import dataclasses
+import hashlib
+import html
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import compared
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from compared import FINETUNING, TASKS, compared_root
+from places import PROJECT
+
+from demo.compare import prepare
+from demo.data import VISUAL_WORDS
+from storage.object_store import ObjectStore, open_store
+from training.distributed import World
+from training.program import STOPPED
+from vlbert.compare import Comparison, compare, device_of, main
+from vlbert.comparison import intervals
+from vlbert.comparison.cells import Cell, cells_of, count_step, folder_of_evaluation, note_start
+from vlbert.comparison.intervals import check_same, interval, t_quantile, weighted
+from vlbert.comparison.page import orders, page
+from vlbert.comparison.summary import read_scores, score_of, summarise
+from vlbert.plans import DEMO_WORDS, PLANS, ComparedTask, Plan, Variant
+
+ALONE = World(0, 1, torch.device("cpu"))
+NUMBERS = "comparisons/tiny/numbers.json"
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def all_means(scores: np.ndarray) -> np.ndarray:
+    """The means of all equally likely resamples of scores [n] with one less."""
+    chosen = itertools.product(range(len(scores)), repeat=len(scores) - 1)
+    return np.array([scores[list(some)].mean() for some in chosen])
+
+
+def check_percentiles(low: float, high: float, means: np.ndarray) -> None:
+    # In a sample of 5,000 a quantile lies between those of nearby shares.
+    for value, share in ((low, 0.025), (high, 0.975)):
+        nearby = np.quantile(means, [max(0, share - 0.01), min(1, share + 0.01)], method="nearest")
+        assert nearby[0] - 1e-9 <= value <= nearby[1] + 1e-9
+
+
+@pytest.mark.parametrize("scores", [[0.1, 0.9, 0.4], [0.0, 0.2, 1.0, 1.0, 0.3]])
+def test_the_interval_of_one_seed_is_that_of_all_resamples_of_the_examples(scores):
+    found = interval(np.array([scores]))
+    assert found.mean == pytest.approx(np.mean(scores))
+    check_percentiles(found.low, found.high, all_means(np.array(scores)))
+
+
+def test_where_seeds_alone_differ_the_interval_is_that_of_student():
+    found = interval(np.repeat([[0.1], [0.4], [0.7]], 50, axis=1))
+    half = 4.302653 * 0.3 / np.sqrt(3)  # t of 2 degrees of freedom: tables
+    assert (found.low, found.high) == pytest.approx((0.4 - half, 0.4 + half))
+
+
+def test_the_widths_over_seeds_and_examples_add_in_squares():
+    scores = np.array([[0.0, 1.0, 1.0, 0.0, 0.9], [0.0, 0.2, 1.0, 1.0, 0.1], [0.5, 0.0, 1.0, 0.3, 0.2]])
+    found, half = interval(scores), t_quantile(2) * scores.mean(1).std(ddof=1) / np.sqrt(3)
+    below, above = (np.sqrt((side - found.mean) ** 2 - half**2) for side in (found.low, found.high))
+    assert min(below, above) > 0
+    check_percentiles(found.mean - below, found.mean + above, all_means(scores.mean(0)))
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (9, 2.26216), (120, 1.97993), (10**6, 1.95997)]
+)
+def test_quantiles_of_student_are_those_of_the_tables(freedom, quantile):
+    assert t_quantile(freedom) == pytest.approx(quantile, rel=1e-5)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_of_equal_models_at_most_one_in_twenty_pairs_differs_with_many_examples(seeds, monkeypatch):
+    """Trainings that scatter by 2 points between seeds, and score 4,000 examples by chance."""
+    monkeypatch.setattr(intervals, "REPLICATES", 100)
+    rng, differing = np.random.default_rng(3), 0
+    for _ in range(100):
+        shares = 0.6 + 0.02 * rng.normal(size=(2, seeds, 1))
+        first, second = (rng.random((2, seeds, 4_000)) < shares).astype(float)
+        differing += interval(first - second).excludes_zero
+    assert differing <= 11  # one in a hundred such tests has more, where 5 % is true
+
+
+def test_equal_scores_have_an_interval_of_no_width_and_the_same_scores_the_same_interval():
+    scores = np.random.default_rng(1).random((3, 50))
+    assert interval(scores) == interval(scores.copy())
+    shifted = interval(scores + 0.01 - scores)
+    assert (shifted.low, shifted.high) == pytest.approx((0.01, 0.01))
+    assert shifted.excludes_zero
+    assert not interval(scores - scores).excludes_zero
+    assert not interval(np.array([[1.0, -1.0, 0.0, 0.5]])).excludes_zero
+
+
+def test_the_interval_of_many_examples_is_drawn_in_parts_and_is_that_of_the_normal_distribution():
+    scores = (np.random.default_rng(2).random((1, 4_000)) < 0.3).astype(float)
+    found, error = interval(scores), scores.std() / np.sqrt(scores.size)
+    assert (found.low, found.high) == pytest.approx((found.mean - 1.96 * error, found.mean + 1.96 * error), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ([("k1", "what?")], r"one has 2 examples and other 1"),
+        ([("k1", "what?"), ("k3", "who?")], r"example 1 of one is 'who\?' about k2, of other 'who\?' about k3"),
+        ([("k1", "where?"), ("k2", "who?")], r"example 0 of one is 'what\?' about k1, of other 'where\?' about k1"),
+        ([("k2", "who?"), ("k1", "what?")], r"example 0"),
+    ],
+    ids=["fewer", "another sample", "another question", "another order"],
+)
+def test_only_the_same_examples_are_paired(other, named):
+    mine = [("k1", "what?"), ("k2", "who?")]
+    check_same(mine, list(mine), ("one", "other"))
+    with pytest.raises(ValueError, match=named):
+        check_same(mine, other, ("one", "other"))
+
+
+def test_orders_share_a_rank_where_they_are_equal():
+    means = {name: {"mean": value} for name, value in (("a", 0.2), ("b", 0.5), ("c", 0.5))}
+    task = {"means": means, "paper": {"a": 71.0, "b": 69.5, "c": 71.0, "failed": 1.0}}
+    assert orders(task) == {"a": (3, 1), "b": (1, 3), "c": (1, 1), "failed": (None, 4)}
+
+
+# --- a whole comparison -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root on which the tiny plan is done."""
+    root = compared_root(tmp_path_factory.mktemp("compare"))
+    assert compare(compared.plan(), str(root), report=lambda line: None) is not None
+    return root
+
+
+def summary_of(root: Path) -> dict:
+    return json.loads((root / NUMBERS).read_text())
+
+
+def without_costs(summary: dict) -> dict:
+    return {name: value for name, value in summary.items() if name != "variants"}
+
+
+def state_files(root: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in root.glob("runs/**/state.json")}
+
+
+def test_every_variant_task_and_seed_is_a_run_and_its_metric_stands_in_the_numbers(root):
+    summary = summary_of(root)
+    assert {folder.name for folder in (root / "runs").iterdir()} == {
+        *(f"compare-tiny-words-pretraining-seed{seed}" for seed in (0, 1)),
+        *(f"compare-tiny-{variant}-refcoco-seed{seed}" for variant in ("without", "words") for seed in (0, 1)),
+    }
+    task = summary["tasks"]["refcoco"]
+    for variant, found in task["means"].items():
+        of_seeds = []
+        for seed in (0, 1):
+            run = root / f"runs/compare-tiny-{variant}-refcoco-seed{seed}"
+            metrics = json.loads((run / "evaluations/val-step-0000002/metrics.json").read_text())["metrics"]
+            of_seeds.append(metrics["accuracy_published"])
+            assert found["seeds"][str(seed)] == pytest.approx(of_seeds[-1])
+            config = json.loads((run / "step-0000002/config.json").read_text())["recipe"]
+            assert config["data"]["seed"] == seed
+            assert (config["init_from"] is None) == (variant == "without")
+        assert found["mean"] == pytest.approx(np.mean(of_seeds))
+        assert found["low"] <= found["mean"] <= found["high"]
+        assert task["chance"] == pytest.approx(metrics["chance"])
+    (pair,) = task["pairs"]
+    means = task["means"]
+    assert pair["mean"] == pytest.approx(means["without"]["mean"] - means["words"]["mean"])
+    assert summary["pretraining"]["words_accuracy"]["words"]["seeds"].keys() == {"0", "1"}
+    assert summary["failed"] == []
+
+
+def test_each_process_has_one_of_the_gpus_in_turn(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [device_of(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["2", "5", "2"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(0) == {}
+
+
+def test_the_time_left_is_that_of_like_trainings_by_the_jobs_at_a_time(tmp_path):
+    cells = cells_of(compared.plan(), str(tmp_path), [], (0,))
+    words, without, tuned = cells
+    comparison = Comparison(compared.plan(), str(tmp_path), cells, jobs=2, report=print)
+    assert comparison.left(cells, []) is None
+    comparison.seconds = {words.kind: [90.0, 110.0], without.kind: [30.0]}
+    assert comparison.left(cells, []) == (100 + 30 + 30) / 2  # that of the same task where its own kind is not timed
+    assert tuned.kind not in comparison.seconds
+
+
+def test_the_scores_of_all_examples_are_kept(root):
+    table = pq.read_table(root / "comparisons/tiny/scores.parquet")
+    assert table.num_rows == 2 * 2 * summary_of(root)["tasks"]["refcoco"]["examples"] == 48
+    assert table.column_names == ["task", "variant", "seed", "key", "question", "score", "weight"]
+
+
+def test_a_fine_tuning_starts_from_the_pre_training_of_its_seed(root):
+    for seed in (0, 1):
+        file = root / f"runs/compare-tiny-words-refcoco-seed{seed}/step-0000002/config.json"
+        start = json.loads(file.read_text())["recipe"]["init_from"]
+        assert start.endswith(f"/runs/compare-tiny-words-pretraining-seed{seed}/step-0000002")
+
+
+def test_costs_are_counted_once_a_variant_and_measured_with_every_seed(root):
+    costs = summary_of(root)["variants"]["words"]["costs"]
+    assert costs.keys() == {"pretraining", "refcoco"}
+    for cost in costs.values():
+        assert min(cost["flops"], cost["seconds"], cost["cpu_seconds"]) > 0
+        assert cost["steps"] == 2
+        assert cost["parameters"] >= cost["trained"] > 1000
+    first, second = (
+        json.loads((root / f"comparisons/tiny/costs/compare-tiny-words-refcoco-seed{seed}.json").read_text())
+        for seed in (0, 1)
+    )
+    assert "flops" in first
+    assert "flops" not in second
+
+
+def test_the_flops_of_a_step_grow_with_the_layers_as_by_hand(root):
+    """A layer of C channels has 4 C² + 2 C I weights in its products. Each costs two operations a token, and twice as
+    many again in the backward pass."""
+    (cell,) = [one for one in cells_of(compared.plan(), str(root), [], (0,)) if one.task is None]
+    recipe = cell.settings
+    model = recipe.model
+    deeper = dataclasses.replace(recipe, model=dataclasses.replace(model, layers="JJJ"))
+    less, more = (count_step(one, ALONE) for one in (recipe, deeper))
+    c, inner = model.hidden_size, model.intermediate_size
+    assert more["parameters"] - less["parameters"] == 4 * c * (c + 1) + 2 * c * inner + inner + c + 4 * c
+    per_token = 3 * 2 * (4 * c * c + 2 * c * inner)
+    tokens = (more["flops"] - less["flops"]) / per_token
+    rows = recipe.data.batch + recipe.data.text_batch
+    assert 5 * rows < tokens < 25 * rows  # attention's own products are some percent of it
+
+
+def test_what_is_done_is_not_repeated(root):
+    before, numbers, lines = state_files(root), summary_of(root), []
+    found = compare(compared.plan(), str(root), report=lines.append)
+    assert lines == ["tiny: 6 trainings, 6 of them complete"]
+    assert state_files(root) == before
+    assert json.loads(json.dumps(found)) == numbers
+
+
+def test_costs_are_counted_with_the_first_of_the_seeds_that_are_given(tmp_path):
+    cells = cells_of(compared.plan(), str(tmp_path), [], (4, 0))
+    assert {cell.seed for cell in cells if cell.counted} == {4}
+
+
+def test_another_spelling_of_the_root_is_the_same_root(root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    lines = []
+    compare(compared.plan(), f"{root.name}/../{root.name}/", report=lines.append)
+    assert lines == ["tiny: 6 trainings, 6 of them complete"]
+
+
+def test_trainings_of_another_number_of_steps_are_refused_by_name(root):
+    before = state_files(root)
+    with pytest.raises(ValueError, match=r"without-refcoco-seed0 was trained with steps = 2, now they are 3.*delete"):
+        compare(compared.plan(), str(root), ["refcoco:steps=3"], report=lambda line: None)
+    assert state_files(root) == before
+
+
+@pytest.fixture
+def retrained(root: Path, tmp_path: Path) -> Iterator[Path]:
+    """The root, as if its pre-training of seed 0 had other weights than the fine-tuning started from."""
+    shutil.copytree(root, tmp_path / "copy")
+    costs = root / COSTS.format("words-refcoco")
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | {"start": "0" * 64}))
+    yield root
+    shutil.rmtree(root)
+    shutil.copytree(tmp_path / "copy", root)
+
+
+COSTS = "comparisons/tiny/costs/compare-tiny-{}-seed0.json"
+
+
+def test_a_fine_tuning_from_weights_that_are_gone_is_named_and_trained_again_once_it_is_deleted(retrained):
+    cells, run = cells_of(compared.plan(), str(retrained), [], (0,)), "compare-tiny-words-refcoco-seed0"
+    (cell,) = [one for one in cells if one.run == run]
+    costs = COSTS.format("words-refcoco")
+    with pytest.raises(ValueError, match=f"{run} was trained from weights .*delete .*{run}"):
+        note_start(cell, str(retrained), costs)
+    complete = Comparison(compared.plan(), str(retrained), cells, 1, print)._complete()
+    assert run not in {one.run for one in complete}
+    shutil.rmtree(retrained / "runs" / run)
+    note_start(cell, str(retrained), costs)
+    weights = retrained / "runs/compare-tiny-words-pretraining-seed0/step-0000002/model.safetensors"
+    assert json.loads((retrained / costs).read_text()) == {"start": hashlib.sha256(weights.read_bytes()).hexdigest()}
+
+
+def test_a_fine_tuning_without_a_note_of_its_start_is_taken_as_it_is_and_noted(retrained):
+    cells, costs = cells_of(compared.plan(), str(retrained), [], (0,)), retrained / COSTS.format("words-refcoco")
+    recorded = json.loads(costs.read_text())
+    del recorded["start"]
+    costs.write_text(json.dumps(recorded))
+    complete = {one.run for one in Comparison(compared.plan(), str(retrained), cells, 1, print)._complete()}
+    assert complete == {cell.run for cell in cells}
+    noted = json.loads(costs.read_text())
+    assert len(noted.pop("start")) == 64
+    assert noted == recorded
+
+
+def test_a_fine_tuning_is_not_complete_without_its_pre_training(retrained):
+    cells = cells_of(compared.plan(), str(retrained), [], (0,))
+    shutil.rmtree(retrained / "runs/compare-tiny-words-pretraining-seed0")
+    complete = {one.run for one in Comparison(compared.plan(), str(retrained), cells, 1, print)._complete()}
+    assert complete == {"compare-tiny-without-refcoco-seed0"}
+
+
+def test_progress_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "comparisons").write_text("a file where a folder is needed")
+    lines = []
+    cells = cells_of(compared.plan(), str(tmp_path), [], (0,))
+    Comparison(compared.plan(), str(tmp_path), cells, 1, lines.append)._put_progress(cells, [])
+    assert len(lines) == 1
+    assert "progress.json is not written" in lines[0]
+
+
+def test_seeds_can_be_added(root):
+    lines = []
+    found = compare(compared.plan(), str(root), seeds=(0,), report=lines.append)
+    assert lines == ["tiny: 3 trainings, 3 of them complete"]
+    assert found["seeds"] == [0]
+    assert b"one seed" in (root / "comparisons/tiny/index.html").read_bytes()
+
+
+def test_the_page_has_the_table_what_differs_the_curves_and_the_paper(root):
+    summary = compare(compared.plan(), str(root), report=lambda line: None)
+    page = (root / "comparisons/tiny/index.html").read_text()
+    found = summary["tasks"]["refcoco"]["means"]["words"]
+    text = re.sub(r"<[^>]+>|\s+", " ", page)
+    mean, low, high = (f"{100 * found[name]:.1f}" for name in ("mean", "low", "high"))
+    assert f"{mean} {low} to {high}" in re.sub(r"\s+", " ", text)
+    assert "does not differ" in text or "differs" in text
+    assert "paper 69.1" in text
+    assert "in the paper 1" in text
+    assert page.count("data:image/svg+xml") == len(re.findall("<img", page)) >= 2  # words, text_words
+    assert "://" not in re.sub(r"data:[^\"]+", "", page)  # self-contained
+
+
+# --- stopped, and failed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_comparison_that_broke_off_goes_on_and_finds_the_same(root, tmp_path):
+    class BrokenOff(Exception):
+        pass
+
+    def break_off(line: str) -> None:
+        if "done" in line:
+            raise BrokenOff
+
+    other, lines = compared_root(tmp_path), []
+    with pytest.raises(BrokenOff):
+        compare(compared.plan(), str(other), report=break_off)
+    before = state_files(other)
+    assert before
+    assert not (other / NUMBERS).exists()
+    found = compare(compared.plan(), str(other), report=lines.append)
+    done = int(re.fullmatch("tiny: 6 trainings, (.) of them complete", lines[0])[1])
+    assert 1 <= done <= 3
+    assert len([line for line in lines if line.endswith("started")]) == 6 - done
+    assert before.items() <= state_files(other).items()
+    assert without_costs(found) == without_costs(compare(compared.plan(), str(root), report=lambda line: None))
+
+
+@pytest.fixture(scope="module")
+def partly(root: Path) -> tuple[dict, list[str]]:
+    """The numbers and the lines of the plan with a variant that fails, on the root where the others are done."""
+    lines = []
+    return compare(compared.broken(), str(root), report=lines.append), lines
+
+
+def test_a_training_that_fails_is_named_and_the_others_go_on(root, partly):
+    summary, lines = partly
+    reasons = {one["run"]: one["reason"] for one in summary["failed"]}
+    assert {run: reason.partition(":")[0] for run, reason in reasons.items()} == {
+        "compare-tiny-broken-pretraining-seed0": "monitored_words",
+        "compare-tiny-broken-pretraining-seed1": "monitored_words",
+        "compare-tiny-broken-refcoco-seed0": "not started",
+        "compare-tiny-broken-refcoco-seed1": "not started",
+    }
+    assert summary["tasks"]["refcoco"]["means"].keys() == {"without", "words"}
+    page = (root / "comparisons/tiny/index.html").read_text()
+    assert "4 trainings failed" in page
+    assert "zebra" in page
+    assert ">failed<" in page
+
+
+def test_a_failure_is_the_exit_status(root, partly, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compared:broken", f"data.root={root}", "--seeds", "0"])
+    assert "2 trainings failed" in str(ended.value.code)
+    assert "| broken | failed |" in capsys.readouterr().out
+
+
+def started(root: Path, lines: Path) -> subprocess.Popen:
+    """A comparison in a process of its own, two of whose trainings have begun."""
+    environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "vlbert.compare", "compared:plan", f"data.root={root}", "steps=100000"]
+    with open(lines, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=PROJECT)
+    deadline = time.monotonic() + 100
+    while len([*root.glob("runs/*/metrics.jsonl")]) < 2:
+        assert process.poll() is None, lines.read_text()
+        assert time.monotonic() < deadline, lines.read_text()
+        time.sleep(0.1)
+    return process
+
+
+def processes_on(root: Path) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(root) in os.readlink(link) for link in (folder / "fd").iterdir()):
+                yield int(folder.name)
+        except OSError:  # it has ended
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_that_is_ended_leaves_no_process_and_what_it_trained(number, tmp_path):
+    root = compared_root(tmp_path)
+    process = started(root, tmp_path / "lines")
+    process.send_signal(number)
+    assert process.wait(60) == (STOPPED if number == signal.SIGTERM else -signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while [*processes_on(root)]:
+        assert time.monotonic() < deadline, [*processes_on(root)]
+        time.sleep(0.1)
+    assert len([*root.glob("runs/*/step-*/state.json")]) >= 2  # each has saved
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def changed(**changes: object) -> Callable[[], Plan]:
+    return lambda: dataclasses.replace(compared.plan(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (changed(seeds=()), "tiny has no seeds"),
+        (changed(seeds=(1, 1)), r"a seed twice: \(1, 1\)"),
+        (changed(tasks={}), "tiny has no tasks"),
+        (changed(name="a/b"), "'a/b' of plan a/b is no name"),
+        (changed(tasks={"vqa": TASKS["refcoco"]}), "variant without of plan tiny has a fine-tuning for refcoco"),
+        (changed(variants={"refcoco": Variant("x", None, FINETUNING)}), "a variant and a task of one name, refcoco"),
+        (changed(variants={"pretraining": Variant("x", None, FINETUNING)}), "'pretraining' of plan tiny"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["compared:plan"], "data.root is not set"),
+        (["none_such", "data.root=ROOT"], "no such plan, only .*table4_demo"),
+        (["compared:plan", "data.root=ROOT", "vcr:steps=1"], r"vcr:steps=1: plan tiny has no vcr; .*refcoco.*words"),
+        (["compared:plan", "data.root=ROOT", "data.seed=7"], "data.seed=7: a comparison sets data.seed itself"),
+        (["compared:plan", "data.root=ROOT", "words:run=mine"], "words:run=mine: a comparison sets run itself"),
+        (["compared:plan", "data.root=ROOT", "no.such=1"], "no.such=1: Recipe has no field 'no'"),
+        (["compared:plan", "data.root=ROOT", "words:no.such=1"], "words:no.such=1: Recipe has no field 'no'"),
+        (["compared:pretraining", "data.root=ROOT"], "compared:pretraining returns Recipe, no Plan"),
+        (["compared:plan", "data.root=ROOT", "--seeds", "0,x"], "--seeds is '0,x'"),
+        (["compared:plan", "data.root=ROOT", "--seeds", "1,1"], "--seeds is '1,1'"),
+        (["compared:plan", "data.root=ROOT", "--jobs", "0"], "--jobs is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_trained(arguments, named, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main([one.replace("ROOT", str(tmp_path / "root")) for one in arguments])
+    assert re.search(named, str(ended.value.code))
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"metric": "accuracy"}, "no metric accuracy with a column score; it has accuracy_published, .*chance"),
+        ({"column": "hits"}, "no metric accuracy_published with a column hits"),
+        ({"chance": "blind"}, "no metric blind; name another as `chance`"),
+        ({"metric": "chance"}, "chance is .* the mean of column score"),
+    ],
+)
+def test_a_metric_must_be_the_mean_of_a_column(root, changes, named):
+    store, cells = open_store(str(root), write=False), cells_of(compared.plan(), str(root), [], (0,))
+    (cell,) = [one for one in cells if one.task and one.variant == "without"]
+    with pytest.raises(ValueError, match=named):
+        read_scores(store, cell, dataclasses.replace(TASKS["refcoco"], **changes))
+
+
+@pytest.fixture
+def evaluation(root: Path) -> Iterator[tuple[ObjectStore, Cell, str]]:
+    """One of the tiny plan, and its folder: what a test changes in it is put back."""
+    store, cells = open_store(str(root)), cells_of(compared.plan(), str(root), [], (0,))
+    (cell,) = [one for one in cells if one.task and one.variant == "without"]
+    names = [f"{folder_of_evaluation(cell)}/{name}" for name in ("metrics.json", "predictions.parquet")]
+    before = {name: store.get(name) for name in names}
+    yield store, cell, folder_of_evaluation(cell)
+    for name, data in before.items():
+        store.put(name, data)
+
+
+def test_images_with_unequal_numbers_of_captions_weigh_as_their_captions(evaluation):
+    store, cell, folder = evaluation
+    ranks, file = [[1, 3, 1, 1], [2], [1, 9]], io.BytesIO()
+    pq.write_table(pa.table({"key": ["a", "b", "c"], "question": ["", "", ""], "image_ranks": ranks}), file)
+    store.put(f"{folder}/predictions.parquet", file.getvalue())
+    metrics = json.loads(store.get(f"{folder}/metrics.json")) | {"metrics": {"image_r1": 4 / 7, "chance": None}}
+    store.put(f"{folder}/metrics.json", json.dumps(metrics).encode())
+    task = ComparedTask("Retrieval", "val", "image_r1", "image_ranks", within=1)
+    plan = dataclasses.replace(compared.plan(), tasks={"refcoco": task})
+    summary, _ = summarise(plan, store, [cell], {})
+    found = summary["tasks"]["refcoco"]
+    assert found["problem"] is None
+    assert found["chance"] is None
+    mean = found["means"]["without"]
+    assert (mean["mean"], mean["seeds"]["0"]) == pytest.approx((4 / 7, 4 / 7))
+
+
+def test_a_weighted_mean_scatters_as_the_means_of_many_weighted_samples():
+    rng = np.random.default_rng(4)
+    scores, weights = (rng.random((2, 400)) < 0.4).astype(float), rng.integers(1, 6, 400).astype(float)
+    found = weighted(scores, weights)
+    assert found.mean(1) == pytest.approx(np.average(scores, axis=1, weights=weights))
+    chosen = rng.integers(0, 400, (4_000, 400))
+    means = (scores.mean(0) * weights)[chosen].sum(1) / weights[chosen].sum(1)
+    assert found.mean(0).std() / np.sqrt(400) == pytest.approx(means.std(), rel=0.05)
+
+
+def test_the_warnings_of_evaluations_stand_on_the_page_once_a_task(evaluation):
+    store, cell, folder = evaluation
+    changed = json.loads(store.get(f"{folder}/metrics.json")) | {"random_init_detector": True}
+    store.put(f"{folder}/metrics.json", json.dumps(changed).encode())
+    summary, _ = summarise(compared.plan(), store, [cell, cell], {})
+    assert sum("UNTRAINED" in line for line in summary["tasks"]["refcoco"]["warnings"]) == 1
+    assert page(summary, {}).count(b"UNTRAINED detector") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "within", "score"),
+    [(0.3, None, 0.3), (True, None, 1.0), (1, 1, 1.0), (2, 1, 0.0), (5, 5, 1.0), ([1, 2, 5, 6], 5, 0.75)],
+)
+def test_a_rank_counts_where_it_is_small_enough_and_several_ranks_by_their_share(value, within, score):
+    assert score_of(value, within) == score
+
+
+def test_the_plan_of_the_documentation_is_one():
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / "results.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    plan = names["text_or_not"]()
+    assert [one.pretraining is None for one in plan.variants.values()] == [False, False, True]
+
+
+def test_evaluations_of_other_examples_are_not_compared(root):
+    store, cells = open_store(str(root)), cells_of(compared.plan(), str(root), [], (0, 1))
+    path = "runs/compare-tiny-words-refcoco-seed1/evaluations/val-step-0000002/predictions.parquet"
+    before = store.get(path)
+    rows = pq.read_table(io.BytesIO(before)).to_pylist()
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), file)
+    store.put(path, file.getvalue())
+    try:
+        summary, _ = summarise(compared.plan(), store, cells, {})
+        task = summary["tasks"]["refcoco"]
+        assert "compare-tiny-words-refcoco-seed1" in task["problem"]
+        assert (task["means"], task["pairs"]) == ({}, [])
+        assert summary["pretraining"]["words_accuracy"].keys() == {"words"}  # the rest stays
+        assert f"RefCOCO+ has no numbers here: {task['problem']}" in html.unescape(page(summary, {}).decode())
+    finally:
+        store.put(path, before)
+
+
+def test_a_copy_of_the_demos_detector_that_broke_off_is_made_again(tmp_path, monkeypatch):
+    def break_off(source: Path, to: Path) -> None:
+        to.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(shutil, "copyfile", break_off)
+    with pytest.raises(OSError, match="disk is full"):
+        prepare(tmp_path, None, print)
+    assert not (tmp_path / "detector.safetensors").exists()
+
+
+# --- the plans that are shipped ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_shipped_plan_names_recipes_and_fields_that_fit_and_pre_trains_for_equal_steps(name, tmp_path):
+    plan = PLANS[name]()
+    assert plan.name == name
+    given = [] if name.endswith("_demo") else ["pretraining:data.text_corpus=text", "model.regions.weights=weights"]
+    cells = cells_of(plan, str(tmp_path), given, plan.seeds)
+    trainings = len(plan.variants) * len(plan.tasks) + sum(
+        one.pretraining is not None for one in plan.variants.values()
+    )
+    assert len({cell.run for cell in cells}) == len(cells) == trainings * len(plan.seeds)
+    for task in (None, *plan.tasks):
+        assert len({cell.steps for cell in cells if cell.task == task}) == 1
+    assert len({cell.settings.data.batch for cell in cells if cell.task is None}) == 1
+
+
+def test_the_words_that_plans_monitor_are_those_that_only_the_image_of_the_demo_tells():
+    assert DEMO_WORDS == VISUAL_WORDS

@@ -1,0 +1,423 @@
+"""Every task on every architecture, what tasks read of ViLBERT and Unicoder-VL, and their authors' reader."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from places import DATA
+from refcoco_files import WORDS as REFCOCO_WORDS
+from refcoco_files import write_refcoco
+from tiny import CHANNELS, CLASSES, TINY_MODEL, UNICODER_VL, VILBERT, tiny_sample, urls
+from vcr_files import BOXES, write_vcr
+from vcr_files import WORDS as VCR_WORDS
+from vqa_files import ANNOTATORS, ANSWERS, ROOM, coco, write_vqa
+from vqa_files import WORDS as VQA_WORDS
+
+from storage.sample import Sample
+from vlbert.config import ModelConfig
+from vlbert.data.batch import Example, collate, placeholder
+from vlbert.data.images import PreparedImage, prepare_image
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.vocabulary import SPECIALS, Vocabulary
+from vlbert.initial_weights import start_head
+from vlbert.model.heads import Classifier, PairClassifier
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import Task, TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCO, RefCOCOSettings
+from vlbert.tasks.vcr import VCR, VCRSettings
+from vlbert.tasks.vqa import VQA, VQASettings
+
+VLBERT = dataclasses.replace(
+    TINY_MODEL, dropout=0.0, regions=dataclasses.replace(TINY_MODEL.regions, features="precomputed", random_init=False)
+)
+END_TO_END = dataclasses.replace(VILBERT, regions=TINY_MODEL.regions, whole_image="pooled")
+ENDS_AS_BASE = dataclasses.replace(VILBERT, layers="TXTV")
+MODELS = {"vlbert": VLBERT, "unicoder-vl": UNICODER_VL, "vilbert": VILBERT, "vilbert end to end": END_TO_END}
+MODELS |= {"vilbert as base": ENDS_AS_BASE}
+
+
+def with_features(sample: Sample) -> Sample:
+    features = np.random.default_rng(len(sample.caption)).normal(size=(len(sample.regions), CHANNELS))
+    return dataclasses.replace(
+        sample, regions=dataclasses.replace(sample.regions, features=features.astype(np.float16))
+    )
+
+
+SAMPLES = [with_features(tiny_sample(number, regions=1 + (1 + number) % 3)) for number in range(4)]
+
+
+def pretraining(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
+    words = Vocabulary([*SPECIALS, *sorted({word for sample in SAMPLES for word in sample.caption.split()})])
+    settings = PretrainingSettings(
+        words=WordMasking(probability=0.5), regions=RegionMasking(probability=0.7), relationship=True
+    )
+    return Pretraining(dataclasses.replace(settings, **changes), words, len(CLASSES)), SAMPLES
+
+
+def vqa(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
+    samples = coco(SAMPLES, "train2014")
+    write_vqa(folder, "train2014", ANNOTATORS)
+    (folder / "answers.txt").write_text("\n".join(ANSWERS))
+    settings = VQASettings(
+        str(folder),
+        answer_list="answers.txt",
+        answers=len(ANSWERS),
+        question_length=ROOM,
+        reads="pair",
+        classifier="weight_norm",
+        classifier_dropout=0.5,
+        answers_from_words=False,
+    )
+    return VQA(dataclasses.replace(settings, **changes), VQA_WORDS, len(CLASSES)), samples
+
+
+def vcr(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
+    write_vcr(folder, SAMPLES)
+    settings = VCRSettings(
+        str(folder), max_tokens=40, instance_masks=False, loss="softmax", region_loss="contextual", copies_segment=False
+    )
+    return VCR(dataclasses.replace(settings, **changes), VCR_WORDS, len(CLASSES)), SAMPLES
+
+
+def refcoco(folder: Path, **changes: object) -> tuple[Task, list[Sample]]:
+    write_refcoco(folder, SAMPLES)
+    settings = RefCOCOSettings(str(folder), regions="detected", target="iou", loss_over="rows", classifier="linear")
+    return RefCOCO(dataclasses.replace(settings, **changes), REFCOCO_WORDS, len(CLASSES)), SAMPLES
+
+
+TASKS = {"pre-training": pretraining, "vqa": vqa, "vcr": vcr, "refcoco+": refcoco}
+
+
+def examples_of(task: Task, samples: list[Sample], config: ModelConfig, split: str | None = None) -> list[Example]:
+    found = task.examples(urls(samples) if task.settings.folder else samples, split)
+    notes = found.annotations or [None] * len(found)
+    return [
+        task.example(samples[i], prepare_image(samples[i], config.regions, False), note, np.random.default_rng(i))
+        for i, note in zip(found.samples, notes, strict=True)
+    ]
+
+
+def new_model(task: Task, config: ModelConfig) -> TaskModel:
+    torch.manual_seed(0)
+    return TaskModel(VLBert(config, len(task.vocabulary)), task)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", TASKS.values(), ids=TASKS)
+def test_every_task_trains_and_predicts_on_every_architecture(tmp_path, make: Callable, config: ModelConfig):
+    task, samples = make(tmp_path)
+    model, examples = new_model(task, config), examples_of(task, samples, config)
+    losses = model(collate(examples))
+    learned = [loss / max(1, count) for loss, count in losses.values() if loss.requires_grad]
+    assert torch.isfinite(sum(learned))
+    sum(learned).backward()
+    without = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    assert without == []
+    rows = model.eval().predict(collate(examples))
+    assert [row["key"] for row in rows] == [example.key for example in examples]
+    for example, row in zip(examples, rows, strict=True):
+        (alone,) = model.predict(collate([example]))
+        assert alone["probability"] == pytest.approx(row["probability"], abs=1e-5), "padding or another row changed it"
+
+
+@pytest.mark.parametrize("make", TASKS.values(), ids=TASKS)
+def test_a_placeholder_changes_no_loss(tmp_path, make: Callable):
+    task, samples = make(tmp_path)
+    model, examples = new_model(task, VILBERT).eval(), examples_of(task, samples, VILBERT)
+    alone, beside = (model(collate([*examples, *more])) for more in ([], [placeholder(examples[0])]))
+    for name, (loss, count) in alone.items():
+        torch.testing.assert_close(beside[name][0], loss)
+        assert beside[name][1] == count
+
+
+@pytest.mark.parametrize("make", [vqa, vcr])
+@pytest.mark.parametrize("stream", ["text", "regions"])
+def test_a_pair_is_read_from_both_streams(tmp_path, make: Callable, stream: str):
+    """ViLBERT's pooler: a product of [CLS] and the whole image."""
+    task, samples = make(tmp_path)
+    model = new_model(task, VILBERT).eval()
+    batch = collate(examples_of(task, samples, VILBERT))
+    encoded = model.vlbert(batch)
+    other = dataclasses.replace(encoded, **{stream: torch.randn_like(getattr(encoded, stream))})
+    one, another = (task.logits(model.head, found, batch) for found in (encoded, other))
+    assert (one - another).abs().max() > 1e-3
+
+
+def test_an_answer_is_read_at_a_mask_or_from_the_pair(tmp_path):
+    task, samples = vqa(tmp_path)
+    texts = [words_of(task, example) for example in examples_of(task, samples, VILBERT)]
+    assert all(text[0] == "[CLS]" and text[-1] == "[SEP]" and "[MASK]" not in text for text in texts)
+    task, samples = vqa(tmp_path, reads="mask", classifier="words")
+    assert all(words_of(task, example)[-2:] == ["[MASK]", "[SEP]"] for example in examples_of(task, samples, VILBERT))
+    with pytest.raises(ValueError, match="answers_from_words is true; it must be false where reads is pair"):
+        dataclasses.replace(task.settings, reads="pair", answers_from_words=True)
+
+
+def words_of(task: Task, example: Example) -> list[str]:
+    return [task.vocabulary.tokens[token] for token in example.text.tokens]
+
+
+# --- precomputed features of VCR's objects ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detected", [False, True])
+def test_an_object_has_the_features_of_the_region_that_overlaps_it_most(tmp_path, detected: bool):
+    sample = SAMPLES[0]
+    boxes = np.array([BOXES[3], BOXES[0], [200, 200, 201, 201], [1, 1, 21, 41]], np.float32)
+    features = np.arange(4)[:, None].repeat(CHANNELS, 1).astype(np.float16)
+    regions = dataclasses.replace(
+        sample.regions,
+        boxes=boxes,
+        scores=np.ones(4, np.float32),
+        labels=np.ones(4, np.int32),
+        class_probs=sample.regions.class_probs[[0, 0, 0, 0]],
+        features=features,
+    )
+    sample = dataclasses.replace(sample, regions=regions)
+    task, _ = vcr(tmp_path, region_loss="none", detected_regions=detected)
+    found = task.examples(urls([sample, *SAMPLES[1:]]), None)
+    image = prepare_image(sample, UNICODER_VL.regions, False)
+    example = task.example(sample, image, found.annotations[0], np.random.default_rng(0))
+    rows = example.image.features[1:, 0].tolist()
+    assert (rows[0], rows[3]) == (1, 0), "the object's own boxes are regions 1 and 0"
+    assert example.image.boxes[1].tolist() == pytest.approx(BOXES[0])
+    assert len(rows) == 4, "as many as were detected"
+
+
+def test_objects_have_the_detected_regions_behind_them_that_none_took():
+    """Two objects, the second overlaps nothing, among five regions."""
+    boxes = np.array([[10 * i, 0, 10 * i + 8, 8] for i in range(5)], np.float32)
+    features = np.arange(5)[:, None].repeat(CHANNELS, 1).astype(np.float32)
+    whole = np.array([[0, 0, 95, 63]], np.float32)
+    image = PreparedImage((96, 64), np.concatenate([whole, boxes]), (1.0, 1.0), False, None, features)
+    objects = np.array([boxes[3], [80, 50, 90, 60]])
+    found = image.matched(objects, others=True)
+    assert found.features[:, 0].tolist() == [3, 0, 0, 1, 2], "three more, so that there are five"
+    np.testing.assert_array_equal(found.boxes[3:], boxes[:3])
+    assert len(image.matched(objects, others=False).boxes) == 3
+    with pytest.raises(ValueError, match="no region whose features an object could take"):
+        dataclasses.replace(image, boxes=whole, features=features[:0]).matched(objects, others=True)
+
+
+def test_a_word_that_names_a_region_carries_its_embedding(tmp_path):
+    task, samples = vcr(tmp_path)
+    model = new_model(task, dataclasses.replace(UNICODER_VL, mentioned_regions=True)).eval().vlbert
+    plain = new_model(task, UNICODER_VL).eval().vlbert
+    batch = collate(examples_of(task, samples, UNICODER_VL)[:1])
+    mentioned = batch.token_region > 0
+    assert mentioned.any()
+    with torch.no_grad():
+        with_regions, without = (one.embedding(batch, one.appearance(batch)).text for one in (model, plain))
+    changed = (with_regions - without).abs().amax(2) > 1e-4
+    assert changed.tolist() == mentioned.tolist()
+
+
+# --- RefCOCO+ ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_is_asked_for_its_overlap_with_the_answer(tmp_path):
+    """Against the figures of ViLBERT's reader."""
+    case = np.load(DATA / "vilbert" / "components.npz")
+    boxes, (x, y, width, height) = case["refcoco/boxes"], case["refcoco/ref_xywh"]
+    sample = SAMPLES[0]
+    many = dataclasses.replace(
+        sample.regions,
+        boxes=boxes,
+        scores=np.ones(len(boxes), np.float32),
+        labels=np.ones(len(boxes), np.int32),
+        class_probs=sample.regions.class_probs[np.zeros(len(boxes), int)],
+        features=None,
+    )
+    size = (int(boxes[:, 2].max()) + 2, int(boxes[:, 3].max()) + 2)
+    sample = dataclasses.replace(sample, regions=many, width=size[0], height=size[1])
+    task, _ = refcoco(tmp_path, whole_image_competes=True)
+    (query,) = [task.annotation_for("the left one")]
+    expression = dataclasses.replace(query.expression, box=(x, y, x + width, y + height))
+    query = dataclasses.replace(query, expression=expression)
+    regions = dataclasses.replace(UNICODER_VL.regions, short_side=min(size), long_side=max(size))
+    features = dataclasses.replace(many, features=np.zeros((len(boxes), CHANNELS), np.float16))
+    image = prepare_image(dataclasses.replace(sample, regions=features), regions, False)
+    found = task.example(sample, image, query, np.random.default_rng(0)).image.labels["target"][1:]
+    np.testing.assert_allclose(found, case["refcoco/target_train"], atol=1e-6)
+
+
+# --- pre-training: the authors' reader, draw by draw ------------------------------------------------------------------
+
+
+class Replay:
+    """The numbers that the published reader drew, in their order; a drawn word is always the same."""
+
+    def __init__(self, draws: np.ndarray, word: int):
+        self.draws, self.word = list(draws), word
+
+    def random(self, size: int | None = None) -> float | np.ndarray:
+        taken = [self.draws.pop(0) for _ in range(1 if size is None else size)]
+        return taken[0] if size is None else np.array(taken)
+
+    def choice(self, among: np.ndarray, size: int) -> np.ndarray:
+        assert self.word in among
+        return np.full(size, self.word)
+
+
+@pytest.mark.parametrize("program", ["paper", "multi_task"])
+@pytest.mark.parametrize("record", range(3))
+def test_a_pair_is_read_as_the_published_programs_read_it(program: str, record: int):
+    """Words, masks, labels, which regions are masked and labelled, and the divisor of the whole image's vector."""
+    facts = json.loads((DATA / "vilbert" / "components.json").read_text())
+    case = np.load(DATA / "vilbert" / "components.npz")
+    theirs = {name.rpartition("/")[2]: case[name][record] for name in case if name.startswith(f"reading_{program}/")}
+    vocabulary = Vocabulary(facts["vocabulary"])
+    mismatched = bool(theirs["is_next"])
+    caption = facts["captions_to_draw_from"][facts["drawn_caption"]] if mismatched else facts["captions"][record]
+    count = int(theirs["counts"])
+    boxes = theirs["boxes"][:count]
+    features = np.arange(1, 1 + count)[:, None].repeat(CHANNELS, 1).astype(np.float16)
+    sample = dataclasses.replace(
+        SAMPLES[0],
+        caption=caption,
+        width=facts["size"][0],
+        height=facts["size"][1],
+        regions=dataclasses.replace(
+            SAMPLES[0].regions,
+            boxes=boxes,
+            scores=np.ones(count, np.float32),
+            labels=np.ones(count, np.int32),
+            class_probs=np.full((count, 1 + len(CLASSES)), 0.1, np.float16),
+            features=features,
+        ),
+    )
+    task = Pretraining(
+        PretrainingSettings(
+            words=WordMasking(whole_words=False),
+            max_elements=None,
+            max_regions=facts["region_len"],
+            caption_length=facts["seq_len"] - 2,
+            relationship=True,
+            mismatched=0.5,
+            related_class=0,
+            mean_over="not_overlapping" if program == "multi_task" else "regions",
+        ),
+        vocabulary,
+        len(CLASSES),
+    )
+    draws = theirs["draws"].copy()
+    if program == "multi_task":
+        draws[0] = 1 - draws[0]  # it replaces the caption above one half, the first program below
+    image = prepare_image(sample, UNICODER_VL.regions, False)
+    found = task.example(sample, image, None, Replay(draws, vocabulary.tokens.index(facts["drawn_word"])))
+    assert found.metadata["mismatched"] == mismatched
+    length = int(theirs["input_mask"].sum())
+    assert found.text.tokens.tolist() == theirs["input_ids"][:length].tolist()
+    labelled = theirs["lm_label_ids"][:length] >= 0
+    assert found.text.label_masks["word_label_mask"].tolist() == labelled.tolist()
+    assert found.text.labels["words"].tolist() == theirs["lm_label_ids"][:length][labelled].tolist()
+    assert found.image.label_masks["region_label_mask"][1:].tolist() == (theirs["image_label"][:count] == 1).tolist()
+    assert found.image.masked[1:].tolist() == (theirs["image_feat"][1 : 1 + count] == 0).tolist()
+    divisor = count if found.image.averaged_over is None else found.image.averaged_over
+    seen = features[~found.image.masked[1:], 0].astype(float).sum()
+    assert seen / divisor == pytest.approx(float(theirs["image_feat"][0]), rel=1e-5)
+    if program == "multi_task":
+        assert divisor == facts["region_len"] - int(theirs["overlapped"].sum())
+
+
+def test_the_kl_divergence_is_the_cross_entropy_less_the_entropy_and_learns_the_same(tmp_path):
+    losses, gradients = {}, {}
+    for kind in ("cross_entropy", "kl"):
+        task, samples = pretraining(tmp_path, region_loss=kind)
+        model = new_model(task, VILBERT).eval()
+        batch = collate(examples_of(task, samples, VILBERT))
+        batch.labels["region_classes"] = batch.labels["region_classes"] * 0.7 + 0.3 / (1 + len(CLASSES))
+        loss, count = model(batch)["regions"]
+        loss.backward()
+        losses[kind], gradients[kind] = loss.detach(), model.head.region_classifier.weight.grad
+    labels = batch.labels["region_classes"].double()
+    entropy = -(labels * labels.log()).sum()
+    assert float(losses["cross_entropy"] - losses["kl"]) == pytest.approx(float(entropy), rel=1e-5)
+    torch.testing.assert_close(gradients["kl"], gradients["cross_entropy"])
+    assert count == len(labels)
+
+
+def test_of_more_regions_than_max_regions_the_first_are_read(tmp_path):
+    task, samples = pretraining(tmp_path, max_regions=2, max_elements=None)
+    images = [example.image for example in examples_of(task, samples, VILBERT)]
+    assert [len(image.boxes) for image in images] == [1 + min(2, len(sample.regions)) for sample in samples]
+    assert all(len(image.covered) == 0 for image in images), "what is not read masks no pixels"
+
+
+def test_a_classifier_of_regions_starts_from_the_transform_that_pre_training_had(tmp_path):
+    """With or without LayerNorm, and a mismatch is refused."""
+    for region_head, kind in (("transform", "regions"), ("transform_norm", "regions_norm")):
+        source = new_model(pretraining(tmp_path, region_head=region_head)[0], VILBERT)
+        tensors = {name.removeprefix("head."): tensor for name, tensor in source.head.state_dict().items()}
+        checkpoint = SimpleNamespace(
+            where="run",
+            task_settings={},
+            part=lambda prefix, tensors=tensors: {
+                name.removeprefix(prefix.removeprefix("head.")): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix.removeprefix("head."))
+            },
+        )
+        for wanted in ("regions", "regions_norm", "linear"):
+            task, _ = refcoco(tmp_path, classifier=wanted)
+            head = new_model(task, VILBERT).head
+            if wanted not in (kind, "linear"):
+                with pytest.raises(ValueError, match="run has a LayerNorm .* set task.classifier"):
+                    start_head(task, head, checkpoint, same_task=False)
+                continue
+            taken = start_head(task, head, checkpoint, same_task=False)
+            assert taken == ("nothing" if wanted == "linear" else "region_transform")
+            if wanted == kind:
+                assert torch.equal(head.transform.dense.weight, source.head.region_transform.dense.weight)
+
+
+def test_the_loss_of_regions_is_a_mean_over_candidates_or_of_the_rows_sums(tmp_path):
+    found = {}
+    for over in ("rows", "regions"):
+        task, samples = refcoco(tmp_path, loss_over=over)
+        batch = collate(examples_of(task, samples, VILBERT))
+        found[over] = new_model(task, VILBERT).eval()(batch)["regions"]
+    assert found["rows"][1] == len(batch)
+    assert found["regions"][1] == len(batch.labelled["candidate"])
+    torch.testing.assert_close(found["rows"][0], found["regions"][0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "weight_norm", "gelu_norm"])
+def test_a_classifier_of_pairs_has_its_dropout(kind: str):
+    classifier = PairClassifier(VILBERT, 5, kind, dropout=0.5)
+    text, regions = torch.randn(3, 4, VILBERT.hidden_size), torch.randn(3, 4, VILBERT.regions_stream.hidden_size)
+    one, another = (classifier(text, regions) for _ in range(2))
+    assert (one - another).abs().max() > 0
+    classifier.eval()
+    assert torch.equal(classifier(text, regions), classifier(text, regions))
+
+
+def test_a_weight_normed_layer_begins_as_its_direction():
+    layer = Classifier(VILBERT, 5, "weight_norm", dropout=0.0).first
+    x = torch.randn(3, layer.direction.in_features)
+    torch.testing.assert_close(layer(x), layer.direction(x))
+    with torch.no_grad():
+        layer.gain *= 2
+    bias = layer.direction.bias
+    torch.testing.assert_close(layer(x) - bias, 2 * (layer.direction(x) - bias))
+
+
+@pytest.mark.parametrize("make", [vqa, vcr])
+def test_the_pooler_of_pre_training_is_taken_over(tmp_path, make: Callable):
+    task, _ = make(tmp_path)
+    head = new_model(task, VILBERT).head
+    assert task.pretrained_parts(head)["pooler"] == "pooler"
+    assert head.get_submodule("pooler").dense.weight.shape == (VILBERT.coattention_size, VILBERT.hidden_size)
+
+
+def test_berts_learning_rate_is_that_of_the_text_layers_alone(tmp_path):
+    task, _ = pretraining(tmp_path)
+    names = new_model(task, VILBERT).bert_parameters
+    assert [int(name.split(".")[3]) for name in names if ".layers." in name] == [0, 2], "T of TXTVX"
+    assert all(name.startswith(("vlbert.embedding.", "vlbert.encoder.")) for name in names), "no head"

@@ -1,0 +1,141 @@
+"""Pairs of a caption and the image of another: which rows, what has labels, the same in every world."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny import CLASSES, TINY_MODEL, tiny_recipe, tiny_root, tiny_sample
+
+from storage.object_store import open_store
+from training.distributed import World
+from vlbert.data.batch import Example, collate
+from vlbert.data.images import prepare_image
+from vlbert.data.loading import TrainingData, TrainingDataset, ValidationData
+from vlbert.data.masking import RegionMasking, WordMasking
+from vlbert.data.samples import open_samples
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.model.vlbert import VLBert
+from vlbert.tasks.base import TaskModel
+from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+
+MASKED = PretrainingSettings(
+    words=WordMasking(probability=0.5), regions=RegionMasking(probability=0.5), relationship=True, mismatched=0.5
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory):
+    return tiny_root(tmp_path_factory.mktemp("mismatched"))
+
+
+def make_task(root, **changes) -> Pretraining:
+    settings = dataclasses.replace(MASKED, **changes)
+    return Pretraining(settings, Vocabulary.read(root / "text" / "vocab.txt"), len(CLASSES))
+
+
+def make_example(task: Pretraining, number: int) -> Example:
+    sample = tiny_sample(number)
+    return task.example(sample, prepare_image(sample, TINY_MODEL.regions, False), None, np.random.default_rng(number))
+
+
+def training_data(root, task: Pretraining, world: World, **changes) -> TrainingData:
+    config = dataclasses.replace(tiny_recipe(root).data, text_batch=0, text_corpus=None, **changes)
+    samples, _ = open_samples(open_store(str(root)), "captions", None, None, World(0, 1, torch.device("cpu")))
+    datasets = [TrainingDataset(samples, task.examples(samples, None))]
+    return TrainingData(datasets, task, config, TINY_MODEL.regions, world)
+
+
+def test_half_of_the_pairs_are_mismatched_and_their_label_says_so(root):
+    task = make_task(root)
+    data = training_data(root, task, World(0, 1, torch.device("cpu")))
+    plain = training_data(root, make_task(root, mismatched=0.0), World(0, 1, torch.device("cpu")))
+    labels = torch.cat([data[step][0].labels["related"] for step in range(12)])
+    assert len(labels) == 96
+    assert 30 < int((labels == 0).sum()) < 66
+    assert all((plain[step][0].labels["related"] == 1).all() for step in range(3))
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_mismatched_pair_has_the_next_image_and_is_masked_with_or_without_labels(root, labelled: bool):
+    task = make_task(root, mismatched=1.0, mismatched_labels=labelled)
+    examples = [make_example(task, number) for number in range(4)]
+    for one, other, found in zip(examples, [*examples[1:], examples[0]], task.together(examples, []), strict=True):
+        assert np.array_equal(found.text.tokens, one.text.tokens)
+        assert found.image.pixels is other.image.pixels
+        assert np.array_equal(found.image.masked, other.image.masked)
+        assert found.text.labels["related"].tolist() == [0]
+        words, regions = (one.text.labels["words"], other.image.labels["region_classes"]) if labelled else ([], [])
+        assert found.text.labels["words"].tolist() == list(words)
+        assert len(found.image.labels["region_classes"]) == len(regions)
+        assert found.image.label_masks["region_label_mask"].any() == bool(len(regions))
+
+
+def test_an_image_of_the_same_url_is_no_mismatch(root):
+    task = make_task(root, mismatched=1.0)
+    one, other = make_example(task, 1), make_example(task, 2)
+    same = dataclasses.replace(other, metadata=other.metadata | {"url": one.metadata["url"]})
+    assert task.together([one], [same]) == [one]
+
+
+def test_the_class_of_a_match_may_be_0(root):
+    task = make_task(root, related_class=0, mismatched=1.0)
+    (found,) = task.together([make_example(task, 1)], [make_example(task, 2)])
+    assert found.text.labels["related"].tolist() == [1]
+    assert make_example(task, 1).text.labels["related"].tolist() == [0]
+
+
+def test_pairs_are_the_same_in_every_world(root):
+    """Of a step's last example the step's first is the next, whichever rank reads it."""
+    task = make_task(root)
+    worlds = {
+        size: [training_data(root, task, World(rank, size, torch.device("cpu"))) for rank in range(size)]
+        for size in (1, 2, 4)
+    }
+    parts = training_data(root, task, World(0, 1, torch.device("cpu")), gradient_accumulation=4)
+    for step in (0, 2, 3):  # step 3 begins another epoch
+        (whole,) = worlds[1][0][step]
+        for split in ([data[step][0] for data in worlds[2]], [data[step][0] for data in worlds[4]], parts[step]):
+            assert torch.equal(torch.cat([part.labels["related"] for part in split]), whole.labels["related"])
+            assert torch.equal(torch.cat([part.labels["words"] for part in split]), whole.labels["words"])
+            images = [part.image(int(part.image_of[row])) for part in split for row in range(len(part))]
+            expected = [whole.image(int(whole.image_of[row])) for row in range(len(whole))]
+            assert all(torch.equal(one, other) for one, other in zip(images, expected, strict=True))
+
+
+def test_in_validation_no_pair_is_mismatched_and_with_other_images_all_are_and_keep_their_labels(root):
+    task, world = make_task(root), World(0, 1, torch.device("cpu"))
+    samples, _ = open_samples(open_store(str(root)), "captions", None, None, world)
+    config = tiny_recipe(root).data
+    data = ValidationData(samples, task.examples(samples, None), task, config, TINY_MODEL.regions, world, None)
+    batches = [data[index][0] for index in range(len(data))]
+    plain, shuffled = (torch.cat([pair[i].labels["related"] for pair in batches]) for i in (0, 1))
+    assert plain.all()
+    assert not shuffled.any()
+    words = [sum(len(pair[i].labels["words"]) for pair in batches) for i in (0, 1)]
+    assert words[0] == words[1] > 0
+    assert all(len(pair[1].labels["region_classes"]) for pair in batches)
+
+
+def test_the_head_learns_and_its_accuracy_is_logged(root):
+    task = make_task(root)
+    torch.manual_seed(0)
+    model = TaskModel(VLBert(TINY_MODEL, len(task.vocabulary)), task)
+    batch = collate(task.together([make_example(task, number) for number in range(6)], [make_example(task, 9)]))
+    losses = model(batch)
+    assert losses["relationship"][1] == losses["relationship_accuracy"][1] == 6
+    losses["relationship"][0].backward()
+    assert model.head.relationship.weight.grad.any()
+
+
+def test_a_batch_of_one_has_no_next_example(root):
+    with pytest.raises(ValueError, match=r"data\.batch is 1"):
+        training_data(root, make_task(root), World(0, 1, torch.device("cpu")), batch=1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mismatched": 0.5, "relationship": False}, {"mismatched": 1.5}, {"related_class": 2}]
+)
+def test_settings_that_cannot_be_are_named(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        dataclasses.replace(MASKED, **changes)

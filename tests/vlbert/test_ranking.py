@@ -1,0 +1,113 @@
+"""A person's own images ranked by a text, and captions by an image: with a real detector, from the command line."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from predicted import STARTED, demo_detector, recorded, save_model
+from tiny import tiny_sample
+
+from vlbert.predict import main, open_ranker
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.tasks.retrieval import RetrievalSettings
+
+CAPTIONS = ["a red square", "a white circle and a blue square", "a green circle"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run of retrieval, one of pre-training with the relationship head and others; photos/ with images in
+    three formats and two files that are none."""
+    root = tmp_path_factory.mktemp("ranking")
+    detector = recorded(demo_detector())
+    related = PretrainingSettings(relationship=True, mismatched=0.5, caption_length=30, max_regions=9)
+    for run, task in {
+        "retrieval": RetrievalSettings(caption_length=40),
+        "related": related,
+        "plain": PretrainingSettings(),
+        "refcoco": RefCOCOSettings(),
+    }.items():
+        save_model(root, run, task, detector, model=STARTED)
+    photos = root / "photos"
+    (photos / "below").mkdir(parents=True)
+    for number, name in enumerate(("a.jpg", "b.png", "c.webp", "below/d.jpg")):
+        (photos / "photo.jpg").write_bytes(tiny_sample(number).image)
+        Image.open(photos / "photo.jpg").save(photos / name)
+    (photos / "photo.jpg").unlink()
+    (photos / "notes.txt").write_text("no image")
+    (photos / "torn.jpg").write_bytes(tiny_sample(1).image[:300])
+    (root / "captions.txt").write_text("\n".join(["", *CAPTIONS, " "]))
+    return root
+
+
+@pytest.mark.parametrize("run", ["retrieval", "related"])
+def test_images_of_a_folder_are_ranked_and_files_that_are_none_are_named(root, run, capsys):
+    main([f"{root}/runs/{run}", "--among", f"{root}/photos", "a red square"])
+    printed, skipped = capsys.readouterr()
+    ranking = [line.split() for line in printed.splitlines()[1:]]
+    assert {name for _, name in ranking} == {"a.jpg", "b.png", "c.webp"}
+    likely = [float(probability) for probability, _ in ranking]
+    assert likely == sorted(likely, reverse=True)
+    assert len(set(likely)) > 1
+    lines = skipped.splitlines()
+    assert [line.startswith("skipped: ") for line in lines] == [True, True]
+    assert ["notes.txt" in lines[0], "torn.jpg" in lines[1]] == [True, True]
+
+
+def test_captions_of_a_file_are_ranked_as_each_by_itself(root, capsys):
+    photo = f"{root}/photos/a.jpg"
+    main([f"{root}/runs/retrieval", photo, "--captions", f"{root}/captions.txt"])
+    printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    ranker = open_ranker(f"{root}/runs/retrieval")
+    alone = {caption: ranker.captions(photo, [caption])[0][1] for caption in CAPTIONS}
+    expected = sorted(alone, key=alone.get, reverse=True)
+    assert [caption for _, caption in printed] == expected
+    assert [float(p) for p, _ in printed] == pytest.approx([alone[caption] for caption in expected], abs=6e-4)
+    assert ranker.images(root / "photos", CAPTIONS[0])[0][1] >= alone[CAPTIONS[0]] - 1e-6
+
+
+def test_a_pretrained_model_reads_as_in_its_pre_training(root):
+    task = open_ranker(f"{root}/runs/related").recipe.task
+    assert (task.caption_length, task.max_regions) == (30, 9)
+
+
+def test_a_text_and_an_image_get_one_probability(root, tmp_path, capsys):
+    shutil.copy(root / "photos" / "a.jpg", tmp_path)
+    main([f"{root}/runs/retrieval", f"{tmp_path}/a.jpg", CAPTIONS[0]])
+    found = open_ranker(f"{root}/runs/retrieval").captions(tmp_path / "a.jpg", CAPTIONS[:1])
+    assert f"  {found[0][1]:.3f}  text and image belong together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["RUNS/retrieval", "--among", "FOLDER/empty", "a"], r"empty holds no file"),
+        (["RUNS/retrieval", "--among", "FOLDER/none", "a"], r"there is no folder .*none"),
+        (["RUNS/retrieval", "--among", "FOLDER/texts", "a"], r"none of the 1 files of .*texts can be ranked; .*b.txt"),
+        (["RUNS/retrieval", "--among", "FOLDER/texts", " "], r"the text ' ' has no words"),
+        (["RUNS/retrieval", "--among", "FOLDER/texts", "a", "--attention"], r"attention has no use beside --among"),
+        (["RUNS/retrieval", "photo.jpg", "--captions", "FOLDER/none"], r"there is no|cannot read .*none"),
+        (["RUNS/retrieval", "photo.jpg", "--captions", "FOLDER/texts/b.txt"], r"b.txt holds no caption"),
+        (["RUNS/refcoco", "--among", "FOLDER/texts", "a"], r"is one of RefCOCOSettings; to rank images or captions"),
+        (
+            ["RUNS/plain", "--among", "FOLDER/texts", "a"],
+            r"runs/plain/.* was pre-trained without the relationship head",
+        ),
+    ],
+)
+def test_what_cannot_be_ranked_is_one_line(root, tmp_path, arguments, named, capsys):
+    for name in ("empty", "texts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "texts" / "b.txt").write_text(" \n")
+    arguments = [one.replace("RUNS", f"{root}/runs").replace("FOLDER", str(tmp_path)) for one in arguments]
+    with pytest.raises(SystemExit, match=rf"(?s)^python -m vlbert.predict: .*{named}") as raised:
+        main(arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_image_beside_a_folder_is_refused(root, capsys):
+    with pytest.raises(SystemExit):
+        main([f"{root}/runs/retrieval", "photo.jpg", "a text", "--among", f"{root}/photos"])
+    assert "--among takes a text and no image" in capsys.readouterr().err

@@ -1,0 +1,279 @@
+"""Retrieval, evaluated: a whole split, what was stopped, every world, unreadable images, and without fine-tuning."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from retrieval_files import captions_of, retrieval_recipe, retrieval_root
+from tiny import TINY_MODEL, tiny_recipe, tiny_sample
+
+from storage.object_store import open_store
+from training.distributed import World
+from vlbert import evaluation_blocks
+from vlbert.checkpoint import open_checkpoint
+from vlbert.config import DataConfig, Recipe
+from vlbert.data.batch import with_texts
+from vlbert.data.loading import ValidationData
+from vlbert.data.samples import open_samples
+from vlbert.datasets.retrieval import ranks
+from vlbert.evaluate import evaluate, load_task_model
+from vlbert.tasks.pretraining import PretrainingSettings
+from vlbert.tasks.retrieval import Retrieval
+from vlbert.train import train
+from vlbert.validate import predict_all, validate
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run `tuned` was trained on train; `pretrained` on all samples, with the relationship head, `plain` without it."""
+    folder = retrieval_root(tmp_path_factory.mktemp("retrieval"))
+    train(retrieval_recipe(folder), ALONE)
+    for run, changes in (
+        ("pretrained", {"relationship": True, "mismatched": 0.5, "related_class": 0}),
+        ("plain", {}),
+    ):
+        train(pretraining(folder, run, **changes), ALONE)
+    return folder
+
+
+def pretraining(folder: Path, run: str, **task: object) -> Recipe:
+    data = DataConfig(root=str(folder / "root"), datasets={"flickr30k": None}, batch=8, workers=0, unreadable=1.0)
+    vocabulary = {"vocabulary": None, "vocabulary_size": 60}
+    task = PretrainingSettings(**task)
+    return tiny_recipe(folder / "root", run=run, task=task, data=data, steps=2, save_every=2, **vocabulary)
+
+
+def evaluated(folder: Path, out: Path | None = None, run: str = "tuned", *overrides: str, again: bool = False) -> dict:
+    given = ["task.caption_length=20", f"task.folder={folder / 'files'}", *overrides]
+    paths = [f"{folder / 'root'}/runs/{run}"]
+    return evaluate(retrieval_recipe(folder), paths, "test", given, out and str(out), ALONE, again)
+
+
+def rows_in(folder: Path) -> list[dict]:
+    return pq.read_table(folder / "predictions.parquet").to_pylist()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_all_images_and_captions_of_a_split_are_ranked(folder, tmp_path, capsys):
+    summary = evaluated(folder, tmp_path / "out")
+    rows = rows_in(tmp_path / "out")
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(10, 16)]
+    assert [row["captions"] for row in rows] == [captions_of(sample) for sample in samples]
+    assert [row["question"] for row in rows] == [sample.url.rpartition("/")[2] for sample in samples]
+    assert summary["metrics"] == Retrieval.metrics(None, rows)
+    assert summary["metrics"]["chance"] == pytest.approx(1 / 6)
+    assert summary["examples"] == {"all": 6, "predicted": 6, "unreadable": 0, "skipped": 0, "invalid": 0}
+    assert "image_r1" in capsys.readouterr().out
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "71.5 Unicoder-VL" in page
+    assert rows[0]["answer"] in page
+    assert f"{rows[0]['image_ranks'][0]}: {rows[0]['captions'][0]}" in page
+    assert {*contents(tmp_path / "out")} == {"predictions.parquet", "metrics.json", "index.html"}
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[int]:
+    """Counts the batches that are predicted; the one of number `stop_at` is interrupted."""
+    calls, predict = [], Retrieval.predict
+
+    def counted(self: Retrieval, *given: object) -> list[dict]:
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        calls.append(len(calls))
+        return predict(self, *given)
+
+    monkeypatch.setattr(Retrieval, "predict", counted)
+    return calls
+
+
+def test_an_evaluation_that_was_stopped_goes_on_and_writes_the_same(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
+    monkeypatch.setattr(Retrieval, "evaluated_at_once", 2)
+    evaluated(folder, tmp_path / "whole")
+    out = tmp_path / "out"
+    with monkeypatch.context() as interrupted:
+        count_calls(interrupted, stop_at=2)
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(folder, out)
+    assert not (out / "metrics.json").exists()
+    assert len([*out.glob("blocks-*/*.mp")]) == 2
+    calls = count_calls(monkeypatch)
+    evaluated(folder, out)
+    assert len(calls) == 1
+    assert contents(out) == contents(tmp_path / "whole")
+    evaluated(folder, out, again=True)
+    assert len(calls) == 4
+
+
+def test_again_takes_nothing_of_an_evaluation_that_was_stopped(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
+    monkeypatch.setattr(Retrieval, "evaluated_at_once", 2)
+    with monkeypatch.context() as interrupted:
+        count_calls(interrupted, stop_at=2)
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(folder, tmp_path / "out")
+    calls = count_calls(monkeypatch)
+    evaluated(folder, tmp_path / "out", again=True)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: ["task.rows_at_once=5"],
+        lambda folder: (folder / "files" / "dataset_flickr30k.json").open("a").write("\n") and [],
+    ],
+)
+def test_blocks_of_other_settings_and_files_are_not_taken(folder, tmp_path, monkeypatch, change: Callable):
+    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
+    monkeypatch.setattr(Retrieval, "evaluated_at_once", 3)
+    shutil.copytree(folder, tmp_path / "copy")
+    with monkeypatch.context() as interrupted:
+        count_calls(interrupted, stop_at=1)
+        with pytest.raises(KeyboardInterrupt):
+            evaluated(tmp_path / "copy", tmp_path / "out")
+    calls = count_calls(monkeypatch)
+    evaluated(tmp_path / "copy", tmp_path / "out", "tuned", *change(tmp_path / "copy"))
+    assert len(calls) == 2
+
+
+def test_a_damaged_block_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_blocks, "_SECONDS", 0.0)
+    monkeypatch.setattr(Retrieval, "evaluated_at_once", 3)
+    count_calls(monkeypatch, stop_at=1)
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(folder, tmp_path / "out")
+    (block,) = (tmp_path / "out").glob("blocks-*/*.mp")
+    block.write_bytes(block.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"{block.name} is damaged"):
+        evaluated(folder, tmp_path / "out")
+
+
+def test_predictions_survive_a_block(tmp_path):
+    store, row = open_store(str(tmp_path)), {"a": [1, None, "x", 0.1, True], "b": {"c": []}}
+    predicted = evaluation_blocks.Predicted(
+        [7, 8],
+        [row | {"scores": np.array([0.1, -np.inf], np.float32), "n": np.int64(3)}],
+        [row],
+        {9: evaluation_blocks.Unreadable(0, None, "gone")},
+    )
+    blocks = evaluation_blocks.Blocks(store, "x/", {"a": 1})
+    blocks._written = -1e9
+    blocks.add(4, predicted)
+    (found,) = evaluation_blocks.Blocks(store, "x/", {"a": 1}).read().items()
+    assert found[0] == 4
+    assert (found[1].numbers, found[1].shuffled, found[1].unreadable) == ([7, 8], [row], predicted.unreadable)
+    scores = found[1].rows[0].pop("scores")
+    assert (scores.dtype, scores.tolist()) == (np.float32, [np.float32(0.1), -np.inf])
+    assert found[1].rows == [row | {"n": 3}]
+    assert evaluation_blocks.Blocks(store, "x/", {"a": 2}).read() == {}
+    evaluation_blocks.delete_blocks(store, "x/")
+    assert [*tmp_path.rglob("*.mp")] == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_scores_are_the_same_in_every_world(folder, size: int):
+    model, recipe = load_task_model(
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+    )
+    samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
+    examples = model.task.examples(samples, "test")
+
+    def scores(world: World) -> dict[str, list[float]]:
+        data = ValidationData(samples, examples, model.task, recipe.data, TINY_MODEL.regions, world, None, 2)
+        return {row["image"]: row["scores"].tolist() for row in predict_all(model, data, recipe, world).rows}
+
+    ranks_of = [scores(World(rank, size, torch.device("cpu"))) for rank in range(size)]
+    assert {name: one for part in ranks_of for name, one in part.items()} == scores(ALONE)
+    assert sum(map(len, ranks_of)) == 6
+
+
+def test_a_limited_validation_ranks_its_images_and_their_captions_alone(folder):
+    model, recipe = load_task_model(
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+    )
+    samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
+    examples = model.task.examples(samples, "test")
+    config = dataclasses.replace(recipe.data, batch=4)
+    data = ValidationData(samples, examples, model.task, config, TINY_MODEL.regions, ALONE, 2)
+    assert [len(row["scores"]) for row in predict_all(model, data, recipe, ALONE).rows] == [4, 4]
+    held_out = {"flickr30k": (samples, examples)}
+    _, rows = validate(model, dataclasses.replace(recipe, validation_samples=2), held_out, ALONE)
+    assert len(rows) == 2
+    assert {name for row in rows for name in row["found_images"]} <= {row["image"] for row in rows}
+    assert all(rank <= 2 for row in rows for rank in row["image_ranks"])
+    assert all(row["caption_rank"] <= 3 for row in rows)
+    assert {one["answer"] for row in rows for one in row["ranking"]} == {
+        text for row in rows for text in row["captions"]
+    }
+
+
+def test_an_image_that_cannot_be_read_is_left_out_with_its_captions(tmp_path):
+    samples = [tiny_sample(i) for i in range(16)]
+    samples[12] = dataclasses.replace(samples[12], image=samples[12].image[:200])
+    folder = retrieval_root(tmp_path, samples)
+    train(retrieval_recipe(folder), ALONE)
+    summary = evaluated(folder, tmp_path / "out")
+    rows = rows_in(tmp_path / "out")
+    assert (summary["examples"]["predicted"], summary["examples"]["unreadable"]) == (5, 1)
+    assert max(rank for row in rows for rank in row["image_ranks"]) <= 5
+    assert max(row["caption_rank"] for row in rows) <= 9
+    assert samples[12].key in (tmp_path / "out" / "problems.jsonl").read_text()
+
+
+# --- without fine-tuning ----------------------------------------------------------------------------------------------
+
+
+def relationship_of(folder: Path, run: str) -> np.ndarray:
+    """Probabilities [test images, their captions] that pre-training's own head gives."""
+    model, recipe = load_task_model(open_checkpoint(f"{folder / 'root'}/runs/{run}"))
+    tuned, _ = load_task_model(
+        open_checkpoint(f"{folder / 'root'}/runs/tuned"), [f"task.folder={folder / 'files'}"], retrieval_recipe(folder)
+    )
+    tuned.task.vocabulary = model.task.vocabulary
+    samples, _ = open_samples(open_store(str(folder / "root")), "flickr30k", None, None, ALONE)
+    examples = tuned.task.examples(samples, "test")
+    data = ValidationData(samples, examples, tuned.task, recipe.data, TINY_MODEL.regions, ALONE, None, 1)
+    found = {}
+    for parts, (number,), _ in data:
+        batch = with_texts(parts[0], examples.annotations[number].candidates.texts(0, 99))
+        with torch.no_grad():
+            logits = model.head.related(model.vlbert(batch), torch.arange(len(batch)))
+        found[number] = logits.softmax(1)[:, model.head.related_class].numpy()
+    return np.stack([found[number] for number in sorted(found)])
+
+
+def test_a_pretrained_model_ranks_by_its_relationship_head(folder, tmp_path):
+    evaluated(folder, tmp_path / "out", "pretrained")
+    rows = rows_in(tmp_path / "out")
+    expected = relationship_of(folder, "pretrained")
+    found = ranks(expected, np.repeat(np.arange(6), 2))
+    assert [row["caption_rank"] - 1 for row in rows] == found.captions_of_image.tolist()
+    assert [rank - 1 for row in rows for rank in row["image_ranks"]] == found.image_of_caption.tolist()
+    assert [row["probability"] for row in rows] == pytest.approx(expected.max(axis=1), abs=1e-5)
+
+
+def test_a_fine_tuning_begins_where_the_pretrained_model_is(folder, tmp_path):
+    recipe = retrieval_recipe(
+        folder, run="from", random_init=False, init_from=f"{folder / 'root'}/runs/pretrained", steps=1, save_every=1
+    )
+    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-12, warmup_steps=0)
+    train(dataclasses.replace(recipe, optimizer=optimizer), ALONE)
+    evaluated(folder, tmp_path / "out", "from")
+    evaluated(folder, tmp_path / "zero", "pretrained")
+    found, expected = ([row["probability"] for row in rows_in(tmp_path / name)] for name in ("out", "zero"))
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_pretrained_model_without_the_head_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"runs/plain/step-0000002 was pre-trained without the relationship head"):
+        evaluated(folder, tmp_path / "out", "plain")

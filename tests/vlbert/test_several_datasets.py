@@ -1,0 +1,386 @@
+"""A pre-training on several datasets: the share of each, one order in every world, resume, new shards, validation."""
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loaded import ALONE, CPU, captions, rows_in_order
+from safetensors.torch import load_file
+from tiny import DETECTOR, TINY_MODEL, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from storage.catalog import Catalog
+from storage.catalog.commit import commit_shard
+from storage.inventory import Inventory
+from storage.manifests import Row
+from storage.object_store import open_store
+from storage.reading import ShardSamples
+from storage.runs import checkpoints, open_folder
+from storage.sample import Sample
+from training.distributed import World
+from training.log import read_metrics
+from vlbert.config import DataConfig, Recipe
+from vlbert.data.batch import Batch
+from vlbert.data.corpus import TextCorpus
+from vlbert.data.loading import TrainingData, TrainingDataset
+from vlbert.data.order import SnapshotSpan
+from vlbert.data.samples import open_samples
+from vlbert.data.vocabulary import Vocabulary
+from vlbert.initial_weights import check_complete
+from vlbert.recipes import RECIPES
+from vlbert.tasks import make_task
+from vlbert.tasks.base import Examples
+from vlbert.tasks.pretraining import Pretraining
+from vlbert.train import train
+
+STAGE = f"regions/{DETECTOR}"
+SIZES = {"captions": 20, "more": 12, "third": 12}  # of which the tests take the first two, or the last
+BOTH = {"captions": 3.0, "more": 1.0}
+
+
+def samples_of(name: str, count: int) -> list[Sample]:
+    first = {"captions": 0, "more": 200, "third": 400, "held-out": 1000, "held-more": 2000, "new": 300}[name]
+    return [tiny_sample(first + i, regions=1 + i % 3) for i in range(count)]
+
+
+def keys_of(name: str, count: int | None = None) -> set[str]:
+    return {sample.key for sample in samples_of(name, SIZES[name] if count is None else count)}
+
+
+def make_root(folder: Path) -> Path:
+    root = tiny_root(folder, samples=20, held_out=4)
+    for name in ("more", "third"):
+        commit_samples(root, name, samples_of(name, SIZES[name]))
+    commit_samples(root, "held-more", samples_of("held-more", 6))
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return make_root(tmp_path_factory.mktemp("several"))
+
+
+def training_data(
+    root: Path, weights: dict[str, float], rank: int = 0, size: int = 1, spans: dict | None = None, **changes
+) -> TrainingData:
+    """What a process of such a world makes of datasets with these weights."""
+    recipe = tiny_recipe(root)
+    config = dataclasses.replace(recipe.data, **({"batch": 8, "flip": 0.5} | changes))
+    vocabulary = Vocabulary.read(root / "text" / "vocab.txt")
+    task, datasets = make_task(recipe.task, vocabulary, 8), []
+    for name, weight in weights.items():
+        samples, _ = open_samples(open_store(str(root)), name, None, None, ALONE)
+        datasets.append(TrainingDataset(samples, task.examples(samples, None), (spans or {}).get(name, []), weight))
+    corpus = TextCorpus(root / "text", vocabulary)
+    return TrainingData(datasets, task, config, TINY_MODEL.regions, World(rank, size, CPU), corpus)
+
+
+def keys_in(data: TrainingData, steps: int) -> list[str]:
+    return [key for step in range(steps) for batch in data[step] for key in captions(batch)]
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_sizes_end_all_epochs_together(root):
+    keys = keys_in(training_data(root, {"captions": 20, "more": 12}), 8)
+    assert {*keys[:32]} == {*keys[32:]} == keys_of("captions") | keys_of("more")
+    assert keys[:32] != keys[32:]
+
+
+def test_each_dataset_has_its_share_and_epochs_of_its_own(root):
+    keys = keys_in(training_data(root, BOTH), 10)
+    counts = Counter("more" if key in keys_of("more") else "captions" for key in keys)
+    assert counts == {"captions": 60, "more": 20}
+    ours = [key for key in keys if key in keys_of("captions")]
+    assert [{*ours[start : start + 20]} for start in (0, 20, 40)] == [keys_of("captions")] * 3
+    assert {*[key for key in keys if key in keys_of("more")][:12]} == keys_of("more")
+    for step in range(10):
+        assert sum(key in keys_of("more") for key in keys[8 * step : 8 * step + 8]) in (1, 2, 3)
+
+
+def test_beside_others_the_first_dataset_has_the_order_of_a_run_alone(root):
+    alone = keys_in(training_data(root, {"captions": 1.0}), 5)
+    beside = [key for key in keys_in(training_data(root, BOTH), 7) if key in keys_of("captions")]
+    assert beside[:40] == alone[:40]
+
+
+def test_datasets_of_one_size_are_not_shuffled_alike(root):
+    keys = keys_in(training_data(root, {"more": 1.0, "third": 1.0}), 3)
+    orders = [
+        [number for key in keys for number, sample in enumerate(samples_of(name, 12)) if sample.key == key]
+        for name in ("more", "third")
+    ]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(("size", "gradient_accumulation"), [(2, 1), (1, 2), (4, 2)])
+def test_worlds_and_accumulation_share_the_same_samples(root, size, gradient_accumulation):
+    changes = {"batch": 16, "text_batch": 8}
+    whole = training_data(root, BOTH, **changes)
+    parts = [
+        training_data(root, BOTH, rank, size, gradient_accumulation=gradient_accumulation, **changes)
+        for rank in range(size)
+    ]
+    for step in (0, 1, 2):  # epochs of either end on the way
+        dealt = [data[step] for data in parts]
+        rows = [row for part in range(gradient_accumulation) for of in dealt for row in rows_in_order(of[part])]
+        pairs = [row for row in rows if not row[0].startswith("text-")]
+        assert pairs == [row for row in rows_in_order(whole[step][0]) if not row[0].startswith("text-")]
+
+
+def test_the_samples_of_a_dataset_are_read_together(root, monkeypatch):
+    """Neighbours in a tar, in one request; requests, several at a time."""
+    asked, read = [], ShardSamples.samples
+    monkeypatch.setattr(
+        ShardSamples, "samples", lambda self, numbers: asked.append(len(numbers)) or read(self, numbers)
+    )
+    assert len(captions(training_data(root, BOTH)[0][0])) == 8
+    assert sorted(asked) == [2, 6]
+
+
+def sized(weights: dict[int, float], batch: int, every: int) -> TrainingData:
+    """Datasets of which nothing is read: number of examples -> weight."""
+    datasets = [TrainingDataset(None, Examples(np.arange(n)), weight=weight) for n, weight in weights.items()]
+    config = DataConfig(batch=batch, new_shards_every=every)
+    return TrainingData(datasets, SimpleNamespace(neighbours=0), config, TINY_MODEL.regions, ALONE)
+
+
+@given(
+    st.dictionaries(st.integers(1, 40), st.floats(0.05, 5), min_size=1, max_size=3),
+    st.integers(1, 16),
+    st.integers(1, 5),
+)
+def test_boundaries_are_beginnings_of_epochs_and_come_again(weights, batch, every):
+    data, steps = sized(weights, batch, every), 120
+    found = [(step, *boundary) for step in range(steps) for boundary in data.boundaries(step)]
+    for number, (n, weight) in enumerate(weights.items()):
+        ours = [(step, boundary) for step, which, boundary in found if which == number]
+        apart = every * batch * (weight / sum(weights.values()))
+        assert all(boundary > 0 and boundary % n == 0 for _, boundary in ours)
+        gaps = np.diff([0, *(boundary for _, boundary in ours)])
+        assert (gaps >= apart).all(), "so many steps, in samples of the dataset"
+        assert len(ours) >= steps * batch * weight / sum(weights.values()) // (apart + n + 1) - 2, "none is left out"
+
+
+def test_no_dataset_has_two_snapshots_more_in_one_step():
+    """Also one of a single example, of which a step now and then has more than its share."""
+    data, entered = sized({1: 5.0, 2: 2.0, 3: 2.0}, batch=3, every=1), []
+    for step in range(60):
+        while boundaries := data.boundaries(step):  # a run looks again, once something has entered
+            for number, boundary in boundaries:
+                data.enter(number, None, data.datasets[number].examples, "another", boundary)
+                entered.append((step, number))
+        assert len(data._slots(step)) == 3
+    assert len(entered) == len({*entered}) > 60
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """What a training computed from, by step; in step `at` a shard of `more` is committed, as by a detector."""
+
+    def __init__(self, root: Path, at: int | None = None):
+        self.root, self.at, self.steps = root, at, {}
+
+    def __call__(self, step: int, parts: Sequence[Batch]) -> None:
+        if step == self.at:
+            new = samples_of("new", 6)
+            rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(new)]
+            assert commit_shard(
+                Catalog(open_store(str(self.root)), "more"), STAGE, "00009", new, rows, {"random_init": False}
+            )
+        self.steps[step] = [(batch.keys, batch.tokens.tolist()) for batch in parts]
+
+
+def a_run(root: Path, name: str, datasets: dict[str, float | None], steps: int = 8, **changes) -> Recipe:
+    recipe = tiny_recipe(root, run=name, steps=steps, save_every=1, keep_checkpoints=20)
+    data = dataclasses.replace(recipe.data, datasets=datasets, new_shards_every=1, held_out=None)
+    return dataclasses.replace(recipe, data=dataclasses.replace(data, **changes))
+
+
+def weights_of(root: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(root / "runs" / run / "step-0000008" / "model.safetensors")
+
+
+def saved(root: Path, run: str) -> list[dict]:
+    store = open_store(str(root))
+    return open_folder(store, checkpoints(store, run)[-1]).state["data"]
+
+
+def test_new_shards_of_one_dataset_enter_at_its_epoch_and_a_resumed_run_repeats_it(tmp_path, capsys):
+    root = make_root(tmp_path)
+    whole, given = Seen(root, at=0), {"more": 1.0, "captions": 1.0}
+    train(a_run(root, "whole", given), ALONE, whole)
+    # 4 samples of each a step: the 12 of `more` end with step 3, the 20 of `captions` with step 5.
+    printed = capsys.readouterr().out
+    assert "new shards enter in step 4, at the beginning of epoch 1: 18 examples an epoch instead of 12" in printed
+    assert printed.count("50.0% of each step") == 2
+    captioned, more = saved(root, "whole")
+    assert [(span["epoch"], span["consumed"], span["examples"]) for span in captioned["snapshots"]] == [(0, 0, 20)]
+    assert [(span["epoch"], span["consumed"], span["examples"]) for span in more["snapshots"]] == [
+        (0, 0, 12),
+        (1, 12, 18),
+    ]
+    assert (captioned["dataset"], more["dataset"], more["weight"]) == ("captions", "more", 1.0)
+    (event,) = read_metrics(open_store(str(root)), "whole", "snapshot")
+    assert (event["dataset"], event["step"], event["snapshot"]) == ("more", 4, more["snapshots"][1]["snapshot"])
+    keys = [key for step in range(8) for key in whole.steps[step][0][0] if not key.startswith("text-")]
+    first = [key for key in keys if key not in keys_of("captions")]
+    assert {*first[:12]} == keys_of("more")
+    assert {*first[12:30]} == keys_of("more") | keys_of("new", 6)
+    assert {*[key for key in keys if key in keys_of("captions")][:20]} == keys_of("captions")
+
+    before = weights_of(root, "whole")
+    for step in (2, 3, 6):  # before the boundary, at it and behind it
+        for folder in (root / "runs" / "whole").glob("step-*"):
+            if int(folder.name[5:]) > step:
+                (folder / "state.json").unlink()
+        resumed = Seen(root)
+        train(a_run(root, "whole", given, workers=step % 2), ALONE, resumed)
+        assert resumed.steps == {number: parts for number, parts in whole.steps.items() if number >= step}
+        after = weights_of(root, "whole")
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert saved(root, "whole") == [captioned, more]
+
+    # What gc keeps: snapshots of both datasets.
+    pins = {(pin.dataset, pin.snapshot) for pin in Inventory(open_store(str(root))).pins()}
+    assert {("captions", captioned["snapshots"][0]["snapshot"])} | {
+        ("more", span["snapshot"]) for span in more["snapshots"]
+    } == pins
+
+    # Another world goes on with the same samples.
+    spans = {one["dataset"]: [SnapshotSpan(**span) for span in one["snapshots"]] for one in (captioned, more)}
+    ranks = [training_data(root, BOTH | {"captions": 1.0}, rank, 2, spans, flip=0.0) for rank in range(2)]
+    for step in (4, 7):
+        dealt = [key for data in ranks for key in captions(data[step][0])]
+        assert dealt == [key for key in whole.steps[step][0][0] if not key.startswith("text-")]
+
+
+def test_without_weights_each_dataset_has_those_of_its_size_at_the_beginning(tmp_path):
+    root = make_root(tmp_path)
+    seen = Seen(root, at=3)
+    train(a_run(root, "sizes", {"captions": None, "more": None}, steps=5), ALONE, seen)
+    assert [one["weight"] for one in saved(root, "sizes")] == [20.0, 12.0]
+    again = Seen(root)
+    train(a_run(root, "sizes", {"more": None, "captions": None}, steps=8), ALONE, again)
+    assert [one["weight"] for one in saved(root, "sizes")] == [20.0, 12.0], "whatever entered since"
+    steps = seen.steps | again.steps
+    keys = [key for step in range(4) for key in steps[step][0][0] if not key.startswith("text-")]
+    assert {*keys} == keys_of("captions") | keys_of("more")
+
+
+def test_every_held_out_dataset_has_metrics_of_its_own(root, monkeypatch):
+    """Here the metric is the number of examples: so few steps teach nothing that could be compared."""
+    monkeypatch.setattr(Pretraining, "metrics", lambda self, rows: {"words_accuracy": float(len(rows))})
+    recipe = a_run(root, "validated", BOTH, steps=1, held_out=("held-out", "held-more"))
+    metrics = train(recipe, ALONE)
+    (line,) = read_metrics(open_store(str(root)), "validated", "validation")
+    assert metrics.items() <= line.items()
+    counts = {"": 10, "held-out/": 4, "held-more/": 6}
+    assert {name: line[f"{name}words_accuracy"] for name in counts} == counts
+    assert {name: line[f"{name}words_accuracy_shuffled"] for name in counts} == counts
+    rows = [json.loads(row) for row in (root / "runs/validated/predictions.jsonl").read_text().splitlines()]
+    assert Counter(row["dataset"] for row in rows) == {"held-out": 4, "held-more": 6}
+    assert {row["key"] for row in rows if row["dataset"] == "held-more"} == keys_of("held-more", 6)
+    one = dataclasses.replace(recipe.data, held_out=("held-more",))
+    alone = train(dataclasses.replace(recipe, run="alone", data=one), ALONE)
+    assert alone == {
+        "words_accuracy": 6.0,
+        "words_accuracy_shuffled": 6.0,
+        "words_accuracy_grounding_gap": 0.0,
+    }
+
+
+def test_a_vocabulary_that_is_built_holds_the_words_of_all_datasets(root, tmp_path):
+    zebras = [dataclasses.replace(sample, caption="zebra zebra zebra") for sample in samples_of("new", 6)]
+    commit_samples(root, "zebras", zebras)
+    recipe = a_run(root, "words", {"captions": 1.0, "zebras": 1.0}, steps=1, text_batch=0, text_corpus=None)
+    train(dataclasses.replace(recipe, vocabulary=None), ALONE)
+    assert "zebra" in (root / "runs/words/step-0000001/vocab.txt").read_text().splitlines()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"datasets": {}}, "DataConfig.datasets is {}; it must be names of datasets"),
+        ({"datasets": "captions"}, "DataConfig.datasets is 'captions'; it must be names of datasets"),
+        ({"datasets": {"a": 1.0, "b": 0.0}}, "DataConfig.datasets is {'a': 1.0, 'b': 0.0}; it must be a positive"),
+        ({"datasets": {"a": 1.0, "b": -1.0}}, "a positive weight for each name, or none for all"),
+        ({"datasets": {"a": 1.0, "b": float("nan")}}, "a positive weight for each name, or none for all"),
+        ({"datasets": {"a": 1.0, "b": float("inf")}}, "a positive weight for each name, or none for all"),
+        ({"datasets": {"a": 1.0, "b": None}}, "a positive weight for each name, or none for all"),
+        ({"held_out": ("a", "a")}, "DataConfig.held_out is ('a', 'a'); it must be names of datasets, each once"),
+        ({"held_out": "a"}, "DataConfig.held_out is 'a'; it must be names of datasets"),
+        ({"held_out": ()}, "DataConfig.held_out is (); it must be names of datasets"),
+    ],
+)
+def test_bad_names_and_weights_are_refused(fields, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        DataConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"datasets": {"vqa": 1.0, "more": 1.0}}, "data.datasets has 2 names, vqa, more; a task with splits"),
+        ({"held_out": ("vqa", "more")}, "data.held_out has 2 names, vqa, more; a task with splits"),
+    ],
+)
+def test_a_task_with_splits_takes_one_dataset(fields, named):
+    recipe = RECIPES["finetune_vqa_base"]()
+    data = dataclasses.replace(recipe.data, root="root", **fields)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        check_complete(dataclasses.replace(recipe, data=data, init_from="root/runs/run"))
+
+
+def commit_others(root: Path, name: str, detector: str, classes: int) -> None:
+    """A dataset with the regions of another detector, or of other classes."""
+    samples = []
+    for sample in samples_of("new", 4):
+        labels, class_probs = sample.regions.labels % classes + 1, sample.regions.class_probs[:, : classes + 1]
+        regions = dataclasses.replace(sample.regions, detector=detector, labels=labels, class_probs=class_probs)
+        samples.append(dataclasses.replace(sample, regions=regions))
+    rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(samples)]
+    assert commit_shard(Catalog(open_store(str(root)), name), f"regions/{detector}", "00000", samples, rows, {})
+
+
+def test_datasets_that_do_not_fit_together_are_named(root):
+    commit_others(root, "few", DETECTOR, 4)
+    commit_others(root, "other", "0123456789ab", 8)
+    for datasets, named in (
+        ({"captions": 1, "nothing": 1}, r"nothing/regions holds no region shards"),
+        ({"captions": 1, "few": 1}, "the regions of few have another number of classes, 4, than those of captions, 8"),
+        ({"captions": 1, "other": 1}, "of other have another detector, 0123456789ab, than those of captions, 0000000"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            train(a_run(root, "refused", datasets), ALONE)
+    assert not (root / "runs" / "refused").exists()
+
+
+def test_a_resumed_run_keeps_its_datasets_and_their_weights(root):
+    train(a_run(root, "kept", BOTH, steps=1), ALONE)
+    for datasets, named in (
+        ({"captions": 3.0}, r"data\.datasets = captions:3\.0,more:1\.0, the recipe says captions; set it back"),
+        ({"captions": 3.0, "more": 2.0}, r"the recipe says captions:3\.0,more:2\.0"),
+        ({"captions": None, "more": None}, r"the recipe says captions,more"),
+        (BOTH | {"third": 1.0}, r"the recipe says captions:3\.0,more:1\.0,third:1\.0"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            train(a_run(root, "kept", datasets, steps=2), ALONE)
+    train(a_run(root, "kept", {"more": 1, "captions": 3}, steps=2), ALONE)
+    train(a_run(root, "one", {"captions": None}, steps=1), ALONE)
+    train(a_run(root, "one", {"captions": 5.0}, steps=2), ALONE)  # alone it has all, whatever its weight

@@ -1,0 +1,282 @@
+"""ViLBERT and Unicoder-VL: text and regions embedded apart, layers T, V and X, the whole image, poolers."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import CHANNELS, SEPARATE, TINY_MODEL, UNICODER_VL, VILBERT
+
+from vlbert.config import TASK_TOKENS, ModelConfig
+from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+from vlbert.data.boxes import box_location
+from vlbert.model.heads import Pooler
+from vlbert.model.vlbert import Encoded, VLBert
+
+MIXED = dataclasses.replace(SEPARATE, layers="TVJXJ")
+MODELS = {"vilbert": VILBERT, "unicoder-vl": UNICODER_VL, "mixed": MIXED}
+
+
+def make_model(config: ModelConfig) -> VLBert:
+    torch.manual_seed(0)
+    return VLBert(config, vocab_size=50).eval()
+
+
+def text_input(length: int, seed: int = 0) -> TextInput:
+    zeros = np.zeros(length, np.int64)
+    return TextInput(np.random.default_rng(seed).integers(0, 50, length), zeros, zeros)
+
+
+def image_input(regions: int, seed: int = 0, **changes: Any) -> ImageInput:
+    """The whole image and some regions, with features from the seed."""
+    rng = np.random.default_rng(seed)
+    low = rng.uniform(0, 40, (regions, 2))
+    boxes = np.concatenate([[[0, 0, 95, 63]], np.concatenate([low, low + rng.uniform(5, 20, (regions, 2))], axis=1)])
+    features = rng.normal(size=(1 + regions, CHANNELS)).astype(np.float32)
+    image = ImageInput(boxes.astype(np.float32), np.zeros(1 + regions, bool), (96, 64), features=features)
+    return dataclasses.replace(image, **changes)
+
+
+def example(tokens: int = 5, regions: int | None = 3, seed: int = 0) -> Example:
+    return Example(f"sample {seed}", text_input(tokens, seed), None if regions is None else image_input(regions, seed))
+
+
+@torch.no_grad()
+def encode(model: VLBert, *examples: Example) -> tuple[Batch, Encoded]:
+    batch = collate(examples)
+    return batch, model(batch, attentions=True)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_padding_changes_nothing(config: ModelConfig):
+    model, rows = make_model(config), [example(4, 5, 1), example(9, 1, 2), example(6, None, 3)]
+    batch, together = encode(model, *rows)
+    for row, alone in enumerate(rows):
+        single, its = encode(model, alone)
+        for mine, expected, mask in (
+            (together.text[row], its.text[0], single.text_mask[0]),
+            (together.regions[row], its.regions[0], single.region_mask[0]),
+        ):
+            torch.testing.assert_close(mine[: len(mask)][mask], expected[mask], rtol=0, atol=3e-6)
+    assert together.regions.shape == (3, 6, config.regions_stream.hidden_size)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_gradients_are_finite_where_rows_have_no_image(config: ModelConfig):
+    model = make_model(config)
+    for rows in ([example(4, 5, 1), example(6, None, 3)], [example(6, None, 3)]):
+        model.zero_grad()
+        encoded = model(collate(rows))
+        (encoded.text.square().sum() + encoded.regions.square().sum()).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert encoded.text.isfinite().all()
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_the_order_of_regions_changes_nothing_else(config: ModelConfig):
+    model, image, order = make_model(config), image_input(4), np.array([0, 3, 1, 4, 2])
+    turned = dataclasses.replace(image, boxes=image.boxes[order], features=image.features[order])
+    _, plain = encode(model, Example("a", text_input(5), image))
+    _, permuted = encode(model, Example("a", text_input(5), turned))
+    torch.testing.assert_close(permuted.text, plain.text, rtol=0, atol=3e-6)
+    torch.testing.assert_close(permuted.regions[0], plain.regions[0][order], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text_sees_image", "regions_see_text"),
+    [("T", False, False), ("V", False, False), ("TVTV", False, False), ("X", True, True), ("J", True, True)],
+)
+def test_streams_meet_in_j_and_x_alone(layers: str, text_sees_image: bool, regions_see_text: bool):
+    model = make_model(dataclasses.replace(SEPARATE, layers=layers))
+    _, plain = encode(model, Example("a", text_input(5), image_input(3)))
+    _, other_image = encode(model, Example("a", text_input(5), image_input(3, seed=1)))
+    _, other_text = encode(model, Example("a", text_input(5, seed=1), image_input(3)))
+    assert torch.equal(plain.text, other_image.text) != text_sees_image
+    assert torch.equal(plain.regions, other_text.regions) != regions_see_text
+    assert not torch.equal(plain.text, other_text.text)
+    assert not torch.equal(plain.regions, other_image.regions)
+
+
+def test_each_letter_changes_its_own_streams():
+    for letter, changed in {
+        "T": {"text"},
+        "V": {"regions"},
+        "X": {"text", "regions"},
+        "J": {"text", "regions"},
+    }.items():
+        model = make_model(dataclasses.replace(SEPARATE, layers=letter))
+        batch = collate([example()])
+        with torch.no_grad():
+            before = model.embedding(batch, model.appearance(batch))
+            after = model.encoder(before)
+        found = {name for name in ("text", "regions") if not torch.equal(getattr(before, name), getattr(after, name))}
+        assert found == changed
+
+
+def test_co_attention_reads_the_states_that_come_in_on_both_sides():
+    """Written out by hand, one head at a time."""
+    config = dataclasses.replace(VILBERT, layers="X")
+    model = make_model(config)
+    batch = collate([example(5, 3)])
+    layer = model.encoder.layers[0]
+    with torch.no_grad():
+        streams = model.embedding(batch, model.appearance(batch))
+        after = model.encoder(streams)
+        for own, other, x, y, expected in (
+            (layer.text, layer.regions, streams.text[0], streams.regions[0], after.text[0]),
+            (layer.regions, layer.text, streams.regions[0], streams.text[0], after.regions[0]),
+        ):
+            query, key, value = (t.view(len(t), 2, 12) for t in (own.query(x), other.key(y), other.value(y)))
+            read = [(query[:, head] @ key[:, head].T / 12**0.5).softmax(1) @ value[:, head] for head in range(2)]
+            z = own.attention_norm(x + own.attention_output(torch.cat(read, dim=1)))
+            z = own.output_norm(z + own.output(torch.nn.functional.gelu(own.intermediate(z))))
+            torch.testing.assert_close(z, expected, rtol=0, atol=3e-6)
+
+
+def test_attention_maps_name_their_streams_and_rows_sum_to_one():
+    model = make_model(VILBERT)
+    batch, encoded = encode(model, example(4, 2, 1), example(6, None, 2), example(3, 5, 3))
+    sides = [(one.layer, one.letter, one.queries, one.keys) for one in encoded.attentions]
+    assert sides == [
+        (0, "T", "text", "text"),
+        (1, "X", "text", "regions"),
+        (1, "X", "regions", "text"),
+        (2, "T", "text", "text"),
+        (3, "V", "regions", "regions"),
+        (4, "X", "text", "regions"),
+        (4, "X", "regions", "text"),
+    ]
+    masks = {"text": batch.text_mask, "regions": batch.region_mask}
+    heads = {"T": 4, "V": 3, "X": 2}
+    for one in encoded.attentions:
+        queries, keys = masks[one.queries], masks[one.keys]
+        assert one.weights.shape == (3, heads[one.letter], queries.shape[1], keys.shape[1])
+        assert not one.weights.transpose(2, 3)[~keys[:, None].expand(-1, heads[one.letter], -1)].any()
+        expected = keys.any(dim=1)[:, None, None].expand(one.weights.shape[:3]).float()
+        torch.testing.assert_close(one.weights.sum(3), expected)
+
+
+def test_the_whole_image_is_the_mean_of_the_regions_as_the_model_sees_them():
+    model = make_model(VILBERT)
+    image = image_input(4)
+    hidden = dataclasses.replace(image, masked=np.array([False, True, False, False, True]))
+    seen = []
+    model.embedding.visual.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
+    with torch.no_grad():
+        model.embedding.masked_appearance.weight.fill_(2.0)  # as if it had learned this
+        for given in (image, hidden, dataclasses.replace(hidden, averaged_over=2), image_input(0)):
+            model(collate([Example("a", text_input(5), given)]))
+    features = torch.from_numpy(image.features)
+    without = features[1:].clone()
+    without[[0, 3]] = 2.0
+    for found, expected in zip(
+        seen, (features[1:].mean(0), without.mean(0), without.sum(0) / 2, torch.zeros(CHANNELS)), strict=True
+    ):
+        torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(seen[1][1:], without)
+
+
+def test_without_a_whole_image_nothing_reads_it():
+    model = make_model(UNICODER_VL)
+    image = image_input(3)
+    other = dataclasses.replace(image, features=image.features.copy())
+    other.features[0] += 1
+    _, plain = encode(model, Example("a", text_input(5), image))
+    _, changed = encode(model, Example("a", text_input(5), other))
+    assert torch.equal(plain.text, changed.text)
+    assert torch.equal(plain.regions, changed.regions)
+    assert not plain.regions[0, 0].any()
+    assert plain.attentions[0].weights.shape == (1, 4, 9, 9)
+    assert not plain.attentions[0].weights[..., 5].any(), "region 0 stands behind the five words"
+
+
+def test_masked_features_may_be_zeros_instead_of_a_learned_vector():
+    regions = dataclasses.replace(SEPARATE.regions, masked_features="zeros")
+    model = make_model(dataclasses.replace(SEPARATE, regions=regions))
+    assert not hasattr(model.embedding, "masked_appearance")
+    image = image_input(3, masked=np.array([False, True, False, False]))
+    zeroed = dataclasses.replace(image, masked=np.zeros(4, bool), features=image.features.copy())
+    zeroed.features[1] = 0
+    (_, masked), (_, as_zeros) = (encode(model, Example("a", text_input(5), one)) for one in (image, zeroed))
+    assert torch.equal(masked.regions, as_zeros.regions)
+
+
+def test_a_location_is_four_corners_and_an_area_as_shares():
+    found = box_location(torch.tensor([[10.0, 20, 60, 40]]), torch.tensor([[100, 50]]))
+    torch.testing.assert_close(found, torch.tensor([[0.1, 0.4, 0.6, 0.8, 0.2]]))
+
+
+def test_the_location_of_the_whole_image_is_all_of_it():
+    model, seen = make_model(VILBERT), []
+    model.embedding.location.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    encode(model, example())
+    assert seen[0][0].tolist() == [0, 0, 1, 1, 1]
+    assert not (seen[0][1:] == seen[0][0]).all(dim=1).any()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        VILBERT,
+        dataclasses.replace(VILBERT, task_token=3),
+        UNICODER_VL,
+        dataclasses.replace(TINY_MODEL, regions=VILBERT.regions),
+    ],
+    ids=["vilbert", "task token", "unicoder-vl", "vl-bert"],
+)
+def test_the_lengths_of_streams_are_those_of_their_masks(config: ModelConfig):
+    model, batch = make_model(config), collate([example(4, 5, 1), example(9, 1, 2), example(6, None, 3)])
+    streams = model.embedding(batch, model.appearance(batch))
+    assert list(streams.text_lengths) == streams.text_mask.sum(1).tolist()
+    assert list(streams.region_lengths) == streams.region_mask.sum(1).tolist()
+
+
+def test_a_task_token_stands_behind_cls_and_moves_no_word():
+    with_token, without = (make_model(dataclasses.replace(VILBERT, task_token=token)) for token in (3, None))
+    assert with_token.embedding.tasks.weight.shape[0] == TASK_TOKENS
+    batch = collate([example(5), example(7, seed=1)])
+    with torch.no_grad():
+        streams = with_token.embedding(batch, with_token.appearance(batch))
+        without.load_state_dict(with_token.state_dict(), strict=False)
+        plain = without.embedding(batch, without.appearance(batch))
+        encoded = with_token(batch)
+    assert torch.equal(streams.text[:, [0, *range(2, 8)]], plain.text)
+    torch.testing.assert_close(streams.text[0, 1], with_token.embedding.norm(with_token.embedding.tasks.weight[3]))
+    assert streams.text_mask.sum(1).tolist() == [6, 8]
+    assert encoded.text.shape[1] == 7, "the task's own state is left out"
+
+
+def test_poolers_are_read_at_cls_and_at_the_whole_image():
+    encoded = encode(make_model(VILBERT), example())[1]
+    torch.manual_seed(1)
+    product, tanh, none = (Pooler(dataclasses.replace(VILBERT, pooler=p)) for p in ("product", "tanh", "none"))
+    both = encoded.text, encoded.regions
+    text, regions = encoded.text[:, 0], encoded.regions[:, 0]
+    torch.testing.assert_close(product(*both), product.dense(text).relu() * product.region_dense(regions).relu())
+    torch.testing.assert_close(tanh(*both), tanh.dense(text).tanh())
+    assert torch.equal(none(*both), text)
+    assert [pooler.size for pooler in (product, tanh, none)] == [24, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layers": "JTW"}, "layers"),
+        ({"layers": ""}, "layers"),
+        ({"layers": "TVJ", "region_hidden_size": 48}, "region_hidden_size"),
+        ({"embedding": "visual_linguistic", "region_hidden_size": 48, "layers": "TXV"}, "region_hidden_size"),
+        ({"layers": "TXV", "region_num_heads": 5}, "region_num_heads"),
+        ({"layers": "TXV", "coattention_size": 30}, "coattention_num_heads"),
+        ({"layers": "TXV", "region_hidden_size": 0}, "region_hidden_size"),
+        ({"embedding": "visual_linguistic", "whole_image": "mean"}, "whole_image"),
+        ({"embedding": "visual_linguistic", "region_segment": True}, "region_segment"),
+        ({"embedding": "visual_linguistic", "task_token": 1}, "task_token"),
+        ({"task_token": TASK_TOKENS}, "task_token"),
+        ({"whole_image": "none", "pooler": "product"}, "pooler"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_layers_name_the_field(changes: dict[str, Any], field: str):
+    with pytest.raises(ValueError, match=rf"\b{field}\b"):
+        dataclasses.replace(SEPARATE, **changes)

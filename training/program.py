@@ -1,0 +1,156 @@
+"""The command line of a training: `PROGRAM RECIPE [field=value ...]`, alone or under torchrun."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from storage.settings import add_fields, override
+from training import distributed
+from training.distributed import FaultOfNode, World
+from training.loading import EXPECTED
+from training.stopping import Stopped, pass_over_requests
+
+STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
+# An environment variable: the folder in which a rank makes a file that is named by the status with which all ranks end.
+# By it training.launch knows that they have saved, though it got the signal too, or have told what is wrong.
+ENDED_FOLDER = "TRAINING_ENDED_FOLDER"
+_BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends because another one did
+
+
+def run_program(
+    program: str,
+    description: str,
+    recipes: Mapping[str, Callable[[], Any]],
+    check_complete: Callable[[Any], None],
+    train: Callable[[Any, World], Any],
+    arguments: Sequence[str] | None,
+) -> None:
+    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
+    add_recipe_fields(parser, recipes, arguments)
+    options = parser.parse_args(arguments)
+    name = f"{program} {options.recipe}"
+
+    def work(world: World) -> None:
+        # In the world: ranks of another node, where nothing is wrong, would wait for this one.
+        recipe, wrong = None, None
+        try:
+            recipe = override(find_recipe(options.recipe, recipes)(), options.fields)
+            check_complete(recipe)
+        except ValueError as error:
+            wrong = str(error)
+        nodes = distributed.gather_from_nodes(wrong, world)
+        for fault in filter(None, nodes.values()):
+            where = ", ".join(node for node, theirs in nodes.items() if theirs == fault)
+            everywhere = all(theirs == fault for theirs in nodes.values())
+            raise FaultOfNode(fault if everywhere else f"on {where}, and not on all nodes: {fault}")
+        train(recipe, world)
+
+    run_in_world(name, work)
+
+
+def add_recipe_fields(
+    parser: argparse.ArgumentParser, recipes: Mapping[str, Callable[[], Any]], arguments: Sequence[str] | None
+) -> None:
+    """Have the program take field=value behind RECIPE, into `fields`; RECIPE --help lists those of that recipe."""
+    arguments, recipe = sys.argv[1:] if arguments is None else arguments, None
+    if {"-h", "--help"} & {*arguments}:
+        named = [argument for argument in arguments if not argument.startswith("-")]
+        with contextlib.suppress(ValueError):
+            recipe = find_recipe(named[0], recipes)() if named else None
+    add_fields(parser, recipe, "RECIPE --help lists the fields of that recipe, with its values.")
+
+
+def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]], kind: str = "recipe") -> Callable[[], Any]:
+    """The recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory.
+
+    kind: what it is called in errors.
+    """
+    if name in recipes:
+        return recipes[name]
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ValueError(
+            f"there is no such {kind}, only {', '.join(sorted(recipes))}; name your own as MODULE:FUNCTION"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} cannot be imported ({error}); run this in the folder that holds {module.partition('.')[0]}.py"
+        ) from error
+    if not callable(getattr(found, function, None)):
+        raise ValueError(f"{module} has no function {function!r}")
+    return getattr(found, function)
+
+
+def run_in_world(name: str, work: Callable[[World], Any], limit: timedelta = distributed.TIME_LIMIT) -> None:
+    """`work` in the world that torchrun describes, or alone; what is wrong ends the program with one line.
+
+    A rank does not report the error of another rank, and a bug keeps its traceback. Where the run was told to
+    stop, each rank ends with the status STOPPED.
+    """
+    world = None
+    try:
+        world = distributed.start(limit)
+        try:
+            work(world)
+        except Stopped as stopped:
+            pass_over_requests()
+            if world.first:
+                print(f"{name}: stopped: {stopped}", file=sys.stderr, flush=True)
+            distributed.wait_for_all(world)  # the first one saves: one that ended before would have torchrun end it
+            _tell_launch(STOPPED)
+            sys.exit(STOPPED)
+        except FaultOfNode as fault:
+            if world.size == 1:
+                raise
+            _tell_torchrun(str(fault))
+            _tell_launch(1)
+            if world.first:
+                print(f"{name}: {fault}", file=sys.stderr, flush=True)
+            distributed.wait_for_all(world)  # until the first one has told it: torchrun would end it
+            distributed.stop(world)
+            sys.exit(1)
+    except EXPECTED as error:
+        _tell_torchrun(f"{_rank(world)}{error}")
+        sys.exit(f"{name}: {_rank(world)}{error}")
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        fault = distributed.fault_of_another(error)
+        if fault is None:
+            raise
+        # Meanwhile torchrun sees which rank ended first, names that one, and ends those of its own machine.
+        time.sleep(_BEFORE_ANOTHERS_FAILURE)
+        sys.exit(f"{name}: {_rank(world)}another rank is gone or hangs ({fault}); its error stands above, or there")
+    distributed.stop(world)  # not after an error: it would wait for ranks that are still at work
+
+
+def _tell_torchrun(reason: str) -> None:
+    """Write why this rank ended to the file that torchrun, and training.launch, read."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
+            json.dump({"message": {"message": reason, "extraInfo": extra}}, stream)
+
+
+def _tell_launch(status: int) -> None:
+    if os.environ.get(ENDED_FOLDER):
+        Path(os.environ[ENDED_FOLDER], str(status)).touch()
+
+
+def _rank(world: World | None) -> str:
+    return "" if world is None or world.first else f"rank {world.rank}: "
