@@ -180,8 +180,9 @@ class Board:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         with self._monitored():
-            for name, value in values.items() if self._writer else ():
-                self._writer.add_scalar(name, value, step)
+            if self._writer:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
 
     def write(self) -> None:
         """Have all of it in the file."""
