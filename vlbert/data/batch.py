@@ -230,12 +230,12 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     """Pad the texts of some examples to one Batch. ValueError where they carry different labels or features."""
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
-    given = {i: e.image for i, e in enumerate(examples) if e.image is not None}
-    groups = _groups_of_shape(given)
+    of_examples = {i: e.image for i, e in enumerate(examples) if e.image is not None}
+    groups = _groups_of_shape(of_examples)
     number = {i: p for p, i in enumerate(i for group in groups for i in group)}
-    images = [given[i] for i in number]
+    images = [of_examples[i] for i in number]
     rows = [row for row, i in enumerate(owners) if i in number]  # those with an image
-    shown = [given[owners[row]] for row in rows]
+    shown = [of_examples[owners[row]] for row in rows]
     n, t, r = len(texts), max(len(w.tokens) for w in texts), max((len(p.boxes) for p in images), default=0)
     every_row, none = range(n), np.zeros(0, bool)
     labelled = _labelled(texts, every_row, t) | _labelled(shown, rows, r)
@@ -264,7 +264,7 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
         region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
         region_masked=_pad([p.masked for p in shown], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
-        pixels=_pad_pixels([[given[i] for i in group] for group in groups]),
+        pixels=_pad_pixels([[of_examples[i] for i in group] for group in groups]),
         image_sizes=torch.tensor(sizes.images, dtype=torch.int64).reshape(-1, 2),
         averaged_over=torch.tensor(
             [max(1, len(p.boxes) - 1 if p.averaged_over is None else p.averaged_over) for p in images],
