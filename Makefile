@@ -38,6 +38,7 @@ test-all: $(VENV)/installed lint  ## also the slow tests: an hour
 lint: $(VENV)/installed
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ty check
 
 format: $(VENV)/installed
 	$(BIN)/python -m ruff format .

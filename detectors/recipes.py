@@ -115,6 +115,9 @@ class DetectorRecipe:
     threads: int | None = None  # of torch on a CPU: another number gives other last bits; None: torch's own choice
     half: bool = False  # weights.safetensors in float16; it is read as float32
     log_every: int = 20  # steps between progress lines
+    # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
+    # (docs/trackers.md); empty: nothing
+    trackers: tuple[str, ...] = ("tensorboard",)
     validate_every: int = 20_000  # steps between validations; the last step always validates
     save_every: int = 5_000  # steps between checkpoints; the last step always saves
     keep_checkpoints: int = 2  # the newest so many, and the one that validated best; others are removed

@@ -85,8 +85,9 @@ class Regions:
 
     def class_probs_background_first(self) -> np.ndarray:
         """float32 [N, 1 + C], background in column 0, whatever the detector's own order: the order of our heads."""
-        self.num_classes  # noqa: B018  raises where there is no distribution
-        order = [self.background] + [c for c in range(self.class_probs.shape[1]) if c != self.background]
+        columns = self.num_classes + 1
+        assert self.class_probs is not None  # else there was an error
+        order = [self.background] + [c for c in range(columns) if c != self.background]
         return self.class_probs[:, order].astype(np.float32)
 
     def labels_background_first(self) -> np.ndarray:
@@ -173,7 +174,7 @@ def from_members(key: str, members: dict[str, bytes | memoryview]) -> Sample:
             raise ValueError(f"it is of version {shown(version)}, this code reads {SAMPLE_VERSION}")
         sample = Sample(
             key=key,
-            image=members["jpg"],
+            image=bytes(members["jpg"]),
             caption=metadata["caption"],
             url=metadata["url"],
             width=metadata["width"],
@@ -244,7 +245,7 @@ def _check_regions(regions: Regions, width: int, height: int) -> None:
     _check_fractions("scores", regions.scores)
     if probs is not None:
         _check_fractions("class_probs", probs)
-    if regions.attributes is not None:
+    if regions.attributes is not None and regions.attribute_scores is not None:
         _check_fractions("attribute_scores", regions.attribute_scores)
         if np.minimum.reduce(regions.attributes) < 0:
             raise ValueError(f"regions.attributes[{int(regions.attributes.argmin())}] is negative")

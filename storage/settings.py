@@ -45,7 +45,7 @@ def _choices(kind: Any) -> tuple:
     return (*_choices(inner[0]), None) if type(None) in inner and _choices(inner[0]) else ()
 
 
-def _types_of(kind: type) -> dict[str, Any]:
+def _types_of(kind: type[Any]) -> dict[str, Any]:
     """The annotation of each field of a dataclass. A base class that is none may annotate attributes, too."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -128,7 +128,7 @@ def _tree(assignments: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _apply(kind: type, config: Any, tree: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
+def _apply(kind: type[Any], config: Any, tree: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
     types, changes = _types_of(kind), dict(given or {})
     defaults = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     for name, change in tree.items():
@@ -284,14 +284,16 @@ def field_words(kind: type) -> dict[str, str]:
         comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
         own = {number for number in comments if lines[number - 1].lstrip().startswith("#")}  # lines without code
         goes_on = {number for number in own if comments[number].startswith("#  ")}
-        body = ast.parse(source).body[0].body
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.ClassDef)
+        body = definition.body
         for statement, following in zip(body, [*body[1:], None], strict=True):
-            if not isinstance(statement, ast.AnnAssign):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
                 continue
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 words = str(following.value.value)
             else:
-                first, last = statement.lineno, statement.end_lineno
+                first, last = statement.lineno, statement.end_lineno or statement.lineno
                 while first - 1 in own - goes_on:
                     first -= 1
                 while last + 1 in goes_on:

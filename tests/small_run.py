@@ -1,8 +1,7 @@
 """A training of a small network that runs in milliseconds."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
@@ -85,12 +84,13 @@ def run_small(
 ) -> tuple[Network, torch.optim.Optimizer]:
     """Network after steps with these numbers, those of `bad` poisoned."""
     settings = {"steps": len(steps), "log_every": 2, "validate_every": 100, "save_every": 100, "spike": 5.0}
-    settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0)}
+    settings |= {"most_skipped": 2, "optimizer": OptimizerConfig(max_grad_norm=1.0), "trackers": ()}
+    settings |= {"run_name": "run"} | changes
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     with Writer(store) as writer:
         run = kind(
-            recipe=SimpleNamespace(run_name="run", **settings | changes),
+            recipe=make_dataclass("SmallRecipe", settings)(**settings),
             world=world,
             model=network,
             optimizer=optimizer,

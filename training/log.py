@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, heartbeat.json, TensorBoard, progress lines, skipped steps, unreadable samples."""
+"""The log of a run: metrics.jsonl, heartbeat.json, trackers, progress lines, skipped steps, unreadable samples."""
 
 import contextlib
 import json
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from storage.object_store import ObjectStore, StorageUnreachable
 from storage.progress import clock
 from storage.safe_json import parse_json
-from training.log_files import Board, Lines
+from training.log_files import Lines
 from training.stopping import Stopped
+from training.trackers import WAIT_AT_END, WAIT_WHEN_STOPPED, TrackedRun, Tracker, Trackers
 
 if TYPE_CHECKING:  # flows read the heartbeat and the metrics, and need no torch for it
     from training.metrics import Line, Step
@@ -47,11 +48,13 @@ class Unreadable:
 class RunLog:
     """Rank 0's log of one run, under ROOT/runs/<run>/: metrics.jsonl (an object a line, by step), unreadable.jsonl (one
     a sample that could not be read, by the step that first met it), skipped.jsonl (one a step that was left out),
-    heartbeat.json and tensorboard/.
+    heartbeat.json and what trackers write, such as tensorboard/.
 
     step, steps  how many optimizer steps are done already, of how many
     processes    how many train together
     metadata     what the heartbeat says of the run beside its progress
+    trackers     by name; they get each line of metrics.jsonl
+    settings     the recipe as plain values, for trackers
 
     On a bucket all files are kept in a temporary folder, and `publish` puts them; the heartbeat is put by itself.
     """
@@ -65,18 +68,21 @@ class RunLog:
         samples_per_step: int,
         processes: int = 1,
         metadata: Mapping[str, Any] | None = None,
+        trackers: Mapping[str, Tracker] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         store = writer.store
         self.writer, self.store, self.run = writer, store, run
         self.steps, self.samples_per_step = steps, samples_per_step
         folder = store.local_path(f"runs/{self.run}")
-        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if folder is None else None
         self.folder = Path(self._temporary.name) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = {name: self._keep_until(step, name) for name in ("metrics.jsonl", "skipped.jsonl", "unreadable.jsonl")}
         self._known = {line["reason"]: line["step"] for line in kept["unreadable.jsonl"]}
         self._lines = {name: Lines(self.folder / name, writer.log) for name in kept}
-        self._board = Board(self.folder / "tensorboard", step, writer.log)
+        tracked = TrackedRun(run, step, steps, self.folder, settings or {}, writer.log)
+        self._trackers = Trackers(trackers or {}, tracked)
         self._began = self._line_began = time.monotonic()
         self._save_waited = 0.0
         self._resumed_from = self.where(f"step-{step:07d}") if step else None
@@ -164,7 +170,7 @@ class RunLog:
         numbers |= line.measures | {"learning_rate": learning_rate, "samples_per_second": samples_per_second}
         waits = {"data_wait": line.data_wait, "save_wait": self._share_of_saving()}
         numbers |= line.norms | waits | {"memory_gb": line.memory / 1e9} | line.counts
-        self._write("training", step, numbers)
+        self.event("training", step, numbers)
         self._beat |= {"samples_per_second": samples_per_second, "losses": line.losses, "counts": line.counts}
         self._beat |= waits | {"seconds_left": left}
         beat = self._beat | {"step": step, "seconds": time.monotonic() - self._began}
@@ -190,7 +196,7 @@ class RunLog:
         for what, values in {"": whole, **by_dataset(metrics)}.items():
             numbers = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
             print(f"step {step}/{self.steps}  validation  {f'{what}:  ' if what else ''}{numbers}", flush=True)
-        self._write("validation", step, metrics)
+        self.event("validation", step, metrics)
         data = "".join(json.dumps(row) + "\n" for row in predictions).encode()
         self.writer.put(f"runs/{self.run}/predictions.jsonl", data)
 
@@ -212,29 +218,32 @@ class RunLog:
         return sum(step > 0 for step in self._known.values())  # 0: of a validation
 
     def event(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl that is no measurement."""
-        self._lines["metrics.jsonl"].add([{"kind": kind, "step": step} | dict(fields)])
-
-    def _write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        self.event(kind, step, numbers)
-        self._board.add({f"{kind}/{name}": value for name, value in numbers.items()}, step)
+        """A line of metrics.jsonl."""
+        row = {"kind": kind, "step": step} | dict(fields)
+        self._lines["metrics.jsonl"].add([row])
+        self._trackers.add(row)
 
     def publish(self) -> None:
         """Have a bucket brought up to date, or a folder's disk: before a checkpoint, which rests on metrics.jsonl."""
         for lines in self._lines.values():
             lines.write()
-        self._board.write()
+        self._trackers.wait()
         if self._temporary is None:
             metrics = self._lines["metrics.jsonl"]
             self.writer.do(f"runs/{self.run}/metrics.jsonl", metrics.sync)
             return
-        for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-            # Read now: it grows while the writer writes.
-            self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", file.read_bytes())
+        for file in sorted(Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names):
+            # Read now: it grows while the writer writes. Trackers may remove files of theirs at any time.
+            with contextlib.suppress(FileNotFoundError):
+                data = file.read_bytes() if file.is_file() else None
+            if data is not None:
+                self.writer.put(f"runs/{self.run}/{file.relative_to(self.folder)}", data)
 
     def close(self, state: str = "done") -> None:
         """The end, in this state; StorageUnreachable, and the state "failed", where lines are still not written."""
         try:
+            # At their end they may write files, which are published.
+            self._trackers.close(WAIT_AT_END if state == "done" else WAIT_WHEN_STOPPED)
             self.publish()
             lost = [str(lines.lost) for lines in self._lines.values() if lines.lost]
             if lost:
@@ -244,7 +253,6 @@ class RunLog:
                 state, self._beat["reason"] = "failed", str(error)
             raise
         finally:
-            self._board.close()
             if self._temporary is not None:
                 self._temporary.cleanup()
             self._enter(state)

@@ -1,17 +1,13 @@
 """Files that a training adds to, on a disk that may be full for a while: nothing of them is lost, and nothing ends."""
 
-import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from storage.object_store import StorageUnreachable
-
-if TYPE_CHECKING:  # it takes seconds to import
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class Lines:
@@ -75,45 +71,3 @@ def _append(file: Path, line: bytes) -> None:
         except OSError:
             out.truncate(before)
             raise
-
-
-class Board:
-    """TensorBoard's file. It may lack points that the disk did not take; metrics.jsonl has all."""
-
-    def __init__(self, folder: Path, step: int, log: Callable[[str], None]):
-        self.folder, self.step, self.log = folder, step, log
-        self._writer: SummaryWriter | None = None
-        self._failed = False
-        self.write()  # what a stopped run showed after its last checkpoint goes at once
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        with self._monitored():
-            for name, value in values.items() if self._writer else ():
-                self._writer.add_scalar(name, value, step)
-
-    def write(self) -> None:
-        """Have all of it in the file."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        with self._monitored():
-            if self._writer is None:
-                # After the failure of another one nothing is purged but what the run before it left.
-                self._writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else 0)
-            self._writer.flush()
-            self._failed = False
-
-    def close(self) -> None:
-        if self._writer:
-            with contextlib.suppress(OSError):  # it was logged
-                self._writer.close()
-
-    @contextlib.contextmanager
-    def _monitored(self) -> Iterator[None]:
-        """After an error the file is begun anew, with the next write."""
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            if not self._failed:
-                self.log(f"cannot write {self.folder}, the training goes on and this is tried again: {error}")
-            self._failed = True

@@ -15,11 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from storage.object_store import StorageUnreachable
+from storage.settings import to_json
 from training import distributed
 from training.distributed import World
 from training.log import RunLog, Unreadable
 from training.metrics import Losses, Since, Step, Totals, timed
 from training.optimizer import clip_gradients, set_learning_rate
+from training.program import find_trackers
 from training.skipping import LiveNorms, Skipping
 from training.stopping import Stop, Stopped
 from training.writer import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
@@ -29,8 +31,8 @@ from training.writer import WAIT_AT_END, WAIT_WHEN_STOPPED, Writer
 class Run(ABC):
     """A training as the loop runs it: subclasses define a step, a validation and a checkpoint.
 
-    recipe      of its fields, run_name, steps, log_every, validate_every, save_every, spike, most_skipped and optimizer
-                count
+    recipe      of its fields, run_name, steps, log_every, validate_every, save_every, spike, most_skipped, trackers and
+                optimizer count
     model       what learns; the loop wraps it for several processes
     step        optimizer steps that are done already
     loop_state  the state of the loop in the checkpoint that goes on; None where that has none
@@ -65,7 +67,17 @@ class Run(ABC):
     def open_log(self) -> RunLog | None:
         """The log, on the first process; None: nothing is logged or saved."""
         recipe, per_step, processes = self.recipe, self.samples_per_step, self.world.size
-        return RunLog(self.writer, recipe.run_name, self.step, recipe.steps, per_step, processes, self.metadata)
+        return RunLog(
+            self.writer,
+            recipe.run_name,
+            self.step,
+            recipe.steps,
+            per_step,
+            processes,
+            self.metadata,
+            find_trackers(recipe.trackers),
+            to_json(recipe),
+        )
 
     def prepare(self, step: int) -> None:
         """What comes before a step."""

@@ -18,6 +18,7 @@ from training import distributed
 from training.distributed import FaultOfNode, World
 from training.loading import EXPECTED
 from training.stopping import Stopped, pass_over_requests
+from training.trackers import TRACKERS, Tracker
 
 STOPPED = os.EX_TEMPFAIL  # 75, the exit status of a run that was told to stop and has saved: start it again
 # An environment variable: the folder in which a rank makes a file that is named by the status with which all ranks end.
@@ -47,6 +48,8 @@ def run_program(
         try:
             recipe = override(find_recipe(options.recipe, recipes)(), options.fields)
             check_complete(recipe)
+            if world.first:  # the others call none
+                find_trackers(recipe.trackers)
         except ValueError as error:
             wrong = str(error)
         nodes = distributed.gather_from_nodes(wrong, world)
@@ -71,7 +74,12 @@ def add_recipe_fields(
     add_fields(parser, recipe, "RECIPE --help lists the fields of that recipe, with its values.")
 
 
-def find_recipe(name: str, recipes: Mapping[str, Callable[[], Any]], kind: str = "recipe") -> Callable[[], Any]:
+def find_trackers(names: Sequence[str]) -> dict[str, Tracker]:
+    """The trackers of these names; ValueError where one cannot be found."""
+    return {name: find_recipe(name, TRACKERS, "tracker") for name in names}
+
+
+def find_recipe(name: str, recipes: Mapping[str, Callable[..., Any]], kind: str = "recipe") -> Callable[..., Any]:
     """The recipe of this name; MODULE:FUNCTION is one of your own, importable from the working directory.
 
     kind: what it is called in errors.

@@ -3,9 +3,15 @@
 from vlbert import Batch, Encoded, Example, ImageInput, TextInput, VLBert, Vocabulary, collate
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Where each name of the library is defined. Looked up when asked for: vlbert.data.vocabulary, say, needs no torch.
+if TYPE_CHECKING:  # so that editors and type checkers know what __getattr__ gives
+    from vlbert.config import ModelConfig
+    from vlbert.data.batch import Batch, Example, ImageInput, TextInput, collate
+    from vlbert.data.vocabulary import Vocabulary
+    from vlbert.model.vlbert import Encoded, VLBert
+
+# Where each name is defined. Looked up when asked for: vlbert.data.vocabulary, say, needs no torch.
 _HOMES = {
     "VLBert": "vlbert.model.vlbert",
     "Encoded": "vlbert.model.vlbert",
@@ -13,7 +19,17 @@ _HOMES = {
     "Vocabulary": "vlbert.data.vocabulary",
 } | dict.fromkeys(("Batch", "Example", "ImageInput", "TextInput", "collate"), "vlbert.data.batch")
 
-__all__ = list(_HOMES)
+__all__ = [
+    "Batch",
+    "Encoded",
+    "Example",
+    "ImageInput",
+    "ModelConfig",
+    "TextInput",
+    "VLBert",
+    "Vocabulary",
+    "collate",
+]
 
 
 def __getattr__(name: str) -> Any:

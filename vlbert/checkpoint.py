@@ -8,7 +8,7 @@ ROOT/runs/<run>/step-0000100/                 a checkpoint: these, optimizer.saf
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -33,6 +33,9 @@ from training.checkpoint_files import MODEL, OPTIMIZER, load_tensors, optimizer_
 from training.writer import Writer
 from vlbert.config import ModelConfig, Recipe
 from vlbert.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # it reads models from here
+    from vlbert.tasks.base import TaskModel
 
 _COUNTER = ".num_batches_tracked"
 VOCABULARY, TASK = "vocab.txt", "task.json"
@@ -105,7 +108,7 @@ def save_checkpoint(
     run: str,
     step: int,
     recipe: Recipe,
-    model: nn.Module,
+    model: "TaskModel",
     optimizer: torch.optim.Optimizer,
     vocabulary: Vocabulary,
     num_classes: int,

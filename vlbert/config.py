@@ -274,6 +274,9 @@ class Recipe:
     spike: float | None = 5.0  # skip a step whose loss is so many times the mean of the last 100; None: never
     most_skipped: int = 10  # so many steps skipped in a row, for a spike or a loss that is not finite, end the run
     log_every: int = 20  # steps between progress lines
+    # What gets each line of metrics.jsonl, beside that file: tensorboard, or MODULE:FUNCTION of your own
+    # (docs/trackers.md); empty: nothing
+    trackers: tuple[str, ...] = ("tensorboard",)
     validate_every: int = 5_000  # steps between validations; the last step always validates
     validation_samples: int | None = 10_000  # most held-out examples of a validation; None: all
     save_every: int = 5_000  # steps between checkpoints; the last step always saves

@@ -57,6 +57,7 @@ def convert(
         if problem := "the file has it under two names" if twice else _problem(tensor, known, wanted, plain, what):
             problems.append(f"{key}: {problem}")
             continue
+        assert known is not None  # else there was a problem
         became = {name: known[name] for name in ("ours", "repeats", "kept") if name in known}
         report.append({"theirs": key, "dtype": _dtype(tensor)} | (became or {"counts": int(tensor)}))
         if "ours" in known:
@@ -178,9 +179,8 @@ def to_ours(file: Path, folder: Path, vocabulary: Path | None = None, hints: Hin
         raise ValueError(
             f"{vocabulary} has {len(words)} tokens, {file} was trained with {what.vocab_size}: not its own"
         )
-    metadata = {"num_classes": what.num_classes}
-    if what.task is not None:
-        metadata |= {"task": type(what.task).__name__, "settings": to_json(what.task)}
+    task = {} if what.task is None else {"task": type(what.task).__name__, "settings": to_json(what.task)}
+    metadata = {"num_classes": what.num_classes} | task
     kept = {entry["theirs"]: theirs[entry["theirs"]].clone() for entry in report if "kept" in entry}
     beside = {KEPT: save(kept)} if kept else {}
     files = model_files(tensors, what.model, what.vocab_size, words, metadata, beside)

@@ -21,6 +21,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ class Predictor:
         (regions,) = self.detector.detect([sample])
         if isinstance(regions, str):
             raise ValueError(f"{sample.url}: the detector finds no regions: {regions}")
-        sample = Sample(**vars(sample) | {"regions": regions})
+        sample = replace(sample, regions=regions)
         check_sample(sample)
         return sample
 
@@ -111,6 +112,8 @@ class Predictor:
         regions_alone = text is None and not mask_regions
         annotation = None if regions_alone else self.task.annotation_for(text or "", choices, answer, mask_regions)
         sample = image if isinstance(image, Sample) else self.detect(image)
+        if sample.regions is None:
+            raise ValueError(f"{sample.url}: the sample has no regions; `detect` gives one that has")
         classes = self.detector.metadata.get("classes")
         names = region_names(sample.regions, classes)
         if regions_alone:
@@ -367,7 +370,8 @@ def predict_and_draw(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
+        # The manual of `warnings` allows it.
+        warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)  # ty: ignore[invalid-assignment]
         try:
             rank(options) if options.among or options.captions else predict_and_draw(options)
         except (ValueError, OSError) as error:

@@ -53,7 +53,7 @@ class Prediction:
     @property
     def chosen(self) -> int:
         """The row of the batch that the answer comes from: that of the chosen one of several choices."""
-        return int(np.argmax(self.row["probabilities"])) if len(self.tokens) > 1 else 0
+        return int(np.argmax(self.row["probabilities"])) if self.row and len(self.tokens) > 1 else 0
 
     def lines(self) -> list[tuple[str, float | None]]:
         """Question and answers, line by line, with the probability of each that has one."""
@@ -64,6 +64,7 @@ class Prediction:
         lines += [] if row["ground_truth"] is None else [(f"ground truth: {row['ground_truth']}", None)]
         if "[UNK]" in self.tokens[self.chosen]:
             lines.append((f"read as: {' '.join(self.tokens[self.chosen])}", None))
+        assert self.batch is not None  # it is there where a row is
         used, found = self.batch.sizes.regions[self.chosen] - 1, len(self.names)
         if used < found:
             lines.append((f"the model reads the first {used} of {found} regions", None))
@@ -82,6 +83,7 @@ class Prediction:
     def draw(self) -> Image.Image:
         """The image with the lines below it. Boxes: those that the answer names, and, with thin lines, the others of
         the ranking; without a question all regions."""
+        assert self.sample.regions is not None  # else there were no names
         boxes, row, thin = self.sample.regions.boxes, self.row, []
         if row is None:
             drawn = [(box, colour_of(number), self.names[number - 1]) for number, box in enumerate(boxes, 1)][::-1]

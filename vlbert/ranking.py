@@ -79,6 +79,7 @@ class Ranker:
     def _candidates(self, texts: Sequence[str]) -> HeldOutImage:
         for text in texts:
             self.model.task.annotation_for(text)  # refuses one without words
+        assert isinstance(self.model.task, Retrieval)
         return self.model.task.ranked([HeldOutImage("", tuple(texts))])[0]
 
     def _probabilities(self, sample: Sample, annotation: HeldOutImage) -> np.ndarray:

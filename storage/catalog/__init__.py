@@ -130,8 +130,11 @@ class Catalog:
         where = self.store.where(manifest.tar)
         file = self.store.local_path(manifest.tar)
         try:
-            source = self.store.get(manifest.tar) if file is None else file
-            sha256 = hashlib.sha256(source).hexdigest() if file is None else sha256_of(file)
+            if file is None:
+                source = self.store.get(manifest.tar)
+                sha256 = hashlib.sha256(source).hexdigest()
+            else:
+                source, sha256 = file, sha256_of(file)
         except (ObjectMissing, FileNotFoundError) as error:
             raise ValueError(f"{where} is gone; {self._redo(manifest.stage, manifest.name)}") from error
         if sha256 != manifest.tar_sha256:

@@ -13,18 +13,11 @@ import pytest
 from places import PROJECT
 from writing import Held, files, nothing, wait_for
 
-from storage.object_store import LocalStore, StorageUnreachable, open_store
+from storage.object_store import StorageUnreachable, open_store
 from training.log import PROGRESS_LINES, RunLog, read_heartbeat, read_metrics
 from training.log_files import Lines
 from training.metrics import Line
 from training.writer import Writer
-
-
-class Remote(LocalStore):
-    """A folder that is like a bucket: no file of this machine."""
-
-    def local_path(self, path: str) -> Path | None:
-        return None
 
 
 def line(**changes: Any) -> Line:
@@ -61,7 +54,7 @@ def test_a_full_disk_costs_no_line(tmp_path):
 
 @pytest.fixture
 def record(tmp_path) -> RunLog:
-    """Of a run whose log and TensorBoard cannot be written: folders and files stand in their place."""
+    """Of a run whose log cannot be written: a folder stands in its place."""
     record = RunLog(Writer(open_store(str(tmp_path))), "run", 0, 10, 1)
     (tmp_path / "runs/run/metrics.jsonl").mkdir()
     return record
@@ -98,23 +91,6 @@ def test_lines_that_are_never_written_fail_the_run_at_its_end(tmp_path, record):
     assert [found["step"] for found in read_metrics(record.store, "run", "training")] == [1]
 
 
-def test_tensorboard_is_flushed_before_a_save_and_begun_anew_after_a_failure(tmp_path, record):
-    folder = tmp_path / "runs/run/tensorboard"
-
-    def written() -> bytes:
-        return b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
-
-    record._board.add({f"first {number}": 1.0 for number in range(300)}, 1)
-    record.publish()
-    assert b"first 299" in written()
-    record._board._writer.file_writer.event_writer.close()  # a closed writer refuses as one whose disk is full
-    record._board.add({"second": 1.0}, 2)
-    record.publish()
-    record._board.add({"third": 1.0}, 3)
-    record.publish()
-    assert b"third" in written()
-
-
 def test_the_log_is_synced_before_a_checkpoint(tmp_path, record):
     given, log = threading.Event(), record._lines["metrics.jsonl"]
     with pytest.raises(StorageUnreachable, match=f"cannot write {log.file}: "):
@@ -128,17 +104,6 @@ def test_the_log_is_synced_before_a_checkpoint(tmp_path, record):
         writer.checkpoint("runs/run/step-0000001", files(1), nothing)
         assert list(writer._queue)[-2:] == ["runs/run/metrics.jsonl", "checkpoint"]
         given.set()
-
-
-def test_on_a_bucket_tensorboard_is_flushed_before_it_is_put(tmp_path):
-    with Writer(Remote(str(tmp_path))) as writer:
-        record = RunLog(writer, "run", 0, 10, 1)
-        record.training(1, line(), 0.1)
-        record.publish()
-        writer.finish()
-        (file,) = (tmp_path / "runs/run/tensorboard").iterdir()
-        assert b"loss_all" in file.read_bytes()
-        record.close()
 
 
 def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path):

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from places import DATA
-from released import DECODER, MULTI_TASK, PRETRAINED, WORDS, needs_vilbert, small_state, vilbert_shapes, vilbert_state
+from released import (
+    DECODER,
+    MULTI_TASK,
+    PRETRAINED,
+    WORDS,
+    needs_key_lists,
+    needs_vilbert,
+    small_state,
+    vilbert_shapes,
+    vilbert_state,
+)
 from tiny import TINY_MODEL
 from torch import Tensor
 
@@ -319,6 +329,7 @@ def test_what_the_tensors_do_not_tell_must_be_told_and_nothing_else(tmp_path, ki
         to_ours(tmp_path / "x.bin", tmp_path / "ours", hints=hints)
 
 
+@needs_key_lists
 def test_a_vl_bert_is_told_no_task(tmp_path):
     torch.save({"state_dict": small_state("vqa_base")}, tmp_path / "x.model")
     for hints, named in (

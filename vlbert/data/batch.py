@@ -230,11 +230,12 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
     """Pad the texts of some examples to one Batch. ValueError where they carry different labels or features."""
     owners = [i for i, e in enumerate(examples) for _ in e.texts]
     texts = [text for e in examples for text in e.texts]
-    groups = _groups_of_shape({i: e.image for i, e in enumerate(examples) if e.image is not None})
+    of_examples = {i: e.image for i, e in enumerate(examples) if e.image is not None}
+    groups = _groups_of_shape(of_examples)
     number = {i: p for p, i in enumerate(i for group in groups for i in group)}
-    images = [examples[i].image for i in number]
+    images = [of_examples[i] for i in number]
     rows = [row for row, i in enumerate(owners) if i in number]  # those with an image
-    shown = [examples[owners[row]].image for row in rows]
+    shown = [of_examples[owners[row]] for row in rows]
     n, t, r = len(texts), max(len(w.tokens) for w in texts), max((len(p.boxes) for p in images), default=0)
     every_row, none = range(n), np.zeros(0, bool)
     labelled = _labelled(texts, every_row, t) | _labelled(shown, rows, r)
@@ -263,7 +264,7 @@ def collate(examples: Sequence[Example], unreadable: Sequence[Unreadable] = ()) 
         region_mask=_pad([np.ones(len(p.boxes), bool) for p in shown], rows, n, r, like=none),
         region_masked=_pad([p.masked for p in shown], rows, n, r, like=none),
         region_classes=_pad(classes, rows, n, r, like=np.zeros(0, np.int64)),
-        pixels=_pad_pixels([[examples[i].image for i in group] for group in groups]),
+        pixels=_pad_pixels([[of_examples[i] for i in group] for group in groups]),
         image_sizes=torch.tensor(sizes.images, dtype=torch.int64).reshape(-1, 2),
         averaged_over=torch.tensor(
             [max(1, len(p.boxes) - 1 if p.averaged_over is None else p.averaged_over) for p in images],
@@ -346,19 +347,19 @@ def _padded_areas(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 def _pad_pixels(groups: Sequence[Sequence[ImageInput]]) -> tuple[Tensor, ...]:
     """Of each group uint8 [p, 3, H, W] with each image in its upper left corner, zeros elsewhere; () without any."""
-    images = [image for group in groups for image in group]
-    missing = sum(image.pixels is None for image in images)
-    if missing == len(images):
+    count = sum(map(len, groups))
+    there = [[image.pixels for image in group if image.pixels is not None] for group in groups]
+    missing = count - sum(map(len, there))
+    if missing == count:
         return ()
     if missing:
-        raise ValueError(f"{missing} of {len(images)} images of one batch have no pixels")
+        raise ValueError(f"{missing} of {count} images of one batch have no pixels")
     padded = []
-    for group in groups:
-        height, width = (max(image.pixels.shape[axis] for image in group) for axis in (1, 2))
-        pixels = group[0].pixels.new_zeros(len(group), 3, height, width)
-        for row, image in zip(pixels, group, strict=True):
-            row[:, : image.pixels.shape[1], : image.pixels.shape[2]] = image.pixels
-        padded.append(pixels)
+    for group in there:
+        height, width = (max(pixels.shape[axis] for pixels in group) for axis in (1, 2))
+        padded.append(group[0].new_zeros(len(group), 3, height, width))
+        for row, pixels in zip(padded[-1], group, strict=True):
+            row[:, : pixels.shape[1], : pixels.shape[2]] = pixels
     return tuple(padded)
 
 
@@ -376,7 +377,7 @@ def _pad(
     arrays: Sequence[np.ndarray], rows: Sequence[int], n: int, length: int, like: np.ndarray | None = None
 ) -> Tensor:
     """[n, length, ...] with arrays[i] at the front of row rows[i], zeros elsewhere."""
-    like = arrays[0] if len(arrays) else like
+    like = arrays[0] if len(arrays) or like is None else like
     padded = np.zeros((n, length, *like.shape[1:]), like.dtype)
     for row, array in zip(rows, arrays, strict=True):
         padded[row, : len(array)] = array

@@ -112,8 +112,8 @@ def _finetuning(recipe: Recipe, name: str, learning_rate: float, batch: int) -> 
 
 def _of_multi_task(recipe: Recipe, learning_rate: float, **changes: object) -> Recipe:
     """The recipe with the optimizer of 12-in-1's program: linear to 0 behind the warm-up."""
-    values = {"optimizer.learning_rate": learning_rate, "optimizer.schedule": "linear", "optimizer.decay_at": ()}
-    values |= {f"task.{field}": value for field, value in changes.items()}
+    linear = {"optimizer.learning_rate": learning_rate, "optimizer.schedule": "linear", "optimizer.decay_at": ()}
+    values = linear | {f"task.{field}": value for field, value in changes.items()}
     return override_values(replace(recipe, name=f"{recipe.name}_multi_task"), values | _OPTIMIZER_OF_MULTI_TASK)
 
 

@@ -1,0 +1,91 @@
+"""What stands beside the code: pages whose links and checks exist, the licence, the citation, the forms of issues."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from places import PROJECT
+
+PAGES = sorted(
+    path.relative_to(PROJECT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in PROJECT.glob(pattern)
+)
+CLAIMS = (PROJECT / "docs" / "reproducibility.md").read_text()
+NAMED = sorted({code for line in CLAIMS.splitlines() if line.startswith("|") for code in re.findall("`([^`]+)`", line)})
+
+
+def exists(check: str) -> bool:
+    """Whether there is this test, file, module to run, or target of make."""
+    first, _, rest = check.partition(" ")
+    file, _, test = first.partition("::")
+    if test:
+        return re.search(rf"^def {test}\(", (PROJECT / file).read_text(), re.MULTILINE) is not None
+    if first == "make":
+        return re.search(rf"^{rest}:", (PROJECT / "Makefile").read_text(), re.MULTILINE) is not None
+    if check.startswith("python -m "):
+        path = PROJECT / check.split()[2].replace(".", "/")
+        return any(
+            "__name__" in one.read_text() or one.name == "__main__.py"
+            for one in (path.with_suffix(".py"), path / "__main__.py")
+            if one.is_file()
+        )
+    return (PROJECT / (rest.split()[0] if first in ("bash", "python") else first)).exists()
+
+
+@pytest.mark.parametrize("check", [one for one in NAMED if one != "-s"])
+def test_the_check_of_a_claim_exists(check):
+    assert exists(check)
+
+
+def test_a_check_that_is_not_there_is_seen():
+    gone = [
+        "tests/vlbert/test_train.py::test_gone",
+        "tests/gone.py",
+        "make gone",
+        "python -m vlbert.gone",
+        "bash gone.sh",
+    ]
+    assert not any(exists(check) for check in gone)
+    assert len(NAMED) > 60
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_links_of_a_page_lead_to_files_and_headings(page: Path):
+    text = re.sub(r"```.*?```", "", (PROJECT / page).read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        target, _, heading = link.partition("#")
+        path = (PROJECT / page.parent / target) if target else PROJECT / page
+        assert path.exists(), link
+        if heading:
+            heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in heads], link
+
+
+def test_metadata_agree_with_the_license_and_the_citation():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text())
+    assert project["license"] == citation["license"] == "Apache-2.0"
+    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
+    text = (PROJECT / project["license-files"][0]).read_text()
+    assert text.lstrip().startswith("Apache License\n")
+    assert f"Copyright 2026 {project['authors'][0]['name']}" in text
+    assert [paper["year"] for paper in citation["references"]] == [2020, 2020, 2019]
+    assert all(paper["url"].startswith("https://arxiv.org/abs/") for paper in citation["references"])
+
+
+def test_the_changelog_has_the_version():
+    version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version}" in (PROJECT / "CHANGELOG.md").read_text()
+
+
+def test_the_forms_of_issues_are_valid():
+    forms = [str(path) for path in sorted((PROJECT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))]
+    assert len(forms) == 3
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
