@@ -1,6 +1,5 @@
 """`vlbert COMMAND`: the programs of this project under one name. `python -m MODULE` starts each of them, too."""
 
-import ast
 import difflib
 import re
 import shutil
@@ -58,19 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def table(width: int) -> str:
     """Each command, what it does, and the module behind it, in lines of at most `width` characters."""
-    first, last = (max(map(len, column)) + 2 for column in (COMMANDS, COMMANDS.values()))
+    first, last = (max(map(len, column)) for column in (COMMANDS, COMMANDS.values()))
+    middle = max(20, width - first - last - 6)
     lines = []
     for command, module in COMMANDS.items():
-        words = textwrap.wrap(_purpose(module), max(20, width - first - last - 4))
-        lines.append(f"  {command:<{first}}{words[0]:<{max(20, width - first - last - 4)}}  {module}")
-        lines += [" " * (first + 2) + more for more in words[1:]]
+        words = textwrap.wrap(_purpose(module), middle)
+        lines.append(f"  {command:<{first}}  {words[0]:<{middle}}  {module}")
+        lines += [" " * (first + 4) + more for more in words[1:]]
     return "\n".join(lines)
 
 
 def _purpose(module: str) -> str:
-    """The first sentence of the module's docstring, without what is called."""
-    docstring = ast.get_docstring(ast.parse(source_of(module).read_text(encoding="utf-8")))
-    sentence = re.split(r"\.(?=\s)|[.:]$", " ".join(docstring.partition("\n\n")[0].split()))[0]
+    """The first sentence of the module's docstring, without the name before it."""
+    paragraph = re.match(r'"""(.*?)("""|\n\n)', source_of(module).read_text(encoding="utf-8"), re.DOTALL)[1]
+    sentence = re.split(r"\.(?=\s)|[.:]$", " ".join(paragraph.split()))[0]
     sentence = re.sub(r"^(\w+|`[^`]+`): ", "", sentence)
     return sentence[0].upper() + sentence[1:]
 

@@ -1,7 +1,7 @@
 """Print what has a shell complete the commands of vlbert, their recipes, fields and options.
 
-    eval "$(vlbert completion bash)"        in ~/.bashrc
-    eval "$(vlbert completion zsh)"         in ~/.zshrc, below compinit
+    eval "$(python -m vlbert.completion bash)"        in ~/.bashrc
+    eval "$(python -m vlbert.completion zsh)"         in ~/.zshrc, below compinit
 
 Commands and options are found in the sources. Recipes and fields need the modules that define them, some of which
 import torch: what these define is kept in ~/.cache/vlbert (XDG_CACHE_HOME), until a source changes.
@@ -108,7 +108,7 @@ def _defined(target: str) -> dict[str, Any]:
     stamp = [len(sources), max(file.stat().st_mtime_ns for file in sources)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlbert"
     file = cache / f"completion-{hashlib.sha256(f'{house} {target}'.encode()).hexdigest()[:16]}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(file.read_text(encoding="utf-8"))
         if saved["stamp"] == stamp:
             return saved
