@@ -52,7 +52,7 @@ clean:  ## what the demo made; the virtual environment stays
 # Installed once; again when what is to be installed changes, or where an installation broke off: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt
 ifneq ($(UV),)
-	$(UV) venv --quiet --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
+	$(UV) venv --quiet --seed --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
 	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
 else
 	$(PYTHON) -m venv $(VENV)
