@@ -2,4 +2,4 @@
 
 from storage.programs import require
 
-require("prefect", "whatever runs as a flow")
+require("prefect", "a flow")

@@ -156,9 +156,9 @@ def test_prediction_and_training_need_no_extra(installed, tmp_path):
     ("command", "named"),
     [
         (["catalog", "status", "s3://bucket/root"], "the root s3://bucket/root needs boto3"),
-        (["serve"], "whatever runs as a flow needs prefect"),
+        (["serve"], "a flow needs prefect"),
         (["collect", "ROOT", "captions", "captions=LIST"], "downloading needs aiohttp"),
-        (["compare", "family_demo", "data.root=ROOT"], "the page with the curves needs matplotlib"),
+        (["compare", "family_demo", "data.root=ROOT"], "the page of a comparison needs matplotlib"),
     ],
 )
 def test_a_program_that_needs_an_extra_names_it_in_a_line(installed, tmp_path, command, named):

@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     name = f"{parser.prog} {options.plan}"
     try:
-        require("matplotlib", "the page with the curves")
+        require("matplotlib", "the page of a comparison")
         plan = find_plan(options.plan)
         roots = [one.partition("=")[2] for one in options.fields if one.startswith("data.root=")]
         if not roots:
