@@ -1,5 +1,7 @@
-# `make demo` and `make test` need Python 3.11 or newer and make; they set up .venv by themselves, once.
+# `make demo` and `make test` need Python 3.11 or newer and make; they set up .venv by themselves, once: with uv where that
+# is on PATH (UV= goes without it), else with pip.
 PYTHON ?= python3
+UV ?= $(shell command -v uv 2> /dev/null)
 VENV := .venv
 BIN := $(VENV)/bin
 ROOT ?= demo-root
@@ -50,7 +52,12 @@ clean:  ## what the demo made; the virtual environment stays
 
 # Installed once; again when what is to be installed changes, or where an installation broke off: touch comes last.
 $(VENV)/installed: pyproject.toml constraints.txt
+ifneq ($(UV),)
+	$(UV) venv --quiet --seed --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+endif
 	touch $@

@@ -11,7 +11,6 @@ Exit status: 0 when no shard is left; 1 when the input or a setting is wrong, wh
 (EX_TEMPFAIL) when the storage is out of reach: run it again later.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -33,6 +32,7 @@ from storage.catalog.commit import commit_shard
 from storage.claims import Claims, exit_at_sigterm
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
+from storage.programs import make_parser
 from storage.progress import progress_line
 from storage.sample import Regions, Sample, check_sample
 from storage.settings import add_fields, from_assignments
@@ -280,7 +280,7 @@ def finished(catalog: Catalog, config: DetectionConfig) -> dict | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m detectors.run", description=__doc__)
+    parser = make_parser("detectors.run", __doc__)
     parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")
     parser.add_argument("dataset", metavar="DATASET", help="the dataset below it, such as captions")
     parser.add_argument("--json", action="store_true", help="lines of JSON instead of those for people")

@@ -316,7 +316,7 @@ def check_same(recipe: DetectorRecipe, saved: dict, where: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("python -m detectors.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("detectors.train", __doc__, RECIPES, check_complete, train, arguments)
 
 
 if __name__ == "__main__":

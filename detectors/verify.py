@@ -26,6 +26,7 @@ from detectors.faster_rcnn import PRESETS, FasterRCNN
 from detectors.select import SelectionSettings
 from detectors.weights.files import LoadedWeights, load_weights, read_config, read_names_of
 from storage.normalise import STORED_FORMATS, ImageSettings, Refused, normalise
+from storage.programs import make_parser
 from storage.sample import Regions, Sample
 
 _LONGER_SIDE = 900  # pixels of a drawing
@@ -113,7 +114,7 @@ def _mean_of_best(regions: Regions) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m detectors.verify", description=__doc__.split("\n")[0])
+    parser = make_parser("detectors.verify", __doc__.split("\n")[0])
     parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="safetensors file")
     parser.add_argument("images", type=Path, metavar="IMAGE", nargs="+")
     parser.add_argument("--out", type=Path, default=Path("verified"), help="folder of the drawings (verified)")

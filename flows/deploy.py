@@ -6,7 +6,6 @@ PREFECT_API_URL.
 `make serve` does it by itself. Do it again after a change of the file. `prefect deploy` alone makes no alarm.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ import yaml
 
 from flows.engine import NO_SIGN
 from flows.supervisor import ChildFailed, run_child
+from storage.programs import make_parser
 
 HEARTBEAT = 30  # seconds between two signs of life of a flow run: the least that Prefect takes
 SILENCE = 70  # seconds without one after which a run counts as crashed: two are missing
@@ -130,9 +130,7 @@ def set_automation(name: str, wanted: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.deploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("flows.deploy", __doc__)
     parser.add_argument(
         "file", metavar="FILE", nargs="?", type=Path, default=Path("prefect.yaml"), help="(%(default)s)"
     )

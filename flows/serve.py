@@ -7,7 +7,6 @@ that dies is replaced, and runs go on meanwhile. A worker that dies is replaced;
 docs/operating.md says how to run the parts on machines of their own.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -26,6 +25,7 @@ from uuid import UUID
 from flows.deploy import HEARTBEAT, deploy, work_pools
 from flows.settings import quiet_prefect
 from flows.supervisor import background
+from storage.programs import make_parser
 
 POOL = "local"  # which the worker serves
 PORT = 4200  # Prefect's own
@@ -227,9 +227,7 @@ def serve(home: Path, port: int, deployments: Path, query_seconds: float = QUERY
 
 
 def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = os.environ) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("flows.serve", __doc__)
     home = Path(variables.get("PREFECT_HOME") or ".prefect")
     parser.add_argument("--deployments", type=Path, default=Path("prefect.yaml"), help="file (%(default)s)")
     parser.add_argument("--home", type=Path, default=home, help="folder for all that Prefect keeps (%(default)s)")

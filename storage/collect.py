@@ -8,7 +8,6 @@ the same list: each claims the shards that it is at work on (storage/claims.py),
     python -m storage.collect ROOT DATASET captions=LIST [field=value ...]
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -49,6 +48,7 @@ from storage.img2dataset import import_rows, read_rows
 from storage.manifests import OK, Header
 from storage.normalise import NormalisedImage, Refused
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
+from storage.programs import make_parser
 from storage.progress import progress_line
 from storage.redact import shown_url
 from storage.settings import add_fields, from_assignments
@@ -419,9 +419,9 @@ def _import(part: Part, files: Sequence[Path], settings: CollectSettings, spool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m storage.collect",
-        description="Download a caption list, or import images, into shards; goes on where it was stopped.\n\n"
+    parser = make_parser(
+        "storage.collect",
+        "Download a caption list, or import images, into shards; goes on where it was stopped.\n\n"
         "    python -m storage.collect ROOT DATASET captions=LIST download.contact=me@example.org",
     )
     parser.add_argument("root", metavar="ROOT", help="a folder or s3://bucket/prefix")

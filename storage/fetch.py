@@ -2,6 +2,7 @@
 
 import asyncio
 import email.utils
+import importlib.metadata
 import itertools
 import random
 import re
@@ -18,6 +19,7 @@ from urllib.parse import urljoin
 from storage.addresses import AddressGuard, guarded_resolver
 from storage.hosts import Hosts, Transient
 from storage.normalise import ImageSettings, Refused, run_out
+from storage.programs import require
 from storage.redact import redacted, shown_url
 from storage.settings import FORM, check
 
@@ -88,7 +90,7 @@ class DownloadSettings(ImageSettings):
     @property
     def user_agent(self) -> str:
         """The User-Agent: the program's name and, if set, the contact."""
-        return f"{AGENT}/0.1" + (f" (+{self.contact})" if self.contact else "")
+        return f"{AGENT}/{importlib.metadata.version('vlbert')}" + (f" (+{self.contact})" if self.contact else "")
 
 
 class Fetcher:
@@ -100,6 +102,7 @@ class Fetcher:
         self.hosts = Hosts(settings.concurrency, settings.per_host, settings.breaker)
 
     async def __aenter__(self) -> "Fetcher":
+        require("aiohttp", "downloading")
         import aiohttp
 
         settings = self.settings

@@ -22,6 +22,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from storage.programs import require
 from storage.redact import redacted
 
 # Temporary files of `put`, `check` and `now` in a folder: a name, the process and a random number.
@@ -458,6 +459,7 @@ class S3Store:
     """
 
     def __init__(self, root: str):
+        require("boto3", f"the root {root}")
         self.root = root
         self.bucket, _, prefix = root.removeprefix("s3://").partition("/")
         if not self.bucket:

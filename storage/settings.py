@@ -324,6 +324,22 @@ def _field_lines(config: Any, prefix: str, without: Sequence[str] = ()) -> Itera
         yield from textwrap.wrap(words[field.name], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
+def field_values(config: Any, prefix: str = "") -> dict[str, list[str]]:
+    """The dotted name of each field of a dataclass, or of an instance, with the values that it may have: those of a
+    Literal or of a bool, for every other []."""
+    kind, found = config if isinstance(config, type) else type(config), {}
+    types = _types_of(kind)
+    for field in dataclasses.fields(kind):
+        value = default_of(field) if config is kind else getattr(config, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            found |= field_values(value, f"{name}.")
+        else:
+            values = (True, False) if types[field.name] is bool else _choices(types[field.name])
+            found[name] = [as_text(one) for one in values]
+    return found
+
+
 def _kind(wanted: Any) -> str:
     """An annotation, as --help has it."""
     kind, inner = typing.get_origin(wanted), typing.get_args(wanted)

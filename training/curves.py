@@ -5,6 +5,7 @@ import io
 from collections.abc import Sequence
 
 from storage.object_store import ObjectStore
+from storage.programs import require
 from training.log import by_dataset, read_metrics
 
 Lines = dict[str, list[tuple[float, float]]]  # name -> (step, value)
@@ -40,6 +41,7 @@ def lines_of(rows: Sequence[dict[str, float]], *words: str) -> Lines:
 
 def draw(panels: dict[str, Lines], width: float = 8.0) -> str:
     """Panels by title, one below the other, in an SVG as a data: URI; the legend has the last value of each line."""
+    require("matplotlib", "drawing curves")
     from matplotlib import rc_context  # here, because it takes half a second and only training shows curves
     from matplotlib.figure import Figure
 

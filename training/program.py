@@ -13,6 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from storage.programs import make_parser
 from storage.settings import add_fields, override
 from training import distributed
 from training.distributed import FaultOfNode, World
@@ -28,19 +31,23 @@ _BEFORE_ANOTHERS_FAILURE = 2.0  # seconds that a rank waits before it ends becau
 
 
 def run_program(
-    program: str,
+    module: str,
     description: str,
     recipes: Mapping[str, Callable[[], Any]],
     check_complete: Callable[[Any], None],
     train: Callable[[Any, World], Any],
     arguments: Sequence[str] | None,
+    otherwise: str | None = None,
 ) -> None:
-    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
+    """`PROGRAM RECIPE [field=value ...]`, on one process or under torchrun; what is wrong ends it with one line.
+
+    module, otherwise: see name_of.
+    """
+    parser = make_parser(module, description, otherwise)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(recipes))}, or MODULE:FUNCTION")
     add_recipe_fields(parser, recipes, arguments)
     options = parser.parse_args(arguments)
-    name = f"{program} {options.recipe}"
+    name = f"{parser.prog} {options.recipe}"
 
     def work(world: World) -> None:
         # In the world: ranks of another node, where nothing is wrong, would wait for this one.
@@ -57,6 +64,9 @@ def run_program(
             where = ", ".join(node for node, theirs in nodes.items() if theirs == fault)
             everywhere = all(theirs == fault for theirs in nodes.values())
             raise FaultOfNode(fault if everywhere else f"on {where}, and not on all nodes: {fault}")
+        if "RANK" not in os.environ and (gpus := torch.cuda.device_count()) > 1:
+            on_all = f"torchrun --nproc-per-node {gpus} -m {module} {options.recipe} ..."
+            print(f"{name}: one process uses one of {gpus} GPUs; on all: {on_all}", file=sys.stderr, flush=True)
         train(recipe, world)
 
     run_in_world(name, work)

@@ -33,6 +33,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vlbert")
     if name not in _HOMES:
         raise AttributeError(f"module vlbert has no {name}; it has {', '.join(_HOMES)}")
     import importlib

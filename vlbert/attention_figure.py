@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from detectors.drawing import colour_of, draw_boxes
+from storage.programs import require
 from vlbert.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def draw_figure(prediction: Prediction, attention: Attention, panels: Sequence[P
 
     Shows the regions with most attention in these panels, and the beginning of a long text.
     """
+    require("matplotlib", "the figure of attention")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Compare: trains variants x tasks x seeds on one root, and writes one page about what differs.
+"""Compare: train variants x tasks x seeds on one root, and write one page about what differs.
 
     python -m vlbert.compare PLAN data.root=ROOT [[SCOPE:]field=value ...]
 
@@ -9,7 +9,6 @@ named with its reason, and the others go on; the exit status is then 1. Writes i
 numbers.json to ROOT/comparisons/PLAN. How to read them: docs/results.md.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from storage.object_store import ObjectStore, open_store
+from storage.programs import make_parser, require
 from storage.progress import clock
 from storage.runs import as_json
 from storage.settings import add_fields
@@ -302,7 +302,7 @@ def _shown(found: Mapping[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.compare", description=__doc__)
+    parser = make_parser("vlbert.compare", __doc__)
     parser.add_argument("plan", metavar="PLAN", help=f"{', '.join(sorted(PLANS))}, or MODULE:FUNCTION")
     parser.add_argument("--seeds", metavar="0,1,2", help="in place of the plan's; more can be added later")
     parser.add_argument("--jobs", type=int, help="trainings at a time; by default one a GPU or, without any, a core")
@@ -310,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     name = f"{parser.prog} {options.plan}"
     try:
+        require("matplotlib", "the page of a comparison")
         plan = find_plan(options.plan)
         roots = [one.partition("=")[2] for one in options.fields if one.startswith("data.root=")]
         if not roots:

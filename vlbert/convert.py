@@ -1,4 +1,4 @@
-"""Converts the checkpoints of VL-BERT's and ViLBERT's authors to our models, and back:
+"""Convert the checkpoints of VL-BERT's and ViLBERT's authors to our models, and back:
 
     python -m vlbert.convert vl-bert-base-e2e.model OUT --vocabulary vocab.txt
     python -m vlbert.convert OUT vl-bert-base-e2e.model
@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from detectors.weights.torch_pickle import named_tensors, read_weight_file
+from storage.programs import make_parser
 from storage.safe_json import parse_json
 from storage.settings import differing_fields, from_json, to_json
 from training.checkpoint_files import load_tensors
@@ -249,7 +250,7 @@ def _check_theirs(what: Published, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.convert", description="Convert the authors' checkpoints.")
+    parser = make_parser("vlbert.convert", "Convert the authors' checkpoints.")
     parser.add_argument("source", type=Path, metavar="IN", help="their file, or a model's folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for their file, a new file for a folder")
     parser.add_argument("--vocabulary", type=Path, help="vocab.txt of the BERT that they started from")

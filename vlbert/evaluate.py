@@ -12,7 +12,6 @@ metrics.json last, or to FOLDER (s3:// too). An evaluation that was stopped goes
 settings that exists already is kept; --again repeats it.
 """
 
-import argparse
 import functools
 import hashlib
 import re
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.object_store import ObjectStore, open_store
+from storage.programs import make_parser
 from storage.progress import clock
 from storage.settings import differing_fields, from_json, override, to_json
 from training.checkpoint_files import MODEL
@@ -299,7 +299,7 @@ def _its_detector(store: ObjectStore, dataset: str, checkpoint: Checkpoint) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.evaluate", description=__doc__)
+    parser = make_parser("vlbert.evaluate", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{', '.join(sorted(RECIPES))}, or MODULE:FUNCTION")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="one, or two joined by a comma")
     parser.add_argument("split", metavar="SPLIT", nargs="?", help="as in the task's files")

@@ -25,6 +25,7 @@ from detectors.faster_rcnn import PRESETS
 from storage.collection_plan import CollectSettings, rows_of
 from storage.collection_plan import plan as shards_of
 from storage.download import CaptionRow, Download, Downloader
+from storage.programs import make_parser
 from storage.settings import override
 from storage.spool import Spool
 from training.program import add_recipe_fields, find_recipe
@@ -189,19 +190,20 @@ def main(
         from vlbert import rehearsal
 
         cards = known.CARDS
-    options = _parser(cards, arguments).parse_intermixed_args(arguments)
+    parser = _parser(cards, arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         plan = _planned(options, cards, rehearsal)
         if options.json:
             Path(options.json).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
     except (ValueError, OSError) as error:
-        sys.exit(f"vlbert.plan: {error}")
+        sys.exit(f"{parser.prog}: {error}")
     if not options.json:
         print(page(plan))
 
 
 def _parser(cards: "Mapping[str, Card]", arguments: Sequence[str] | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.plan", description=__doc__)
+    parser = make_parser("vlbert.plan", __doc__)
     parser.add_argument("recipe", metavar="RECIPE", help="a pre-training, or MODULE:FUNCTION")
     add_recipe_fields(parser, RECIPES, arguments)
     which = parser.add_mutually_exclusive_group(required=True)

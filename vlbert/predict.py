@@ -30,6 +30,7 @@ from PIL import Image
 
 from detectors.detect import FasterRCNNDetector
 from detectors.rebuild import detector_of_file, rebuild_detector
+from storage.programs import make_parser, name_of, require
 from storage.sample import Regions, Sample, check_sample
 from training.program import find_recipe
 from vlbert.attention_figure import write_attention
@@ -218,11 +219,7 @@ def with_class_names(row: dict, names: Sequence[str], classes: Sequence[str] | N
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m vlbert.predict",
-        description="\n\n".join(__doc__.split("\n\n")[:2]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("vlbert.predict", "\n\n".join(__doc__.split("\n\n")[:2]))
     parser.add_argument("checkpoint", help="ROOT/runs/RUN, ROOT/runs/RUN/step-*, or a folder; for VCR two, by a comma")
     parser.add_argument("image", nargs="?", help="an image of any usual format; with --among the text")
     parser.add_argument("text", nargs="?", help="the question; without it the regions are drawn with their numbers")
@@ -266,6 +263,8 @@ def predictions_of(options: argparse.Namespace) -> list[Prediction]:
     attentions = options.attention or bool(options.heads)
     if attentions and options.text is None and not options.mask_regions:
         raise ValueError("--attention needs a text")
+    if attentions:
+        require("matplotlib", "--attention")
     names = options.checkpoint.split(",")
     if len(names) > 2 or (len(names) == 2 and not (options.choices and options.rationales)):
         raise ValueError(f"{len(names)} checkpoints: two are for VCR alone, with --choices and --rationales")
@@ -375,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             rank(options) if options.among or options.captions else predict_and_draw(options)
         except (ValueError, OSError) as error:
-            sys.exit(f"python -m vlbert.predict: {error}")
+            sys.exit(f"{name_of('vlbert.predict')}: {error}")
 
 
 if __name__ == "__main__":

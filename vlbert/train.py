@@ -1,8 +1,10 @@
-"""Train: recipe -> data -> model -> task -> loop.
+"""Train a recipe: data -> model -> task -> loop.
 
+    python -m vlbert.train RECIPE [field=value ...]
     torchrun --nproc-per-node N -m vlbert.train RECIPE [field=value ...]
 
-RECIPE is a function of vlbert/recipes/; fields are those of vlbert/config.py, such as data.root=s3://bucket/vlbert or
+The first is one process, on one GPU if there is any; the second one process for each of N GPUs. RECIPE is a function of
+vlbert/recipes/; fields are those of vlbert/config.py, such as data.root=s3://bucket/vlbert or
 optimizer.learning_rate=1e-4. A run that was stopped goes on from its last checkpoint; a finished one says so.
 """
 
@@ -218,7 +220,7 @@ def detector_of(store: ObjectStore, dataset: str, stage: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    run_program("torchrun -m vlbert.train", __doc__, RECIPES, check_complete, train, arguments)
+    run_program("vlbert.train", __doc__, RECIPES, check_complete, train, arguments, "torchrun -m vlbert.train")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Converts the published weights of the Visual Genome detector.
+"""Convert the published weights of the Visual Genome detector.
 
     python -m detectors.weights IN OUT.safetensors [--classes objects_vocab.txt --attributes attributes_vocab.txt]
 
 Prints what became of every tensor. See docs/detector.md.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from detectors.weights.files import read_names_of, write_weights
 from detectors.weights.releases import convert, describe
+from storage.programs import make_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m detectors.weights", description="Convert published weights.")
+    parser = make_parser("detectors.weights", "Convert published weights.")
     parser.add_argument("source", type=Path, metavar="IN", help="a published file: .pkl, .pth, .bin or .model")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new safetensors file")
     parser.add_argument("--classes", type=Path, help="objects_vocab.txt: the classes' names, one a line")

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory, history, status
 from storage.object_store import ObjectMissing, StorageUnreachable, open_store
+from storage.programs import make_parser
 from storage.verify import remarks, verify
+
+COMMANDS = {
+    "status": "stages, rows by status, snapshots, and what each training run pinned",
+    "history": "what was committed when, by which settings or detector",
+    "verify": "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault",
+    "gc": "list what nothing names any more; deletes it only with --delete",
+}
 
 
 def _hours(text: str) -> float:
@@ -46,14 +54,9 @@ def _print_faults(inventory: Inventory) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m storage.catalog", description="What is committed under a root.")
+    parser = make_parser("storage.catalog", "What is committed under a root.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, description in [
-        ("status", "stages, rows by status, snapshots, and what each training run pinned"),
-        ("history", "what was committed when, by which settings or detector"),
-        ("verify", "check every tar, manifest, snapshot and checkpoint against its digest; exit status 1 on a fault"),
-        ("gc", "list what nothing names any more; deletes it only with --delete"),
-    ]:
+    for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("root", help="a folder or s3://bucket/prefix")
         if name in ("history", "verify"):

@@ -1,11 +1,10 @@
-"""The text-only corpus, as one flat file of token ids.
+"""Tokenise a text-only corpus into one flat file of token ids.
 
 python -m vlbert.data.corpus OUT --vocabulary vocab.txt FILES...     tokenise a text-only corpus, one document a line
 
 FILES are UTF-8, plain or gzip, of any size: neither a file nor a long line is ever in memory as a whole.
 """
 
-import argparse
 import contextlib
 import fcntl
 import gzip
@@ -25,6 +24,7 @@ from typing import BinaryIO
 import numpy as np
 
 from storage.download import read_captions
+from storage.programs import make_parser
 from storage.safe_json import parse_json
 from vlbert.data.vocabulary import Vocabulary
 
@@ -331,7 +331,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vlbert.data.corpus", description="Tokenise a text-only corpus.")
+    parser = make_parser("vlbert.data.corpus", "Tokenise a text-only corpus.")
     parser.add_argument("out", type=Path, help="folder to write, vocab.txt included")
     parser.add_argument("files", type=Path, nargs="+", help="text files, plain or gzip, one document a line")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -1,9 +1,8 @@
-"""VQA 2.0's official files and accuracy. A ValueError names the file, the entry and the remedy.
+"""VQA 2.0's official files, accuracy and list of answers. A ValueError names the file, the entry and the remedy.
 
 python -m vlbert.datasets.vqa FOLDER OUT --splits train2014 val2014      writes the answer list
 """
 
-import argparse
 import functools
 import json
 import re
@@ -15,6 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from storage.programs import make_parser
 from storage.safe_json import shown
 from vlbert.datasets.files import check_ids, read_json, read_text
 
@@ -339,7 +339,7 @@ def _misshapen(file: Path, entry: str, reason: str) -> ValueError:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m vlbert.datasets.vqa", description=frequent_answers.__doc__)
+    parser = make_parser("vlbert.datasets.vqa", frequent_answers.__doc__)
     parser.add_argument("folder", type=Path, help="holds v2_mscoco_SPLIT_annotations.json")
     parser.add_argument("out", type=Path, help="the list: .json, or text with one answer a line")
     parser.add_argument("--splits", nargs="+", default=["train2014", "val2014"])

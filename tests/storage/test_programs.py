@@ -1,0 +1,36 @@
+"""A package that only an extra brings is named with that extra, before anything is done."""
+
+import asyncio
+import sys
+
+import pytest
+
+from storage.fetch import DownloadSettings, Fetcher
+from storage.object_store import open_store
+from storage.programs import PackageMissing, require
+from training.curves import draw
+
+
+def enter_fetcher() -> None:
+    async def entered() -> None:
+        async with Fetcher(DownloadSettings()):
+            pass
+
+    asyncio.run(entered())
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("boto3", "vlbert[pipeline]", lambda: open_store("s3://bucket/root")),
+        ("aiohttp", "vlbert[pipeline]", enter_fetcher),
+        ("matplotlib", "vlbert[attention]", lambda: draw({"loss": {"words": [(1, 0.5)]}})),
+        ("no_such_package", "no_such_package", lambda: require("no_such_package", "this")),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, package, extra, use):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(PackageMissing, match=f"needs {package}, which is not installed: pip install '") as missing:
+        use()
+    assert str(missing.value).endswith(f" '{extra}'")
+    assert isinstance(missing.value, ValueError)  # which every program prints as one line

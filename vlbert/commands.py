@@ -1,0 +1,81 @@
+"""`vlbert COMMAND`: the programs of this project under one name. `python -m MODULE` starts each of them, too."""
+
+import difflib
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from storage.programs import PackageMissing, run
+
+# The module behind each command, in the order of use. Nothing here imports it before it runs.
+COMMANDS = {
+    "plan": "vlbert.plan",
+    "collect": "storage.collect",
+    "detect": "detectors.run",
+    "corpus": "vlbert.data.corpus",
+    "recipes": "vlbert.recipes",
+    "train": "vlbert.train",
+    "evaluate": "vlbert.evaluate",
+    "predict": "vlbert.predict",
+    "compare": "vlbert.compare",
+    "catalog": "storage.catalog",
+    "convert": "vlbert.convert",
+    "convert-detector": "detectors.weights",
+    "verify-detector": "detectors.verify",
+    "train-detector": "detectors.train",
+    "vqa-answers": "vlbert.datasets.vqa",
+    "serve": "flows.serve",
+    "deploy": "flows.deploy",
+    "completion": "vlbert.completion",
+}
+
+_USAGE = "usage: vlbert COMMAND ...\n       vlbert COMMAND --help    its arguments and fields\n       vlbert --version"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help"):
+        print(f"{_USAGE}\n\n{table(shutil.get_terminal_size((100, 24)).columns)}")
+    elif command == "--version":
+        import vlbert
+
+        print(f"vlbert {vlbert.__version__}")
+    elif command in COMMANDS:
+        try:
+            run(COMMANDS[command], f"vlbert {command}", others)
+        except PackageMissing as missing:
+            sys.exit(f"vlbert {command}: {missing}")
+    else:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        print(f"vlbert: there is no command {command!r}; {hint}vlbert --help lists all", file=sys.stderr)
+        sys.exit(2)
+
+
+def table(width: int) -> str:
+    """Each command, what it does, and the module behind it, in lines of at most `width` characters."""
+    first, last = (max(map(len, column)) for column in (COMMANDS, COMMANDS.values()))
+    middle = max(20, width - first - last - 6)
+    lines = []
+    for command, module in COMMANDS.items():
+        words = textwrap.wrap(_purpose(module), middle)
+        lines.append(f"  {command:<{first}}  {words[0]:<{middle}}  {module}")
+        lines += [" " * (first + 4) + more for more in words[1:]]
+    return "\n".join(lines)
+
+
+def _purpose(module: str) -> str:
+    """The first sentence of the module's docstring, without the name before it."""
+    paragraph = re.match(r'"""(.*?)("""|\n\n)', source_of(module).read_text(encoding="utf-8"), re.DOTALL)[1]
+    sentence = re.split(r"\.(?=\s)|[.:]$", " ".join(paragraph.split()))[0]
+    sentence = re.sub(r"^(\w+|`[^`]+`): ", "", sentence)
+    return sentence[0].upper() + sentence[1:]
+
+
+def source_of(module: str) -> Path:
+    """The file that `python -m MODULE` runs."""
+    path = Path(__file__).parents[1].joinpath(*module.split("."))
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
