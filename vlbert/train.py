@@ -54,7 +54,7 @@ class VLBertRun(Run):
     held_out: HeldOut
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets and of the corpus
+    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
     reported: set[str] = field(default_factory=set)  # why new shards could not enter
