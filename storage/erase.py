@@ -21,7 +21,7 @@ from storage.catalog import Catalog
 from storage.forgotten import FORGOTTEN, forgotten_urls, is_among
 from storage.inventory import Inventory
 from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Manifest, table_bytes
-from storage.moved import Moved, put_moved, read_moved, shifted
+from storage.moved import Moved, put_moved, read_moved, shifted, successors
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore
 from storage.safe_json import parse_json
 from storage.shards import SHARD_VERSION, each_span, shard_without
@@ -50,24 +50,28 @@ def find_erasable(inventory: Inventory) -> list[Erasable]:
         return []
     spans: dict[str, set[tuple[int, int]]] = defaultdict(set)  # by tar: offset and length
     places = {}  # tar -> catalog, stage and shard
+
+    def add(tar: str | None, held: Collection[tuple[int, int]], catalog: Catalog, stage: str, shard: str) -> None:
+        if held and tar not in inventory.tars and tar in inventory.moved:
+            tar, held = _moved(store, tar, held)
+        if held and tar in inventory.tars:
+            spans[tar].update(held)
+            places[tar] = catalog, stage, shard
+
     for (name, stage), shards in inventory.manifests.items():
         catalog, replaced = Catalog(store, name), {one[2] for one in inventory.replaced if one[:2] == (name, stage)}
         for manifest in _manifests(catalog, stage, sorted(shards), replaced):
-            if manifest.tar in inventory.tars and (found := _spans_of(manifest.table, urls)):
-                spans[manifest.tar] |= found
-                places[manifest.tar] = catalog, stage, manifest.shard
+            ok = manifest.table.filter(pc.equal(manifest.table["status"], OK))
+            add(manifest.tar, _spans_of(ok, urls), catalog, stage, manifest.shard)
     for (name, stage), snapshots in inventory.snapshots.items():
         for info in snapshots.values():
             _, shards = read_snapshot(store, info.path)
             tars = {int(one["shard"]): f"{name}/{stage}/{one['tar']}" for one in shards if one["tar"]}
             for table in read_columns(store, info.path, ["shard", "url", "offset", "length"]):
-                hits = table.filter(is_among(table["url"], urls))
-                for number, *span in zip(
-                    *(hits[one].to_pylist() for one in ("shard", "offset", "length")), strict=True
-                ):
-                    if tars[number] in inventory.tars:
-                        spans[tars[number]].add(tuple(span))
-                        places.setdefault(tars[number], (Catalog(store, name), stage, f"{number:05d}"))
+                table = table.filter(is_among(table["url"], urls))
+                for number in pc.unique(table["shard"]).to_pylist():
+                    held = _spans_of(table.filter(pc.equal(table["shard"], number)), urls)
+                    add(tars[number], held, Catalog(store, name), stage, f"{number:05d}")
     found = [
         Erasable(inventory.tars[tar], sum(length for _, length in spans[tar]), frozenset(spans[tar]), *places[tar])
         for tar in sorted(spans)
@@ -84,9 +88,19 @@ def _manifests(catalog: Catalog, stage: str, shards: list[str], replaced: Collec
 
 
 def _spans_of(table: pa.Table, urls: Collection[str]) -> set[tuple[int, int]]:
-    ok = table.filter(pc.equal(table["status"], OK))
-    hits = ok.filter(is_among(ok["url"], urls))
+    """(offset, length) of the rows that have one of these URLs."""
+    hits = table.filter(is_among(table["url"], urls))
     return set(zip(hits["offset"].to_pylist(), hits["length"].to_pylist(), strict=True))
+
+
+def _moved(store: ObjectStore, tar: str, spans: Collection[tuple[int, int]]) -> tuple[str | None, set[tuple[int, int]]]:
+    """The tar that has the samples of this one now, and where those at `spans` are in it, if they are."""
+    held = np.array(sorted(spans), np.int64).reshape(-1, 2)
+    for moved in successors(store, tar):
+        held = held[~np.isin(held[:, 0], [start for start, _ in moved.removed])]
+        held[:, 0] = shifted(held[:, 0], moved)
+        tar = moved.tar
+    return tar, set(map(tuple, held.tolist()))
 
 
 def _holds(store: ObjectStore, partial: str, urls: Collection[str]) -> bool:

@@ -30,13 +30,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import check_version, is_whole
-from storage.forgotten import TOMBSTONES, forgotten_urls
+from storage.forgotten import TOMBSTONES, forgotten_urls, is_among
 from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard
-from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
+from storage.snapshots import ShardIndex, Snapshot, read_columns, read_index, snapshot_of, write_snapshot
 
 STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHARD_NAME = re.compile(r"\d{5}")
@@ -216,6 +216,12 @@ class Catalog:
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
         """The index of a pinned snapshot, from its file alone; ValueError names a file that is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
+
+    def holds_forgotten(self, snapshot: Snapshot) -> bool:
+        """Whether a URL of a pinned snapshot was forgotten since; reads its URLs, if anything was."""
+        urls = forgotten_urls(self.store)
+        groups = read_columns(self.store, self._snapshot_path(snapshot.stage, snapshot.id), ["url"]) if urls else ()
+        return any(pc.any(is_among(table["url"], urls)).as_py() for table in groups)
 
     def path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):
