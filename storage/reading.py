@@ -13,13 +13,14 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 
 from storage.cache import ShardCache
+from storage.forgotten import forgotten_urls
 from storage.moved import readable
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.sample import BadSample, Sample
@@ -37,6 +38,7 @@ class Samples(Protocol):
     """Samples by number: the shards of a snapshot, or anything like them."""
 
     urls: Sequence[str]
+    withdrawn: Collection[str]  # URLs that were forgotten, whose samples may be in no snapshot any more
 
     def __len__(self) -> int: ...
 
@@ -88,6 +90,11 @@ class ShardSamples:
     def urls(self) -> list[str]:
         """The URL of every sample; a long list, so only tasks that need it read it."""
         return self.index.urls()
+
+    @property
+    def withdrawn(self) -> frozenset[str]:
+        """The URLs that were forgotten, in all datasets."""
+        return forgotten_urls(self.store)
 
     def __len__(self) -> int:
         return len(self.index)

@@ -7,7 +7,7 @@ the first checkpoint is gone.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.catalog import Catalog
-from storage.forgotten import is_among
+from storage.forgotten import forgotten_urls, is_among
 from storage.object_store import ObjectStore, open_store
 from storage.settings import from_json
 from storage.shuffle import draws_in, positions_of, slots_of
@@ -146,10 +145,16 @@ class Trained:
         if kind is None:
             raise ValueError(f"{self.record['task']} of {self.run} is the settings of no task: import it into TASKS")
         settings = from_json(kind, self.record["settings"] | ({"folder": self.folder} if self.folder else {}), self.run)
-        task = make_task(settings, self._vocabulary, self.checkpoint.num_classes)
-        restore_saved(task, self.checkpoint)
         store, path = self.store_of(use.dataset, use.stage, span.snapshot)
-        examples = task.examples(_Urls(Catalog(store, use.dataset).pinned(use.stage, span.snapshot).urls()), None)
+        urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
+        try:
+            task = make_task(settings, self._vocabulary, self.checkpoint.num_classes)
+            restore_saved(task, self.checkpoint)
+            examples = task.examples(_Urls(urls, forgotten_urls(store)), None)
+        except ValueError as error:
+            raise ValueError(
+                f"which images {self.run} has seen, the files of its task tell, and {error}; here: task_folder=FOLDER"
+            ) from error
         if len(examples) != span.examples:
             raise ValueError(
                 f"{self.run} was trained on {span.examples} examples of {use.dataset}, now there are {len(examples)}: "
@@ -165,10 +170,10 @@ class Trained:
 
 
 class _Urls:
-    """What a task reads of samples to find its examples: their URLs."""
+    """What a task reads of samples to find its examples: their URLs, and those that were forgotten."""
 
-    def __init__(self, urls: list[str]):
-        self.urls = urls
+    def __init__(self, urls: list[str], withdrawn: Collection[str]):
+        self.urls, self.withdrawn = urls, withdrawn
 
     def __len__(self) -> int:
         return len(self.urls)
