@@ -162,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if what:
             lines, any_seen = tell(runs, what[0])
             print("\n".join(lines) or f"{shown_url(what[0])} was in nothing that these runs have seen", flush=True)
-            sys.exit(0 if any_seen else 1)
+            if not any_seen:
+                sys.exit(1)
     except (ValueError, OSError, ObjectMissing, StorageUnreachable, pa.ArrowException) as error:
         sys.exit(str(error))
 

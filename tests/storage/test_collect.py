@@ -392,7 +392,7 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
 def test_a_url_that_was_forgotten_is_not_requested(web: Web, tmp_path: Path, retried: bool):
     """In new shards, and when other rows of a committed shard are requested again."""
     image = encode(draw(seed=4))
-    web.put("/forgotten/a.jpg", in_turn(send(b"", 503), send(image)))
+    web.put("/forgotten/a.jpg", in_turn(send(b"", 404), send(image)))
     for name in "bc":
         web.put(f"/forgotten/{name}.jpg", send(image))
     root, withdrawn = tmp_path / "root", f"http://{web.host}/forgotten/b.jpg"
@@ -400,14 +400,14 @@ def test_a_url_that_was_forgotten_is_not_requested(web: Web, tmp_path: Path, ret
     settings = served(web, tmp_path / "list.tsv", *lines)
     if retried:
         quietly(root, settings)
-        assert statuses(root) == ["http_503", "ok", "ok", "ok"]
-        settings = dataclasses.replace(settings, retry_statuses=("http_503",))
+        assert statuses(root) == ["http_404", "ok", "ok", "ok"]
+        settings = dataclasses.replace(settings, retry_statuses=("http_404",))
     forget(open_store(str(root)), [withdrawn])
     count = len(web.requests)
     collected = quietly(root, settings)
     assert not [path for _, path, _ in web.requests[count:] if path.endswith("/b.jpg")]
     found = statuses(root)
-    assert found == (["ok", "forgotten", "ok", "ok"] if retried else ["http_503", "forgotten", "ok", "forgotten"])
+    assert found == (["ok", "forgotten", "ok", "ok"] if retried else ["http_404", "forgotten", "ok", "forgotten"])
     assert collected.counts["forgotten"] == found.count("forgotten")
     left = [sample.url for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
     assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched: `gc` takes it"

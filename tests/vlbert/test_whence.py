@@ -1,7 +1,11 @@
 """Whence and forget: what is computed from a checkpoint is what the training saw."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import re
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from loaded import ALONE, captions
+from places import PROJECT
 from programs import torchrun
 from refcoco_files import write_refcoco
 from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
@@ -174,9 +179,7 @@ def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
     root, watched = pretrained
     sample = tiny_sample(200, regions=1)
     for what in (sample.url, sample.key):
-        with pytest.raises(SystemExit) as ended:
-            whence.main([f"{root}/runs/pretrain", what])
-        assert ended.value.code == 0
+        whence.main([f"{root}/runs/pretrain", what])
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         rows = [line for line in lines if line[0] == "pretrain"]
         assert [(row[1], row[2], row[3]) for row in rows] == [("more", "00000", sample.key)] * len(rows)
@@ -210,9 +213,7 @@ def test_a_snapshot_that_is_gone_is_named_and_another_root_may_have_it(pretraine
     try:
         with pytest.raises(SystemExit, match=r"more/regions/.*/snapshots/.*\.parquet.* is gone; put it back, or name"):
             whence.main([f"{root}/runs/pretrain", key])
-        with pytest.raises(SystemExit) as ended:
-            whence.main([f"{root}/runs/pretrain", key, f"root={tmp_path}"])
-        assert ended.value.code == 0
+        whence.main([f"{root}/runs/pretrain", key, f"root={tmp_path}"])
     finally:
         moved.rename(root / "more")
 
@@ -232,14 +233,33 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(tmp_path):
     assert {key: value for (_, key), value in other.items()} == summary(watched.steps)
 
 
+def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys):
+    """The page's run and key become ours; its URL is one of our samples'."""
+    copy, sample = shutil.copytree(pretrained[0], tmp_path / "vl-root"), tiny_sample(3, regions=1)
+    (copy / "runs" / "pretrain").rename(copy / "runs" / "finetune-vqa")
+    monkeypatch.chdir(tmp_path)
+    page = (PROJECT / "docs" / "provenance.md").read_text()
+    found = [line.partition("#")[0].split()[2:] for line in page.splitlines() if line.startswith("    python -m ")]
+    assert len(found) == 6
+    programs = {"vlbert.whence": whence.main, "vlbert.forget": forgetting.main, "storage.catalog": catalog_main}
+    printed = []
+    for program, *arguments in found:
+        arguments = [sample.key if re.fullmatch("[0-9a-f]{20}", one) else one for one in arguments]
+        programs[program](arguments)
+        printed.append(capsys.readouterr().out)
+    assert sample.url in page
+    assert sample.key in printed[1]
+    assert printed[1].splitlines()[1:] == [line for line in printed[2].splitlines()[1:] if "the URL of" not in line]
+    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:8]
+    assert printed[4].startswith("1 URLs are forgotten now")
+    assert "forgotten images" in printed[5]
+
+
 # --- forget -----------------------------------------------------------------------------------------------------------
 
 
 def forgotten(root: Path, *arguments: str) -> list[str]:
     """What the program prints."""
-    import contextlib
-    import io
-
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         forgetting.main([str(root), *arguments])
@@ -285,42 +305,38 @@ def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrai
 @pytest.mark.parametrize("collected", [False, True])
 def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys, collected):
     root = tiny_root(tmp_path, samples=16, held_out=2)
-    store, sample = open_store(str(root)), tiny_sample(5, regions=1 + 5 % 3)
-    watched = Watched(root)
+    store, samples, watched = (
+        open_store(str(root)),
+        [tiny_sample(i, regions=1 + i % 3) for i in range(16)],
+        Watched(root),
+    )
     train(run_of(root, "run", 2, batch=4), ALONE, watched)
-    before = watched.steps.pop(sample.key, [])
+    sample = next(sample for sample in samples if sample.key not in watched.steps)  # still to come in this epoch
     forgotten(root, sample.url)
     if collected:
         catalog_main(["gc", str(root), "--delete"])
     capsys.readouterr()
     train(run_of(root, "run", 8, batch=4), ALONE, watched)
     assert sample.key not in watched.steps
-    printed = capsys.readouterr().out
-    assert "a snapshot without forgotten samples enters in step 5, at the beginning of epoch 1: 15 examples" in printed
-    lines = (
-        [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
-        if not before
-        else []
-    )
-    assert [(line["key"], f"sample {sample.key} was forgotten since" in line["reason"]) for line in lines] == (
-        [] if before else [(sample.key, True)]
+    assert "a snapshot without forgotten samples enters in step 5, at the beginning of epoch 1: 15 examples" in (
+        capsys.readouterr().out
     )
     (event,) = read_metrics(store, "run", "snapshot")
     assert (event["step"], event["examples"]) == (5, 15)
-    # Every other sample was there in both epochs, at the steps that whence says.
+    (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
+    assert line["key"] == sample.key
+    assert "was forgotten since" in line["reason"]
+    # Every other sample was there in both epochs, at the steps that whence says; of this one, it says why not.
     found = exported(root, "run", tmp_path / "all.parquet")
     assert {key: value for (_, key), value in found.items() if key != sample.key} == summary(watched.steps)
-    with pytest.raises(SystemExit):
-        whence.main([f"{root}/runs/run", sample.url])
-    told_lines = capsys.readouterr().out
-    assert f"{sample.url} was forgotten since" in told_lines
-    assert ("not read: sample" in told_lines) == (not before)
+    whence.main([f"{root}/runs/run", sample.url])
+    printed = capsys.readouterr().out
+    assert f"{line['step']}  not read: sample {sample.key} was forgotten since" in printed
+    assert f"{sample.url} was forgotten since" in printed
     # A new run never meets it.
     new = Watched(root)
     train(run_of(root, "new", 4, batch=4), ALONE, new)
-    assert len(new.steps) == 15
-    assert sample.key not in new.steps
-    assert forget(store, [sample.url]) == []
+    assert new.steps.keys() == {one.key for one in samples} - {sample.key}
 
 
 def test_gc_beside_a_running_training_does_not_end_it(tmp_path):
