@@ -98,18 +98,18 @@ def test_a_damaged_tombstone_is_named(local):
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_snapshot_lacks_what_was_forgotten_and_no_tar_changes(catalog):
+def test_the_next_snapshot_lacks_what_was_forgotten_and_no_tar_changes(local):
     for number in range(2):
-        commit(catalog, number)
-    store, samples = catalog.store, samples_of(range(2))
-    before, tars = catalog.pin(REGIONS), {info.path: info for info in store.list() if info.path.endswith(".tar")}
+        commit(local, number)
+    store, samples = local.store, samples_of(range(2))
+    before, tars = local.pin(REGIONS), {info.path: info for info in store.list() if info.path.endswith(".tar")}
     forget(store, [samples[1].url, samples[6].url])
-    after = catalog.pin(REGIONS)
+    after = local.pin(REGIONS)
     assert after.id != before.id
     assert (after.shards, after.ok_rows) == (before.shards, before.ok_rows - 2)
     left = [as_dict(sample) for i, sample in enumerate(samples) if i not in (1, 6)]
     assert read_all(opened(store, after.id)) == left
-    assert catalog.pin(REGIONS) == after
+    assert local.pin(REGIONS) == after
     assert {info.path: info for info in store.list() if info.path.endswith(".tar")} == tars
     assert faults(store) == []
     # A run that is pinned to the older one does not read them any more.
@@ -138,17 +138,17 @@ def test_a_forgotten_shard_leaves_an_empty_part_of_the_snapshot(local):
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_gc_takes_the_bytes_of_every_stage_and_leaves_the_others_as_they_were(catalog):
+def test_gc_takes_the_bytes_of_every_stage_and_leaves_the_others_as_they_were(local):
     for number in range(3):
-        commit(catalog, number)
-    store, samples = catalog.store, samples_of(range(3))
-    before = {stage: catalog.pin(stage) for stage in STAGES}
+        commit(local, number)
+    store, samples = local.store, samples_of(range(3))
+    before = {stage: local.pin(stage) for stage in STAGES}
     out = {1, 2, 9}
     urls = [samples[i].url for i in out]
     forget(store, urls)
     lines = collect_garbage(store, DAY, delete=False)
     assert sum("forgotten images" in line for line in lines) == 4
-    assert catalog.manifest("images", "00000").revision == 1
+    assert local.manifest("images", "00000").revision == 1
     collect_garbage(store, DAY, delete=True)
     data = bytes_of(store)
     tombstones = b"".join(store.get(info.path) for info in store.list("forgotten/"))
@@ -156,19 +156,19 @@ def test_gc_takes_the_bytes_of_every_stage_and_leaves_the_others_as_they_were(ca
         assert data.count(url.encode()) == tombstones.count(url.encode()) == 1, "in its tombstone alone"
     assert collect_garbage(store, DAY, delete=True) == ["nothing to delete"]
     for stage in STAGES:
-        manifest = catalog.manifest(stage, "00000")
+        manifest = local.manifest(stage, "00000")
         assert (manifest.revision, manifest.statuses) == (2, {"forgotten": 2, "http_404": 2, "ok": 2})
-        assert catalog.manifest(stage, "00001").revision == 1
-        now = catalog.pin(stage)
+        assert local.manifest(stage, "00001").revision == 1
+        now = local.pin(stage)
         assert now.ok_rows == before[stage].ok_rows - 3
-    assert catalog.manifest("images", "00000").meta["config"] == {"max_side": 1024}
-    assert catalog.pending("images", REGIONS) == [], "nothing is detected again"
+    assert local.manifest("images", "00000").meta["config"] == {"max_side": 1024}
+    assert local.pending("images", REGIONS) == [], "nothing is detected again"
     # The new tar is what a writer would have made of the other samples.
     kept = [sample for i, sample in enumerate(samples[:4]) if i not in out]
     other = Catalog(open_store(f"{store.root}/other"), "captions")
     rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(kept)]
     commit_shard(other, REGIONS, "00000", kept, rows, {})
-    assert other.manifest(REGIONS, "00000").tar_sha256 == catalog.manifest(REGIONS, "00000").tar_sha256
+    assert other.manifest(REGIONS, "00000").tar_sha256 == local.manifest(REGIONS, "00000").tar_sha256
     for info in list(other.store.list()):
         other.store.delete(info.path)
     # Older snapshots find the same samples at their new places.
@@ -177,7 +177,7 @@ def test_gc_takes_the_bytes_of_every_stage_and_leaves_the_others_as_they_were(ca
     assert [one for one in found if not isinstance(one, str)] == [
         as_dict(sample) for i, sample in enumerate(samples) if i not in out
     ]
-    assert read_all(opened(store, catalog.pin(REGIONS).id)) == [one for one in found if not isinstance(one, str)]
+    assert read_all(opened(store, local.pin(REGIONS).id)) == [one for one in found if not isinstance(one, str)]
     assert faults(store) == []
 
 
@@ -340,7 +340,7 @@ class Dying(LocalStore):
         self._step(before=False)
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_kill_at_any_write_loses_nothing_and_the_next_run_finishes(tmp_path, after):
     kills, samples = 0, samples_of(range(1))
     for left in range(100):
