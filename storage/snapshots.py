@@ -239,8 +239,22 @@ def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Itera
         yield from _groups(file, store.where(path), columns)
 
 
-def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    for group in range(file.num_row_groups):
+def read_rows(store: ObjectStore, path: str, numbers: Sequence[int]) -> list[dict]:
+    """`shard`, `row`, `key` and `url` of these samples of a snapshot, ascending; errors as of read_snapshot."""
+    rows, wanted = [], np.array(numbers, np.int64)
+    with _opened(store, path) as file:
+        groups = np.unique(wanted // _GROUP).tolist()
+        for group, table in zip(
+            groups, _groups(file, store.where(path), ["shard", "row", "key", "url"], groups), strict=True
+        ):
+            rows += table.take(pa.array(wanted[wanted // _GROUP == group] - group * _GROUP)).to_pylist()
+    return rows
+
+
+def _groups(
+    file: pq.ParquetFile, where: str, columns: Sequence[str], only: Sequence[int] | None = None
+) -> Iterator[pa.Table]:
+    for group in range(file.num_row_groups) if only is None else only:
         table = file.read_row_group(group, columns=list(columns), use_threads=False)
         # The checksums cover a page's content, but not the number of rows in its header.
         if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):

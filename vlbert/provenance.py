@@ -19,7 +19,7 @@ from storage.forgotten import forgotten_urls, is_among
 from storage.object_store import ObjectStore, open_store
 from storage.settings import from_json
 from storage.shuffle import draws_in, positions_of, slots_of
-from storage.snapshots import read_columns
+from storage.snapshots import read_columns, read_rows
 from training.checkpoint_files import MODEL
 from vlbert.checkpoint import Checkpoint, open_checkpoint, restore_saved
 from vlbert.data.order import CAPTIONS, SnapshotSpan, seed_of
@@ -222,13 +222,7 @@ def find(store: ObjectStore, path: str, column: str, values: frozenset[str]) -> 
         hits = np.flatnonzero(is_among(table[column], values).to_numpy())
         found += (start + hits).tolist()
         start += len(table)
-    if not found:
-        return ()
-    rows, wanted, start = [], np.array(found), 0
-    for table in read_columns(store, path, ["shard", "row", "key", "url"]):
-        ours = wanted[(wanted >= start) & (wanted < start + len(table))]
-        rows += pc.take(table, pa.array(ours - start)).to_pylist()
-        start += len(table)
+    rows = read_rows(store, path, found) if found else []
     return tuple(
         Found(number, f"{row['shard']:05d}", row["row"], row["key"], row["url"])
         for number, row in zip(found, rows, strict=True)
