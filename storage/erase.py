@@ -133,18 +133,22 @@ def erase(store: ObjectStore, erasable: Erasable) -> bool:
     try:
         moved = read_moved(store, tar)
     except ObjectMissing:
-        ours = _put_rest(store, tar, data, _forgotten_spans(data, where, forgotten_urls(store), erasable.spans))
+        removed = _forgotten_spans(data, where, forgotten_urls(store), erasable.spans)
+        if not removed:
+            return False
+        ours = _put_rest(store, tar, data, removed)
         moved = put_moved(store, tar, ours)
         if ours.tar != moved.tar and ours.tar is not None:  # another collection of garbage was first, and knew others
             store.delete(ours.tar)
-    _put_rest(store, tar, data, moved.removed)  # `gc --grace 0` may have deleted it, or it is of one that was killed
     revisions = catalog.revisions(stage, erasable.shard)
     if revisions and revisions[-1].tar == tar:
         _revise(catalog, catalog.manifest_of(revisions[-1]), moved)
-        if moved.tar is not None and not store.exists(moved.tar):
-            _put_rest(store, tar, data, moved.removed)
         if catalog.manifest(stage, erasable.shard).tar == tar:
             return False
+    if moved.tar is not None and not store.exists(
+        moved.tar
+    ):  # `gc --grace 0` beside this one saw nothing that names it
+        _put_rest(store, tar, data, moved.removed)
     store.delete(tar)
     return True
 
@@ -160,7 +164,7 @@ def _forgotten_spans(
         except (KeyError, ValueError):  # nobody can read this sample, and its row in the manifest tells its URL
             return None
 
-    spans = [((span.offset, span.length), members) for span, members in each_span(data, where)]
+    spans = (((span.offset, span.length), members) for span, members in each_span(data, where))
     return tuple(span for span, members in spans if span in known or url_of(members) in urls)
 
 
