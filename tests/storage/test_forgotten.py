@@ -232,6 +232,28 @@ def test_an_earlier_revision_and_a_shard_that_was_made_again_lose_the_bytes_too(
     assert [i for i, one in enumerate(found) if isinstance(one, str)] == [1, 3]
 
 
+def test_collections_of_garbage_at_once_agree(local):
+    for number in range(3):
+        commit(local, number)
+    samples, first = samples_of(range(3)), local.pin(REGIONS)
+
+    def work(number: int) -> None:
+        store = LocalStore(local.store.root)
+        forget(store, [samples[number].url, samples[4 + number].url])
+        for _ in range(2):
+            collect_garbage(store, DAY, delete=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    collect_garbage(local.store, DAY, delete=True)
+    found = read_all(opened(local.store, first.id))
+    assert [i for i, one in enumerate(found) if isinstance(one, str)] == [0, 1, 2, 4, 5, 6]
+    assert [found[i] for i in (3, 7, 8)] == [as_dict(samples[i]) for i in (3, 7, 8)]
+    data = bytes_of(local.store)
+    assert all(data.count(samples[i].url.encode()) == 1 for i in (0, 1, 2, 4, 5, 6)), "in its tombstone alone"
+    assert faults(local.store) == []
+
+
 def test_a_tombstone_that_is_taken_back_brings_no_bytes_back(local):
     commit(local, 0)
     samples, first = samples_of(range(1)), local.pin(REGIONS)
