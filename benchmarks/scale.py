@@ -16,6 +16,7 @@ in proportion.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -36,19 +37,29 @@ import torch
 
 from benchmarks.measure import machine, parser, shown, timed, write_json
 from storage.catalog import Catalog
+from storage.forgotten import forget
 from storage.garbage import collect_garbage
-from storage.inventory import status
+from storage.inventory import Inventory, status
 from storage.manifests import MANIFEST_VERSION, SCHEMA, table_bytes
 from storage.object_store import Content, ObjectInfo, ObjectStore, open_store
 from storage.reading import ShardSamples
+from storage.runs import CHECKPOINT_VERSION, CONFIG, STATE, as_json, checkpoints, file_hash, folder_of, sealed_json
+from storage.settings import to_json
 from storage.shards import SHARD_VERSION, index_shard, write_shard
+from storage.snapshots import read_columns
+from training.checkpoint_files import MODEL
 from training.distributed import World
+from vlbert.checkpoint import read_checkpoint
 from vlbert.config import DataConfig, RegionConfig
 from vlbert.data.loading import TrainingData, TrainingDataset
 from vlbert.data.order import SnapshotSpan
 from vlbert.data.samples import newer_snapshot
+from vlbert.forget import occurrences, report, sightings
+from vlbert.provenance import lineage, record_of
+from vlbert.recipes import RECIPES
 from vlbert.synthetic import CLASSES, DETECTOR, drawn_sample, made_up_vocabulary
 from vlbert.tasks.pretraining import Pretraining, PretrainingSettings
+from vlbert.whence import tell
 
 DATASET, STAGE = "made-up", f"regions/{DETECTOR}"
 SEED, EPOCH = 0, 2  # a run resumes in the middle of this epoch
@@ -272,6 +283,49 @@ def collect(store: ObjectStore, made_up: MadeUp, snapshot: str) -> list[str]:
     return lines
 
 
+def checkpoints_of(store: ObjectStore, made_up: MadeUp, snapshot: str) -> tuple[ObjectStore, list[str]]:
+    """Two runs of ten epochs with two checkpoints each, the second one started from the first; and every so many-th URL
+    of their snapshot, 1,000 in all."""
+    newest = Inventory(store).newest(DATASET, STAGE)
+    path = f"{DATASET}/{STAGE}/snapshots/{newest}.parquet"
+    urls = [url for table in read_columns(store, path, ["url"]) for url in table["url"].to_pylist()]
+    recipe = RECIPES["pretrain_vlbert_base"]()
+    config = {"version": CHECKPOINT_VERSION, "model": to_json(recipe.model), "vocab_size": 1, "num_classes": CLASSES}
+    before = None
+    for run in ("first", "second"):
+        own = dataclasses.replace(recipe, run=run)
+        config |= {"task": type(recipe.task).__name__, "recipe": to_json(own)}
+        spans = [asdict(SnapshotSpan(0, 0, len(urls), newest))]
+        data = [{"dataset": DATASET, "stage": STAGE, "random_init": False, "weight": 1.0, "snapshots": spans}]
+        for step in (len(urls) // recipe.data.batch, 10 * len(urls) // recipe.data.batch):
+            folder, files = folder_of(run, step), {CONFIG: as_json(config), MODEL: b""}
+            for name, content in files.items():
+                store.put(f"{folder}/{name}", content)
+            hashes = {name: file_hash([content]) for name, content in files.items()}
+            state = {"version": CHECKPOINT_VERSION, "step": step, "seed": SEED, "data": data, "held_out": []}
+            store.put(f"{folder}/{STATE}", sealed_json(state | {"files": hashes, "init_from": before}))
+        before = record_of(read_checkpoint(store, folder, tensors=False))
+    return store, urls[:: max(1, len(urls) // 1000)][:1000]
+
+
+def tell_one(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
+    """As `python -m vlbert.whence CHECKPOINT URL`: every step of twenty epochs."""
+    store, urls = prepared
+    runs, _ = lineage(read_checkpoint(store, checkpoints(store, "second")[-1], tensors=False))
+    lines, _ = tell(runs, urls[len(urls) // 2])
+    assert len(lines) == 1 + 20, lines
+    return lines
+
+
+def forget_many(prepared: tuple[ObjectStore, list[str]]) -> list[str]:
+    """As `python -m vlbert.forget ROOT urls=FILE`."""
+    store, urls = prepared
+    assert len(forget(store, urls)) == len(urls) == sum(occurrences(store, urls).values())
+    table, unknown = sightings(store, urls)
+    assert not unknown, unknown
+    return report(store, table, unknown, len(urls))
+
+
 Work = Callable[[ObjectStore, MadeUp, str], Any]
 MEASURED: dict[str, tuple[Work, Work | None]] = {  # name -> what is done before, and what is measured
     "pin a snapshot": (pin, None),
@@ -281,6 +335,8 @@ MEASURED: dict[str, tuple[Work, Work | None]] = {  # name -> what is done before
     "first batch after a resume": (first_batch, None),
     "new shards enter": (training, lambda data: enter(data)),
     "gc --delete": (collect, None),
+    "whence of one URL": (checkpoints_of, tell_one),
+    "forget 1,000 URLs": (checkpoints_of, forget_many),
 }
 
 

@@ -30,6 +30,7 @@ from detectors.config import DetectionConfig
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.claims import Claims, exit_at_sigterm
+from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.manifests import OK, Manifest, Row
 from storage.object_store import StorageUnreachable, open_store
 from storage.programs import make_parser
@@ -100,15 +101,19 @@ def detect_shard(catalog: Catalog, shard: str, detector: Detector) -> bool:
 def _found(
     catalog: Catalog, manifest: Manifest, detector: Detector
 ) -> Iterator[tuple[dict, Sample | None, Regions | str]]:
-    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable."""
+    """Each ok row of the manifest, its sample and its regions; None and the reason where the sample is unreadable, or
+    was forgotten."""
+    forgotten = forgotten_urls(catalog.store)
     rows = manifest.table.filter(pc.equal(manifest.table["status"], OK)).to_pylist()
     samples = catalog.read_each(manifest)
     for start in range(0, len(rows), _GROUP):
         group = list(islice(samples, _GROUP))
-        good = [sample for sample in group if isinstance(sample, Sample)]
+        good = [sample for sample in group if isinstance(sample, Sample) and sample.url not in forgotten]
         found = dict(zip([sample.key for sample in good], detector.detect(good), strict=True))
         for row, sample in zip(rows[start : start + _GROUP], group, strict=True):
-            if isinstance(sample, Sample):
+            if row["url"] in forgotten:
+                yield row, None, FORGOTTEN
+            elif isinstance(sample, Sample):
                 yield row, sample, found[sample.key]
             else:
                 # Without the tar's path: a shard gives the same manifest wherever its root is mounted.
@@ -191,7 +196,9 @@ def stage_size(catalog: Catalog, stage: str) -> dict:
     Bytes of tars and manifests, in all and per 1,000 images with regions (None while there are none).
     """
     listed = catalog.store.list(f"{catalog.dataset}/{stage}/")
-    size = sum(info.size for info in listed if "/snapshots/" not in info.path and "/claims/" not in info.path)
+    size = sum(
+        info.size for info in listed if info.path.endswith((".tar", ".parquet")) and "/snapshots/" not in info.path
+    )
     headers = catalog.headers(stage).values()
     images = sum(header.ok_rows for header in headers)
     return {

@@ -50,7 +50,10 @@ class ShardCache:
 
     def want(self, index: ShardIndex) -> None:
         """Fill the folder with the tars of this snapshot from now on, beside those of other datasets; no more with
-        those of an earlier snapshot of this one."""
+        those of an earlier snapshot of this one. Copies of tars with forgotten samples are removed."""
+        for tar in index.moved:
+            self.remove(tar)
+            self.remove(str(_unchecked(Path(tar))))
         self._wanted = self._wanted | {index.tars[0].rpartition("/")[0]: index}
         self._news.set()
 
@@ -67,7 +70,7 @@ class ShardCache:
         return None
 
     def remove(self, tar: str) -> None:
-        """Remove a damaged copy, if the disk allows it; the filler fetches it again."""
+        """Remove a copy, if the disk allows it; the filler fetches a wanted one again."""
         with contextlib.suppress(OSError):
             (self.folder / tar).unlink(missing_ok=True)
 
@@ -106,6 +109,7 @@ class ShardCache:
             tar: (sha256, size)
             for index in indices.values()
             for tar, sha256, size in zip(index.tars, index.tar_sha256, index.tar_bytes, strict=True)
+            if size  # of others nothing is left
         }
         if not wanted:
             return True

@@ -15,7 +15,7 @@ import functools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from storage.download import (
     image_config,
     import_images,
 )
+from storage.forgotten import FORGOTTEN, forgotten_urls
 from storage.img2dataset import import_rows, read_rows
 from storage.manifests import OK, Header
 from storage.normalise import NormalisedImage, Refused
@@ -57,7 +58,7 @@ from storage.spool import PartialShard, Spool, remove_partial
 IMAGES = "images"
 SHARDS_AT_ONCE = 5  # of one group: while one shard waits for slow servers, the others go on
 UNREACHABLE = {"dns", "connect", "timeout", "host_timeout"}  # also while this machine has no network
-_NOT_REQUESTED = {"duplicate", "bad_url", "blocked_address"}  # statuses of rows that need no request
+_NOT_REQUESTED = {"duplicate", FORGOTTEN, "bad_url", "blocked_address"}  # statuses of rows that need no request
 # Fewer rows of fewer hosts may all be gone. If there are more, the fault is probably this machine's network.
 _FEW_HOSTS, _FEW_ROWS = 5, 20
 _REPORT_SECONDS = 10.0  # between two lines of progress, at least
@@ -235,7 +236,7 @@ def collect_group(
                 collecting.update(part, committed)
             else:
                 with Spool() as spool:
-                    downloads = _import(part, files, settings, spool)
+                    downloads = collecting.without_forgotten(_import(part, files, settings, spool))
                     if collecting.wants(part, downloads):
                         collecting.commit(part, downloads)
             claims.release(part.shard)
@@ -256,6 +257,7 @@ class _Group:
     ):
         self.catalog, self.settings, self.group, self.on_commit, self.log = catalog, settings, group, on_commit, log
         self.claims = claims
+        self.forgotten = forgotten_urls(catalog.store)
         self.counts: dict[str, Mapping[str, int]] = {}  # rows by status of each shard
         self.due = time.monotonic() + _REPORT_SECONDS
 
@@ -279,6 +281,10 @@ class _Group:
         except ObjectMissing:
             return {}
         return {} if header.sha256 == part.replaces else header.statuses
+
+    def without_forgotten(self, downloads: Iterable[Download]) -> list[Download]:
+        """The results of rows, those whose URL was forgotten without their image."""
+        return [_forgotten(item.row) if item.row.url in self.forgotten else item for item in downloads]
 
     def wants(self, part: Part, downloads: Sequence[Download]) -> bool:
         """Whether a new shard is to be committed: not one without an image while its dataset has none."""
@@ -322,6 +328,8 @@ async def _download(group: _Group) -> None:
         partial = PartialShard(catalog.store, settings.name, part.shard, image_config(settings.download)[1])
         with Spool() as spool:
             replaces, known = await loop.run_in_executor(files, _known_rows, catalog, part, rows, spool)
+            before = {row: item.status for row, item in known.items()}
+            known |= {row.row: _forgotten(row) for row in rows if row.url in group.forgotten}
             stored = await loop.run_in_executor(files, partial.load, spool)
             if stored:
                 images = f"{len(stored)} images from an earlier run"
@@ -355,7 +363,7 @@ async def _download(group: _Group) -> None:
             downloads = [results[row.row] for row in rows]
             wanted = group.wants(part, downloads)
             if replaces:
-                wanted = any(results[row].status != known[row].status for row in known)
+                wanted = any(results[row].status != before[row] for row in before)
             if wanted:
                 await loop.run_in_executor(files, group.commit, part, downloads, replaces)
             await loop.run_in_executor(files, partial.close)
@@ -368,6 +376,10 @@ async def _download(group: _Group) -> None:
     ):
         async with Downloader(settings.download) as downloader:
             await all_of(claimed(part) for part in group.group.parts)
+
+
+def _forgotten(row: CaptionRow) -> Download:
+    return Download(row, FORGOTTEN, "", None)
 
 
 def _known_rows(

@@ -18,6 +18,7 @@ import numpy as np
 
 from storage.download import STATUSES, CaptionRow, parse_captions
 from storage.fetch import DownloadSettings
+from storage.forgotten import FORGOTTEN
 from storage.img2dataset import StoredRow, read_rows, shard_names
 from storage.manifests import OK
 from storage.normalise import ImageSettings
@@ -25,7 +26,7 @@ from storage.sample import sample_key
 from storage.settings import FORM, check, check_choices
 
 _LIKE_A_URL = re.compile(r"\s*https?://", re.IGNORECASE)
-_FAILED = [status for status in STATUSES if status not in (OK, "duplicate")]
+_FAILED = [status for status in STATUSES if status not in (OK, "duplicate", FORGOTTEN)]
 _CLASSES = ("http_4xx", "http_5xx")
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp"}
 

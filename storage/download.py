@@ -23,6 +23,7 @@ from types import MappingProxyType
 from storage.catalog import Catalog
 from storage.catalog.commit import commit_shard
 from storage.fetch import DownloadSettings, Fetcher
+from storage.forgotten import FORGOTTEN
 from storage.hosts import Transient
 from storage.manifests import OK, Header, Row
 from storage.normalise import ImageSettings, NormalisedImage, Refused, normalise, run_out
@@ -33,6 +34,7 @@ from storage.spool import Spool, SpooledImage
 STATUSES: dict[str, str] = {
     "ok": "the image is stored",
     "duplicate": "an earlier row of the list has the same URL and caption",
+    FORGOTTEN: "its URL was withdrawn: `python -m vlbert.forget`",
     "bad_url": "not an absolute http(s) URL with a host and without user name, or one that cannot be parsed",
     "blocked_address": "the host is, or resolves to, an address that is not public, or the port is neither 80 nor 443",
     "dns": "the host name does not resolve",

@@ -1,11 +1,16 @@
-"""Garbage collection: what nothing names any more, by age; `python -m storage.catalog gc` lists or deletes it."""
+"""Garbage collection: what nothing names any more, by age, and what was forgotten.
+
+`python -m storage.catalog gc` lists or deletes it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from storage.catalog import Catalog
 from storage.claims import EXPIRY
+from storage.erase import Erasable, erase, find_erasable
 from storage.inventory import MANIFEST, TAR, Inventory, aligned, date_of, megabytes
+from storage.moved import successors
 from storage.object_store import Leftover, ObjectInfo, ObjectMissing, ObjectStore
 from storage.snapshots import read_snapshot
 
@@ -25,7 +30,8 @@ class Garbage:
 
 
 def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
-    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock.
+    """What may be deleted: nothing names it, and it is older than `grace` seconds by the storage's clock; and samples
+    that were forgotten, however young.
 
     Tars that no manifest and no kept snapshot names, snapshots that no checkpoint pins and that are not the newest of
     their stage, images of shards that a collection left in progress, claims of workers that are gone, and what
@@ -52,14 +58,27 @@ def find_garbage(store: ObjectStore, grace: float) -> list[Garbage]:
             used = (dataset, stage, name) in pinned or name == inventory.newest(dataset, stage)
             if used or now - info.modified <= grace:
                 _, shards = read_snapshot(store, info.path)
-                named |= {f"{dataset}/{stage}/{shard['tar']}" for shard in shards}
+                tars = {f"{dataset}/{stage}/{shard['tar']}" for shard in shards if shard["tar"]}
+                named |= tars | {moved.tar for tar in tars & inventory.moved for moved in successors(store, tar)}
             else:
                 found.append(_object("unpinned snapshot", store, info))
+    erasable = find_erasable(inventory)
+    # The others of their samples, which a collection that was killed had written already.
+    named |= {moved.tar for one in erasable if one.catalog for moved in successors(store, one.info.path)}
     found += [_object("orphan tar", store, info) for path, info in inventory.tars.items() if path not in named]
     found += [_object("partial shard", store, info) for info in inventory.partials]
     claims = [info for infos in inventory.claims.values() for info in infos if now - info.modified > EXPIRY]
     found += [_object("dead claim", store, info) for info in claims]
-    return [one for one in found if now - one.modified > grace]
+    forgotten = [_forgotten(store, one) for one in erasable]
+    left = {one.where for one in forgotten}
+    return forgotten + [one for one in found if now - one.modified > grace and one.where not in left]
+
+
+def _forgotten(store: ObjectStore, erasable: Erasable) -> Garbage:
+    info = erasable.info
+    return Garbage(
+        "forgotten images", store.where(info.path), erasable.size, info.modified, lambda: erase(store, erasable)
+    )
 
 
 def _interrupted(leftover: Leftover) -> Garbage:

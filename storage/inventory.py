@@ -17,6 +17,7 @@ from storage.spool import PARTIAL
 _STAGE = rf"([^/]+)/({STAGE_NAME.pattern})"
 MANIFEST = re.compile(rf"{_STAGE}/{MANIFEST_FILE.pattern}")
 TAR = re.compile(rf"{_STAGE}/({SHARD_NAME.pattern})-[0-9a-f]{{12}}\.tar")
+_MOVED = re.compile(rf"{_STAGE}/moved/({SHARD_NAME.pattern}-[0-9a-f]{{12}})\.json")
 _SNAPSHOT = re.compile(rf"{_STAGE}/snapshots/([0-9a-f]{{16}})\.parquet")
 _STATE = re.compile(r"runs/(.+)/step-(\d+)/state\.json")
 _BEST = re.compile(r"runs/(.+)/best\.json")
@@ -46,6 +47,7 @@ class Inventory:
         revisions: dict[tuple[str, str, str], dict[int, ObjectInfo]] = defaultdict(dict)
         self.snapshots: dict[tuple[str, str], dict[str, ObjectInfo]] = defaultdict(dict)
         self.tars: dict[str, ObjectInfo] = {}
+        self.moved: set[str] = set()  # tars that were written again without samples that were forgotten
         self.partials: list[ObjectInfo] = []
         self.claims: dict[str, list[ObjectInfo]] = defaultdict(list)  # by path of the stage
         self.states: dict[str, dict[int, str]] = defaultdict(dict)  # run -> step -> path
@@ -66,6 +68,8 @@ class Inventory:
                 self.snapshots[found[1], found[2]][found[3]] = info
             elif TAR.fullmatch(info.path):
                 self.tars[info.path] = info
+            elif found := _MOVED.fullmatch(info.path):
+                self.moved.add(f"{found[1]}/{found[2]}/{found[3]}.tar")
             elif PARTIAL.fullmatch(info.path):
                 self.partials.append(info)
             elif found := CLAIM.fullmatch(info.path):
@@ -113,6 +117,13 @@ class Inventory:
                     pins.append(Pin(run, step, *names, f"epoch {entry['epoch']} on"))
             for held in state.get("held_out") or []:
                 pins.append(Pin(run, step, held["dataset"], held["stage"], held["snapshot"], "validation"))
+            before = state.get("init_from")
+            while before:  # so that the way back to what it started from stays
+                for data in before.get("data", []):
+                    for entry in data["snapshots"]:
+                        names = data["dataset"], data["stage"], entry["snapshot"]
+                        pins.append(Pin(run, step, *names, f"whence, by {before['run']}"))
+                before = before.get("init_from")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self.store.where(path)} is not a state that this code can read ({error!r}); remove the "

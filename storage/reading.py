@@ -13,15 +13,17 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 
 from storage.cache import ShardCache
+from storage.forgotten import forgotten_urls
+from storage.moved import readable
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
-from storage.sample import Sample
+from storage.sample import BadSample, Sample
 from storage.shards import read_span
 from storage.snapshots import ShardIndex
 
@@ -36,6 +38,7 @@ class Samples(Protocol):
     """Samples by number: the shards of a snapshot, or anything like them."""
 
     urls: Sequence[str]
+    withdrawn: Collection[str]  # URLs that were forgotten, whose samples may be in no snapshot any more
 
     def __len__(self) -> int: ...
 
@@ -52,34 +55,63 @@ class Samples(Protocol):
 class ShardSamples:
     """The samples of committed shards, read through the byte-offset index (pread, or range requests on S3).
 
+    Samples that were forgotten are invalid. Tars that are written again without them meanwhile are looked for.
     patience: seconds for which a read is repeated while the storage does not answer.
     """
 
     def __init__(
         self, store: ObjectStore, index: ShardIndex, cache: ShardCache | None = None, patience: float = _PATIENCE
     ):
-        self.store, self.index, self.cache, self.patience = store, index, cache, patience
-        self._where = [store.where(tar) for tar in index.tars]
-        # Kept open, and shared with forked workers: pread moves no position.
-        self._files: dict[int, io.FileIO] = {}
+        self.store, self.cache, self.patience = store, cache, patience
         self._most_files = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._opening = threading.Lock()  # held while `_files` changes
         self._waits = False  # the storage does not answer, and that was logged
         self._connected = 0  # the process that read last
+        self._read_from(readable(index))
+
+    def _read_from(self, index: ShardIndex) -> None:
+        self.index = index
+        self._where = [self.store.where(tar) for tar in index.tars]
+        # Kept open, and shared with forked workers: pread moves no position.
+        self._files: dict[int, io.FileIO] = {}
         self._check_sizes()
-        if cache is not None:
-            cache.want(index)
+        if self.cache is not None:
+            self.cache.want(index)
+
+    def _find_moved(self) -> bool:
+        """Look for the samples of tars that are gone; whether anything is new. No other thread may read meanwhile."""
+        index = readable(self.index)
+        if index is self.index:
+            return False
+        self._read_from(index)
+        return True
 
     @functools.cached_property
     def urls(self) -> list[str]:
         """The URL of every sample; a long list, so only tasks that need it read it."""
         return self.index.urls()
 
+    @property
+    def withdrawn(self) -> frozenset[str]:
+        """The URLs that were forgotten, in all datasets."""
+        return forgotten_urls(self.store)
+
     def __len__(self) -> int:
         return len(self.index)
 
     def sample(self, number: int) -> Sample:
         """One sample; ValueError names the tar and the byte if it is invalid."""
+        try:
+            return self._sample(number)
+        except ObjectMissing:
+            if not self._find_moved():
+                raise
+        return self._sample(number)
+
+    def _sample(self, number: int) -> Sample:
+        key = self.index.forgotten.get(number)
+        if key is not None:
+            raise BadSample(f"sample {key} was forgotten since: docs/provenance.md", key)
         tar, offset, length = self._span(number)
         data = self.read(tar, offset, length)
         try:
@@ -94,10 +126,15 @@ class ShardSamples:
 
         For a sample whose JPEG does not decode. ValueError as `sample`.
         """
-        if self.cache is None:
+        if self.cache is None or number in self.index.forgotten:
             return None
-        span = self._span(number)
-        return self._past_cache(*span, self.read(*span))
+        try:
+            span = self._span(number)
+            return self._past_cache(*span, self.read(*span))
+        except ObjectMissing:
+            if not self._find_moved():
+                raise
+        return self.past_cache(number)
 
     def _past_cache(self, tar: int, offset: int, length: int, data: bytes) -> Sample:
         committed = self._read_store(tar, offset, length)
@@ -114,6 +151,14 @@ class ShardSamples:
         Neighbours in a tar are read together; from a bucket with several requests at a time. StorageUnreachable if the
         bucket does not answer.
         """
+        try:
+            return self._samples(numbers)
+        except ObjectMissing:
+            if not self._find_moved():
+                raise
+        return self._samples(numbers)
+
+    def _samples(self, numbers: Sequence[int]) -> list[Sample | ValueError]:
         groups = self._neighbours(numbers)
         reads = [[numbers[index] for index in indices] for indices in groups]
         # The first request of a process makes its client, which takes longer than a request. Parallel first requests
@@ -175,8 +220,9 @@ class ShardSamples:
 
     def _neighbours(self, numbers: Sequence[int]) -> list[list[int]]:
         """Indices into `numbers`, grouped by the request that reads them."""
-        spans = sorted((*self._span(number), index) for index, number in enumerate(numbers))
-        groups, first, end = [], None, None
+        forgotten = self.index.forgotten
+        spans = sorted((*self._span(n), index) for index, n in enumerate(numbers) if n not in forgotten)
+        groups, first, end = [[index] for index, number in enumerate(numbers) if number in forgotten], None, None
         for tar, offset, length, index in spans:
             near = first is not None and tar == first[0] and offset - end <= _GAP
             if near and max(end, offset + length) - first[1] <= _JOINED:
@@ -208,7 +254,7 @@ class ShardSamples:
 
     def _alone(self, number: int) -> Sample | ValueError:
         try:
-            return self.sample(number)
+            return self._sample(number)
         except ValueError as error:
             return error
 
@@ -241,6 +287,11 @@ class ShardSamples:
         # Samples lie in their tar in the order of the index: the last one has its end.
         last = np.searchsorted(index.shard, np.arange(len(index.tars), dtype=index.shard.dtype), "right") - 1
         ends = index.offset[last] + index.length[last]
+        for tar in {int(index.shard[number]) for number in index.forgotten}:
+            number = int(last[tar])
+            while number in index.forgotten and number > 0 and index.shard[number - 1] == tar:
+                number -= 1
+            ends[tar] = 0 if number in index.forgotten else index.offset[number] + index.length[number]
         folders = {tar.rpartition("/")[0] for tar in index.tars}
         sizes = {info.path: info.size for folder in sorted(folders) for info in self.store.list(f"{folder}/")}
         for tar, end in zip(index.tars, ends.tolist(), strict=True):

@@ -107,7 +107,7 @@ def read_state(store: ObjectStore, path: str) -> dict[str, Any]:
     ValueError if it is damaged or of another checkpoint."""
     name, step = f"{path}/{STATE}" if path else STATE, _STEP.fullmatch(path)
     try:
-        state = _read_sealed(store.get(name), store.where(name))
+        state = read_sealed(store.get(name), store.where(name))
         if not {"version", "files"} <= state.keys() or (step and state.get("step") != int(step[2])):
             raise ValueError(f"{store.where(name)} is of another checkpoint or program")
         check_version(state["version"], CHECKPOINT_VERSION, store.where(name))
@@ -145,7 +145,7 @@ def _looks_sound(store: ObjectStore, path: str) -> bool:
     """Whether state.json is undamaged and the files have its sizes; one listing and one read."""
     sizes = {info.path.removeprefix(f"{path}/"): info.size for info in store.list(f"{path}/")}
     try:
-        files = _read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
+        files = read_sealed(store.get(f"{path}/{STATE}"), path)["files"]
     except (ObjectMissing, ValueError, KeyError):
         return False
     return all(sizes.get(name) == recorded["bytes"] for name, recorded in files.items())
@@ -165,7 +165,8 @@ def sealed_json(value: Mapping[str, Any]) -> bytes:
     return bytes(data)
 
 
-def _read_sealed(data: bytes, where: str) -> dict[str, Any]:
+def read_sealed(data: bytes, where: str) -> dict[str, Any]:
+    """What sealed_json wrote, without its digest; ValueError if the bytes are not those that were written."""
     if not is_whole(data):
         raise ValueError(f"{where} is damaged: its {len(data)} bytes are not those that were written")
     value = parse_json(data, where, nan=True)
@@ -196,7 +197,7 @@ def named_best(store: ObjectStore, run: str) -> Best | None:
     if not store.exists(path):
         return None
     try:
-        return Best(**_read_sealed(store.get(path), store.where(path)))
+        return Best(**read_sealed(store.get(path), store.where(path)))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{store.where(path)} does not name a checkpoint: {error}. Delete it: the next start of the run writes it "

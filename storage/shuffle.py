@@ -68,6 +68,22 @@ def shuffled(
     return (line + mix(seed, stream, epoch, chunk) % n) % n
 
 
+def positions_of(
+    numbers: np.ndarray, seed: int, stream: int, epoch: int, n: int, chunk: int = 1, begins: int = 0
+) -> np.ndarray:
+    """At which positions of epoch `epoch` these of its n examples are, int64: the inverse of `shuffled`."""
+    if chunk == 1:
+        return _unpermuted(numbers, seed, stream, epoch, n)
+    head = min(n, -begins % chunk)
+    chunks = (n - head) // chunk
+    line = (numbers.astype(np.int64) - mix(seed, stream, epoch, chunk) % n) % n
+    positions = np.where(line < chunks * chunk + head, line - chunks * chunk, line)  # of what is before or after chunks
+    whole = line < chunks * chunk
+    number, within = np.divmod(line[whole], chunk)
+    positions[whole] = head + _unpermuted(number, seed, stream, epoch, chunks) * chunk + within
+    return positions
+
+
 def _permuted(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
     """A number below n for each position below n, no two the same."""
     half = max(1, -(-(n - 1).bit_length() // 2))  # bits in each half of a number
@@ -83,6 +99,27 @@ def _permuted(positions: np.ndarray, seed: int, stream: int, epoch: int, n: int)
             mixed &= low
             mixed ^= left
             left, right = right, mixed
+        left <<= bits
+        left |= right
+        result[outside] = left
+        outside = outside[left >= n]
+    return result.astype(np.int64)
+
+
+def _unpermuted(numbers: np.ndarray, seed: int, stream: int, epoch: int, n: int) -> np.ndarray:
+    """The inverse of _permuted: each round of the network undone, the last one first."""
+    half = max(1, -(-(n - 1).bit_length() // 2))
+    bits, low = _number(half), _number(2**half - 1)
+    keys = [_number(mix(seed, stream, epoch, number)) for number in reversed(range(4))]
+    result = numbers.astype(np.uint64)
+    outside = np.arange(len(result))
+    while len(outside):
+        left, right = result[outside] >> bits, result[outside] & low
+        for key in keys:
+            mixed = _splitmix(left ^ key)
+            mixed &= low
+            mixed ^= right
+            left, right = mixed, left
         left <<= bits
         left |= right
         result[outside] = left
@@ -120,3 +157,28 @@ def interleaved(consumed: int, count: int, weights: Sequence[float]) -> tuple[np
     draws = before[:, None] + np.arange(first + count)
     order = np.argsort((draws + 0.5) / shares[:, None], axis=None, kind="stable")[first : first + count]
     return order // draws.shape[1], draws.ravel()[order]
+
+
+def slots_of(draws: np.ndarray, number: int, weights: Sequence[float]) -> np.ndarray:
+    """Which slots these draws of sequence `number` take, int64, counted from 0: the inverse of `interleaved`."""
+    shares = np.array(weights, np.float64) / sum(weights)
+    times, slots = (draws + 0.5) / shares[number], draws.astype(np.int64)
+    for other, share in enumerate(shares):
+        if other == number:
+            continue
+        # How many draws of the other sequence come before: about this many, so the next few are compared.
+        count = np.maximum(0, np.floor(times * share + 0.5).astype(np.int64) - 2)
+        theirs = (count[:, None] + np.arange(5) + 0.5) / share
+        before = theirs < times[:, None] if other > number else theirs <= times[:, None]
+        slots = slots + count + before.sum(axis=1)
+    return slots
+
+
+def draws_in(slots: int, weights: Sequence[float]) -> list[int]:
+    """How many draws of each sequence are among the first `slots` slots."""
+    found = []
+    for number, weight in enumerate(weights):
+        near = max(0, int(slots * (weight / sum(weights))) - len(weights) - 2)
+        draws = np.arange(near, near + 2 * len(weights) + 5)
+        found.append(near + int((slots_of(draws, number, weights) < slots).sum()))
+    return found

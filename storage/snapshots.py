@@ -10,17 +10,19 @@ import hashlib
 import io
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage import index_file
 from storage.digests import BLANK, OWN_SHA256, check_version, seal
-from storage.manifests import Header
+from storage.forgotten import is_among
+from storage.manifests import OK, Header
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 
@@ -66,6 +68,9 @@ class ShardIndex:
     shard       uint32 [S]  which of `tars`
     offset      int64  [S]  bytes
     length      int32  [S]  bytes: ObjectStore.get_range(tars[shard], offset, length) -> shards.read_span
+    store, path the snapshot's file
+    forgotten   number -> key of the samples that were withdrawn since; they cannot be read (storage/moved.py)
+    moved       tars of the stage that hold such samples: copies of them are to be removed
 
     The arrays are read-only. All processes of a machine share those of a large snapshot: storage/index_file.py.
     """
@@ -77,11 +82,18 @@ class ShardIndex:
     shard: np.ndarray
     offset: np.ndarray
     length: np.ndarray
-    _store: ObjectStore
-    _path: str
+    store: ObjectStore
+    path: str
+    forgotten: Mapping[int, str] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.offset)
+
+    @property
+    def folder(self) -> str:
+        """That of the stage, relative to the root."""
+        return self.path.rpartition("/snapshots/")[0]
 
     def keys(self) -> list[str]:
         """The key of each sample; read at each call, because the keys take more memory than all the rest."""
@@ -93,16 +105,16 @@ class ShardIndex:
 
     def _strings(self, column: str) -> list[str]:
         values = []
-        for table in read_columns(self._store, self._path, [column]):
+        for table in read_columns(self.store, self.path, [column]):
             values += table.column(column).to_pylist()
         return values
 
 
 def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
-    """The snapshot of these manifests; headers sorted by shard."""
+    """The snapshot of these manifests, if no row of them was forgotten; headers sorted by shard."""
     recorded = [header.meta["random_init"] for header in headers if "random_init" in header.meta]
     return Snapshot(
-        id=_id((header.shard, header.sha256) for header in headers),
+        id=_id((header.shard, header.sha256, ()) for header in headers),
         stage=stage,
         shards=tuple(header.shard for header in headers),
         ok_rows=sum(header.ok_rows for header in headers),
@@ -110,12 +122,15 @@ def snapshot_of(stage: str, headers: Sequence[Header]) -> Snapshot:
     )
 
 
-def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]]) -> Snapshot:
+def write_snapshot(
+    file: Path, stage: str, shards: Iterable[tuple[Header, pa.Table]], urls: Collection[str] = ()
+) -> Snapshot:
     """Write a snapshot of these shards, each with its ok rows (columns of a manifest), sorted by shard.
 
-    The same shards give the same bytes under one version of pyarrow, which writes its name into them.
+    urls: those that were forgotten, whose rows are left out. The same shards give the same bytes under one version of
+    pyarrow, which writes its name into them.
     """
-    headers = []
+    headers, forgotten = [], []  # of each shard the rows that are left out
     with pq.ParquetWriter(
         file,
         SNAPSHOT_SCHEMA,
@@ -131,7 +146,12 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
         for header, table in shards:
             # Of the meta, kilobytes a shard, what snapshot_of needs.
             meta = {name: value for name, value in header.meta.items() if name == "random_init"}
-            headers.append(replace(header, meta=meta))
+            forgotten.append([])
+            if urls:
+                out = is_among(table["url"], urls)
+                forgotten[-1] = table["row"].filter(out).to_pylist()
+                table = table.filter(pc.invert(out))
+            headers.append(replace(header, meta=meta, statuses={OK: len(table)}))
             number = pa.array(np.full(len(table), int(header.shard), np.int32))
             columns = [number, *(table[name] for name in SNAPSHOT_SCHEMA.names[1:])]
             waiting.append(pa.Table.from_arrays(columns, schema=SNAPSHOT_SCHEMA))
@@ -142,7 +162,10 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
                 waiting, rows = [joined.slice(_GROUP)], rows - _GROUP
         if rows:
             writer.write_table(pa.concat_tables(waiting), row_group_size=_GROUP)
-        snapshot = snapshot_of(stage, headers)
+        snapshot = replace(
+            snapshot_of(stage, headers),
+            id=_id((header.shard, header.sha256, rows) for header, rows in zip(headers, forgotten, strict=True)),
+        )
         metadata = {
             "version": SNAPSHOT_VERSION,
             "stage": stage,
@@ -155,8 +178,9 @@ def write_snapshot(file: Path, stage: str, shards: Iterable[tuple[Header, pa.Tab
                     "tar": header.tar and header.tar.rpartition("/")[2],
                     "tar_sha256": header.tar_sha256,
                     "tar_bytes": header.tar_bytes,
+                    **({"forgotten": rows} if rows else {}),
                 }
-                for header in headers
+                for header, rows in zip(headers, forgotten, strict=True)
             ],
         }
         text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
@@ -204,8 +228,8 @@ def read_index(store: ObjectStore, path: str) -> ShardIndex:
         shard=number,
         offset=offset,
         length=length,
-        _store=store,
-        _path=path,
+        store=store,
+        path=path,
     )
 
 
@@ -215,8 +239,22 @@ def read_columns(store: ObjectStore, path: str, columns: Sequence[str]) -> Itera
         yield from _groups(file, store.where(path), columns)
 
 
-def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterator[pa.Table]:
-    for group in range(file.num_row_groups):
+def read_rows(store: ObjectStore, path: str, numbers: Sequence[int]) -> list[dict]:
+    """`shard`, `row`, `key` and `url` of these samples of a snapshot, ascending; errors as of read_snapshot."""
+    rows, wanted = [], np.array(numbers, np.int64)
+    with _opened(store, path) as file:
+        groups = np.unique(wanted // _GROUP).tolist()
+        for group, table in zip(
+            groups, _groups(file, store.where(path), ["shard", "row", "key", "url"], groups), strict=True
+        ):
+            rows += table.take(pa.array(wanted[wanted // _GROUP == group] - group * _GROUP)).to_pylist()
+    return rows
+
+
+def _groups(
+    file: pq.ParquetFile, where: str, columns: Sequence[str], only: Sequence[int] | None = None
+) -> Iterator[pa.Table]:
+    for group in range(file.num_row_groups) if only is None else only:
         table = file.read_row_group(group, columns=list(columns), use_threads=False)
         # The checksums cover a page's content, but not the number of rows in its header.
         if len(table) != min(_GROUP, file.metadata.num_rows - group * _GROUP):
@@ -224,8 +262,9 @@ def _groups(file: pq.ParquetFile, where: str, columns: Sequence[str]) -> Iterato
         yield table
 
 
-def _id(shards: Iterable[tuple[str, str]]) -> str:
-    lines = "".join(f"{shard} {manifest_sha256}\n" for shard, manifest_sha256 in shards)
+def _id(shards: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """Of each shard its name, the sha256 of its manifest and the rows that were forgotten."""
+    lines = "".join(" ".join((shard, sha256, *map(str, rows))) + "\n" for shard, sha256, rows in shards)
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
@@ -238,7 +277,7 @@ def _footer(file: pq.ParquetFile, where: str, path: str) -> tuple[Snapshot, list
     check_version(metadata.get("version"), SNAPSHOT_VERSION, where)
     shards = metadata["shards"]
     snapshot = Snapshot(
-        id=_id((shard["shard"], shard["manifest_sha256"]) for shard in shards),
+        id=_id((shard["shard"], shard["manifest_sha256"], shard.get("forgotten", ())) for shard in shards),
         stage=metadata["stage"],
         shards=tuple(shard["shard"] for shard in shards),
         ok_rows=sum(shard["rows"] for shard in shards),

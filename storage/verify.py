@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 
 from storage.catalog import Catalog, sha256_of, temporary_folder
 from storage.digests import is_whole
+from storage.forgotten import forgotten_urls
 from storage.inventory import Inventory
 from storage.manifests import OK, Manifest
+from storage.moved import successors
 from storage.object_store import ObjectInfo, ObjectMissing, ObjectStore, StorageUnreachable
 from storage.runs import STATE, differing, file_hash, named_best, read_state, way_out
 from storage.safe_json import parse_json
@@ -30,6 +32,10 @@ def verify(inventory: Inventory) -> Iterator[str]:
     store = inventory.store
     if inventory.dataset is None:
         yield from _faults_of_runs(inventory)
+        try:
+            forgotten_urls(store)
+        except ValueError as error:
+            yield str(error)
     for (name, stage), found in sorted(inventory.manifests.items()):
         catalog = Catalog(store, name)
 
@@ -198,20 +204,28 @@ def _faults_of_snapshot(catalog: Catalog, stage: str, info: ObjectInfo) -> Itera
             yield f"{catalog.where(stage, shard['shard'])} is gone, and {where} names it; put it back, or run the stage"
         if manifest is not None:
             ok = manifest.table.filter(pc.equal(manifest.table["status"], OK)).drop_columns(["status", "detail"])
+            ok = ok.filter(pc.invert(pc.is_in(ok["row"], pa.array(shard.get("forgotten", ()), pa.int64()))))
             expected = ok.append_column("shard", pa.array([int(shard["shard"])] * len(ok), pa.int32()))
             if not all(rows[name].equals(expected[name]) for name in SNAPSHOT_SCHEMA.names):
                 yield f"{where}: its rows of shard {shard['shard']} are not those of the manifest"
         # If the shard was made again, the tar that the snapshot names must still exist.
         if shard["tar"] is not None and (manifest is None or manifest.sha256 != revisions[-1].sha256):
-            tar = f"{catalog.dataset}/{stage}/{shard['tar']}"
+            tar, size = f"{catalog.dataset}/{stage}/{shard['tar']}", shard["tar_bytes"]
             try:
+                if not store.exists(tar) and (moved := successors(store, tar)):  # without what was forgotten
+                    tar, size = moved[-1].tar, moved[-1].tar_bytes
+                    if tar is None:
+                        continue
                 found = next(store.list(tar), None)
-                whole = found is not None and found.size == shard["tar_bytes"]
+                whole = found is not None and found.size == size
                 if whole:
                     with _as_file(store, found) as file:
                         whole = tar.endswith(f"-{sha256_of(file)[:12]}.tar")
             except (ObjectMissing, FileNotFoundError):
                 whole = False
+            except ValueError as error:  # a record of what moved
+                yield str(error)
+                continue
             if not whole:
                 yield f"{store.where(tar)} is gone or damaged, and {where} names it"
 

@@ -177,6 +177,6 @@ def as_overrides(recipe: Recipe, of: Recipe) -> list[str]:
     return assignments_of(dataclasses.replace(recipe, name=of.name), of)
 
 
-def urls(samples: list) -> SimpleNamespace:
+def urls(samples: list, withdrawn: tuple[str, ...] = ()) -> SimpleNamespace:
     """What a task reads of samples."""
-    return SimpleNamespace(urls=[sample.url for sample in samples])
+    return SimpleNamespace(urls=[sample.url for sample in samples], withdrawn=withdrawn)

@@ -130,10 +130,10 @@ def save_checkpoint(
     return write_checkpoint(writer, run, step, recipe.steps, files | tensors, state, keep, metric)
 
 
-def open_checkpoint(path: str) -> Checkpoint:
+def open_checkpoint(path: str, tensors: bool = True) -> Checkpoint:
     """The model at a path: ROOT/runs/RUN/step-*, ROOT/runs/RUN/best, the newest of ROOT/runs/RUN, or any local folder
-    that holds one."""
-    return _read(_opened(*find_checkpoint(path)))
+    that holds one. tensors: whether those of the model are read, too."""
+    return _read(_opened(*find_checkpoint(path)), tensors)
 
 
 def find_checkpoint(path: str) -> tuple[ObjectStore, str]:

@@ -363,7 +363,7 @@ def collecting(work: Work) -> Stage:
     # is the tar there, saved images (list), end of the claim; each saved object is deleted; its manifest is read twice.
     one = 13 + _put(tar) + 2 * saved + int(in_progress / RENEWAL)
     groups = -(-work.shards // settings.shards_per_task)
-    requests = work.shards * one + 2 * (1 + groups) + 1 + 4 + 4 * work.pages
+    requests = work.shards * one + 2 * (1 + groups) + groups + 1 + 4 + 4 * work.pages  # groups: what was forgotten
     left = sum(work.stage_bytes(work.sizes.image, work.sizes.manifest, work.rows))
     hours = seconds / 3600
     return Stage("collection", hours, hours * machine.cpu_price, left, requests, bound)
@@ -378,9 +378,9 @@ def detecting(work: Work, rehearsed: Rehearsed) -> Stage:
     bound = min(rates, key=rates.get)
     processes = min(machine.cards, work.shards)
     seconds = work.images / rates[bound] / processes
-    # A shard: claim (3), is it pending (2 lists), manifest (2), revisions (list), tar, commit (3 and the tar), two
-    # manifests for the report (4), end of the claim.
-    one = 17 + _put(work.tar(work.sizes.region)) + int(seconds * processes / work.shards / RENEWAL)
+    # A shard: claim (3), is it pending (2 lists), manifest (2), revisions and what was forgotten (2 lists), tar, commit
+    # (3 and the tar), two manifests for the report (4), end of the claim.
+    one = 18 + _put(work.tar(work.sizes.region)) + int(seconds * processes / work.shards / RENEWAL)
     # A process: the root, what is pending (3 lists), and at its end every manifest.
     each = 2 + 2 * work.pages + 1 + 2 * work.pages + work.shards
     left = sum(work.stage_bytes(work.sizes.region, work.sizes.region_manifest, work.images))
@@ -414,8 +414,9 @@ def pretraining(work: Work, rehearsed: Rehearsed) -> tuple[Stage, float]:
         work, samples
     )
     requests = filling + round(reads / data.chunk)
-    # The root, its detector (2), the snapshot (every manifest, a put, four reads) and, in each process, its index.
-    requests += 2 + 2 * work.pages + 4 + work.shards + _put(work.snapshot) + machine.cards * (4 + work.pages)
+    # The root, its detector (2), the snapshot (what was forgotten, every manifest, a put, four reads) and, in each
+    # process, its index, and what was forgotten since (2 lists).
+    requests += 2 + 2 * work.pages + 5 + work.shards + _put(work.snapshot) + machine.cards * (6 + work.pages)
     # A checkpoint: three small files and two large ones; logs (5); which is best, and what is to be deleted (15).
     requests += saves * (3 + _put(work.sizes.model) + _put(work.sizes.optimizer) + 5 + 15) + round(hours * 3600 / _BEAT)
     left = work.snapshot + kept(work.recipe) * (work.sizes.model + work.sizes.optimizer)

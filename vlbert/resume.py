@@ -26,6 +26,7 @@ from vlbert.data.vocabulary import Vocabulary
 from vlbert.initial_weights import check_complete, choose_vocabulary, local_paths, make_model
 from vlbert.model.execution import execute_as
 from vlbert.model.heads import count_parameters
+from vlbert.provenance import record_of
 from vlbert.recipes import RECIPES
 from vlbert.tasks import make_task, task_of
 from vlbert.tasks.base import Examples, Task, TaskModel
@@ -43,7 +44,7 @@ class OpenedData:
     task: Task
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets and of the corpus
+    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +174,11 @@ def open_data(
         task=task,
         vocabulary=vocabulary,
         num_classes=num_classes,
-        pinned={"held_out": [pinned for _, pinned in held_out], "text": corpus.hash if corpus else None},
+        pinned={
+            "held_out": [pinned for _, pinned in held_out],
+            "text": corpus.hash if corpus else None,
+            "init_from": resumed.state.get("init_from") if resumed else start and record_of(start),
+        },
     )
 
 

@@ -56,7 +56,7 @@ class VLBertRun(Run):
     held_out: HeldOut
     vocabulary: Vocabulary
     num_classes: int
-    pinned: dict  # what a checkpoint records of the held-out datasets and of the corpus
+    pinned: dict  # what a checkpoint records of the held-out datasets, of the corpus and of what it started from
     detector: dict | None  # see detector_of
     observe: Observe = lambda step, parts: None
     reported: set[str] = field(default_factory=set)  # why new shards could not enter
@@ -147,7 +147,10 @@ def train(recipe: Recipe, world: World, observe: Observe = lambda step, parts: N
 
 
 def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> bool:
-    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; returns whether there was."""
+    """Pin a newer snapshot of a dataset, if there is one, from its sample `boundary` on; returns whether there was.
+
+    It has new shards, or lacks samples that were forgotten.
+    """
     world, store, dataset = run.world, run.writer.store, run.data.datasets[number]
     name, stage, before = dataset.pinned["dataset"], dataset.pinned["stage"], dataset.spans[-1]
     pinned = dataset.samples.index.snapshot
@@ -174,8 +177,10 @@ def enter_new_shards(run: VLBertRun, step: int, number: int, boundary: int) -> b
     now = dataset.spans[-1]
     if run.log:
         run.log.event("snapshot", step + 1, {"dataset": name, **asdict(now)})  # that of the first step that uses it
+        new = samples.index.snapshot.shards != pinned.shards
+        what = "new shards enter" if new else "a snapshot without forgotten samples enters"
         print(
-            f"new shards enter in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
+            f"{what} in step {step + 1}, at the beginning of epoch {now.epoch}: {now.examples} examples an "
             f"epoch instead of {before.examples}, {name}/{stage} (snapshot {found})",
             flush=True,
         )

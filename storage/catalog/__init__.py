@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import os
 import re
 import tempfile
@@ -29,12 +30,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.digests import check_version, is_whole
+from storage.forgotten import TOMBSTONES, forgotten_urls, is_among
 from storage.manifests import MANIFEST_VERSION, OK, SCHEMA, Header, Manifest
 from storage.object_store import ObjectMissing, ObjectStore, StorageUnreachable
 from storage.safe_json import parse_json
 from storage.sample import BadSample, Sample
 from storage.shards import SHARD_VERSION, read_shard
-from storage.snapshots import ShardIndex, Snapshot, read_index, snapshot_of, write_snapshot
+from storage.snapshots import ShardIndex, Snapshot, read_columns, read_index, snapshot_of, write_snapshot
 
 STAGE_NAME = re.compile(r"images|regions/[A-Za-z0-9][A-Za-z0-9_.-]*")
 SHARD_NAME = re.compile(r"\d{5}")
@@ -48,9 +50,10 @@ class Catalog:
     """The committed shards of one dataset."""
 
     def __init__(self, store: ObjectStore, dataset: str):
-        if not dataset or "/" in dataset or dataset == "runs":
+        if not dataset or "/" in dataset or dataset in ("runs", TOMBSTONES):
             raise ValueError(
-                f"{dataset!r} cannot be a dataset: use the name of one folder of the root, other than runs"
+                f"{dataset!r} cannot be a dataset: use the name of one folder of the root, other than runs and "
+                f"{TOMBSTONES}"
             )
         self.store = store
         self.dataset = dataset
@@ -108,6 +111,10 @@ class Catalog:
     def _headers(self, stage: str, names: Sequence[str]) -> Iterator[Header]:
         return _each(lambda name: self._read_header(stage, name)[1], names)
 
+    def each_manifest(self, stage: str, shards: Sequence[str]) -> Iterator[Manifest]:
+        """The newest manifests of these shards one by one, several fetched at a time."""
+        return _each(lambda name: self._manifest(stage, name), list(self._newest(stage, shards).values()))
+
     def columns(self, stage: str, columns: Sequence[str], shards: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """These columns of the manifests, shard by shard, several fetched at a time: of all shards, or of these."""
 
@@ -147,7 +154,8 @@ class Catalog:
         """The shards of `source` (of all, or of these) that are still to be made in `target`.
 
         These are the shards that `target` does not have, and those that it made from an earlier revision of the source
-        with other samples. Reads no tar. ValueError names both manifests if a target was made from an unknown source.
+        with other samples; one that only leaves out what was forgotten does not count. Reads no tar. ValueError names
+        both manifests if a target was made from an unknown source.
         """
         prefix = "" if shards is None else os.path.commonprefix(list(shards))  # of one shard: a short listing
         committed, done = (
@@ -165,19 +173,20 @@ class Catalog:
             if found == {"stage": source, "shard": shard, "manifest_sha256": sha256}:
                 continue
             revisions = self.revisions(source, shard)
-            made_from = [one for one in revisions if one.as_source() == found]
+            made_from = [number for number, one in enumerate(revisions) if one.as_source() == found]
             if not made_from:
                 raise ValueError(
                     f"{self.where(target, made.name)} was made from {found}, not from "
                     f"{self.where(source, committed[shard])} as it is now (sha256 {sha256}); "
                     f"{self._redo(target, made.name)}"
                 )
-            if made_from[0].tar_sha256 != revisions[-1].tar_sha256:
+            since = itertools.pairwise(revisions[made_from[0] :])
+            if any(new.tar_sha256 != old.tar_sha256 and not new.meta.get("forgets") for old, new in since):
                 pending.append(shard)
         return sorted(pending)
 
     def snapshot(self, stage: str) -> Snapshot:
-        """The snapshot of all shards that are committed now; `pin` writes it."""
+        """The snapshot of all shards that are committed now, if nothing was forgotten; `pin` writes it."""
         return snapshot_of(stage, list(self.headers(stage).values()))
 
     def counts(self, stage: str) -> dict[str, int]:
@@ -190,8 +199,9 @@ class Catalog:
     def pin(self, stage: str) -> Snapshot:
         """Write the snapshot of all shards that are committed now as one file, dated now, for a training.
 
-        Reads each manifest once.
+        Rows whose URL was forgotten are not in it. Reads each manifest once.
         """
+        urls = forgotten_urls(self.store)
 
         def load(name: str) -> tuple[Header, pa.Table]:
             data, header = self._read_header(stage, name)
@@ -200,7 +210,7 @@ class Catalog:
 
         with temporary_folder("commit-") as folder:
             file = folder / "snapshot.parquet"
-            snapshot = write_snapshot(file, stage, _each(load, list(self._newest(stage).values())))
+            snapshot = write_snapshot(file, stage, _each(load, list(self._newest(stage).values())), urls)
             # Where it is already, it gets a new date, so that `gc` does not delete it before the first checkpoint names
             # it. A damaged one is replaced.
             self.store.put(self._snapshot_path(stage, snapshot.id), file)
@@ -209,6 +219,12 @@ class Catalog:
     def pinned(self, stage: str, snapshot_id: str) -> ShardIndex:
         """The index of a pinned snapshot, from its file alone; ValueError names a file that is missing or damaged."""
         return read_index(self.store, self._snapshot_path(stage, snapshot_id))
+
+    def holds_forgotten(self, snapshot: Snapshot) -> bool:
+        """Whether a URL of a pinned snapshot was forgotten since; reads its URLs, if anything was."""
+        urls = forgotten_urls(self.store)
+        groups = read_columns(self.store, self._snapshot_path(snapshot.stage, snapshot.id), ["url"]) if urls else ()
+        return any(pc.any(is_among(table["url"], urls)).as_py() for table in groups)
 
     def path(self, stage: str, name: str) -> str:
         if not STAGE_NAME.fullmatch(stage):

@@ -27,6 +27,8 @@ from detectors.detect import DetectorSettings, FasterRCNNDetector
 from detectors.faster_rcnn import DEMO, FasterRCNN, FasterRCNNConfig
 from detectors.run import detect_pending, detect_shard, finished, main, stage_of, stage_size
 from storage.catalog.commit import commit_shard
+from storage.forgotten import forget
+from storage.garbage import collect_garbage
 from storage.manifests import Row
 from storage.progress import progress_line
 from storage.sample import Regions, Sample
@@ -190,6 +192,20 @@ def test_a_shard_whose_images_were_asked_again_is_detected_again_alone(tmp_path:
     assert detect_shard(catalog, "00000", detector) is False
     assert catalog.pending("images", stage_of(detector)) == []
     assert catalog.snapshot(stage_of(detector)).ok_rows == 3
+
+
+def test_what_was_forgotten_is_not_detected_and_leaving_it_out_detects_nothing_again(tmp_path: Path):
+    catalog = commit_images(tmp_path / "root", [[a_sample(0), a_sample(1)], [a_sample(2), a_sample(3)]])
+    detector = CountingDetector(annotations(tmp_path / "a.json", range(4)))
+    assert detect_pending(catalog, detector, lambda report: None, only=["00000"]) == 1
+    forget(catalog.store, [a_sample(0).url, a_sample(2).url])
+    detector.samples = 0
+    assert detect_pending(catalog, detector, lambda report: None) == 1
+    assert detector.samples == 1
+    assert catalog.manifest(stage_of(detector), "00001").statuses == {"forgotten": 1, "ok": 1}
+    collect_garbage(catalog.store, 0, delete=True)
+    assert catalog.manifest("images", "00000").revision == catalog.manifest(stage_of(detector), "00000").revision == 2
+    assert catalog.pending("images", stage_of(detector)) == []
 
 
 def test_a_shard_that_another_does_meanwhile_counts_as_done_and_is_not_detected_again(tmp_path: Path):

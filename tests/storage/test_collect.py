@@ -31,6 +31,7 @@ from storage.collect import SHARDS_AT_ONCE, Group, NothingStored, OnCommit, chec
 from storage.collection_plan import CollectSettings, Part, plan
 from storage.download import CaptionRow, Download, commit_images
 from storage.fetch import DownloadSettings
+from storage.forgotten import forget
 from storage.garbage import collect_garbage
 from storage.inventory import Inventory
 from storage.object_store import open_store
@@ -385,6 +386,43 @@ def test_rows_of_committed_shards_are_requested_again_by_their_status(web: Web, 
         assert any(str(file) in fault for fault in verify(Inventory(open_store(str(root)))))
         file.write_bytes(whole)
     assert list(verify(Inventory(open_store(str(root))))) == []
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_url_that_was_forgotten_is_not_requested(web: Web, tmp_path: Path, retried: bool):
+    """In new shards, and when other rows of a committed shard are requested again."""
+    image = encode(draw(seed=4))
+    web.put("/forgotten/a.jpg", in_turn(send(b"", 404), send(image)) if retried else send(b"", 404))
+    for name in "bc":
+        web.put(f"/forgotten/{name}.jpg", send(image))
+    root, withdrawn = tmp_path / "root", f"http://{web.host}/forgotten/b.jpg"
+    lines = [f"{caption}\t/forgotten/{caption[-1]}.jpg" for caption in ("one a", "two b", "three c", "four b")]
+    settings = served(web, tmp_path / "list.tsv", *lines)
+    if retried:
+        quietly(root, settings)
+        assert statuses(root) == ["http_404", "ok", "ok", "ok"]
+        settings = dataclasses.replace(settings, retry_statuses=("http_404",))
+    forget(open_store(str(root)), [withdrawn])
+    count = len(web.requests)
+    collected = quietly(root, settings)
+    assert not [path for _, path, _ in web.requests[count:] if path.endswith("/b.jpg")]
+    found = statuses(root)
+    assert found == (["ok", "forgotten", "ok", "ok"] if retried else ["http_404", "forgotten", "ok", "forgotten"])
+    assert collected.counts["forgotten"] == found.count("forgotten")
+    left = [sample.url for shard in of(root).shards(IMAGES) for sample in of(root).read(IMAGES, shard)]
+    assert left.count(withdrawn) == (1 if retried else 0), "the second shard was not touched: `gc` takes it"
+    with pytest.raises(ValueError, match="retry_statuses names 'forgotten'"):
+        dataclasses.replace(settings, retry_statuses=("forgotten",))
+
+
+def test_files_whose_name_was_forgotten_are_not_imported(tmp_path: Path):
+    (tmp_path / "images").mkdir()
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / "images" / name).write_bytes(encode(draw(seed=4)))
+    forget(open_store(str(tmp_path / "root")), ["b.jpg"])
+    quietly(tmp_path / "root", CollectSettings("captions", images=str(tmp_path / "images")))
+    assert statuses(tmp_path / "root") == ["ok", "forgotten"]
+    assert [sample.url for sample in of(tmp_path / "root").read(IMAGES, "00000")] == ["a.jpg"]
 
 
 def test_rows_whose_host_cannot_be_reached_again_keep_their_results(web: Web, tmp_path: Path):

@@ -20,6 +20,7 @@ from storage.collect import collect
 from storage.collection_plan import CollectSettings
 from storage.download import STATUSES
 from storage.fetch import DownloadSettings
+from storage.forgotten import forget
 from storage.img2dataset import StoredRow, status_of
 from storage.object_store import open_store
 from storage.sample import sample_key
@@ -105,6 +106,12 @@ def test_both_formats_are_imported_row_by_row_in_the_order_of_the_list(tmp_path:
     for number, sample in enumerate(samples[:4]):
         url, caption = f"http://example.test/0/{number}.jpg", f"caption 0/{number}: a café"
         assert (sample.url, sample.caption, sample.key) == (url, caption, sample_key(url, caption))
+
+
+def test_a_row_whose_url_was_forgotten_is_not_imported(tmp_path: Path):
+    forget(open_store(str(tmp_path / "root")), ["http://example.test/0/1.jpg"])
+    rows = imported(tmp_path / "root", small_folder(tmp_path / "folder"))
+    assert [status for _, status, _ in rows[:3]] == ["ok", "forgotten", "ok"]
 
 
 def test_every_image_passes_the_checks_of_a_download(tmp_path: Path):

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.shuffle import interleaved, shuffled
+from storage.shuffle import draws_in, interleaved, positions_of, shuffled, slots_of
 from vlbert.data.order import CAPTIONS, SnapshotSpan, drawn
 
 SEED, STREAM = 5, CAPTIONS
@@ -30,6 +30,12 @@ def cuts(order: list[int], n: int) -> list[int]:
 @given(st.integers(1, 1100), st.integers(1, 70), st.integers(0, 5), st.integers(0, 20_000))
 def test_every_epoch_is_a_permutation(n, chunk, epoch, begins):
     assert sorted(epoch_of(epoch, n, chunk, begins)) == list(range(n))
+
+
+@given(st.integers(1, 1100), st.integers(1, 70), st.integers(0, 5), st.integers(0, 20_000))
+def test_the_position_of_every_example_is_found(n, chunk, epoch, begins):
+    order = np.array(epoch_of(epoch, n, chunk, begins))
+    assert positions_of(order, SEED, STREAM, epoch, n, chunk, begins).tolist() == list(range(n))
 
 
 @given(st.integers(9, 1000), st.integers(0, 5000))
@@ -139,3 +145,20 @@ def test_the_interleaved_order_never_changes():
     # Checkpoints depend on it.
     assert "".join("ab"[sequence] for sequence, _ in slots(0, 19, [3.0, 0.8])) == "aabaaaabaaabaaaabaa"
     assert "".join("abc"[sequence] for sequence, _ in slots(0, 8, [2, 1, 1])) == "abcaabca"
+
+
+@given(
+    st.lists(st.one_of(st.integers(1, 9).map(float), st.floats(1e-3, 1e3)), min_size=1, max_size=5),
+    st.integers(0, 10**9),
+    st.integers(1, 400),
+)
+def test_the_slot_of_every_draw_is_found(weights, consumed, count):
+    numbers, draws = interleaved(consumed, count, weights)
+    slots = np.arange(consumed, consumed + count)
+    for number in range(len(weights)):
+        ours = numbers == number
+        assert slots_of(draws[ours], number, weights).tolist() == slots[ours].tolist()
+    after = draws_in(consumed + count, weights)
+    assert sum(after) == consumed + count
+    taken = [after[n] - before for n, before in enumerate(draws_in(consumed, weights))]
+    assert taken == np.bincount(numbers, minlength=len(weights)).tolist()

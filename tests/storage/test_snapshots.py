@@ -130,7 +130,9 @@ def test_pinning_reads_each_manifest_once_and_no_snapshot(local):
         recorded = Recorded(local.store, remote=True)
         path = file_of(Catalog(recorded, "captions").pin("images").id)
         manifests = [f"get captions/images/{number:05d}.parquet" for number in range(3)]
-        assert sorted(recorded.requests) == sorted(["list captions/images/", *manifests, f"put {path}"])
+        assert sorted(recorded.requests) == sorted(
+            ["list captions/images/", "list forgotten/", *manifests, f"put {path}"]
+        )
 
 
 def test_the_index_of_a_large_snapshot_takes_few_requests_and_little_memory(tmp_path):

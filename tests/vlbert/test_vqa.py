@@ -74,9 +74,13 @@ def test_each_question_of_the_splits_is_an_example_of_its_own_image(task, sample
     assert task.examples(urls(samples), "val2014").samples.tolist() == [5], "image 1 of val2014"
     both = changed(task, train_on=("train2014", "val2014")).examples(urls(samples), None)
     assert both.samples.tolist() == [1, 1, 2, 3, 5]
-    escaped = SimpleNamespace(urls=[url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in urls(samples).urls])
+    escaped = SimpleNamespace(
+        urls=[url.replace("COCO_", "%43OCO%5F") + "?size=9" for url in urls(samples).urls], withdrawn=()
+    )
     assert task.examples(escaped, None).samples.tolist() == [1, 1, 2, 3]
-    twice = SimpleNamespace(urls=[*urls(samples).urls, "http://elsewhere.org/COCO_train2014_000000000002.jpg"])
+    twice = SimpleNamespace(
+        urls=[*urls(samples).urls, "http://elsewhere.org/COCO_train2014_000000000002.jpg"], withdrawn=()
+    )
     with pytest.raises(ValueError, match="1 of 3 images .* in several samples, such as COCO_train2014_0+2.jpg, from"):
         task.examples(twice, None)
     with pytest.raises(ValueError, match="1 of 3 images of .* are in no region shard, such as COCO_train2014_0+3.jpg"):

@@ -77,15 +77,17 @@ def open_samples(
 
 
 def newer_snapshot(store: ObjectStore, dataset: str, before: Snapshot) -> str | None:
-    """Pin what is committed now and return the snapshot's id; None where no shard is new.
+    """Pin what is committed now and return the snapshot's id; None where no shard is new and no sample of before was
+    forgotten.
 
     None too where a shard of before is missing, as while a stage is made again.
     """
-    catalog = Catalog(store, dataset)
-    if not set(before.shards) < set(catalog.shards(before.stage)):
+    catalog, shards = Catalog(store, dataset), set(before.shards)
+    now = set(catalog.shards(before.stage))
+    if not shards < now and not (shards == now and catalog.holds_forgotten(before)):
         return None
     found = catalog.pin(before.stage)
-    return found.id if set(before.shards) < set(found.shards) else None
+    return found.id if shards <= set(found.shards) and found.id != before.id else None
 
 
 def spread(n: int, *where: int) -> list[int]:

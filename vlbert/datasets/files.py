@@ -68,12 +68,23 @@ def _complain(ids: Sequence[Hashable], what: str) -> None:
         raise ValueError(f"{len(ids)} ids {what}, such as {', '.join(map(str, ids[:3]))}; they must match exactly")
 
 
+def image_name(url: str) -> str:
+    """The file name at the end of a URL."""
+    return Path(unquote(urlsplit(url).path)).name
+
+
+def forgotten_images(samples: Samples, images: Iterable[str]) -> set[str]:
+    """Those of these images that are in no sample, because their URL was forgotten."""
+    found = {image_name(url) for url in samples.withdrawn}.intersection(images)
+    return found - {image_name(url) for url in samples.urls} if found else found
+
+
 def find_samples(samples: Samples, images: Sequence[str], source: str) -> np.ndarray:
     """int64: the number of the sample of each image, found by the file name at the end of its URL. ValueError where no
     sample has it, or more than one."""
     wanted, numbers = set(images), defaultdict(list)
     for i, url in enumerate(samples.urls):
-        numbers[Path(unquote(urlsplit(url).path)).name].append(i)
+        numbers[image_name(url)].append(i)
     missing = sorted(wanted - numbers.keys())
     if missing:
         raise ValueError(

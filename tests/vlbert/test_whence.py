@@ -1,0 +1,362 @@
+"""Whence and forget: what is computed from a checkpoint is what the training saw."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from loaded import ALONE, captions
+from places import PROJECT
+from programs import torchrun
+from refcoco_files import write_refcoco
+from tiny import DETECTOR, commit_samples, tiny_recipe, tiny_root, tiny_sample
+
+from storage.catalog import Catalog
+from storage.catalog.__main__ import main as catalog_main
+from storage.catalog.commit import commit_shard
+from storage.forgotten import forget
+from storage.garbage import collect_garbage
+from storage.inventory import Inventory
+from storage.manifests import Row
+from storage.object_store import open_store
+from storage.runs import checkpoints, open_folder
+from training.log import read_metrics
+from vlbert import forget as forgetting
+from vlbert import whence
+from vlbert.config import Recipe
+from vlbert.data.batch import Batch
+from vlbert.provenance import lineage, seen
+from vlbert.tasks.refcoco import RefCOCOSettings
+from vlbert.train import train
+
+STAGE = f"regions/{DETECTOR}"
+
+
+class Watched:
+    """The steps, from 1, at which each key was in a batch; in step `at` (from 0) a shard is committed."""
+
+    def __init__(self, root: Path, at: int | None = None):
+        self.root, self.at, self.steps = root, at, defaultdict(list)
+
+    def __call__(self, step: int, parts: Sequence[Batch]) -> None:
+        if step == self.at:
+            new = [tiny_sample(300 + i, regions=1 + i % 3) for i in range(5)]
+            rows = [Row(i, sample.key, "ok", url=sample.url) for i, sample in enumerate(new)]
+            catalog = Catalog(open_store(str(self.root)), "captions")
+            assert commit_shard(catalog, STAGE, "00009", new, rows, {"random_init": False})
+        for batch in parts:
+            for key in captions(batch):
+                self.steps[key].append(step + 1)
+
+
+def run_of(root: Path, name: str, steps: int, **data: object) -> Recipe:
+    recipe = tiny_recipe(root, run=name, steps=steps, save_every=2, keep_checkpoints=50)
+    config = dataclasses.replace(recipe.data, held_out=None, new_shards_every=1, text_batch=0)
+    return dataclasses.replace(recipe, data=dataclasses.replace(config, **data))
+
+
+def told(root: Path, checkpoint: str, key: str) -> dict[str, list[int]]:
+    """By run, the steps that whence finds for a key."""
+    found = defaultdict(list)
+    for trained in lineage(whence.open_checkpoint(f"{root}/runs/{checkpoint}", tensors=False))[0]:
+        for one in seen(trained, "key", frozenset([key])):
+            found[trained.run].append(one.step)
+    return {run: sorted(steps) for run, steps in found.items()}
+
+
+def exported(root: Path, checkpoint: str, file: Path, *fields: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """(run, key) -> times, first and last step, of the file that the program writes."""
+    whence.main([f"{root}/runs/{checkpoint}", f"out={file}", *fields])
+    rows = pq.read_table(file).to_pylist()
+    found = {(row["run"], row["key"]): (row["times"], row["first_step"], row["last_step"]) for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def summary(steps: dict[str, list[int]], until: int = 10**9) -> dict[str, tuple[int, int, int]]:
+    kept = {key: [step for step in taken if step <= until] for key, taken in steps.items()}
+    return {key: (len(taken), min(taken), max(taken)) for key, taken in kept.items() if taken}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watched]:
+    """Two weighted datasets, new shards of one of them, and a run that was stopped and resumed."""
+    root = tiny_root(tmp_path_factory.mktemp("whence"), samples=13, held_out=4)
+    commit_samples(root, "more", [tiny_sample(200 + i, regions=1 + i % 3) for i in range(9)])
+    watched, weights = Watched(root, at=1), {"captions": 2.0, "more": 1.0}
+    train(run_of(root, "pretrain", 7, datasets=weights), ALONE, watched)
+    (root / "runs" / "pretrain" / "step-0000007" / "state.json").unlink()  # from step 6 on again, with more steps
+    for taken in watched.steps.values():
+        taken[:] = [step for step in taken if step <= 6]
+    train(run_of(root, "pretrain", 12, datasets=weights), ALONE, watched)
+    (captioned, _) = open_folder(open_store(str(root)), checkpoints(open_store(str(root)), "pretrain")[-1]).state[
+        "data"
+    ]
+    assert len(captioned["snapshots"]) == 2
+    return root, watched
+
+
+def test_every_step_of_every_sample_is_found(pretrained, tmp_path):
+    root, watched = pretrained
+    assert len(watched.steps) == 13 + 9 + 5
+    for key, steps in watched.steps.items():
+        assert told(root, "pretrain", key) == {"pretrain": sorted(steps)}
+    found = exported(root, "pretrain", tmp_path / "all.parquet")
+    assert found == {("pretrain", key): value for key, value in summary(watched.steps).items()}
+    earlier = exported(root, "pretrain/step-0000002", tmp_path / "all.parquet")
+    assert earlier == {("pretrain", key): value for key, value in summary(watched.steps, 2).items()}
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_of_one_dataset_over_many_epochs(tmp_path, chunk):
+    root = tiny_root(tmp_path, samples=7, held_out=1)
+    watched = Watched(root, at=3)
+    train(run_of(root, "one", 9, chunk=chunk), ALONE, watched)
+    assert exported(root, "one", tmp_path / "all.parquet") == {
+        ("one", key): value for key, value in summary(watched.steps).items()
+    }
+    key = tiny_sample(3, regions=1).key
+    assert told(root, "one", key) == {"one": sorted(watched.steps[key])}
+
+
+def finetuned(root: Path, run: str, init_from: str | None, steps: int = 5, **changes: object) -> tuple[Recipe, Watched]:
+    """A RefCOCO+ training over some of the images, whose examples are phrases."""
+    samples = [tiny_sample(i, regions=1 + i % 3) for i in range(13)]
+    write_refcoco(root / "refcoco", [sample for sample in samples if len(sample.regions) > 1])
+    recipe = run_of(root, run, steps, datasets={"captions": None}, batch=4)
+    recipe = dataclasses.replace(
+        recipe, task=RefCOCOSettings(folder=str(root / "refcoco")), init_from=init_from, **changes
+    )
+    return recipe, Watched(root)
+
+
+def test_a_finetuning_leads_back_to_its_pretraining_even_if_that_is_gone(pretrained, tmp_path, capsys):
+    root, watched = pretrained
+    recipe, fine = finetuned(root, "refcoco", f"{root}/runs/pretrain")
+    train(recipe, ALONE, fine)
+    folder = root / "runs" / "pretrain"
+    hidden = folder.rename(tmp_path / "hidden")
+    try:
+        both = {("refcoco", key): value for key, value in summary(fine.steps).items()}
+        both |= {("pretrain", key): value for key, value in summary(watched.steps).items()}
+        capsys.readouterr()
+        assert exported(root, "refcoco", tmp_path / "all.parquet") == both
+        first, second, _ = capsys.readouterr().out.splitlines()
+        assert f"{root}/runs/refcoco/step-0000005: 5 steps of 4 of captions (" in first
+        assert (
+            f"{root}/runs/pretrain/step-0000012: 12 steps of 8 of captions (18 examples, 2 snapshots, 66.7%" in second
+        )
+        # Its snapshots stay.
+        pins = {pin.snapshot for pin in Inventory(open_store(str(root))).pins()}
+        collect_garbage(open_store(str(root)), 0, delete=True)
+        assert exported(root, "refcoco", tmp_path / "all.parquet") == both
+        assert len(pins) >= 3
+    finally:
+        hidden.rename(folder)
+    key = next(key for key in fine.steps if len(fine.steps[key]) > 1)
+    assert told(root, "refcoco", key) == {"refcoco": sorted(fine.steps[key]), "pretrain": sorted(watched.steps[key])}
+    # Resumed, it still says so; and a run that starts from it leads back over both.
+    train(dataclasses.replace(recipe, steps=6), ALONE, fine)
+    again, third = finetuned(root, "again", f"{root}/runs/refcoco/step-0000006", steps=2)
+    train(again, ALONE, third)
+    assert told(root, "again", key).keys() >= {"refcoco", "pretrain"}
+    # Without the task's files only the pre-training can be told.
+    refs = (root / "refcoco").rename(tmp_path / "refs")
+    with pytest.raises(SystemExit, match=r"there is no .*refs\(unc\)\.p.*; here: task_folder=FOLDER"):
+        whence.main([f"{root}/runs/refcoco", f"out={tmp_path / 'none.parquet'}"])
+    assert exported(root, "refcoco", tmp_path / "all.parquet", f"task_folder={refs}").keys() >= both.keys()
+    refs.rename(root / "refcoco")
+
+
+def test_one_url_is_told_with_dataset_shard_epoch_and_step(pretrained, capsys):
+    root, watched = pretrained
+    sample = tiny_sample(200, regions=1)
+    for what in (sample.url, sample.key):
+        whence.main([f"{root}/runs/pretrain", what])
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows = [line for line in lines if line[0] == "pretrain"]
+        assert [(row[1], row[2], row[3]) for row in rows] == [("more", "00000", sample.key)] * len(rows)
+        assert [int(row[4]) for row in rows] == sorted(int(row[4]) for row in rows)
+        assert sorted(int(row[5]) for row in rows) == sorted(watched.steps[sample.key])
+    with pytest.raises(SystemExit) as ended:
+        whence.main([f"{root}/runs/pretrain", "http://example.org/another.jpg?size=3"])
+    assert ended.value.code == 1
+    assert "another.jpg?… was in nothing that these runs have seen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["runs/pretrain", "http://a", "http://b"], "'http://a' and 'http://b' are given"),
+        (["runs/nothing"], "runs/nothing has no whole checkpoint"),
+        (["text"], "text holds no model"),
+        (["runs/pretrain", "out=/nowhere/all.parquet"], "/nowhere/all.parquet"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(pretrained, arguments, named):
+    root, _ = pretrained
+    with pytest.raises(SystemExit, match=named):
+        whence.main([f"{root}/{arguments[0]}", *arguments[1:]])
+
+
+def test_a_snapshot_that_is_gone_is_named_and_another_root_may_have_it(pretrained, tmp_path):
+    root, _ = pretrained
+    key = tiny_sample(200, regions=1).key
+    moved = (root / "more").rename(tmp_path / "more")
+    try:
+        with pytest.raises(SystemExit, match=r"more/regions/.*/snapshots/.*\.parquet.* is gone; put it back, or name"):
+            whence.main([f"{root}/runs/pretrain", key])
+        whence.main([f"{root}/runs/pretrain", key, f"root={tmp_path}"])
+    finally:
+        moved.rename(root / "more")
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_with_the_same_samples(tmp_path):
+    root = tiny_root(tmp_path, samples=10, held_out=2)
+    watched = Watched(root)
+    train(run_of(root, "worlds", 8), ALONE, watched)
+    recipe = run_of(root, "changed", 8)
+    changes = {name: getattr(recipe, name) for name in ("data", "save_every", "keep_checkpoints")}
+    for processes, steps in ((2, 3), (1, 5), (4, 8)):
+        result = torchrun(root, "changed", processes, steps=steps, **changes)
+        assert result.returncode == 0, result.stderr[-3000:]
+    one, other = (exported(root, run, tmp_path / "all.parquet") for run in ("worlds", "changed"))
+    assert {key: value for (_, key), value in one.items()} == summary(watched.steps)
+    assert {key: value for (_, key), value in other.items()} == summary(watched.steps)
+
+
+def test_the_commands_of_the_page_run(pretrained, tmp_path, monkeypatch, capsys):
+    """The page's run and key become ours; its URL is one of our samples'."""
+    copy, sample = shutil.copytree(pretrained[0], tmp_path / "vl-root"), tiny_sample(3, regions=1)
+    (copy / "runs" / "pretrain").rename(copy / "runs" / "finetune-vqa")
+    monkeypatch.chdir(tmp_path)
+    page = (PROJECT / "docs" / "provenance.md").read_text()
+    found = [line.partition("#")[0].split()[2:] for line in page.splitlines() if line.startswith("    python -m ")]
+    assert len(found) == 6
+    programs = {"vlbert.whence": whence.main, "vlbert.forget": forgetting.main, "storage.catalog": catalog_main}
+    printed = []
+    for program, *arguments in found:
+        arguments = [sample.key if re.fullmatch("[0-9a-f]{20}", one) else one for one in arguments]
+        programs[program](arguments)
+        printed.append(capsys.readouterr().out)
+    assert sample.url in page
+    assert sample.key in printed[1]
+    assert printed[1].splitlines()[1:] == [line for line in printed[2].splitlines()[1:] if "the URL of" not in line]
+    assert pq.read_schema("seen.parquet").names == re.findall(r"`(\w+)`", page.partition("The file has ")[2])[:8]
+    assert printed[4].startswith("1 URLs are forgotten now")
+    assert "forgotten images" in printed[5]
+
+
+# --- forget -----------------------------------------------------------------------------------------------------------
+
+
+def forgotten(root: Path, *arguments: str) -> list[str]:
+    """What the program prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        forgetting.main([str(root), *arguments])
+    return printed.getvalue().splitlines()
+
+
+def test_forgetting_lists_every_checkpoint_that_has_seen_it(tmp_path):
+    root = tiny_root(tmp_path, samples=20, held_out=2)
+    watched = Watched(root)
+    train(run_of(root, "one", 4, new_shards_every=None), ALONE, watched)
+    late = next(key for key, steps in watched.steps.items() if steps == [3])  # after the first checkpoint
+    (sample,) = [one for one in (tiny_sample(i, regions=1 + i % 3) for i in range(20)) if one.key == late]
+    (tmp_path / "urls.txt").write_text(f"{sample.url}\n\nhttp://example.org/nowhere.jpg\n")
+    out = tmp_path / "seen.parquet"
+    for new in (2, 0):  # again, the same list
+        lines = forgotten(root, f"urls={tmp_path / 'urls.txt'}", f"out={out}")
+        assert lines[0] == f"{new} URLs are forgotten now, {2 - new} were before"
+        assert lines[1].endswith("are 1 of them: http://example.org/nowhere.jpg")
+        assert [line.split() for line in lines[3:-1]] == [["runs/one/step-0000004", "one", "1", "of", "2", "3"]]
+        assert lines[-1].startswith("to take their bytes out of the tars: python -m storage.catalog gc")
+        (row,) = pq.read_table(out).to_pylist()
+        assert (row["key"], row["times"], row["first_step"], row["last_step"]) == (late, 1, 3, 3)
+    forgotten(root, "urls=none", "http://example.org/b.jpg?out=1")
+    with pytest.raises(SystemExit, match="no URL is given"):
+        forgetting.main([str(root), f"out={out}"])
+    with pytest.raises(SystemExit, match=r"urls=.*none\.txt cannot be read"):
+        forgetting.main([str(root), f"urls={tmp_path / 'none.txt'}"])
+
+
+def test_a_checkpoint_whose_task_has_lost_its_files_is_listed_as_perhaps(pretrained, tmp_path):
+    root, _ = pretrained
+    recipe, _ = finetuned(root, "lost", None, steps=1, random_init=True)
+    train(recipe, ALONE)
+    hidden = (root / "refcoco").rename(tmp_path / "hidden")
+    lines = [line.split() for line in forgotten(root, tiny_sample(1, regions=2).url)]
+    hidden.rename(root / "refcoco")
+    assert ["runs/lost/step-0000001", "lost", "1", "of", "1", "perhaps"] in lines
+    assert any(line[:3] == ["not", "known", "of"] and "task_folder=FOLDER" in line for line in lines)
+    for tombstone in (root / "forgotten").iterdir():
+        tombstone.unlink()
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_resumed_run_leaves_a_forgotten_sample_out_and_then_enters_a_snapshot_without_it(tmp_path, capsys, collected):
+    root = tiny_root(tmp_path, samples=16, held_out=2)
+    store, samples, watched = (
+        open_store(str(root)),
+        [tiny_sample(i, regions=1 + i % 3) for i in range(16)],
+        Watched(root),
+    )
+    train(run_of(root, "run", 2, batch=4), ALONE, watched)
+    sample = next(sample for sample in samples if sample.key not in watched.steps)  # still to come in this epoch
+    forgotten(root, sample.url)
+    if collected:
+        catalog_main(["gc", str(root), "--delete"])
+    capsys.readouterr()
+    train(run_of(root, "run", 8, batch=4), ALONE, watched)
+    assert sample.key not in watched.steps
+    assert "a snapshot without forgotten samples enters in step 5, at the beginning of epoch 1: 15 examples" in (
+        capsys.readouterr().out
+    )
+    (event,) = read_metrics(store, "run", "snapshot")
+    assert (event["step"], event["examples"]) == (5, 15)
+    (line,) = [json.loads(line) for line in (root / "runs/run/unreadable.jsonl").read_text().splitlines()]
+    assert line["key"] == sample.key
+    assert "was forgotten since" in line["reason"]
+    # Every other sample was there in both epochs, at the steps that whence says; of this one, it says why not.
+    found = exported(root, "run", tmp_path / "all.parquet")
+    assert {key: value for (_, key), value in found.items() if key != sample.key} == summary(watched.steps)
+    whence.main([f"{root}/runs/run", sample.url])
+    printed = capsys.readouterr().out
+    assert f"{line['step']}  not read: sample {sample.key} was forgotten since" in printed
+    assert f"{sample.url} was forgotten since" in printed
+    # A new run never meets it.
+    new = Watched(root)
+    train(run_of(root, "new", 4, batch=4), ALONE, new)
+    assert new.steps.keys() == {one.key for one in samples} - {sample.key}
+
+
+def test_gc_beside_a_running_training_does_not_end_it(tmp_path):
+    root = tiny_root(tmp_path, samples=16, held_out=2)
+    samples, gone = [tiny_sample(i, regions=1 + i % 3) for i in range(16)], []
+
+    class Forgetting(Watched):
+        def __call__(self, step: int, parts: Sequence[Batch]) -> None:
+            super().__call__(step, parts)
+            if step == 0:  # one of each tar that is still to come
+                for tar in (samples[:8], samples[8:]):
+                    gone.append(next(sample for sample in tar if sample.key not in self.steps))
+                forget(open_store(str(root)), [sample.url for sample in gone])
+                collect_garbage(open_store(str(root)), 0, delete=True)
+
+    watched = Forgetting(root)
+    train(run_of(root, "run", 7, batch=4), ALONE, watched)
+    left = {sample.key for sample in samples} - {sample.key for sample in gone}
+    first = {key for key in left if any(step <= 4 for step in watched.steps[key])}
+    second = {key for key, steps in watched.steps.items() if any(step > 4 for step in steps)}
+    assert first == left, "the first epoch goes on with all others"
+    assert len(second) == 12
+    assert second <= left, "the next one begins with a snapshot without them"
