@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from detectors.drawing import OTHERS, colour_of, data_uri, draw_boxes_on
+from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.redact import shown_url
+from storage.sample import Sample
 from training.log import read_metrics, read_skipped
 from vlbert.data.batch import Example, ImageInput, TextInput
 from vlbert.data.boxes import masked_pixels
@@ -21,7 +22,7 @@ from vlbert.results import name_of
 from vlbert.results_page import render
 from vlbert.tasks.base import LabelInWords
 
-_MOST_NAMED = 12  # regions with a label that get their number on the image, beside the masked ones
+_MOST_NAMED = 12  # regions with a label that get their number on the image, beside masked and mentioned ones
 _HATCH = 6  # pixels between the lines over a masked region
 
 
@@ -54,7 +55,7 @@ def _row(found: Replay, number: int, example: Example) -> dict[str, Any]:
         "number": number + 1,
         "key": example.key,
         "counted": example.counted,
-        "image": None if image is None else _draw(found, image, prepared, sample, labels),
+        "image": None if image is None else _draw(found, example, prepared, sample, labels),
         "image_key": None if sample is None else sample.key,
         "url": None if sample is None else shown_url(sample.url),
         "mirrored": sample is not None and prepared.flipped,
@@ -76,7 +77,7 @@ def _text(found: Replay, text: TextInput, number: int, labels: Sequence[LabelInW
             "label": of_token.get(position),
             "masked": token == found.task.vocabulary.mask,
             "region": region,
-            "special": names[token].startswith("[") and names[token].endswith("]"),
+            "special": token in (found.task.vocabulary.cls, found.task.vocabulary.sep),
         }
         for position, (token, region) in enumerate(zip(text.tokens.tolist(), text.token_region.tolist(), strict=True))
     ]
@@ -89,11 +90,11 @@ def _classes(found: Replay) -> Sequence[str] | None:
 
 
 def _draw(
-    found: Replay, image: ImageInput, prepared: PreparedImage, sample: Any, labels: Sequence[LabelInWords]
-) -> str | None:
+    found: Replay, example: Example, prepared: PreparedImage, sample: Sample, labels: Sequence[LabelInWords]
+) -> str:
     """The image as the model sees it, its regions on it; "" where it does not decode, which precomputed features do
     not need."""
-    config = found.recipe.model.regions
+    config, image = found.recipe.model.regions, example.image
     pixels = image.pixels
     if pixels is None:
         try:
@@ -107,7 +108,7 @@ def _draw(
         seen[hole] = mean.clip(0, 255).astype(np.uint8)
     diagonal = np.add.outer(np.arange(seen.shape[0]), np.arange(seen.shape[1])) % _HATCH == 0
     seen[hole & diagonal] = 255
-    return data_uri(draw_boxes_on(Image.fromarray(seen), *_boxes(image, labels)))
+    return data_uri(draw_boxes_on(Image.fromarray(seen), *_boxes(example, labels)))
 
 
 def _masked(image: ImageInput, height: int, width: int) -> np.ndarray:
@@ -118,15 +119,16 @@ def _masked(image: ImageInput, height: int, width: int) -> np.ndarray:
     return masked_pixels(boxes, masked, height, width)[0].numpy()
 
 
-def _boxes(image: ImageInput, labels: Sequence[LabelInWords]) -> tuple[list[tuple], int, int]:
-    """What draw_boxes_on draws: all regions with thin lines, then the masked and some of the labelled ones with their
-    numbers."""
+def _boxes(example: Example, labels: Sequence[LabelInWords]) -> tuple[list[tuple], int, int]:
+    """What draw_boxes_on draws: all regions with thin lines, then with their numbers those that are masked or that a
+    text mentions, and some of those with a label."""
+    image, mentioned = example.image, {n for text in example.texts for n in text.token_region.tolist() if n}
     labelled = [label.index for label in labels if label.text is None and label.index]
     masked = np.flatnonzero(image.masked).tolist()
-    named = sorted({*masked, *labelled[:_MOST_NAMED]})
+    named = sorted({*masked, *mentioned, *labelled[:_MOST_NAMED]})
     thin = [(image.boxes[n], OTHERS, "") for n in range(1, len(image.boxes)) if n not in named]
     drawn = [(image.boxes[n], colour_of(n), str(n)) for n in named]
-    return [*thin, *drawn], 480, len(thin)
+    return [*thin, *drawn], IMAGE_SIDE, len(thin)
 
 
 def _order(found: Replay) -> list[str]:
