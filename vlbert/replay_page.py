@@ -11,11 +11,10 @@ from PIL import Image
 
 from detectors.drawing import IMAGE_SIDE, OTHERS, colour_of, data_uri, draw_boxes_on
 from storage.redact import shown_url
-from storage.sample import Sample
 from training.log import read_metrics, read_skipped
 from vlbert.data.batch import Example, ImageInput, TextInput
 from vlbert.data.boxes import masked_pixels
-from vlbert.data.images import PreparedImage, prepare_image
+from vlbert.data.images import prepare_image
 from vlbert.prediction import class_name
 from vlbert.replay import Losses, Replay, mean_losses
 from vlbert.results import name_of
@@ -55,7 +54,7 @@ def _row(found: Replay, number: int, example: Example) -> dict[str, Any]:
         "number": number + 1,
         "key": example.key,
         "counted": example.counted,
-        "image": None if image is None else _draw(found, example, prepared, sample, labels),
+        "image": None if image is None else _draw(found, example, labels),
         "image_key": None if sample is None else sample.key,
         "url": None if sample is None else shown_url(sample.url),
         "mirrored": sample is not None and prepared.flipped,
@@ -89,26 +88,31 @@ def _classes(found: Replay) -> Sequence[str] | None:
     return ((found.checkpoint.config.get("detector") or {}).get("metadata") or {}).get("classes")
 
 
-def _draw(
-    found: Replay, example: Example, prepared: PreparedImage, sample: Sample, labels: Sequence[LabelInWords]
-) -> str:
-    """The image as the model sees it, its regions on it; "" where it does not decode, which precomputed features do
-    not need."""
-    config, image = found.recipe.model.regions, example.image
-    pixels = image.pixels
+def _draw(found: Replay, example: Example, labels: Sequence[LabelInWords]) -> str:
+    """The image with its regions, as the src of an img; "" where it does not decode, which precomputed features do not
+    need."""
+    try:
+        seen = seen_by_the_network(found, example.image)
+    except ValueError:
+        return ""
+    return data_uri(draw_boxes_on(Image.fromarray(seen), *_boxes(example, labels)))
+
+
+def seen_by_the_network(found: Replay, image: ImageInput) -> np.ndarray:
+    """uint8 [h, w, 3], RGB: the pixels of an example's image, with lines over the masked ones. ValueError where
+    precomputed features came with an image that does not decode."""
+    config, pixels = found.recipe.model.regions, image.pixels
     if pixels is None:
-        try:
-            pixels = prepare_image(sample, replace(config, features="end_to_end"), prepared.flipped).pixels
-        except ValueError:
-            return ""
-    seen = pixels.permute(1, 2, 0).numpy().copy()  # (h, w, 3)
+        sample, prepared = found.source_of(image)
+        pixels = prepare_image(sample, replace(config, features="end_to_end"), prepared.flipped).pixels
+    seen = pixels.permute(1, 2, 0).numpy().copy()
     hole = _masked(image, *seen.shape[:2])
     if not config.masks_features:
         mean = np.array(config.pixel_mean[::-1]) if config.masked_pixels == "mean" else np.zeros(3)  # it is B, G, R
         seen[hole] = mean.clip(0, 255).astype(np.uint8)
     diagonal = np.add.outer(np.arange(seen.shape[0]), np.arange(seen.shape[1])) % _HATCH == 0
     seen[hole & diagonal] = 255
-    return data_uri(draw_boxes_on(Image.fromarray(seen), *_boxes(example, labels)))
+    return seen
 
 
 def _masked(image: ImageInput, height: int, width: int) -> np.ndarray:

@@ -231,13 +231,13 @@ def test_mlcroissant_reads_it(root):
 
 def test_the_commands_of_the_pages_run(root, monkeypatch):
     monkeypatch.chdir(root.parent)
-    lines = [
-        line for page in ("operating", "download") for line in (PROJECT / f"docs/{page}.md").read_text().splitlines()
-    ]
+    VLBert(TINY_MODEL, 50).save_pretrained("mine")
+    pages = [PROJECT / "docs" / f"{name}.md" for name in ("operating", "download", "library")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line for line in lines if re.match(r" {4}python -m vlbert\.(replay|hub_cards) ", line)]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         program, *arguments = shlex.split(command)[2:]
         {"vlbert.replay": replay, "vlbert.hub_cards": main}[program](arguments)
-    assert (root.parent / "step-3.html").is_file()
-    assert (root / "captions/croissant.json").is_file()
+    for written in ("step-3.html", "demo-root/captions/croissant.json", "mine/README.md"):
+        assert (root.parent / written).is_file()

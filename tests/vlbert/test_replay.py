@@ -37,9 +37,11 @@ from training.distributed import World
 from training.log import read_metrics
 from vlbert.config import DataConfig, Recipe
 from vlbert.data.batch import Batch
+from vlbert.data.boxes import masked_pixels
 from vlbert.data.masking import RegionMasking, WordMasking
 from vlbert.recipes import RECIPES
 from vlbert.replay import Replay, ReplaySettings, load_model, losses_of_rows, main, mean_losses, replay, write_replay
+from vlbert.replay_page import seen_by_the_network
 from vlbert.tasks.base import TaskModel
 from vlbert.tasks.pretraining import PretrainingSettings
 from vlbert.tasks.refcoco import RefCOCOSettings
@@ -139,6 +141,15 @@ def test_labels_in_words_are_those_of_the_batch(trained):
     labels = [found.task.labels_in_words(example, "class {}".format) for example in found.examples]
     words = [one.words for of_row in labels for one in of_row if one.text is not None and one.index is not None]
     assert words == [names[token] for token in batch.labels["words"].tolist()]
+    for name, of_text in (("word_label_mask", True), ("region_label_mask", False)):
+        width = batch.tokens.shape[1] if of_text else batch.boxes.shape[1]
+        places = [
+            row * width + one.index
+            for row, of_row in enumerate(labels)
+            for one in of_row
+            if one.index is not None and (one.text is not None) == of_text
+        ]
+        assert places == batch.labelled[name].tolist()
     regions = [one.words for of_row in labels for one in of_row if one.text is None]
     classes = batch.labels["region_classes"].argmax(1).tolist()
     assert regions == [f"class {number} (1.00)" for number in classes]
@@ -177,6 +188,44 @@ def test_the_program_writes_one_page_with_all_in_it(trained, tmp_path, capsys):
     logged = read_metrics(open_store(str(trained[0])), "run", "training")[2]
     assert logged["step"] == 3
     assert f"{logged['loss_words']:.4f}" in text
+
+
+def test_the_page_shows_each_row_as_the_training_was_given_it(trained, tmp_path):
+    out = tmp_path / "page.html"
+    text = write_replay(str(trained[0] / "runs/run"), 5, ReplaySettings(out=str(out), losses=False)).read_text()
+    (batch,), names = trained[1][4], replayed(trained, 5).task.vocabulary.tokens
+    figures = re.findall(r'<figure class="card" id="row-\d+">.*?</figure>', text, re.DOTALL)
+    assert len(figures) == len(batch)
+    labels = dict(zip(batch.labelled["word_label_mask"].tolist(), batch.labels["words"].tolist(), strict=True))
+    length = batch.tokens.shape[1]
+    for row, figure in enumerate(figures):
+        shown = re.findall(r'<span class="token[^"]*"><span>(.*?)</span>(?:<b>(.*?)</b>)?</span>', figure)
+        tokens = batch.tokens[row, : batch.sizes.tokens[row]].tolist()
+        wanted = [
+            (names[t], names[labels[at]] if (at := row * length + i) in labels else "") for i, t in enumerate(tokens)
+        ]
+        assert shown == wanted
+        masked = re.findall(r"masked: ([\d, ]+)(?:, mirrored)?\.", figure)
+        found = [int(number) for number in masked[0].split(", ")] if masked else []
+        assert found == batch.region_masked[row].nonzero()[:, 0].tolist()
+
+
+def test_masked_regions_are_drawn_as_the_network_sees_them(trained, tmp_path):
+    """The mean colour under the hatching; all else as the training was given it."""
+    found = replayed(trained, 5)
+    (batch,) = trained[1][4]
+    drawn = 0
+    for number, example in enumerate(found.examples[:8]):
+        seen = seen_by_the_network(found, example.image)
+        height, width = seen.shape[:2]
+        hole = masked_pixels(batch.boxes[None, number], batch.region_masked[None, number], height, width)[0].numpy()
+        pixels = example.image.pixels.permute(1, 2, 0).numpy()
+        np.testing.assert_array_equal(seen[~hole], pixels[~hole])
+        mean = np.array(TINY_MODEL.regions.pixel_mean[::-1]).astype(np.uint8)
+        colours = {tuple(colour) for colour in seen[hole].tolist()}
+        assert colours <= {tuple(mean.tolist()), (255, 255, 255)}
+        drawn += len(colours) == 2
+    assert drawn >= 2
 
 
 def without_a_tar(root: Path) -> str:
